@@ -1,0 +1,154 @@
+"""A bound is a type, not a float: every number knows on which side of the truth it lies."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.core.errors import InputError, Refused
+
+Number = float | Tensor
+
+
+class Kind(enum.StrEnum):
+    """On which side of the truth a number lies."""
+
+    UPPER = "upper"
+    LOWER = "lower"
+    ESTIMATE = "estimate"
+    EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One number with its side of the truth.
+
+    `exact` means: equal to the truth up to the rounding of the method that computed it. It is *not* accepted
+    where a guarantee is needed (an SVD in floating point may round down); `upper` is.
+
+    >>> Bound(2.0, Kind.UPPER, "gram")
+    Bound(2, upper, method='gram')
+    """
+
+    value: Number
+    kind: Kind
+    method: str = ""
+    note: str = ""
+
+    def __repr__(self) -> str:
+        return f"Bound({_show(self.value)}, {self.kind}, method={self.method!r})"
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """`lower ≤ truth ≤ upper`, both ends proved, also in floating point.
+
+    Both ends are floats, or float64 tensors of the batch shape for batched input. `rtol` is what was asked for;
+    `reached` says whether `upper ≤ (1 + rtol)·lower`, and `note` why not where it is not.
+
+    >>> b = Bracket(1.0, 1.0005, rtol=1e-3)
+    >>> b.reached, 1.0002 in b
+    (True, True)
+    """
+
+    lower: Number
+    upper: Number
+    rtol: float = math.nan
+    method: str = ""
+    note: str = ""
+    vectors: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        lower, upper = torch.as_tensor(self.lower), torch.as_tensor(self.upper)
+        if bool((lower > upper).any()) or bool(lower.isnan().any()) or bool(upper.isnan().any()):
+            raise InputError(f"a bracket needs lower ≤ upper, got [{_show(self.lower)}, {_show(self.upper)}]")
+
+    @property
+    def gap(self) -> Number:
+        """`upper/lower − 1`; 0 where both ends are 0, infinite where only the lower one is."""
+        if isinstance(self.lower, Tensor) or isinstance(self.upper, Tensor):
+            low, up = torch.as_tensor(self.lower).double(), torch.as_tensor(self.upper).double()
+            return torch.where(up == low, torch.zeros_like(up), up / low - 1)
+        if self.upper == self.lower:
+            return 0.0
+        return self.upper / self.lower - 1 if self.lower > 0 else math.inf
+
+    @property
+    def reached(self) -> bool:
+        """Whether the gap asked for was reached (everywhere, for a batch)."""
+        return bool((torch.as_tensor(self.gap) <= self.rtol).all())
+
+    def __contains__(self, value: float) -> bool:
+        return bool((torch.as_tensor(self.lower) <= value).all() and (torch.as_tensor(self.upper) >= value).all())
+
+    def __repr__(self) -> str:
+        extra = "".join(f", {k}={v!r}" for k, v in (("method", self.method), ("note", self.note)) if v)
+        return f"Bracket({_show(self.lower, down=True)}, {_show(self.upper, up=True)}{extra})"
+
+
+def as_upper(value: Any, what: str = "Lipschitz constant") -> float:
+    """Read a number that will feed a certificate: only an upper bound is let through.
+
+    A `Bracket` gives its upper end, a `Bound` must be of kind `upper`; a plain number is the caller's own claim
+    and is taken as one. Estimates and lower bounds are refused.
+
+    >>> as_upper(Bracket(0.9, 1.0))
+    1.0
+    >>> as_upper(Bound(0.9, Kind.ESTIMATE))
+    Traceback (most recent call last):
+    ...
+    equipoise.core.errors.Refused: a certificate needs an upper bound of the Lipschitz constant, got one that is only estimate
+    """
+    if isinstance(value, Bracket):
+        value = value.upper
+    elif isinstance(value, Bound):
+        if value.kind is not Kind.UPPER:
+            raise Refused(f"a certificate needs an upper bound of the {what}, got one that is only {value.kind}")
+        value = value.value
+    number = float(torch.as_tensor(value).max()) if isinstance(value, Tensor) else float(value)
+    if math.isnan(number) or number < 0:
+        raise InputError(f"the {what} must be a non-negative number, got {number}")
+    return number
+
+
+def round_up(x: float, digits: int = 6) -> str:
+    """Print `x ≥ 0` with `digits` significant digits, never below its value.
+
+    >>> round_up(1.0000001, 4), round_up(2.5, 4), round_up(0.0, 4)
+    ('1.001', '2.5', '0')
+    """
+    return _rounded(x, digits, math.inf)
+
+
+def round_down(x: float, digits: int = 6) -> str:
+    """Print `x ≥ 0` with `digits` significant digits, never above its value.
+
+    >>> round_down(0.99999, 4)
+    '0.9999'
+    """
+    return _rounded(x, digits, -math.inf)
+
+
+def _rounded(x: float, digits: int, toward: float) -> str:
+    if x == 0 or not math.isfinite(x):
+        return f"{x:g}"
+    text = f"{x:.{digits}g}"
+    wrong = (lambda y: y < x) if toward > 0 else (lambda y: y > x)
+    if wrong(float(text)):
+        step = 10.0 ** (math.floor(math.log10(abs(x))) - digits + 1)
+        text = f"{float(text) + math.copysign(step, toward):.{digits}g}"
+    return text
+
+
+def _show(x: Number, *, up: bool = False, down: bool = False) -> str:
+    if isinstance(x, Tensor):
+        return f"{x.min():.6g} … {x.max():.6g} of shape {tuple(x.shape)}" if x.numel() != 1 else f"{x.item():.6g}"
+    return round_up(x) if up else round_down(x) if down else f"{x:.6g}"

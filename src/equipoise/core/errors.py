@@ -1,0 +1,19 @@
+"""What equipoise raises: a user's mistake, or a guarantee that cannot be given.
+
+Both carry one readable sentence; the command line prints it and exits non-zero. Anything else that
+escapes is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class EquipoiseError(Exception):
+    """Base of every error that is meant to be read by a user."""
+
+
+class InputError(EquipoiseError, ValueError):
+    """The input is malformed: wrong shape, non-finite weights, unknown file, empty data."""
+
+
+class Refused(EquipoiseError):
+    """The input is fine but the guarantee asked for cannot be given; the message says why and what to try."""

@@ -1,0 +1,143 @@
+"""Floating point, taken seriously: roundoff constants, outward rounding, and full-precision matrix products.
+
+Model of arithmetic (Higham 2002, §2–3): every operation is correctly rounded with unit roundoff `u`, sums of
+products may be taken in any order and with fused multiply-add. Then a computed inner product of length m differs
+from the true one by at most `γ_m Σ|a_i||b_i|` with `γ_m = m·u/(1 − m·u)`, plus `m·η` for underflow, where η is the
+smallest normal number (which also covers hardware that flushes subnormals to zero).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.core.errors import InputError, Refused
+
+#: factor that absorbs the rounding of a handful of float64 operations on non-negative numbers
+_SLACK = 2.0**-49
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Unit roundoff `u = eps/2` of a real or complex floating dtype."""
+    return torch.finfo(dtype).eps / 2
+
+
+def gamma(m: int | float, dtype: torch.dtype) -> float:
+    """`γ_m = m·u/(1 − m·u)`, rounded up; refused where `m·u ≥ 1/2`, since nothing can be guaranteed there.
+
+    >>> gamma(1000, torch.float32) > 1000 * 2**-24
+    True
+    """
+    mu = m * unit_roundoff(dtype)
+    if mu >= 0.5:
+        raise Refused(f"inner dimension {m:g} is too long for {dtype}: nothing can be guaranteed; compute in float64")
+    return up(mu / (1 - mu))
+
+
+def up(x: Any) -> Any:
+    """Enlarge a non-negative float64 number or tensor so that it covers the rounding of a few operations."""
+    return x * (1 + _SLACK)
+
+
+def down(x: Any) -> Any:
+    """Shrink a non-negative float64 number or tensor so that it covers the rounding of a few operations."""
+    return x * (1 - _SLACK)
+
+
+def working_dtype(dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:
+    """The dtype to compute in: what was asked for, never half precision, complex where the input is complex."""
+    table = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise InputError(f"expected floating-point weights, got {dtype}; convert them first, e.g. weight.double()")
+    base = table.get(dtype, dtype)
+    if base not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        base = torch.float32  # float8 and friends: every value is exact in float32
+    if asked is None:
+        return base
+    if asked not in (torch.float32, torch.float64):
+        raise InputError(f"dtype must be torch.float32 or torch.float64, got {asked}")
+    if base.is_complex:
+        return torch.complex64 if asked is torch.float32 else torch.complex128
+    return asked
+
+
+def require_finite(x: Tensor, what: str = "weight") -> Tensor:
+    """Return `x`, or refuse it if it is empty, or holds NaN or infinities (a bound of those is not a number)."""
+    if x.numel() == 0:
+        raise InputError(f"the {what} is empty (shape {tuple(x.shape)}): it has no norm")
+    bad = ~torch.isfinite(x)
+    if bool(bad.any()):
+        where = tuple(int(i) for i in bad.nonzero()[0])
+        raise InputError(f"the {what} has {int(bad.sum())} non-finite value(s), the first at index {where}")
+    return x
+
+
+def power_of_two_scale(largest: Tensor) -> Tensor:
+    """For each `largest = max|a_ij| > 0` the exponent e with `2^-e·largest ∈ [1/2, 1)`; 0 where `largest` is 0.
+
+    Multiplying by a power of two is exact, so iterates can be rescaled without an error term.
+    """
+    exponent = torch.frexp(largest.double())[1]
+    return torch.where(largest == 0, torch.zeros_like(exponent), exponent)
+
+
+def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
+    """Frobenius norm over `dims`, accumulated in float64 and rounded up (real or complex)."""
+    parts = torch.view_as_real(x) if x.is_complex() else x.unsqueeze(-1)
+    shifted = tuple(d - 1 if d < 0 else d for d in dims)
+    count = math.prod(parts.shape[d] for d in (*shifted, -1))
+    total = parts.double().square().sum(dim=(*shifted, -1))
+    return up(total.sqrt()) * (1 + gamma(count + 2, torch.float64))
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Inside, float32 matrix products really are float32: no TF32, no bfloat16 passes, no autocast, no flushing.
+
+    The settings found are restored on exit. Every function that returns a guarantee runs under it.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(_restore, _set_ieee())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False, dtype=torch.bfloat16))
+        if _flushes_subnormals():
+            torch.set_flush_denormal(False)
+            stack.callback(torch.set_flush_denormal, True)
+        yield
+
+
+def _flushes_subnormals() -> bool:
+    return float(torch.tensor(2.0**-1060, dtype=torch.float64) * 1.0) == 0.0
+
+
+def _switches() -> list[tuple[Any, str, Any]]:
+    """(object, attribute, full-precision value) of every switch that lowers float32 products, old API or new."""
+    backends = torch.backends
+    if hasattr(backends.cuda.matmul, "fp32_precision"):
+        owners = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+        return [(owner, "fp32_precision", "ieee") for owner in owners]
+    return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
+
+
+def _set_ieee() -> list[tuple[Any, str, Any]]:
+    found = []
+    for owner, name, value in _switches():
+        found.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        found.append((torch, "float32_matmul_precision", torch.get_float32_matmul_precision()))
+        torch.set_float32_matmul_precision("highest")
+    return found
+
+
+def _restore(found: list[tuple[Any, str, Any]]) -> None:
+    for owner, name, value in found:
+        if owner is torch:
+            torch.set_float32_matmul_precision(value)
+        else:
+            setattr(owner, name, value)
