@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from equipoise.core.errors import InputError, Refused
+
+FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 
 #: factor that absorbs the rounding of a handful of float64 operations on non-negative numbers
 _SLACK = 2.0**-49
@@ -39,12 +41,12 @@ def gamma(m: int | float, dtype: torch.dtype) -> float:
     return up(mu / (1 - mu))
 
 
-def up(x: Any) -> Any:
+def up(x: FloatOrTensor) -> FloatOrTensor:
     """Enlarge a non-negative float64 number or tensor so that it covers the rounding of a few operations."""
     return x * (1 + _SLACK)
 
 
-def down(x: Any) -> Any:
+def down(x: FloatOrTensor) -> FloatOrTensor:
     """Shrink a non-negative float64 number or tensor so that it covers the rounding of a few operations."""
     return x * (1 - _SLACK)
 
@@ -87,12 +89,22 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
 
 
 def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
-    """Frobenius norm over `dims`, accumulated in float64 and rounded up (real or complex)."""
-    parts = torch.view_as_real(x) if x.is_complex() else x.unsqueeze(-1)
-    shifted = tuple(d - 1 if d < 0 else d for d in dims)
-    count = math.prod(parts.shape[d] for d in (*shifted, -1))
-    total = parts.double().square().sum(dim=(*shifted, -1))
-    return up(total.sqrt()) * (1 + gamma(count + 2, torch.float64))
+    """Frobenius norm over `dims` as float64, rounded up (real or complex).
+
+    The last of `dims` is summed in the arithmetic of x (fast), the others in float64; the error bound covers both.
+    """
+    if x.is_complex():
+        return up((frobenius(x.real, dims).square() + frobenius(x.imag, dims).square()).sqrt())
+    count = math.prod(x.shape[d] for d in dims)
+    dims = tuple(sorted(d % x.dim() for d in dims))
+    rows = torch.linalg.vector_norm(x, dim=dims[-1]).double()
+    norm = torch.linalg.vector_norm(rows, dim=dims[:-1]) if len(dims) > 1 else rows
+    inflate = (1 + gamma(x.shape[dims[-1]] + 8, x.dtype)) * (1 + gamma(count + 8, torch.float64))
+    lost = math.sqrt(count) * math.sqrt(torch.finfo(x.dtype).tiny)  # squares below this underflow
+    result = up(norm * inflate) + lost
+    if bool((norm == 0).any()):
+        result = torch.where((x != 0).any(dim=dims), result, torch.zeros_like(result))
+    return result
 
 
 @contextlib.contextmanager

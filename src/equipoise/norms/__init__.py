@@ -1,1 +1,14 @@
-"""norms"""
+"""Spectral norms with a guarantee: brackets for matrices and convolutions, differentiable bounds, and the alternatives."""
+
+from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
+from equipoise.norms.reference import operator_matrix, reference_norm
+from equipoise.norms.spectral import spectral_norm
+
+__all__ = [
+    "dominant_eigenpair",
+    "dominant_pair",
+    "gram_norm_plain",
+    "operator_matrix",
+    "reference_norm",
+    "spectral_norm",
+]

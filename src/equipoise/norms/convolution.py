@@ -1,0 +1,274 @@
+"""The norm of a convolution as it is really padded, strided, grouped and dilated: a proved bracket.
+
+Upper end: the operator is a submatrix of a circulant one whose norm is the maximum of the symbol over a finite grid (input
+size known), or is bounded by the supremum over all frequencies. Lower end: a Rayleigh quotient of the operator itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from equipoise.core.bounds import Bracket
+from equipoise.core.precision import down, frobenius, gamma, power_of_two_scale, require_finite, up
+from equipoise.norms.dense import LARGE, cholesky_bracket, lanczos, random_start
+from equipoise.norms.geometry import (
+    Axis,
+    Convolution,
+    Lattice,
+    apply,
+    circular_lattice,
+    input_shape,
+    is_whole_circle,
+    padding_norm,
+    polyphase,
+    zero_lattice,
+)
+from equipoise.norms.gram import gram_bracket, rayleigh_lower, wide
+from equipoise.norms.supremum import Search
+from equipoise.norms.symbol import Symbol
+
+#: an operator with at most this many entries may be materialised to close the gap that small images leave
+DENSE_ENTRIES = 1_500_000
+#: floating-point operations one Lanczos run on the operator itself may cost
+LANCZOS_FLOPS = 4e9
+
+
+def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`(lower, upper, v)` of a batch of matrices by the cheapest sound route (float64 results)."""
+    if W.dim() == 2 and min(W.shape) >= LARGE:
+        lower, upper, v = cholesky_bracket(W, rtol)
+        return torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64), v
+    if W.dim() > 2 and min(W.shape[-2:]) >= LARGE:
+        flat = [dense_bracket(w, rtol) for w in W.reshape(-1, *W.shape[-2:])]
+        low, high, v = (torch.stack([f[i] for f in flat]) for i in range(3))
+        return low.reshape(W.shape[:-2]), high.reshape(W.shape[:-2]), v.reshape(*W.shape[:-2], -1)
+    return gram_bracket(W, rtol)
+
+
+def conv_bracket(conv: Convolution, rtol: float = 1e-3) -> Bracket:
+    """Bracket of the norm of a convolution operator; with unknown input size, of the supremum over all sizes."""
+    kernel = wide(require_finite(conv.kernel))
+    e = int(power_of_two_scale(kernel.abs().amax()))
+    if not bool(kernel.any()):
+        return Bracket(0.0, 0.0, rtol, "zero kernel")
+    half = e // 2
+    conv = replace(conv, kernel=kernel * 2.0**-half * 2.0 ** -(e - half))
+    bracket = _scaled_bracket(conv, rtol)
+    return replace(bracket, lower=math.ldexp(bracket.lower, e), upper=math.ldexp(bracket.upper, e))
+
+
+def _scaled_bracket(conv: Convolution, rtol: float) -> Bracket:
+    small = conv.known and _entries(conv) <= DENSE_ENTRIES / 32
+    if small:
+        return _materialised(conv, rtol)
+    upper, lower, start, method = _by_symbol(conv, rtol)
+    if conv.known and upper > (1 + rtol) * lower:
+        lower = max(lower, _operator_lower(conv, start))
+    if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= DENSE_ENTRIES:
+        dense = _materialised(conv, rtol)
+        lower, upper = max(lower, dense.lower), min(upper, dense.upper)
+        method = f"{method}, materialised"
+    note = "" if upper <= (1 + rtol) * lower else _why(conv, upper / lower - 1 if lower > 0 else math.inf)
+    return Bracket(min(lower, upper), upper, rtol, method, note)
+
+
+def _why(conv: Convolution, gap: float) -> str:
+    reason = (
+        f"{conv.padding} padding is bounded through the norm of its copies"
+        if conv.padding in ("reflect", "replicate")
+        else "borders keep the operator below its circulant extension"
+        if conv.known
+        else "the symbol is too flat, or the outputs repeat"
+    )
+    return f"gap {gap:.2g}: {reason}"
+
+
+def _by_symbol(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
+    """`(upper, lower, start, method)` from the symbol; `start` seeds a Lanczos run on the operator."""
+    if conv.padding == "circular":
+        found = [circular_lattice(axis) for axis in conv.axes]
+        whole = [f for f in found if f is not None]
+        if len(whole) == len(found):
+            factor = math.prod(f for _, f in whole)
+            exact = all(is_whole_circle(axis) for axis in conv.axes) or not conv.known
+            bound = _lattice_bound(conv, [lattice for lattice, _ in whole], 0.9 * rtol, rtol)
+            upper, lower, start = bound
+            return up(upper * factor), lower if exact else 0.0, start, "symbol on the circle"
+        return _irregular_circle(conv, rtol)
+    if conv.padding == "zeros":
+        upper, lower, start = _zero_bound(conv, rtol)
+        return upper, lower, start, "symbol"
+    factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
+    upper, lower, start = _zero_bound(_unpadded(conv), rtol)
+    lower = 0.0 if conv.known else lower
+    return up(upper * factor), lower, None, f"symbol × {conv.padding} padding"
+
+
+def _unpadded(conv: Convolution) -> Convolution:
+    """The convolution without padding on the already padded input."""
+    axes = []
+    for axis in conv.axes:
+        size = None if axis.size is None else axis.size + axis.left + axis.right
+        axes.append(replace(axis, size=size, left=0, right=0))
+    return replace(conv, axes=tuple(axes), padding="zeros")
+
+
+def _irregular_circle(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
+    """Circular padding with a stride that does not divide the size: outputs are a selection of all stride-1 outputs."""
+    pad = math.prod(padding_norm(axis, "circular") for axis in conv.axes)
+    by_pad, lower, _ = _zero_bound(_unpadded(conv), rtol)
+    upper, method = up(by_pad * pad), "symbol × circular padding"
+    plain = replace(conv, axes=tuple(_dense_outputs(axis) for axis in conv.axes))
+    found = [circular_lattice(axis) for axis in plain.axes]
+    factor = math.prod(_repeats(axis) for axis in conv.axes)
+    by_rows = _lattice_bound(plain, [f[0] for f in found if f is not None], 0.9 * rtol, rtol)[0] * factor
+    if up(by_rows) < upper:
+        upper, method = up(by_rows), "stride-1 symbol on the circle"
+    return upper, 0.0 if conv.known else lower, None, method
+
+
+def _dense_outputs(axis: Axis) -> Axis:
+    """The axis with stride 1 and exactly one output per pixel of the circle."""
+    return replace(axis, stride=1, left=axis.reach, right=0, out=axis.size)
+
+
+def _repeats(axis: Axis) -> float:
+    """√ of how often one position of the circle serves as an output position (worst size where unknown)."""
+    if axis.size is not None and axis.out is not None:
+        visits = [axis.stride * j % axis.size for j in range(axis.out)]
+        worst = max(visits.count(p) for p in set(visits)) if axis.out > axis.size // axis.stride else 1
+        return math.sqrt(worst) * (1 + 2.0**-51)
+    sizes = range(max(1, axis.left, axis.right), axis.left + axis.right + axis.stride + 2)
+    known = [axis.with_size(n) for n in sizes if n + axis.left + axis.right > axis.reach]
+    return max((_repeats(a) for a in known), default=1.0)
+
+
+def _zero_bound(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None]:
+    lattices = [zero_lattice(axis) for axis in conv.axes]
+    if any(lattice is None for lattice in lattices):
+        return 0.0, 0.0, None
+    return _lattice_bound(conv, [x for x in lattices if x is not None], 0.5 * rtol if conv.known else 0.9 * rtol, rtol)
+
+
+def _lattice_bound(
+    conv: Convolution, lattices: list[Lattice], tol: float, rtol: float
+) -> tuple[float, float, Tensor | None]:
+    """Bound of the symbol over the lattices' grid (or all frequencies), a lower end, and a start vector."""
+    kernel = polyphase(conv.kernel, lattices)
+    windows = [lattice.window for lattice in lattices] if conv.padding == "zeros" and conv.known else None
+    if all(n == 1 for n in kernel.shape[3:]):
+        low, high, _ = dense_bracket(kernel.flatten(2), tol)
+        reached = windows is None or all(w >= 1 for w in windows)
+        return float(high.max()), float(low.max()) if reached else 0.0, None
+    sizes = tuple(lattice.size for lattice in lattices)
+    points = math.prod(n or 10**9 for n in sizes) * kernel.shape[0]
+    columns = min(kernel.shape[1:3])
+    budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * kernel.shape[0]
+    on_grid = points <= 1400 * kernel.shape[0] or (points <= 16 * budget and _coarse(sizes, kernel.shape[3:]))
+    symbol = Symbol.of(kernel, points if on_grid else 2000 * kernel.shape[0])
+    search = Search(symbol, tol, budget)
+    found = search.over_grid(sizes) if on_grid else search.over_all()  # type: ignore[arg-type]
+    if not found.settled and points <= 16 * budget:
+        on_grid = True
+        other = Search(symbol, tol, budget).over_grid(sizes)  # type: ignore[arg-type]
+        found = other if other.upper < found.upper else found
+    group = torch.tensor([found.group])
+    E = symbol.at(group, found.omega[None])[0]
+    X, Y = symbol.gram(group, found.omega[None], torch.float64)
+    G = torch.complex(X, Y)[0]
+    v = lanczos(lambda x: G @ x, random_start(G.shape[-1], G), steps=40)
+    at_symbol = float(rayleigh_lower(E, v)) - float(symbol.at_error()[found.group])
+    if windows is None:
+        return found.upper, max(0.0, down(at_symbol)), None
+    if symbol.adjoint:  # the wave lives on the outputs
+        windows = [lattice.window_out for lattice in lattices]
+    lower = _windowed_lower(symbol, found.group, found.omega, v, windows)
+    return found.upper, lower, None
+
+
+def _coarse(sizes: tuple[int | None, ...], lengths: tuple[int, ...]) -> bool:
+    """Whether the grid is hardly finer than what telling the supremum would need anyway."""
+    return all(n is not None and n <= 3 * k for n, k in zip(sizes, lengths, strict=True))
+
+
+def _windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows: list[int]) -> float:
+    """Rayleigh quotient of `w(i)·e^{iω·i}·v`, a plane wave under a sine window that meets no border.
+
+    `‖K x‖² = Σ_b r(b)·v*C_b v·e^{-ib·ω}` with r the autocorrelation of the window: no convolution is run, whatever the size.
+    """
+    if symbol.correlations is None or any(w < 1 for w in windows):
+        return 0.0
+    correlation = torch.ones(len(symbol.offsets), dtype=torch.float64)
+    for j, n in enumerate(windows):
+        n = min(n, 4096)
+        window = torch.sin(math.pi * torch.arange(1, n + 1, dtype=torch.float64) / (n + 1))
+        r = [float(window[: n - b] @ window[b:]) if b < n else 0.0 for b in range(symbol.lengths[j])]
+        correlation *= torch.tensor([r[abs(int(b))] / r[0] for b in symbol.offsets[:, j]], dtype=torch.float64)
+    v = wide(v) / torch.linalg.vector_norm(v)
+    C = symbol.correlations[group].to(torch.complex128)
+    inner = (v.conj() @ (C @ v[:, None])[..., 0].mT).resolve_conj()
+    angle = symbol.offsets @ omega
+    terms = (inner * torch.complex(angle.cos(), -angle.sin())).real * correlation
+    terms[1:] *= 2  # each offset stands for ±b
+    slack = gamma(2 * sum(symbol.kernel.shape[1:3]) + 2 * symbol.kernel[0].numel() + 16384, torch.float64)
+    error = 8 * (slack + symbol.phase_error()) * float(symbol.size[group]) ** 2
+    return down(max(0.0, float(terms.sum()) - error) ** 0.5)
+
+
+def _entries(conv: Convolution) -> float:
+    rows, columns = _dimensions(conv)
+    return float(rows) * columns
+
+
+def _dimensions(conv: Convolution) -> tuple[int, int]:
+    groups, co, _ = conv.kernel.shape[:3]
+    return groups * co * math.prod(a.out or 0 for a in conv.axes), math.prod(input_shape(conv))
+
+
+def materialise(conv: Convolution) -> Tensor:
+    """The dense matrix of the operator in float64, by applying it to every unit vector (small cases only)."""
+    shape = input_shape(conv)
+    basis = torch.eye(math.prod(shape), dtype=conv.kernel.dtype, device=conv.kernel.device).reshape(-1, *shape)
+    return apply(conv, basis).flatten(1).mT
+
+
+def _materialised(conv: Convolution, rtol: float) -> Bracket:
+    """Bracket of the dense matrix; overlapping copies (wrapped or reflected taps) are sums, whose rounding is added."""
+    W = materialise(conv)
+    low, high, _ = dense_bracket(W, rtol)
+    size = frobenius(materialise(replace(conv, kernel=conv.kernel.abs().to(conv.kernel.dtype))))
+    error = float(up(gamma(conv.kernel[0, 0].numel() + 4, torch.float64) * size)) * 2
+    note = "" if float(high) <= (1 + rtol) * float(low) else "the precision does not allow a smaller gap"
+    return Bracket(max(0.0, down(float(low) - error)), up(float(high) + error), rtol, "materialised", note)
+
+
+def _operator_lower(conv: Convolution, start: Tensor | None) -> float:
+    """Lanczos on the operator itself, then a Rayleigh quotient in float64; 0 where that would cost too much."""
+    rows, columns = _dimensions(conv)
+    flops = 2.0 * rows * conv.kernel[0, 0].numel() * 2
+    steps = int(min(24, LANCZOS_FLOPS / flops))
+    if steps < 3 or columns * steps > 2e8:
+        return 0.0
+    quick = replace(conv, kernel=conv.kernel.to(torch.complex64 if conv.kernel.is_complex() else torch.float32))
+    shape = input_shape(conv)
+
+    def multiply(x: Tensor) -> Tensor:
+        image = x.reshape(1, *shape).requires_grad_()
+        with torch.enable_grad():
+            y = apply(quick, image)
+        return torch.autograd.grad(y, image, y.detach())[0].flatten()
+
+    v = lanczos(multiply, random_start(columns, quick.kernel), steps)
+    x = wide(v).reshape(1, *shape)
+    x = x / torch.linalg.vector_norm(x)
+    y = apply(conv, x)
+    pad = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
+    size = float(frobenius(conv.kernel.abs().flatten(3).sum(-1)).max()) * (1 + 1e-10)
+    error = gamma(2 * conv.kernel[0, 0].numel() + 8, torch.float64) * size * pad * 2
+    dims = tuple(range(y.dim()))
+    norm = float(frobenius(y, dims)) * (1 - 2 * gamma(2 * y.numel() + 16, torch.float64))
+    return max(0.0, down(norm / float(frobenius(x, dims))) - error)

@@ -1,0 +1,228 @@
+"""Gram iteration: σ₁ from above by repeated squaring, with the rounding accounted for.
+
+`W₀ = W`, `W_{t+1} = W_t* W_t`, and `s_t = ‖W_t‖_F^(2^-t)` is the Schatten-2^(t+1) norm of W: an upper bound on σ₁ at
+every t whose excess vanishes like (σ₂/σ₁)^(2^(t+1))/2^t. Iterates are rescaled by powers of two, which is exact.
+
+Reference: B. Delattre et al., *Efficient bound of Lipschitz constant for convolutional layers by Gram iteration*,
+ICML 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from equipoise.core.errors import InputError
+from equipoise.core.precision import frobenius, gamma, power_of_two_scale, require_finite, unit_roundoff, up
+
+Readout = Literal["fro", "one", "inf"]
+
+
+def gram(A: Tensor) -> Tensor:
+    """`A*A` for a batch of matrices; complex input goes through three real products, far faster on a CPU.
+
+    With `A = B + iC`: `Re = BᵀB + CᵀC` and `Im = BᵀC − (BᵀC)ᵀ`.
+    """
+    if not A.is_complex():
+        return A.mT @ A
+    B, C = A.real, A.imag
+    cross = B.mT @ C
+    return torch.complex(B.mT @ B + C.mT @ C, cross - cross.mT)
+
+
+def small_side(W: Tensor) -> Tensor:
+    """`W`, or its adjoint where that has fewer columns: same singular values, cheaper Gram matrix."""
+    return W.mH.resolve_conj() if W.shape[-2] < W.shape[-1] else W
+
+
+def product_length(A: Tensor) -> int:
+    """Length of the real inner products in `gram(A)`: rows, doubled (and one subtraction) for complex input."""
+    return 2 * A.shape[-2] + 2 if A.is_complex() else A.shape[-2]
+
+
+def scaled(W: Tensor) -> tuple[Tensor, Tensor]:
+    """`(A, e)` with `W = 2^e·A`, `max|a_ij| ∈ [1/4, 1]` and e an integer per matrix; a zero matrix has e = 0."""
+    parts = torch.view_as_real(W).flatten(-2) if W.is_complex() else W
+    e = power_of_two_scale(parts.abs().amax(dim=(-2, -1)))
+    half = torch.div(e, 2, rounding_mode="floor")  # two steps: 2^-e alone may overflow
+    for part in (half, e - half):
+        W = W * torch.exp2(-part.to(W.real.dtype))[..., None, None]
+    return W, e
+
+
+def gram_norm_plain(W: Tensor, iterations: int = 6, readout: Readout = "fro") -> Tensor:
+    """`‖W_t‖^(2^-t)` in the arithmetic of W: an upper bound on σ₁ in real arithmetic only.
+
+    `readout` is the norm taken of the last iterate: `fro` converges super-geometrically, `one` (largest column sum)
+    and `inf` (largest row sum) only like 2^-t. For a bound that also covers rounding use `gram_bracket`.
+
+    >>> W = torch.diag(torch.tensor([3.0, 1.0]))
+    >>> round(float(gram_norm_plain(W, 4)), 4)
+    3.0
+    """
+    _check(W, iterations)
+    A, e = scaled(small_side(W))
+    log2 = e.double()
+    for _ in range(iterations):
+        A, e = scaled(gram(A))
+        log2 = 2 * log2 + e
+    last = {
+        "fro": lambda: torch.linalg.matrix_norm(A),
+        "one": lambda: A.abs().sum(-2).amax(-1),
+        "inf": lambda: A.abs().sum(-1).amax(-1),
+    }
+    if readout not in last:
+        raise InputError(f"readout must be one of {', '.join(last)}, got {readout!r}")
+    value = last[readout]().double()
+    return (value.pow(2.0**-iterations) * torch.exp2(log2 * 2.0**-iterations)).to(W.real.dtype)
+
+
+def gram_bracket(W: Tensor, rtol: float = 1e-3, max_iterations: int = 24) -> tuple[Tensor, Tensor, Tensor]:
+    """Batched `(lower, upper, v)` in float64, with `lower ≤ σ₁ ≤ upper` proved in floating point; v spans the top.
+
+    If `A = W_t/α_t` with α_t a power of two, the computed Gram matrix is `A*A + E`, `‖E‖_F ≤ γ‖A‖_F²`, hence
+    `σ₁(A)² ≤ σ₁(computed) + γ‖A‖_F²`. The read-out runs backwards, rounding up:
+
+        U_T = ‖W_T‖_F,     U_t = α_t·√(U_{t+1} + γ‖W_t/α_t‖_F²),     upper = U_0
+
+    The lower end is a Rayleigh quotient `‖Wv‖/‖v‖` in float64, with v the largest column of W_t. The iteration knows
+    its own gap and stops at `upper ≤ (1 + rtol)·lower`, or when more products no longer help.
+    """
+    _check(W, max_iterations)
+    tall = small_side(W)
+    shape = tall.shape[:-2]
+    A, e = scaled(tall.reshape(-1, *tall.shape[-2:]))
+    start, e0 = A, e
+    history: list[tuple[Tensor, Tensor]] = []  # (exponent of α_t, γ‖A_t‖_F² + underflow) per iterate
+    upper = torch.full(A.shape[:1], math.inf, dtype=torch.float64, device=A.device)
+    lower = torch.zeros_like(upper)
+    v = torch.zeros_like(start[..., 0, :])
+    v[..., 0] = 1
+    for t in range(max_iterations + 1):
+        candidate = _unwind(frobenius(A), e, history)
+        stalled = bool((candidate >= upper * (1 - 2.0**-44)).all())
+        upper = torch.minimum(upper, candidate)
+        if t > 0:
+            column = _largest_column(A)
+            value = torch.ldexp(rayleigh_lower(start, column), e0)
+            v = torch.where((value > lower)[:, None], column, v)
+            lower = torch.maximum(lower, value)
+        if bool((upper <= (1 + rtol) * lower).all()) or (stalled and t > 1) or t == max_iterations:
+            break
+        history.append((e, gram_error(A)))
+        A, e = scaled(gram(A))
+    lower = torch.minimum(lower, upper)
+    return lower.reshape(shape), upper.reshape(shape), v.reshape(*shape, -1)
+
+
+def rayleigh_lower(W: Tensor, v: Tensor, size: Tensor | None = None) -> Tensor:
+    """`‖Wv‖/‖v‖`, a lower bound on σ₁, evaluated in float64 and rounded down by the error of the product.
+
+    `|fl(Wv) − Wv| ≤ γ_n|W||v|`, so the quotient is off by at most `γ_n‖W‖_F`; `size` is ‖W‖_F where it is known.
+    """
+    W64, v64 = wide(W), wide(v)
+    v64 = v64 / v64.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    y = W64 @ v64[..., None]
+    norm_v = frobenius(v64[..., None])
+    terms = 2 * W.shape[-1] + 4
+    value = frobenius(y) * (1 - 2 * gamma(2 * y.shape[-2] + 8, torch.float64)) / norm_v.clamp_min(1.0)
+    return (value - up(gamma(terms, torch.float64) * (frobenius(W64) if size is None else size))).clamp_min(0) * (
+        norm_v > 0
+    )
+
+
+def wide(x: Tensor) -> Tensor:
+    """The same numbers in float64 or complex128."""
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def dominant_pair(W: Tensor, rtol: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    """Dominant singular triple `(σ, u, v)`, `W v ≈ σ u`, from the columns of the Gram iterates.
+
+    σ is the Rayleigh quotient `‖Wv‖`, a lower bound up to rounding.
+
+    >>> s, u, v = dominant_pair(torch.diag(torch.tensor([3.0, 1.0])))
+    >>> round(float(s), 4), bool(torch.allclose(v.abs(), torch.tensor([1.0, 0.0])))
+    (3.0, True)
+    """
+    require_finite(W)
+    vector = gram_bracket(W, rtol)[2]
+    vector = vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    if W.shape[-2] < W.shape[-1]:  # the iteration ran on W*: the vector is the left one
+        other = (W.mH @ vector[..., None])[..., 0]
+    else:
+        other = (W @ vector[..., None])[..., 0]
+    sigma = torch.linalg.vector_norm(other, dim=-1)
+    other = other / sigma[..., None].clamp_min(torch.finfo(W.real.dtype).tiny)
+    return (sigma, vector, other) if W.shape[-2] < W.shape[-1] else (sigma, other, vector)
+
+
+def dominant_eigenpair(A: Tensor, iterations: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    """Spectral radius bound, eigenvalue and eigenvector of square matrices by squaring, `A ← A·A` (Gelfand).
+
+    Returns `(radius, eigenvalue, eigenvector)`: `radius = ‖A^(2^t)‖_F^(2^-t) ≥ ρ(A)` at every t (in real
+    arithmetic); the eigenvector is the largest column of the last power and the eigenvalue its Rayleigh quotient,
+    both estimates that are good when one eigenvalue dominates.
+
+    >>> r, value, vector = dominant_eigenpair(torch.tensor([[2.0, 1.0], [0.0, 1.0]]))
+    >>> round(float(r), 3), round(float(value), 3)
+    (2.001, 2.0)
+    """
+    require_finite(A, "matrix")
+    if A.dim() < 2 or A.shape[-1] != A.shape[-2]:
+        raise InputError(f"expected square matrices (..., n, n), got shape {tuple(A.shape)}")
+    P, e = scaled(A)
+    log2 = e.double()
+    for _ in range(iterations):
+        P, e = scaled(P @ P)
+        log2 = 2 * log2 + e
+    power = 2.0**-iterations
+    radius = torch.linalg.matrix_norm(P).double().pow(power) * torch.exp2(log2 * power)
+    x = _largest_column(P)
+    x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(A.real.dtype).tiny)
+    value = (x.conj() * (A @ x[..., None])[..., 0]).sum(-1)
+    return radius.to(A.real.dtype), value, x
+
+
+def _unwind(last: Tensor, e: Tensor, history: list[tuple[Tensor, Tensor]]) -> Tensor:
+    U = up(torch.ldexp(last, e))
+    for exponent, error in reversed(history):
+        U = up(torch.ldexp(up((U + error).sqrt()), exponent))
+    return U
+
+
+def gram_error(A: Tensor, size: Tensor | None = None) -> Tensor:
+    """Bound on `‖fl(A*A) − A*A‖_F`, plus what scaling and products may lose to underflow; `size` is ‖A‖_F if known.
+
+    Real: `γ_m‖A‖_F²`. Complex: real and imaginary part are real inner products of length 2m, each off by at most
+    `γ·a_i·a_j` with a_i the column norms, so the factor √2 more.
+    """
+    m, n = product_length(A), A.shape[-1]
+    size = frobenius(A) if size is None else size
+    lost = 4.0 * n * (m + n) * torch.finfo(A.dtype).tiny
+    return up(gamma(m, A.dtype) * (1.4143 if A.is_complex() else 1.0) * size.square()) + lost
+
+
+def _largest_column(A: Tensor) -> Tensor:
+    best = torch.linalg.vector_norm(A, dim=-2).argmax(-1)
+    index = best[..., None, None].expand(*A.shape[:-1], 1)
+    return A.gather(-1, index)[..., 0]
+
+
+def _check(W: Tensor, iterations: int) -> None:
+    if W.dim() < 2:
+        raise InputError(f"expected matrices of shape (..., m, n), got shape {tuple(W.shape)}")
+    if iterations < 0 or iterations != int(iterations):
+        raise InputError(f"iterations must be a whole number ≥ 0, got {iterations}")
+    require_finite(W)
+
+
+def cast_error(W: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bound on `‖W − W.to(dtype)‖_F` for a narrowing cast; zero for a widening one."""
+    if torch.finfo(dtype).bits >= torch.finfo(W.dtype).bits:
+        return torch.zeros(W.shape[:-2], dtype=torch.float64, device=W.device)
+    size = W.shape[-1] * W.shape[-2]
+    return up(unit_roundoff(dtype) * frobenius(W) * 2) + 2 * size * torch.finfo(dtype).tiny

@@ -1,0 +1,283 @@
+"""`max ‖E(ω)‖₂` over a grid or over all frequencies: proved from above, at the cost of the frequencies that matter.
+
+Over all frequencies the torus is cut into cells. For fixed unit u, v the function `Re e^{iφ}u*E(ω)v` is, along each axis and
+after centring, of exponential type `D_j = (k_j − 1)/2`, so with M its supremum `arccos(f/M)` is D_j-Lipschitz along axis j
+(Bernstein–Szegő; Duffin–Schaeffer for half-integer D_j). Hence if the supremum M of ‖E‖₂ is attained in a cell of half-widths h,
+
+    ‖E(centre)‖₂ ≥ M·cos(Σ_j D_j h_j).
+
+Contrapositive: a cell whose centre is proved below `T·cos(Σ D_j h_j)` cannot hold a maximum above T. Where the symbol hardly
+varies (orthogonal convolutions) `‖E*E(ω) − E*E(centre)‖ ≤ Σ_b 2‖C_b‖·2|sin(b·(ω − centre)/2)|` is sharper; either may settle a cell.
+Cells that are not settled are split in three along every axis that matters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import frobenius, gamma, up
+from equipoise.norms.dense import lanczos, random_start
+from equipoise.norms.symbol import Symbol
+from equipoise.norms.verify import below, verification_loss
+
+#: bytes of Gram matrices held at once
+CHUNK_BYTES = 96 * 2**20
+#: up to this many columns squaring in real arithmetic beats a batched Cholesky factorisation
+SQUARE_UP_TO = 128
+
+
+@dataclass
+class Cells:
+    """Cells of one level: group and centre of each, common half-widths (all zero: a grid of points)."""
+
+    groups: Tensor  # (F,)
+    omega: Tensor  # (F, dims)
+    half: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def take(self, index: Tensor) -> Cells:
+        """The cells of an index or mask."""
+        return Cells(self.groups[index], self.omega[index], self.half)
+
+
+@dataclass(frozen=True)
+class SymbolBound:
+    """`upper` bounds the maximum asked for; the maximiser found is `(group, omega)`; `evaluated` counts frequencies."""
+
+    upper: float
+    group: int
+    omega: Tensor
+    evaluated: int
+    settled: bool
+
+
+def grid_cells(symbol: Symbol, sizes: tuple[int, ...]) -> Cells:
+    """All points `2πj/n` of a grid (half of them for a real kernel, by symmetry), for every group."""
+    dims, real = len(sizes), not symbol.kernel.is_complex()
+    axes = []
+    for j, n in enumerate(sizes):
+        count = n // 2 + 1 if real and j == 0 else n
+        axes.append(torch.arange(count, dtype=torch.float64) * (2 * math.pi / n))
+    omega = torch.cartesian_prod(*axes).reshape(-1, dims)
+    groups = symbol.kernel.shape[0]
+    device = symbol.kernel.device
+    repeated = omega.repeat(groups, 1).to(device)
+    return Cells(torch.arange(groups, device=device).repeat_interleave(len(omega)), repeated, (0.0,) * dims)
+
+
+class Search:
+    """Branch and bound for `max ‖E(ω)‖₂`; `tol` is the relative excess allowed over the best value found."""
+
+    def __init__(self, symbol: Symbol, tol: float, budget: int) -> None:
+        self.symbol, self.tol, self.budget = symbol, tol, budget
+        self.c = symbol.kernel.shape[2]
+        self.degrees = [(n - 1) / 2 for n in symbol.lengths]
+        self.evaluated = 0
+        self.best = 0.0  # largest ‖E‖₂² seen, an estimate that only steers
+        self.target = 0.0  # T²: what is proved so far is proved below this
+        self.where: tuple[int, Tensor] = (0, torch.zeros(len(symbol.lengths), dtype=torch.float64))
+        self.dtype, self.proof_dtype = torch.float32, torch.complex128
+
+    def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
+        """Maximum over the points of a grid."""
+        cells = grid_cells(self.symbol, sizes)
+        self._choose_dtype(self._scout(cells))
+        return self._finish(cells)
+
+    def over_all(self) -> SymbolBound:
+        """Supremum over all frequencies."""
+        reach = 0.45 / max(1, sum(d > 0 for d in self.degrees))
+        sizes = tuple(max(1, 2 * math.ceil(math.pi * d / reach / 2)) for d in self.degrees)
+        cells = grid_cells(self.symbol, sizes)
+        cells.half = tuple(math.pi / n if n > 1 else 0.0 for n in sizes)
+        if len(cells) * self.c**2 * 8 > 64 * CHUNK_BYTES or len(cells) > 8 * self.budget:
+            return SymbolBound(math.inf, 0, self.where[1], 0, False)
+        self._choose_dtype(self._scout(cells))
+        self._climb(cells.half)
+        while True:
+            left = self._settle(cells, self._threshold(cells))
+            if not len(left) or not any(left.half):
+                return self._finish(left)
+            children = _split(left, not self.symbol.kernel.is_complex())
+            if self.evaluated + len(children) > self.budget:
+                return self._finish(left, settled=False)
+            cells = children
+
+    def _choose_dtype(self, largest: float) -> None:
+        """Float32 where its rounding costs less than a third of the tolerance, else float64; `largest` is max ‖E*E‖_F."""
+        best = max(self.best, 1e-300)
+        squaring = 0.71 * gamma(2 * self.c + 4, torch.float32) * (largest / best) ** 2
+        error = float(self.symbol.gram_error(torch.float32).max()) / best
+        self.dtype = torch.float32 if squaring + error < self.tol * 2 / 3 else torch.float64
+        loss = verification_loss(self.c, torch.complex64)
+        self.proof_dtype = (
+            torch.complex64 if loss < self.tol * 2 / 3 and self.dtype is torch.float32 else torch.complex128
+        )
+
+    def _chunks(self, cells: Cells) -> list[Tensor]:
+        width = 4 if self.dtype is torch.float32 else 8
+        per = max(1, CHUNK_BYTES // (2 * width * self.c**2))
+        return list(torch.arange(len(cells), device=cells.groups.device).split(per))
+
+    def _raise(self, value: float, group: int, omega: Tensor) -> None:
+        if value > self.best:
+            self.best, self.where = value, (group, omega.clone())
+        self.target = max(self.target, self.best * (1 + self.tol) ** 2)
+
+    def _threshold(self, cells: Cells) -> Tensor:
+        """What the centre of each cell must be proved below (squared) so that the cell is settled for the target."""
+        turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
+        by_angle = self.target * math.cos(min(turn * (1 + 1e-12), math.pi / 2)) ** 2 * (1 - 1e-14)
+        thresholds = torch.full((len(cells),), by_angle, dtype=torch.float64, device=cells.groups.device)
+        variation = self.symbol.variation()
+        if variation is not None and any(cells.half):
+            half = torch.tensor(cells.half, dtype=torch.float64, device=variation.device)
+            angle = (self.symbol.offsets.abs() @ half / 2).clamp_max(math.pi / 2)
+            moved = up(variation @ (2 * angle.sin() * (1 + 1e-12)))[cells.groups]
+            thresholds = torch.maximum(thresholds, (self.target - moved) * (1 - 1e-14))
+        return thresholds
+
+    def _scout(self, cells: Cells) -> float:
+        """Raise the best value at the cells with the largest Gram matrices; returns the largest ‖E*E‖_F."""
+        sizes = []
+        for rows in self._chunks(cells):
+            part = cells.take(rows)
+            X, Y = self.symbol.gram(part.groups, part.omega, self.dtype)
+            sizes.append(_norm(X, Y))
+        top = torch.cat(sizes).topk(min(12, len(cells)))
+        self._probe(cells.take(top.indices))
+        return float(top.values[0])
+
+    def _climb(self, half: tuple[float, ...]) -> None:
+        """Raise the best value by looking around it at finer and finer scales."""
+        for _ in range(5):
+            around = _split(Cells(torch.tensor([self.where[0]]), self.where[1][None], half), real=False)
+            self._probe(around)
+            half = around.half
+
+    def _probe(self, cells: Cells) -> None:
+        """Raise the best value by the eigenvalues at the given centres (few of them; estimates that only steer)."""
+        G = torch.complex(*self.symbol.gram(cells.groups, cells.omega, self.dtype))
+        if self.c <= 96:
+            value = torch.linalg.eigvalsh(G)[:, -1]
+        else:
+            v = random_start(self.c, G).expand(len(G), -1)[..., None]
+            for _ in range(10):
+                v = G @ v
+                v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
+            value = torch.linalg.vector_norm(G @ v, dim=(-2, -1))
+            for i in value.topk(min(2, len(value))).indices:
+                ritz = lanczos(lambda x, i=i: G[i] @ x, v[i, :, 0], steps=24)
+                value[i] = torch.linalg.vector_norm(G[i] @ ritz) / torch.linalg.vector_norm(ritz)
+        i = int(value.argmax())
+        self._raise(float(value[i]) * (1 - 1e-6), int(cells.groups[i]), cells.omega[i])
+
+    def _settle(self, cells: Cells, threshold: Tensor) -> Cells:
+        """Prove as many centres as possible below their thresholds; the rest is returned."""
+        self.evaluated += len(cells)
+        error = self.symbol.gram_error(self.dtype)
+        left, scores = [], []
+        for rows in self._chunks(cells):
+            part = cells.take(rows)
+            X, Y = self.symbol.gram(part.groups, part.omega, self.dtype)
+            open_ = torch.arange(len(part), device=X.device)
+            tau = threshold[rows] - error[part.groups]
+            keep = up(_norm(X, Y)) > tau
+            X, Y, open_ = X[keep], Y[keep], open_[keep]
+            if len(open_):
+                proved, score = self._prove(X, Y, tau[open_], part.take(open_))
+                left.append(rows[open_[~proved]])
+                scores.append(score[~proved])
+        index = torch.cat(left) if left else torch.zeros(0, dtype=torch.long, device=cells.groups.device)
+        if len(index):  # a centre that could not be settled may be higher than the best value so far
+            top = torch.cat(scores).topk(min(12, len(index))).indices
+            before = self.best
+            self._probe(cells.take(index[top]))
+            if any(cells.half) and self.best > before:
+                self._climb(cells.half)
+        return cells.take(index)
+
+    def _prove(self, X: Tensor, Y: Tensor, tau: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
+        """`(proved, score)`: which centres are proved below tau, and an estimate that ranks the others."""
+        proved, low = _below_by_squaring(X, Y, tau, 5 if self.c <= SQUARE_UP_TO else 1)
+        unclear = ~proved & (low <= tau)
+        if bool(unclear.any()):
+            G = torch.complex(X[unclear], Y[unclear]).to(self.proof_dtype)
+            proved[unclear] = below(G, tau[unclear], torch.zeros_like(tau[unclear]))
+        return proved, low
+
+    def _finish(self, cells: Cells, settled: bool = True) -> SymbolBound:
+        """Raise the target until every given centre is proved (with its cell), switching to float64 if that is needed."""
+        stubborn = 0
+        while len(cells):
+            if stubborn:
+                if self.dtype is torch.float32:
+                    self.dtype, self.proof_dtype = torch.float64, torch.complex128
+                else:
+                    self.target *= (1 + self.tol) ** (2.0 ** min(stubborn, 6) / 2)
+            if not settled:  # out of budget: widen the target to what the centres allow
+                turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
+                self.target = max(self.target, self.best * (1 + self.tol) / math.cos(min(turn, 1.5)) ** 2)
+            before = self.target
+            cells = self._settle(cells, self._threshold(cells))
+            stubborn = 0 if self.target > before else stubborn + 1
+        upper = up(up(self.target) ** 0.5)
+        return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, settled)
+
+
+def _norm(X: Tensor, Y: Tensor) -> Tensor:
+    """`‖X + iY‖_F` in float64, rounded up."""
+    return up((frobenius(X).square() + frobenius(Y).square()).sqrt())
+
+
+def _below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) -> tuple[Tensor, Tensor]:
+    """`(proved, low)` for Hermitian `G = X + iY`: is `λ_max ≤ tau` proved, and a lower estimate of λ_max.
+
+    `σ₁(A)² ≤ ‖fl(A*A)‖_F + γ‖A‖_F²` from iterate to iterate as in `gram_bracket`, on `G/2^e` with 2^e ≈ tau so that powers stay
+    near 1; `‖A*A‖_F/‖A‖_F ≤ σ₁(A)` steers.
+    """
+    c, device = X.shape[-1], X.device
+    proved = torch.zeros(len(X), dtype=torch.bool, device=device)
+    low = torch.zeros(len(X), dtype=torch.float64, device=device)
+    open_ = torch.arange(len(X), device=device)
+    g = 1.4143 * gamma(2 * c + 4, X.dtype)
+    lost = 16.0 * c * c * float(torch.finfo(X.dtype).tiny)
+    scale = torch.exp2(tau.clamp_min(1e-30).log2().floor())
+    X, Y = (part / scale.to(X.dtype)[:, None, None] for part in (X, Y))  # a power of two: exact
+    size, limit = _norm(X, Y), tau / scale
+    power = 1.0
+    for _ in range(squarings):
+        cross = X.mT @ Y
+        X, Y = torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT
+        limit = torch.where(limit > 0, limit.square() * (1 - 1e-14) - up(g * size.square()) - lost, limit)
+        new = _norm(X, Y)
+        estimate = (new / size.clamp_min(1e-300)).pow(1 / power) * scale[open_] * (1 - 1e-6)
+        low[open_] = torch.maximum(low[open_], estimate.nan_to_num(nan=0.0, posinf=0.0))
+        done = new <= limit
+        proved[open_[done]] = True
+        stay = ~done & (low[open_] <= tau[open_]) & torch.isfinite(new)
+        X, Y, limit, size, open_ = X[stay], Y[stay], limit[stay], new[stay], open_[stay]
+        power *= 2
+        if not len(open_):
+            break
+    return proved, low
+
+
+def _split(cells: Cells, real: bool) -> Cells:
+    """Three children along every axis with a width; for real kernels only one of each pair ±ω is kept."""
+    steps = [(-2 / 3 * h, 0.0, 2 / 3 * h) if h else (0.0,) for h in cells.half]
+    moves = torch.tensor(list(itertools.product(*steps)), dtype=torch.float64, device=cells.omega.device)
+    omega = (cells.omega[:, None] + moves).flatten(0, 1)
+    groups = cells.groups.repeat_interleave(len(moves))
+    if real:
+        keep = (omega[:, 0] >= -1e-9) & (omega[:, 0] <= math.pi + 1e-9)
+        omega, groups = omega[keep], groups[keep]
+    slack = 1 + 1e-9  # cells overlap a little, so that rounding of the centres leaves no gap
+    return Cells(groups, omega, tuple(h / 3 * slack for h in cells.half))

@@ -1,0 +1,52 @@
+"""Proof that a Hermitian matrix lies below a multiple of the identity, in floating point.
+
+If the floating-point Cholesky factorisation of `M = s·I − G` runs to completion, the computed factor satisfies
+`R*R = M + Δ` with `‖Δ‖₂ ≤ γ'·tr(M)` (Higham 2002, thm 10.3; Demmel 1989; Rump 2006), and `R*R ⪰ 0`. Hence
+
+    λ_max(G) ≤ s + γ'·tr(M) + rounding of the diagonal.
+
+The constant used is twice the textbook one, which leaves room for blocked factorisations that multiply by reciprocals.
+Off the CPU the factorisation is not trusted: the residual `M − R*R` is computed and added instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
+
+
+def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
+    """`γ'` of the module's inequality for n×n matrices, real or complex."""
+    g = gamma((4 if dtype.is_complex else 2) * (n + 4), dtype)
+    return up(g / (1 - g))
+
+
+def verification_loss(n: int, dtype: torch.dtype) -> float:
+    """Relative loss of `below`: a matrix is provable below τ only if `λ_max ≤ τ·(1 − loss)`, roughly."""
+    return n * cholesky_gamma(n, dtype) + 4 * unit_roundoff(dtype)
+
+
+def below(G: Tensor, tau: Tensor, error: Tensor) -> Tensor:
+    """Mask of the batch: True where `λ_max(H) ≤ tau` is *proved* for every Hermitian H with `‖H − G‖₂ ≤ error`.
+
+    Only the lower triangle and the real diagonal of `G (F, n, n)` are read; `tau` and `error` are float64 of shape
+    (F,). False means «not proved», not «false».
+    """
+    n = G.shape[-1]
+    real = G.real.dtype
+    diagonal = torch.diagonal(G, dim1=-2, dim2=-1).real.double()
+    usable = ((tau - error) > 0) & (diagonal.amin(-1) >= 0)
+    loss = n * cholesky_gamma(n, G.dtype) + 2 * unit_roundoff(real)
+    wanted = down((tau - error) / (1 + loss))
+    s = torch.where(usable, wanted, torch.ones_like(wanted)).to(real)
+    s = torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s)  # the cast may have rounded up
+    M = -G
+    torch.diagonal(M, dim1=-2, dim2=-1).add_(s[:, None].to(G.dtype))
+    R, info = torch.linalg.cholesky_ex(M)
+    proved = usable & (info == 0) & torch.isfinite(torch.diagonal(R, dim1=-2, dim2=-1).real).all(-1)
+    if G.device.type == "cpu":
+        return proved
+    residual = frobenius(torch.tril(M - R @ R.mH)) * 2**0.5 + gamma(2 * n + 4, G.dtype) * frobenius(R).square()
+    return proved & (up(s.double() + residual + 4 * unit_roundoff(real) * s.double() + error) <= tau)
