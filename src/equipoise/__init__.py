@@ -5,7 +5,7 @@ really used; what cannot be guaranteed is refused with the reason, or labelled `
 """
 
 from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
-from equipoise.norms import spectral_norm
+from equipoise.norms import functional, spectral_norm
 
 __version__ = "0.1.0"
-__all__ = ["Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "spectral_norm"]
+__all__ = ["Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "functional", "spectral_norm"]

@@ -129,7 +129,7 @@ def _flushes_subnormals() -> bool:
 
 def _switches() -> list[tuple[Any, str, Any]]:
     """(object, attribute, full-precision value) of every switch that lowers float32 products, old API or new."""
-    backends = torch.backends
+    backends: Any = torch.backends
     if hasattr(backends.cuda.matmul, "fp32_precision"):
         owners = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
         return [(owner, "fp32_precision", "ieee") for owner in owners]

@@ -25,6 +25,7 @@ from equipoise.norms.geometry import (
     is_whole_circle,
     padding_norm,
     polyphase,
+    unpadded,
     zero_lattice,
 )
 from equipoise.norms.gram import gram_bracket, rayleigh_lower, wide
@@ -58,7 +59,7 @@ def conv_bracket(conv: Convolution, rtol: float = 1e-3) -> Bracket:
     half = e // 2
     conv = replace(conv, kernel=kernel * 2.0**-half * 2.0 ** -(e - half))
     bracket = _scaled_bracket(conv, rtol)
-    return replace(bracket, lower=math.ldexp(bracket.lower, e), upper=math.ldexp(bracket.upper, e))
+    return replace(bracket, lower=math.ldexp(float(bracket.lower), e), upper=math.ldexp(float(bracket.upper), e))
 
 
 def _scaled_bracket(conv: Convolution, rtol: float) -> Bracket:
@@ -70,7 +71,7 @@ def _scaled_bracket(conv: Convolution, rtol: float) -> Bracket:
         lower = max(lower, _operator_lower(conv, start))
     if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= DENSE_ENTRIES:
         dense = _materialised(conv, rtol)
-        lower, upper = max(lower, dense.lower), min(upper, dense.upper)
+        lower, upper = max(lower, float(dense.lower)), min(upper, float(dense.upper))
         method = f"{method}, materialised"
     note = "" if upper <= (1 + rtol) * lower else _why(conv, upper / lower - 1 if lower > 0 else math.inf)
     return Bracket(min(lower, upper), upper, rtol, method, note)
@@ -103,24 +104,15 @@ def _by_symbol(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | N
         upper, lower, start = _zero_bound(conv, rtol)
         return upper, lower, start, "symbol"
     factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
-    upper, lower, start = _zero_bound(_unpadded(conv), rtol)
+    upper, lower, start = _zero_bound(unpadded(conv), rtol)
     lower = 0.0 if conv.known else lower
     return up(upper * factor), lower, None, f"symbol × {conv.padding} padding"
-
-
-def _unpadded(conv: Convolution) -> Convolution:
-    """The convolution without padding on the already padded input."""
-    axes = []
-    for axis in conv.axes:
-        size = None if axis.size is None else axis.size + axis.left + axis.right
-        axes.append(replace(axis, size=size, left=0, right=0))
-    return replace(conv, axes=tuple(axes), padding="zeros")
 
 
 def _irregular_circle(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
     """Circular padding with a stride that does not divide the size: outputs are a selection of all stride-1 outputs."""
     pad = math.prod(padding_norm(axis, "circular") for axis in conv.axes)
-    by_pad, lower, _ = _zero_bound(_unpadded(conv), rtol)
+    by_pad, lower, _ = _zero_bound(unpadded(conv), rtol)
     upper, method = up(by_pad * pad), "symbol × circular padding"
     plain = replace(conv, axes=tuple(_dense_outputs(axis) for axis in conv.axes))
     found = [circular_lattice(axis) for axis in plain.axes]
@@ -180,7 +172,7 @@ def _lattice_bound(
     E = symbol.at(group, found.omega[None])[0]
     X, Y = symbol.gram(group, found.omega[None], torch.float64)
     G = torch.complex(X, Y)[0]
-    v = lanczos(lambda x: G @ x, random_start(G.shape[-1], G), steps=40)
+    v = lanczos(G.matmul, random_start(G.shape[-1], G), steps=40)
     at_symbol = float(rayleigh_lower(E, v)) - float(symbol.at_error()[found.group])
     if windows is None:
         return found.upper, max(0.0, down(at_symbol)), None

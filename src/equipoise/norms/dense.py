@@ -83,7 +83,7 @@ def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, fl
     best[int(torch.diagonal(quick).real.argmax())] = 1  # the longest column: a lower end that is never 0
     lower, slack = float(rayleigh_lower(A, best, size)), tolerance * 0.9
     while True:
-        v = lanczos(lambda x: quick @ x, v, steps=36)
+        v = lanczos(quick.matmul, v, steps=36)
         value = float(rayleigh_lower(A, v, size))
         if value > lower:
             best, lower = v, value

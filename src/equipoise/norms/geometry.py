@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,8 @@ def padding_norm(axis: Axis, padding: Padding) -> float:
 
     The map copies pixels, so `PᵀP` is diagonal and holds the numbers of copies. With an unknown size the worst size counts.
 
-    >>> padding_norm(Axis(3, left=1, right=1, size=8), "replicate") ** 2
-    2.0000000000000004
+    >>> round(padding_norm(Axis(3, left=1, right=1, size=8), "replicate") ** 2, 12)
+    2.0
     """
     if padding == "zeros" or (axis.left == 0 and axis.right == 0):
         return 1.0
@@ -212,6 +212,15 @@ class Convolution:
         return all(axis.size is not None for axis in self.axes)
 
 
+def unpadded(conv: Convolution) -> Convolution:
+    """The convolution without padding, on the already padded input."""
+    axes = []
+    for axis in conv.axes:
+        size = None if axis.size is None else axis.size + axis.left + axis.right
+        axes.append(replace(axis, size=size, left=0, right=0))
+    return replace(conv, axes=tuple(axes), padding="zeros")
+
+
 def _as_tuple(value: int | tuple[int, ...], dims: int, what: str) -> tuple[int, ...]:
     values = (value,) * dims if isinstance(value, int) else tuple(int(v) for v in value)
     if len(values) != dims or any(v < 1 for v in values):
@@ -255,8 +264,8 @@ def from_kernel(
     return Convolution(kernel, tuple(axes), padding)
 
 
-_CONV = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
-_TRANSPOSED = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
+_CONV: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_TRANSPOSED: dict[type[nn.Module], int] = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
 
 
 def module_kind(module: nn.Module) -> type[nn.Module]:
@@ -265,10 +274,9 @@ def module_kind(module: nn.Module) -> type[nn.Module]:
     Parametrised modules pass: their forward is that of the plain class and `module.weight` is the effective weight.
     """
     name = type(module).__name__
-    for kind in (nn.Linear, *_CONV, *_TRANSPOSED):
-        if isinstance(module, kind):
-            break
-    else:
+    kinds: list[type[nn.Module]] = [nn.Linear, *_CONV, *_TRANSPOSED]
+    kind = next((k for k in kinds if isinstance(module, k)), None)
+    if kind is None:
         raise Refused(
             f"spectral_norm knows nn.Linear, nn.Conv1d/2d/3d and nn.ConvTranspose1d/2d/3d, not {name}; "
             "for a whole network use equipoise.lipschitz_bound"
@@ -276,32 +284,40 @@ def module_kind(module: nn.Module) -> type[nn.Module]:
     methods = [m for m in ("forward", "_conv_forward") if hasattr(kind, m)]
     if any(m in vars(module) or getattr(type(module), m) is not getattr(kind, m) for m in methods):
         raise Refused(f"{name} overrides the forward of {kind.__name__}: its weight says nothing about its norm")
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or torch.nn.parameter.is_lazy(weight):
+        raise InputError(f"{name} has no weight yet: run a forward pass of the lazy module first")
     if module._forward_hooks or module._forward_pre_hooks:
         raise Refused(
             f"{name} has forward hooks, which may change its output or weight; remove them, or use "
             "torch.nn.utils.parametrizations instead of the old weight_norm/spectral_norm"
         )
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or isinstance(weight, nn.parameter.UninitializedTensorMixin):
-        raise InputError(f"{name} has no weight yet: run a forward pass of the lazy module first")
     if weight.is_meta:
         raise InputError(f"the weight of {name} is on the meta device: it has no values")
     return kind
 
 
+def effective_weight(module: nn.Module) -> Tensor:
+    """The weight the forward pass uses, parametrisations applied."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
 def from_module(module: nn.Module, input_size: int | tuple[int, ...] | None = None) -> Convolution:
     """The linear part of a convolution module, read through its effective weight (transposed: its adjoint)."""
     kind = module_kind(module)
-    weight = module.weight.detach()
+    layer: Any = module  # the attributes read below are those of the plain class
+    weight = effective_weight(module)
     if kind in _CONV:
-        mode = module.padding_mode
-        twice = module._reversed_padding_repeated_twice
+        mode = layer.padding_mode
+        twice = layer._reversed_padding_repeated_twice
         amount = [(twice[2 * i], twice[2 * i + 1]) for i in range(_CONV[kind])][::-1]
-        return from_kernel(weight, mode, module.stride, module.dilation, module.groups, amount, input_size)
-    return _adjoint_of(module, weight, _TRANSPOSED[kind], input_size)
+        return from_kernel(weight, mode, layer.stride, layer.dilation, layer.groups, amount, input_size)
+    return _adjoint_of(layer, weight, _TRANSPOSED[kind], input_size)
 
 
-def _adjoint_of(module: nn.Module, weight: Tensor, dims: int, input_size: int | tuple[int, ...] | None) -> Convolution:
+def _adjoint_of(module: Any, weight: Tensor, dims: int, input_size: int | tuple[int, ...] | None) -> Convolution:
     """A transposed convolution of input size n is the adjoint of the convolution with n outputs and the same weight."""
     amount = [(p, p) for p in module.padding]
     plain = from_kernel(weight, "zeros", module.stride, module.dilation, module.groups, amount)

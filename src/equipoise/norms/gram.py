@@ -33,9 +33,14 @@ def gram(A: Tensor) -> Tensor:
     return torch.complex(B.mT @ B + C.mT @ C, cross - cross.mT)
 
 
+def adjoint(W: Tensor) -> Tensor:
+    """`W*`, with the conjugation done at once: lazy conjugation is lost inside operators that `torch.compile` calls."""
+    return W.mT.conj_physical() if W.is_complex() else W.mT
+
+
 def small_side(W: Tensor) -> Tensor:
     """`W`, or its adjoint where that has fewer columns: same singular values, cheaper Gram matrix."""
-    return W.mH.resolve_conj() if W.shape[-2] < W.shape[-1] else W
+    return adjoint(W) if W.shape[-2] < W.shape[-1] else W
 
 
 def product_length(A: Tensor) -> int:
@@ -151,13 +156,11 @@ def dominant_pair(W: Tensor, rtol: float = 1e-6) -> tuple[Tensor, Tensor, Tensor
     require_finite(W)
     vector = gram_bracket(W, rtol)[2]
     vector = vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-    if W.shape[-2] < W.shape[-1]:  # the iteration ran on W*: the vector is the left one
-        other = (W.mH @ vector[..., None])[..., 0]
-    else:
-        other = (W @ vector[..., None])[..., 0]
+    other = (small_side(W) @ vector[..., None])[..., 0]
     sigma = torch.linalg.vector_norm(other, dim=-1)
     other = other / sigma[..., None].clamp_min(torch.finfo(W.real.dtype).tiny)
-    return (sigma, vector, other) if W.shape[-2] < W.shape[-1] else (sigma, other, vector)
+    swapped = W.shape[-2] < W.shape[-1]  # the iteration ran on W*: its vector is the left one
+    return (sigma, vector, other) if swapped else (sigma, other, vector)
 
 
 def dominant_eigenpair(A: Tensor, iterations: int = 12) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +172,7 @@ def dominant_eigenpair(A: Tensor, iterations: int = 12) -> tuple[Tensor, Tensor,
 
     >>> r, value, vector = dominant_eigenpair(torch.tensor([[2.0, 1.0], [0.0, 1.0]]))
     >>> round(float(r), 3), round(float(value), 3)
-    (2.001, 2.0)
+    (2.0, 2.0)
     """
     require_finite(A, "matrix")
     if A.dim() < 2 or A.shape[-1] != A.shape[-2]:

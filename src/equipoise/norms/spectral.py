@@ -13,7 +13,7 @@ from equipoise.core.errors import InputError
 from equipoise.core.precision import full_precision, require_finite, up, working_dtype
 from equipoise.norms.convolution import conv_bracket, dense_bracket
 from equipoise.norms.dense import cholesky_bracket
-from equipoise.norms.geometry import from_module, module_kind
+from equipoise.norms.geometry import effective_weight, from_module, module_kind
 from equipoise.norms.gram import cast_error, gram_bracket, scaled, wide
 
 Method = Literal["auto", "gram", "cholesky"]
@@ -64,7 +64,7 @@ def spectral_norm(
         if isinstance(operator, nn.Module):
             kind = module_kind(operator)
             if kind is nn.Linear:
-                operator = operator.weight.detach()
+                operator = effective_weight(operator)
             else:
                 conv = from_module(operator, input_size)
                 return conv_bracket(replace(conv, kernel=_computable(conv.kernel)), rtol)

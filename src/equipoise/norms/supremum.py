@@ -7,8 +7,8 @@ after centring, of exponential type `D_j = (k_j − 1)/2`, so with M its supremu
     ‖E(centre)‖₂ ≥ M·cos(Σ_j D_j h_j).
 
 Contrapositive: a cell whose centre is proved below `T·cos(Σ D_j h_j)` cannot hold a maximum above T. Where the symbol hardly
-varies (orthogonal convolutions) `‖E*E(ω) − E*E(centre)‖ ≤ Σ_b 2‖C_b‖·2|sin(b·(ω − centre)/2)|` is sharper; either may settle a cell.
-Cells that are not settled are split in three along every axis that matters.
+varies (orthogonal convolutions) `‖E*E(ω) − E*E(centre)‖ ≤ Σ_b 2‖C_b‖·2|sin(b·(ω − centre)/2)|` is sharper; either may settle a
+cell. Cells that are not settled are split in three along every axis that matters.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Search:
                 v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
             value = torch.linalg.vector_norm(G @ v, dim=(-2, -1))
             for i in value.topk(min(2, len(value))).indices:
-                ritz = lanczos(lambda x, i=i: G[i] @ x, v[i, :, 0], steps=24)
+                ritz = lanczos(G[i].matmul, v[i, :, 0], steps=24)
                 value[i] = torch.linalg.vector_norm(G[i] @ ritz) / torch.linalg.vector_norm(ritz)
         i = int(value.argmax())
         self._raise(float(value[i]) * (1 - 1e-6), int(cells.groups[i]), cells.omega[i])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import frobenius, gamma, unit_roundoff, up
-from equipoise.norms.gram import small_side, wide
+from equipoise.norms.gram import adjoint, small_side, wide
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,8 +40,8 @@ class Symbol:
     def of(cls, kernel: Tensor, frequencies: int) -> Symbol:
         """Build the symbol of `kernel (g, co, ci, *lengths)`; `frequencies` is roughly how many will be asked for."""
         kernel = wide(kernel)
-        adjoint = kernel.shape[1] < kernel.shape[2]
-        if adjoint:  # same norm at every frequency
+        swapped = kernel.shape[1] < kernel.shape[2]
+        if swapped:  # same norm at every frequency
             kernel = small_side(kernel.movedim((1, 2), (-2, -1))).movedim((-2, -1), (1, 2))
             kernel = kernel.flip(tuple(range(3, kernel.dim())))
         lengths = kernel.shape[3:]
@@ -53,7 +53,7 @@ class Symbol:
         by_frequency = frequencies * (4 * taps * m * c + 6 * m * c * c)
         offsets = torch.tensor(half, dtype=torch.float64, device=kernel.device)
         correlations = _correlate(kernel, half) if by_taps <= 2 * by_frequency else None
-        return cls(kernel.contiguous(), offsets, correlations, adjoint)
+        return cls(kernel.contiguous(), offsets, correlations, swapped)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -160,7 +160,12 @@ def _correlate(kernel: Tensor, offsets: list[tuple[int, ...]]) -> Tensor:
     for b in offsets:
         here = tuple(slice(max(0, -x), n - max(0, x)) for x, n in zip(b, lengths, strict=True))
         there = tuple(slice(max(0, x), n - max(0, -x)) for x, n in zip(b, lengths, strict=True))
-        left = kernel[(..., *here)].flatten(3).movedim(3, 1).flatten(1, 2)  # (g, taps·m, c)
-        right = kernel[(..., *there)].flatten(3).movedim(3, 1).flatten(1, 2)
-        result.append(left.mH @ right)
+        left, right = (_shifted(kernel, part) for part in (here, there))  # (g, taps·m, c)
+        result.append(adjoint(left) @ right)
     return torch.stack(result, 1)
+
+
+def _shifted(kernel: Tensor, part: tuple[slice, ...]) -> Tensor:
+    for i, piece in enumerate(part):
+        kernel = kernel.narrow(3 + i, piece.start, piece.stop - piece.start)
+    return kernel.flatten(3).movedim(3, 1).flatten(1, 2)

@@ -1,0 +1,171 @@
+"""Spectral norms of the weights in a safetensors file, one tensor at a time: the file may be larger than memory.
+
+From a file alone, stride, dilation, groups and padding of a convolution are unknown. With unknown input size the bracket is that
+of the ungrouped stride-1 convolution over all input sizes, `sup_ω ‖E(ω)‖₂`, and its **upper** end also holds for
+
+* every stride s ≥ 1: a strided convolution computes a subset of the stride-1 outputs;
+* every amount of zero padding and every input size: a compression of the infinite convolution;
+* every dilation: the symbol is evaluated at `d·ω`, the supremum is the same;
+* every grouping of the same weight: the groups are blocks of rows, and the largest block norm is at most that of the stack;
+* the transposed convolution with the same weight, whose matrix is the adjoint.
+
+The **lower** end belongs to stride 1 and groups 1. Reflect and replicate padding copy pixels and are not covered.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from equipoise.core.bounds import Bracket
+from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.precision import full_precision, require_finite, working_dtype
+from equipoise.norms.convolution import conv_bracket
+from equipoise.norms.geometry import Padding, from_kernel
+from equipoise.norms.spectral import spectral_norm
+
+Status = Literal["bracket", "skipped", "refused"]
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """One tensor of a file: its bracket, or why it has none.
+
+    `skipped` means there is nothing to bound (a bias, a counter), `refused` that the weight is broken (NaN) or does not
+    fit the options given.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    status: Status
+    kind: Literal["matrix", "convolution", ""] = ""
+    bracket: Bracket | None = None
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        row = {key: value for key, value in asdict(replace(self, bracket=None)).items() if key != "bracket"}
+        row["shape"] = list(self.shape)
+        if self.bracket is not None:
+            b = self.bracket
+            row |= {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached, "method": b.method}
+        return row
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the weights of a file are to be read; the defaults give upper ends that hold for any stride and groups."""
+
+    rtol: float = 1e-3
+    input_size: tuple[int, ...] | None = None
+    padding: Padding = "zeros"
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.rtol > 0:
+            raise InputError(f"rtol must be positive, got {self.rtol}")
+        if self.stride < 1:
+            raise InputError(f"stride must be at least 1, got {self.stride}")
+
+
+def weight_names(path: Path, only: str | None = None) -> list[str]:
+    """Names of the tensors in the file, in file order; `only` is a shell pattern such as `layer1.*`."""
+    with _opened(path) as file:
+        names = list(file.keys())
+    chosen = names if only is None else fnmatch.filter(names, only)
+    if not chosen:
+        raise InputError(
+            f"{path.name} holds no tensors"
+            if not names
+            else f"no tensor of {path.name} matches {only!r}; try {names[0]!r}"
+        )
+    return chosen
+
+
+def weight_norms(path: Path, reading: Reading | None = None, names: list[str] | None = None) -> Iterator[WeightRow]:
+    """One row per tensor, read and bounded one after the other; a broken tensor gives a refused row and the rest goes on.
+
+    >>> import tempfile
+    >>> from safetensors.torch import save_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "w.safetensors"
+    ...     save_file({"w": 2 * torch.eye(3), "b": torch.zeros(3)}, path)
+    ...     [(row.name, row.status) for row in weight_norms(path)]
+    [('b', 'skipped'), ('w', 'bracket')]
+    """
+    reading = Reading() if reading is None else reading
+    with _opened(path) as file:
+        for name in list(file.keys()) if names is None else names:
+            part = file.get_slice(name)
+            shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
+            reason = _skip_reason(shape, dtype)
+            if reason:
+                yield WeightRow(name, shape, dtype, "skipped", note=reason)
+                continue
+            with _named_errors(path):
+                tensor = file.get_tensor(name)
+            yield _bounded(name, dtype, tensor, reading)
+
+
+def _skip_reason(shape: tuple[int, ...], dtype: str) -> str:
+    if not dtype.startswith(("F", "BF", "C")):
+        return f"{dtype} is not floating point"
+    if len(shape) < 2:
+        return "a scalar is no linear map" if not shape else "a vector (bias or scale) is no matrix"
+    if len(shape) > 5:
+        return f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
+    return ""
+
+
+def _bounded(name: str, dtype: str, tensor: Tensor, reading: Reading) -> WeightRow:
+    shape = tuple(tensor.shape)
+    kind: Literal["matrix", "convolution"] = "matrix" if tensor.dim() == 2 else "convolution"
+    try:
+        bracket = tensor_bracket(tensor, reading)
+    except EquipoiseError as error:
+        return WeightRow(name, shape, dtype, "refused", kind, note=str(error))
+    return WeightRow(name, shape, dtype, "bracket", kind, bracket, bracket.note)
+
+
+def tensor_bracket(tensor: Tensor, reading: Reading) -> Bracket:
+    """Bracket of one weight: 2-D as a matrix, 3-D to 5-D as the kernel `(out, in, *k)` of a convolution."""
+    weight = require_finite(tensor.to(working_dtype(tensor.dtype)))
+    if weight.dim() == 2:
+        return spectral_norm(weight, rtol=reading.rtol)
+    given = reading.input_size
+    size = given[0] if given is not None and len(given) == 1 else given  # one number serves every axis
+    with torch.no_grad(), full_precision():
+        conv = from_kernel(weight, reading.padding, reading.stride, input_size=size)
+        return conv_bracket(conv, reading.rtol)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if not path.exists():
+        raise InputError(f"there is no file {path}")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the .safetensors file in it")
+    with _named_errors(path):
+        file = safe_open(str(path), framework="pt", device="cpu")
+    with file:
+        yield file
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())
+        hint = "; pickled checkpoints are never opened, convert them with safetensors.torch.save_file"
+        wrong = path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}
+        raise InputError(f"{path} is no complete safetensors file ({reason}){hint if wrong else ''}") from error

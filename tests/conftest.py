@@ -1,0 +1,21 @@
+"""Fixtures shared by all floors: where the real data is, and a quiet number of threads."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> pathlib.Path:
+    """The folder of real data (EQUIPOISE_DATA, or ../shared/data beside the repository); skips where absent."""
+    root = pathlib.Path(__file__).resolve().parents[1]
+    folder = pathlib.Path(os.environ.get("EQUIPOISE_DATA", root.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("the real data is not here: set EQUIPOISE_DATA to its folder")
+    return folder

@@ -1,0 +1,188 @@
+"""`spectral_norm` against the materialised operator, on every operator of the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cases import OPERATORS, Operator, matrices
+from equipoise import InputError, Refused, spectral_norm
+from equipoise.norms import convolution, reference_norm
+
+#: the reference's own SVD rounds
+SVD = 1e-12
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.id)
+def test_bracket_holds_and_is_tight(operator: Operator) -> None:
+    truth = reference_norm(operator.layer, operator.input_shape)
+    bracket = spectral_norm(operator.layer, input_size=operator.size, rtol=1e-3)
+    assert bracket.lower <= truth * (1 + SVD)
+    assert bracket.upper >= truth * (1 - SVD)
+    assert bracket.reached, bracket
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.id)
+def test_bracket_holds_without_materialising(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "DENSE_ENTRIES", 0)
+    truth = reference_norm(operator.layer, operator.input_shape)
+    bracket = spectral_norm(operator.layer, input_size=operator.size, rtol=1e-2)
+    assert bracket.lower <= truth * (1 + SVD)
+    assert bracket.upper >= truth * (1 - SVD)
+    assert bracket.reached or "gap" in bracket.note
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.id)
+def test_unknown_size_bounds_every_size(operator: Operator) -> None:
+    bracket = spectral_norm(operator.layer, rtol=1e-2)
+    sizes = [operator.size, tuple(n + 1 for n in operator.size), tuple(n + 3 for n in operator.size)]
+    for size in sizes[: 3 if len(operator.size) < 3 else 2]:
+        truth = reference_norm(operator.layer, (operator.layer.in_channels, *size))
+        assert bracket.upper >= truth * (1 - SVD), size
+
+
+def test_unknown_size_is_the_limit_of_large_ones() -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv1d(3, 3, 5, padding=2)
+    bracket = spectral_norm(layer, rtol=1e-4)
+    assert bracket.reached
+    assert reference_norm(nn.Sequential(layer), (3, 400)) == pytest.approx(float(bracket.upper), rel=1e-3)
+
+
+def _truth(W: Tensor) -> float:
+    scale = W.abs().max()
+    if scale == 0:
+        return 0.0
+    if scale < 1e-300:
+        return float(torch.linalg.matrix_norm(W * 2.0**1000, ord=2)) * 2.0**-1000
+    return float(torch.linalg.matrix_norm(W / scale, ord=2) * scale)
+
+
+@pytest.mark.parametrize(("name", "W"), matrices(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("method", ["auto", "gram", "cholesky"])
+def test_matrices(name: str, W: Tensor, method: str) -> None:
+    truth = _truth(W)
+    bracket = spectral_norm(W, rtol=1e-4, method=method)
+    assert bracket.lower <= truth * (1 + SVD)
+    assert bracket.upper >= truth * (1 - SVD)
+    if name != "subnormal":
+        assert bracket.reached, bracket
+    if name.endswith("zero"):
+        assert bracket.upper == 0
+
+
+@pytest.mark.parametrize(("name", "W"), matrices(), ids=lambda x: x if isinstance(x, str) else "")
+def test_matrices_computed_in_float32(name: str, W: Tensor) -> None:
+    truth = _truth(W)
+    bracket = spectral_norm(W, rtol=1e-2, dtype=torch.float32)
+    assert bracket.lower <= truth * (1 + SVD)
+    assert bracket.upper >= truth * (1 - SVD)
+
+
+def test_plain_float32_iteration_is_not_a_bound_but_ours_is() -> None:
+    """The check has power: without the error terms the float32 read-out falls below σ₁."""
+    from equipoise.norms import gram_norm_plain
+
+    below = 0
+    for seed in range(20):
+        W = torch.randn(300, 200, generator=torch.Generator().manual_seed(seed))
+        truth = float(torch.linalg.matrix_norm(W.double(), ord=2))
+        below += float(gram_norm_plain(W, 12).double()) < truth
+        assert spectral_norm(W, rtol=1e-3, dtype=torch.float32).upper >= truth
+    assert below > 0
+
+
+def test_batches_keep_their_shape_and_their_own_scale() -> None:
+    torch.manual_seed(0)
+    W = torch.randn(2, 3, 5, 4, dtype=torch.float64) * torch.logspace(-90, 90, 6, dtype=torch.float64).reshape(
+        2, 3, 1, 1
+    )
+    bracket = spectral_norm(W, rtol=1e-6)
+    truth = torch.linalg.matrix_norm(W, ord=2)
+    assert bracket.lower.shape == (2, 3)
+    assert bool((bracket.lower <= truth * (1 + SVD)).all())
+    assert bool((bracket.upper >= truth * (1 - SVD)).all())
+    assert bracket.reached
+
+
+def test_singular_vectors() -> None:
+    torch.manual_seed(0)
+    for shape in ((6, 9), (9, 6), (200, 170)):
+        W = torch.randn(*shape, dtype=torch.complex128)
+        bracket = spectral_norm(W, rtol=1e-9, vectors=True)
+        u, v = bracket.vectors
+        assert torch.allclose(W @ v, u * bracket.lower, atol=1e-3 * bracket.upper)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_read_as_the_numbers_it_holds(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 3, 3, padding=1, dtype=dtype)
+    truth = reference_norm(layer, (3, 6, 6))
+    bracket = spectral_norm(layer, input_size=6)
+    assert bracket.lower <= truth <= bracket.upper
+
+
+def test_parametrised_layers_are_read_through_the_effective_weight() -> None:
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3, padding=1))
+    layer.parametrizations.weight.original0.data.mul_(5)
+    truth = reference_norm(layer, (3, 7, 7))
+    assert truth in spectral_norm(layer, input_size=7, rtol=1e-3)
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _hooked() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(lambda m, i, o: 10 * o)
+    return layer
+
+
+def _patched() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    layer.forward = lambda x: x * 7
+    return layer
+
+
+def _nan() -> Tensor:
+    W = torch.eye(3)
+    W[1, 2] = float("nan")
+    return W
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: spectral_norm(_Doubled(3, 3)), Refused, "overrides the forward"),
+        (lambda: spectral_norm(_hooked()), Refused, "hooks"),
+        (lambda: spectral_norm(_patched()), Refused, "overrides the forward"),
+        (lambda: spectral_norm(nn.utils.weight_norm(nn.Linear(3, 3))), Refused, "hooks"),
+        (lambda: spectral_norm(nn.BatchNorm2d(3)), Refused, "BatchNorm2d"),
+        (lambda: spectral_norm(nn.LazyConv2d(3, 3)), InputError, "lazy"),
+        (lambda: spectral_norm(nn.Linear(3, 3, device="meta")), InputError, "meta"),
+        (lambda: spectral_norm(_nan()), InputError, r"non-finite .* \(1, 2\)"),
+        (lambda: spectral_norm(torch.full((2, 2), float("inf"))), InputError, "non-finite"),
+        (lambda: spectral_norm(torch.zeros(0, 3)), InputError, "empty"),
+        (lambda: spectral_norm(torch.zeros(3)), InputError, "shape"),
+        (lambda: spectral_norm(torch.eye(2).long()), InputError, "floating-point"),
+        (lambda: spectral_norm(torch.eye(2), rtol=0), InputError, "rtol"),
+        (lambda: spectral_norm(torch.eye(2), method="power"), InputError, "method"),
+        (lambda: spectral_norm([[1.0]]), InputError, "tensor or a layer"),
+        (lambda: spectral_norm(nn.Conv2d(1, 1, 5), input_size=3), InputError, "no output"),
+        (lambda: spectral_norm(nn.Conv2d(1, 1, 3), input_size=(3,)), InputError, "input_size"),
+        (
+            lambda: spectral_norm(nn.Conv2d(1, 1, 3, padding=2, padding_mode="reflect"), input_size=2),
+            InputError,
+            "reflect",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_refusals_say_why(make: object, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make()

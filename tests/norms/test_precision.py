@@ -1,0 +1,126 @@
+"""The floating-point ground: switches, roundoff constants, verified factorisation, refused precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from equipoise import Refused
+from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, full_precision, round_down, round_up
+from equipoise.core.precision import frobenius, gamma
+from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
+from equipoise.norms.verify import below
+
+
+def test_full_precision_switches_everything_and_restores_it() -> None:
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16), full_precision():
+            assert matmul.fp32_precision == "ieee"
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+            assert (torch.randn(4, 4) @ torch.randn(4, 4)).dtype is torch.float32
+        assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before
+    with pytest.raises(ZeroDivisionError), full_precision():
+        raise ZeroDivisionError
+    assert matmul.fp32_precision == before
+
+
+def test_flushing_subnormals_is_switched_off_inside() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        with full_precision():
+            assert float(torch.tensor(2.0**-1060, dtype=torch.float64) * 1) > 0
+        assert float(torch.tensor(2.0**-1060, dtype=torch.float64) * 1) == 0
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_gamma_refuses_lengths_that_say_nothing() -> None:
+    assert gamma(10, torch.float32) >= 10 * 2.0**-24
+    with pytest.raises(Refused, match="float64"):
+        gamma(2**24, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_frobenius_is_never_below(dtype: torch.dtype) -> None:
+    for seed in range(50):
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(7, 40, 33, generator=g, dtype=dtype) * torch.logspace(-8, 8, 7, dtype=dtype).reshape(-1, 1, 1)
+        exact = [torch.linalg.vector_norm(part.double() * 2.0**20).item() * 2.0**-20 for part in x]
+        assert all(float(f) >= e * (1 - 1e-15) for f, e in zip(frobenius(x), exact, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("n", [1, 5, 60, 200])
+def test_nothing_false_is_ever_proved(n: int, dtype: torch.dtype) -> None:
+    """`below` must say no as soon as tau < λ_max, however close, and yes with the loss it states."""
+    torch.manual_seed(n)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    A = torch.randn(n + 3, n, dtype=wide)
+    G = (A.mH @ A).to(dtype)
+    top = torch.linalg.eigvalsh(torch.tril(G.to(wide)) + torch.tril(G.to(wide), -1).mH)[-1].reshape(1)
+    zero = torch.zeros(1, dtype=torch.float64)
+    for excess in (1e-15, 1e-12, 1e-9, 1e-7, 1e-6, 1e-4):
+        assert not bool(below(G[None], top * (1 - excess), zero))
+    assert bool(below(G[None], top * 1.3, zero))
+    assert not bool(below(G[None], top * 1.3, top * 0.31))
+
+
+def test_only_upper_bounds_reach_a_certificate() -> None:
+    assert as_upper(Bound(2.0, Kind.UPPER)) == 2.0
+    assert as_upper(3) == 3.0
+    for kind in (Kind.LOWER, Kind.ESTIMATE, Kind.EXACT):
+        with pytest.raises(Refused, match="upper bound"):
+            as_upper(Bound(2.0, kind))
+    with pytest.raises(InputError, match="non-negative"):
+        as_upper(float("nan"))
+
+
+def test_brackets_check_themselves() -> None:
+    with pytest.raises(InputError, match="lower ≤ upper"):
+        Bracket(2.0, 1.0)
+    assert Bracket(0.0, 0.0, 1e-3).reached
+    assert not Bracket(0.0, 1.0, 1e-3).reached
+
+
+@pytest.mark.parametrize("x", [1.23456789, 9.9999999, 0.00012345678, 12345678.9, 1e-300, 5.0])
+@pytest.mark.parametrize("digits", [1, 3, 6])
+def test_display_rounds_toward_safety(x: float, digits: int) -> None:
+    assert float(round_up(x, digits)) >= x
+    assert float(round_down(x, digits)) <= x
+    assert float(round_up(x, digits)) <= x * (1 + 2 * 10.0 ** (1 - digits))
+
+
+def test_readouts_order_and_convergence() -> None:
+    """Frobenius gains a factor (σ₂/σ₁)^(2^(t+1)); the sums converge only like 2^-t (the thesis' figure on read-outs)."""
+    torch.manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64))[0] for _ in range(2))
+    values = torch.linspace(0.6, 0.1, 59, dtype=torch.float64)
+    W = U @ torch.diag(torch.cat([torch.ones(1, dtype=torch.float64), values])) @ V
+    error = {r: [float(gram_norm_plain(W, t, r)) - 1 for t in range(7)] for r in ("fro", "one", "inf")}
+    assert all(e > -1e-12 for row in error.values() for e in row)
+    assert error["fro"][6] < 1e-12 < 1e-3 < error["one"][6]
+    assert error["one"][6] == pytest.approx(error["one"][5] / 2, rel=0.1)
+
+
+def test_dominant_vectors_and_eigenpair() -> None:
+    torch.manual_seed(0)
+    for shape in ((8, 5), (5, 8)):
+        W = torch.randn(*shape, dtype=torch.float64)
+        sigma, u, v = dominant_pair(W, 1e-10)
+        assert torch.allclose(W @ v, sigma * u, atol=1e-4)
+        assert float(sigma) == pytest.approx(float(torch.linalg.matrix_norm(W, ord=2)), rel=1e-8)
+    A = torch.diag(torch.tensor([3.0, -1.0, 0.5], dtype=torch.float64)) + torch.triu(
+        torch.randn(3, 3, dtype=torch.float64), 1
+    )
+    radius, value, vector = dominant_eigenpair(A, 14)
+    assert float(radius) >= 3 - 1e-12
+    assert float(value) == pytest.approx(3, rel=1e-6)
+    assert torch.allclose(A @ vector, 3 * vector, atol=1e-5)
+    with pytest.raises(InputError, match="square"):
+        dominant_eigenpair(torch.zeros(2, 3))

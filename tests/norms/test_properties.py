@@ -1,0 +1,98 @@
+"""Properties for arbitrary input, searched by hypothesis."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from equipoise import spectral_norm
+from equipoise.norms import reference_norm
+
+sizes = st.integers(1, 9)
+seeds = st.integers(0, 2**31)
+examples = settings(max_examples=60, deadline=None)
+
+
+def _matrix(m: int, n: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    rank = 1 + seed % min(m, n)
+    return (torch.randn(m, rank, generator=g, dtype=dtype) @ torch.randn(rank, n, generator=g, dtype=dtype)) * 10.0 ** (
+        seed % 21 - 10
+    )
+
+
+@examples
+@given(sizes, sizes, seeds, st.sampled_from([torch.float32, torch.float64, torch.complex128]))
+def test_bracket_holds(m: int, n: int, seed: int, dtype: torch.dtype) -> None:
+    W = _matrix(m, n, seed, dtype)
+    wide = W.to(torch.complex128 if W.is_complex() else torch.float64)
+    truth = float(torch.linalg.matrix_norm(wide, ord=2))
+    bracket = spectral_norm(W, rtol=1e-6)
+    assert bracket.lower <= truth * (1 + 1e-12)
+    assert bracket.upper >= truth * (1 - 1e-12)
+
+
+@examples
+@given(sizes, sizes, seeds, st.integers(-300, 300))
+def test_scaling_by_a_power_of_two_is_exact(m: int, n: int, seed: int, power: int) -> None:
+    W = _matrix(m, n, seed)
+    a, b = spectral_norm(W), spectral_norm(W * 2.0**power)
+    assert b.upper == a.upper * 2.0**power
+    assert b.lower == a.lower * 2.0**power
+
+
+@examples
+@given(sizes, sizes, seeds)
+def test_transpose_has_the_same_norm(m: int, n: int, seed: int) -> None:
+    W = _matrix(m, n, seed)
+    a, b = spectral_norm(W, rtol=1e-8), spectral_norm(W.mT, rtol=1e-8)
+    assert abs(a.upper - b.upper) <= 1e-7 * a.upper
+    assert max(a.lower, b.lower) <= min(a.upper, b.upper)
+
+
+@examples
+@given(sizes, sizes, st.integers(1, 5), seeds)
+def test_batch_layout_does_not_matter(m: int, n: int, batch: int, seed: int) -> None:
+    W = torch.stack([_matrix(m, n, seed + i) for i in range(batch)])
+    together = spectral_norm(W, rtol=1e-6)
+    strided = spectral_norm(W.mT.contiguous().mT, rtol=1e-6)
+    for i in range(batch):
+        alone = spectral_norm(W[i], rtol=1e-6)
+        assert together.lower[i] <= alone.upper
+        assert alone.lower <= together.upper[i]
+        assert strided.lower[i] <= alone.upper
+        assert alone.lower <= strided.upper[i]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(4, 9), seeds)
+def test_more_zero_padding_never_lowers_the_norm(kernel: int, channels: int, size: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    K = torch.randn(channels, channels, kernel, kernel, dtype=torch.float64)
+    previous, truth = None, 0.0
+    for padding in range(kernel + 1):
+        layer = nn.Conv2d(channels, channels, kernel, padding=padding, bias=False, dtype=torch.float64)
+        layer.weight.data = K
+        now = reference_norm(layer, (channels, size, size))
+        bracket = spectral_norm(layer, input_size=size, rtol=1e-3)
+        assert now >= truth * (1 - 1e-12)
+        assert bracket.lower <= now * (1 + 1e-12)
+        assert bracket.upper >= now * (1 - 1e-12)
+        if previous is not None:
+            assert bracket.upper >= previous.lower
+        previous, truth = bracket, now
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 12), seeds)
+def test_transposed_convolution_is_the_adjoint(
+    kernel: int, cin: int, cout: int, stride: int, size: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    layer = nn.ConvTranspose1d(cin, cout, kernel, stride=stride, bias=False)
+    truth = reference_norm(layer, (cin, size))
+    bracket = spectral_norm(layer, input_size=size, rtol=1e-3)
+    assert bracket.lower <= truth * (1 + 1e-12)
+    assert bracket.upper >= truth * (1 - 1e-12)
