@@ -102,8 +102,10 @@ def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     inflate = (1 + gamma(x.shape[dims[-1]] + 8, x.dtype)) * (1 + gamma(count + 8, torch.float64))
     lost = math.sqrt(count) * math.sqrt(torch.finfo(x.dtype).tiny)  # squares below this underflow
     result = up(norm * inflate) + lost
-    if bool((norm == 0).any()):
-        result = torch.where((x != 0).any(dim=dims), result, torch.zeros_like(result))
+    vanished = norm == 0
+    if bool(vanished.any()):  # exactly zero, or squares that underflowed?
+        kept = x.movedim(dims, tuple(range(-len(dims), 0)))[vanished]
+        result[vanished] = result[vanished] * (kept != 0).flatten(1).any(1)
     return result
 
 

@@ -29,11 +29,13 @@ from equipoise.norms.geometry import (
     zero_lattice,
 )
 from equipoise.norms.gram import gram_bracket, rayleigh_lower, wide
-from equipoise.norms.supremum import Search
+from equipoise.norms.supremum import Search, SymbolBound
 from equipoise.norms.symbol import Symbol
 
 #: an operator with at most this many entries may be materialised to close the gap that small images leave
 DENSE_ENTRIES = 1_500_000
+#: grids of at most this many points are gone through whole
+GRID_POINTS = 900
 #: floating-point operations one Lanczos run on the operator itself may cost
 LANCZOS_FLOPS = 4e9
 
@@ -151,40 +153,71 @@ def _lattice_bound(
 ) -> tuple[float, float, Tensor | None]:
     """Bound of the symbol over the lattices' grid (or all frequencies), a lower end, and a start vector."""
     kernel = polyphase(conv.kernel, lattices)
-    windows = [lattice.window for lattice in lattices] if conv.padding == "zeros" and conv.known else None
+    windows = conv.padding == "zeros" and conv.known
     if all(n == 1 for n in kernel.shape[3:]):
         low, high, _ = dense_bracket(kernel.flatten(2), tol)
-        reached = windows is None or all(w >= 1 for w in windows)
+        reached = not windows or all(lattice.window >= 1 for lattice in lattices)
         return float(high.max()), float(low.max()) if reached else 0.0, None
-    sizes = tuple(lattice.size for lattice in lattices)
-    points = math.prod(n or 10**9 for n in sizes) * kernel.shape[0]
-    columns = min(kernel.shape[1:3])
-    budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * kernel.shape[0]
-    on_grid = points <= 1400 * kernel.shape[0] or (points <= 16 * budget and _coarse(sizes, kernel.shape[3:]))
-    symbol = Symbol.of(kernel, points if on_grid else 2000 * kernel.shape[0])
-    search = Search(symbol, tol, budget)
-    found = search.over_grid(sizes) if on_grid else search.over_all()  # type: ignore[arg-type]
-    if not found.settled and points <= 16 * budget:
-        on_grid = True
-        other = Search(symbol, tol, budget).over_grid(sizes)  # type: ignore[arg-type]
-        found = other if other.upper < found.upper else found
-    group = torch.tensor([found.group])
+    symbol, found = _search(kernel, lattices, tol)
+    group = torch.tensor([found.group], device=kernel.device)
     E = symbol.at(group, found.omega[None])[0]
-    X, Y = symbol.gram(group, found.omega[None], torch.float64)
-    G = torch.complex(X, Y)[0]
-    v = lanczos(G.matmul, random_start(G.shape[-1], G), steps=40)
-    at_symbol = float(rayleigh_lower(E, v)) - float(symbol.at_error()[found.group])
-    if windows is None:
+    G = torch.complex(*symbol.gram(group, found.omega[None], torch.float64))[0]
+    v = lanczos(G.matmul, random_start(G.shape[-1], G), steps=32)
+    if not windows:
+        at_symbol = float(rayleigh_lower(E, v)) - float(symbol.at_error()[found.group])
         return found.upper, max(0.0, down(at_symbol)), None
-    if symbol.adjoint:  # the wave lives on the outputs
-        windows = [lattice.window_out for lattice in lattices]
-    lower = _windowed_lower(symbol, found.group, found.omega, v, windows)
-    return found.upper, lower, None
+    sides = [lattice.window_out if symbol.adjoint else lattice.window for lattice in lattices]
+    lower = _windowed_lower(symbol, found.group, found.omega, v, sides)
+    start = (
+        None if found.upper <= (1 + rtol) * lower else _plane_wave(conv, symbol.adjoint, found.group, found.omega, v)
+    )
+    return found.upper, lower, start
 
 
-def _coarse(sizes: tuple[int | None, ...], lengths: tuple[int, ...]) -> bool:
-    """Whether the grid is hardly finer than what telling the supremum would need anyway."""
-    return all(n is not None and n <= 3 * k for n, k in zip(sizes, lengths, strict=True))
+def _search(kernel: Tensor, lattices: list[Lattice], tol: float) -> tuple[Symbol, SymbolBound]:
+    """The cheapest proved maximum: over all frequencies where the grid is fine, over the grid where that is tighter."""
+    groups, columns = kernel.shape[0], min(kernel.shape[1:3])
+    grid = tuple(lattice.size for lattice in lattices if lattice.size is not None)
+    whole = len(grid) == len(lattices)
+    points = math.prod(grid) if whole else 0
+    budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * groups
+    coarse = whole and all(n <= 3 * k for n, k in zip(grid, kernel.shape[3:], strict=True))
+    if whole and (points <= GRID_POINTS or (coarse and points * groups <= 16 * budget)):
+        symbol = Symbol.of(kernel, points * groups)
+        return symbol, Search(symbol, tol, budget).over_grid(grid)
+    symbol = Symbol.of(kernel, 1000 * groups)
+    search = Search(symbol, tol, budget)
+    found = search.over_all()
+    affordable = whole and points <= (1400 if found.settled else 16 * budget)
+    if affordable and search.value_near(grid) * (1 + 2 * tol) < found.upper:
+        other = Search(symbol, tol, budget).over_grid(grid)
+        found = other if other.upper < found.upper else found
+    return symbol, found
+
+
+def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: Tensor) -> Tensor | None:
+    """`Re w(i)·e^{-iω·i}·v` on the whole input (through the adjoint, if v belongs to the outputs): where Lanczos starts."""
+    if any(axis.stride > 1 or axis.dilation > 1 for axis in conv.axes):
+        return None
+    groups, co, ci = conv.kernel.shape[:3]
+    sizes = [(axis.out if adjoint else axis.size) or 1 for axis in conv.axes]
+    wave = v
+    for w, n in zip(omega, sizes, strict=True):
+        i = torch.arange(n, dtype=torch.float64, device=v.device)
+        wave = wave[..., None] * (torch.sin(math.pi * (i + 1) / (n + 1)) * torch.exp(-1j * w * i))
+    channels = co if adjoint else ci
+    x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype, device=v.device)
+    x[group] = wave
+    x = x.flatten(0, 1)[None]
+    x = x if conv.kernel.is_complex() else x.real.contiguous()
+    return _adjoint_times(conv, x) if adjoint else x
+
+
+def _adjoint_times(conv: Convolution, y: Tensor) -> Tensor:
+    image = y.new_zeros(1, *input_shape(conv)).requires_grad_()
+    with torch.enable_grad():
+        out = apply(conv, image)
+    return torch.autograd.grad(out, image, y)[0]
 
 
 def _windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows: list[int]) -> float:
@@ -241,20 +274,18 @@ def _materialised(conv: Convolution, rtol: float) -> Bracket:
 def _operator_lower(conv: Convolution, start: Tensor | None) -> float:
     """Lanczos on the operator itself, then a Rayleigh quotient in float64; 0 where that would cost too much."""
     rows, columns = _dimensions(conv)
-    flops = 2.0 * rows * conv.kernel[0, 0].numel() * 2
-    steps = int(min(24, LANCZOS_FLOPS / flops))
+    flops = 4.0 * rows * conv.kernel[0, 0].numel()
+    steps = int(min(20 if start is None else 7, LANCZOS_FLOPS / flops))
     if steps < 3 or columns * steps > 2e8:
         return 0.0
     quick = replace(conv, kernel=conv.kernel.to(torch.complex64 if conv.kernel.is_complex() else torch.float32))
     shape = input_shape(conv)
 
     def multiply(x: Tensor) -> Tensor:
-        image = x.reshape(1, *shape).requires_grad_()
-        with torch.enable_grad():
-            y = apply(quick, image)
-        return torch.autograd.grad(y, image, y.detach())[0].flatten()
+        return _adjoint_times(quick, apply(quick, x.reshape(1, *shape))).flatten()
 
-    v = lanczos(multiply, random_start(columns, quick.kernel), steps)
+    first = random_start(columns, quick.kernel) if start is None else start.to(quick.kernel.dtype).flatten()
+    v = lanczos(multiply, first, steps)
     x = wide(v).reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = apply(conv, x)

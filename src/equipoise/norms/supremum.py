@@ -8,7 +8,7 @@ after centring, of exponential type `D_j = (k_j − 1)/2`, so with M its supremu
 
 Contrapositive: a cell whose centre is proved below `T·cos(Σ D_j h_j)` cannot hold a maximum above T. Where the symbol hardly
 varies (orthogonal convolutions) `‖E*E(ω) − E*E(centre)‖ ≤ Σ_b 2‖C_b‖·2|sin(b·(ω − centre)/2)|` is sharper; either may settle a
-cell. Cells that are not settled are split in three along every axis that matters.
+cell. Cells that are not settled are split along every axis that matters.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Search:
         self.c = symbol.kernel.shape[2]
         self.degrees = [(n - 1) / 2 for n in symbol.lengths]
         self.evaluated = 0
+        self._kept: tuple[tuple[int, int, int, torch.dtype], Cells, tuple[Tensor, Tensor]] | None = None
         self.best = 0.0  # largest ‖E‖₂² seen, an estimate that only steers
         self.target = 0.0  # T²: what is proved so far is proved below this
         self.where: tuple[int, Tensor] = (0, torch.zeros(len(symbol.lengths), dtype=torch.float64))
@@ -89,11 +90,29 @@ class Search:
         """Maximum over the points of a grid."""
         cells = grid_cells(self.symbol, sizes)
         self._choose_dtype(self._scout(cells))
+        step = tuple(1.5 * 2 * math.pi / n if n > 1 else 0.0 for n in sizes)
+        for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
+            before = self.best
+            if len(cells) > 12:
+                self._probe(_split(Cells(torch.tensor([self.where[0]]), self.where[1][None], step), real=False))
+            if self.best <= before * (1 + self.tol / 4):
+                break
         return self._finish(cells)
+
+    def value_near(self, sizes: tuple[int, ...]) -> float:
+        """Estimate of the maximum over a grid: the best of its points around the maximiser found."""
+        step = [2 * math.pi / n for n in sizes]
+        nearest = [
+            [math.floor(float(w) / h), math.ceil(float(w) / h)] for w, h in zip(self.where[1], step, strict=True)
+        ]
+        points = [[j * h for j, h in zip(index, step, strict=True)] for index in itertools.product(*nearest)]
+        omega = torch.tensor(points, dtype=torch.float64, device=self.symbol.kernel.device)
+        groups = torch.full((len(points),), self.where[0], device=omega.device)
+        return self._values(Cells(groups, omega, (0.0,) * len(sizes))).max().item() ** 0.5
 
     def over_all(self) -> SymbolBound:
         """Supremum over all frequencies."""
-        reach = 0.45 / max(1, sum(d > 0 for d in self.degrees))
+        reach = 0.8 / max(1, sum(d > 0 for d in self.degrees))
         sizes = tuple(max(1, 2 * math.ceil(math.pi * d / reach / 2)) for d in self.degrees)
         cells = grid_cells(self.symbol, sizes)
         cells.half = tuple(math.pi / n if n > 1 else 0.0 for n in sizes)
@@ -105,7 +124,8 @@ class Search:
             left = self._settle(cells, self._threshold(cells))
             if not len(left) or not any(left.half):
                 return self._finish(left)
-            children = _split(left, not self.symbol.kernel.is_complex())
+            # three parts keep the centre, which often is the maximum; two are cheaper where many cells are left
+            children = _split(left, not self.symbol.kernel.is_complex(), 3 if len(left) <= 12 else 2)
             if self.evaluated + len(children) > self.budget:
                 return self._finish(left, settled=False)
             cells = children
@@ -120,6 +140,14 @@ class Search:
         self.proof_dtype = (
             torch.complex64 if loss < self.tol * 2 / 3 and self.dtype is torch.float32 else torch.complex128
         )
+
+    def _gram(self, cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Gram matrices of some cells; what was asked for last is kept, the scouts and the provers ask for the same."""
+        key = (id(cells), int(rows[0]), len(rows), self.dtype)
+        if self._kept is None or self._kept[0] != key:
+            part = cells.take(rows)
+            self._kept = (key, cells, self.symbol.gram(part.groups, part.omega, self.dtype))
+        return self._kept[2]
 
     def _chunks(self, cells: Cells) -> list[Tensor]:
         width = 4 if self.dtype is torch.float32 else 8
@@ -146,11 +174,7 @@ class Search:
 
     def _scout(self, cells: Cells) -> float:
         """Raise the best value at the cells with the largest Gram matrices; returns the largest ‖E*E‖_F."""
-        sizes = []
-        for rows in self._chunks(cells):
-            part = cells.take(rows)
-            X, Y = self.symbol.gram(part.groups, part.omega, self.dtype)
-            sizes.append(_norm(X, Y))
+        sizes = [_norm(*self._gram(cells, rows)) for rows in self._chunks(cells)]
         top = torch.cat(sizes).topk(min(12, len(cells)))
         self._probe(cells.take(top.indices))
         return float(top.values[0])
@@ -163,21 +187,25 @@ class Search:
             half = around.half
 
     def _probe(self, cells: Cells) -> None:
-        """Raise the best value by the eigenvalues at the given centres (few of them; estimates that only steer)."""
-        G = torch.complex(*self.symbol.gram(cells.groups, cells.omega, self.dtype))
-        if self.c <= 96:
-            value = torch.linalg.eigvalsh(G)[:, -1]
-        else:
-            v = random_start(self.c, G).expand(len(G), -1)[..., None]
-            for _ in range(10):
-                v = G @ v
-                v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
-            value = torch.linalg.vector_norm(G @ v, dim=(-2, -1))
-            for i in value.topk(min(2, len(value))).indices:
-                ritz = lanczos(G[i].matmul, v[i, :, 0], steps=24)
-                value[i] = torch.linalg.vector_norm(G[i] @ ritz) / torch.linalg.vector_norm(ritz)
+        """Raise the best value by the values at the given centres."""
+        value = self._values(cells)
         i = int(value.argmax())
         self._raise(float(value[i]) * (1 - 1e-6), int(cells.groups[i]), cells.omega[i])
+
+    def _values(self, cells: Cells) -> Tensor:
+        """‖E‖₂² at the given centres (few of them), estimates that only steer."""
+        G = torch.complex(*self.symbol.gram(cells.groups, cells.omega, self.dtype))
+        if self.c <= 96:
+            return torch.linalg.eigvalsh(G)[:, -1]
+        v = random_start(self.c, G).expand(len(G), -1)[..., None]
+        for _ in range(8):
+            v = G @ v
+            v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
+        value = torch.linalg.vector_norm(G @ v, dim=(-2, -1))
+        for i in value.topk(min(2, len(value))).indices:
+            ritz = lanczos(G[i].matmul, v[i, :, 0], steps=20)
+            value[i] = torch.linalg.vector_norm(G[i] @ ritz) / torch.linalg.vector_norm(ritz)
+        return value
 
     def _settle(self, cells: Cells, threshold: Tensor) -> Cells:
         """Prove as many centres as possible below their thresholds; the rest is returned."""
@@ -186,7 +214,7 @@ class Search:
         left, scores = [], []
         for rows in self._chunks(cells):
             part = cells.take(rows)
-            X, Y = self.symbol.gram(part.groups, part.omega, self.dtype)
+            X, Y = self._gram(cells, rows)
             open_ = torch.arange(len(part), device=X.device)
             tau = threshold[rows] - error[part.groups]
             keep = up(_norm(X, Y)) > tau
@@ -270,9 +298,10 @@ def _below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) ->
     return proved, low
 
 
-def _split(cells: Cells, real: bool) -> Cells:
-    """Three children along every axis with a width; for real kernels only one of each pair ±ω is kept."""
-    steps = [(-2 / 3 * h, 0.0, 2 / 3 * h) if h else (0.0,) for h in cells.half]
+def _split(cells: Cells, real: bool, parts: int = 3) -> Cells:
+    """Two or three children along every axis with a width; for real kernels only one of each pair ±ω is kept."""
+    places = [(2 * i + 1) / parts - 1 for i in range(parts)]
+    steps = [[x * h for x in places] if h else [0.0] for h in cells.half]
     moves = torch.tensor(list(itertools.product(*steps)), dtype=torch.float64, device=cells.omega.device)
     omega = (cells.omega[:, None] + moves).flatten(0, 1)
     groups = cells.groups.repeat_interleave(len(moves))
@@ -280,4 +309,4 @@ def _split(cells: Cells, real: bool) -> Cells:
         keep = (omega[:, 0] >= -1e-9) & (omega[:, 0] <= math.pi + 1e-9)
         omega, groups = omega[keep], groups[keep]
     slack = 1 + 1e-9  # cells overlap a little, so that rounding of the centres leaves no gap
-    return Cells(groups, omega, tuple(h / 3 * slack for h in cells.half))
+    return Cells(groups, omega, tuple(h / parts * slack for h in cells.half))
