@@ -120,7 +120,7 @@ def _skip_reason(shape: tuple[int, ...], dtype: str) -> str:
     if not dtype.startswith(("F", "BF", "C")):
         return f"{dtype} is not floating point"
     if len(shape) < 2:
-        return "a scalar is no linear map" if not shape else "a vector (bias or scale) is no matrix"
+        return "a scalar" if not shape else "a vector"
     if len(shape) > 5:
         return f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
     return ""

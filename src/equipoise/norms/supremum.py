@@ -26,7 +26,7 @@ from equipoise.norms.symbol import Symbol
 from equipoise.norms.verify import below, verification_loss
 
 #: bytes of Gram matrices held at once
-CHUNK_BYTES = 96 * 2**20
+CHUNK_BYTES = 32 * 2**20
 #: up to this many columns squaring in real arithmetic beats a batched Cholesky factorisation
 SQUARE_UP_TO = 128
 

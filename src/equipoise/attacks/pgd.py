@@ -1,0 +1,202 @@
+"""Projected gradient attacks in the ℓ2 ball, on a network and on its smoothed version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.attacks.ball import inside_ball, random_start, unit
+from equipoise.core import InputError
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
+from equipoise.smoothing.maps import apply_map
+
+Loss = Callable[[Tensor], Tensor]
+Verdict = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """What an attack found: `‖adversarial − x‖₂ ≤ epsilon` holds in float64 for the tensors as stored.
+
+    `success` says where the answer at `adversarial` is not the label; where it failed, `adversarial` is the point of
+    largest loss. `distance` is the float64 norm of the perturbation.
+    """
+
+    adversarial: Tensor
+    success: Tensor
+    distance: Tensor
+
+
+def pgd(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    epsilon: float | Tensor,
+    steps: int = 40,
+    step_size: float | None = None,
+    restarts: int = 1,
+    *,
+    seed: int = 0,
+) -> AttackResult:
+    """ℓ2 projected gradient ascent of the cross-entropy, batched, best of several random starts.
+
+    `δ₀ = ε·u`, u a random direction; `δ ← δ + α·g/‖g‖₂`, `δ ← ε·δ/max(ε, ‖δ‖₂)`. Every iterate is looked at, not only
+    the
+    last one, and a start that has succeeded is kept. Reference: Madry et al. (2018); thesis, algorithm of the ℓ2
+    attack.
+
+    Args:
+        model: in evaluation mode (the mode is left as it is); gradients of its parameters are not touched.
+        x: inputs (N, ...).
+        y: the answers to break (N,): labels, or the model's own predictions.
+        epsilon: radius, one for all or (N,).
+        steps: gradient steps per start.
+        step_size: α, default 2.5·ε/steps (per input).
+        restarts: number of random starts.
+        seed: of the starts.
+
+    >>> model = nn.Linear(2, 2, bias=False)
+    >>> _ = model.weight.data.copy_(torch.eye(2))
+    >>> x, y = torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([0, 0])
+    >>> result = pgd(model, x, y, epsilon=1.0, steps=20)  # the boundary is at distance 1/√2 and 3/√2
+    >>> result.success.tolist()
+    [True, False]
+    """
+
+    def loss(z: Tensor) -> Tensor:
+        return functional.cross_entropy(model(z), y, reduction="none")
+
+    def broken(z: Tensor) -> Tensor:
+        wrong: Tensor = model(z).argmax(dim=1) != y
+        return wrong
+
+    return _ascend(loss, broken, x, y, epsilon, steps, step_size, restarts, seed)
+
+
+def smooth_pgd(
+    classifier: SmoothedClassifier,
+    x: Tensor,
+    y: Tensor,
+    epsilon: float | Tensor,
+    steps: int = 20,
+    step_size: float | None = None,
+    restarts: int = 1,
+    *,
+    draws: int = 16,
+    check_draws: int = 1000,
+    alpha: float = 1e-3,
+    seed: int = 0,
+) -> AttackResult:
+    """The same on the smoothed classifier: ascend `−ln (1/M)Σ τ_y(f(x + δ + η_i))` over fresh noise η in every step.
+
+    The hardmax has no gradient, so its votes pass softmax's (straight-through). Success is decided on the last
+    iterate of
+    each start, on `check_draws` fresh draws of the classifier's own map: a binomial test of the votes, or for soft
+    scores
+    an interval of each margin. "Success" is wrong with probability at most alpha; an undecided test is no success.
+    Reference: Salman et al. (2019), SmoothAdv.
+    """
+    generator = torch.Generator(device=x.device).manual_seed(seed + 1)
+    chosen = classifier.map or SimplexMap("hardmax")
+
+    def loss(z: Tensor) -> Tensor:
+        total = torch.zeros(len(z), dtype=z.dtype, device=z.device)
+        for _ in range(draws):
+            noise = classifier.sigma * torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
+            total = total + soft_votes(classifier.model(z + noise), chosen).gather(1, y[:, None])[:, 0]
+        return -(total / draws).clamp(min=1e-12).log()
+
+    voter = SmoothedClassifier(
+        classifier.model, classifier.sigma, classifier.num_classes, seed=seed + 2, chunk_size=classifier.chunk_size
+    )
+
+    def broken(z: Tensor) -> Tensor:
+        if chosen.name == "hardmax":
+            answer = torch.from_numpy(voter.predict(z, check_draws, alpha)).to(y.device)
+            return (answer >= 0) & (answer != y)
+        return overtaken(voter, z, y, chosen, check_draws, alpha)
+
+    return _ascend(loss, broken, x, y, epsilon, steps, step_size, restarts, seed, every_step=False)
+
+
+def overtaken(
+    classifier: SmoothedClassifier, x: Tensor, y: Tensor, chosen: SimplexMap, draws: int, alpha: float
+) -> Tensor:
+    """Where some class's smoothed score is above that of y, shown at level alpha by an interval of each margin."""
+    scores = apply_map(chosen, classifier.selection(x, draws, None, Stream.PREDICTION))
+    own = np.take_along_axis(scores, y.cpu().numpy()[:, None, None], axis=2)
+    margin = (1 + scores - own) / 2  # above ½ on average: the class has overtaken y
+    risk = alpha / (scores.shape[2] - 1)
+    low = empirical_bernstein(margin.mean(axis=1).clip(0, 1), margin.var(axis=1, ddof=1), draws, risk, "lower")
+    return torch.from_numpy((low > 0.5).any(axis=1)).to(y.device)
+
+
+def soft_votes(logits: Tensor, chosen: SimplexMap) -> Tensor:
+    """Scores of the map; for the hardmax its votes forward and the softmax's gradient backward.
+
+    >>> z = torch.tensor([[2.0, 0.0]], requires_grad=True)
+    >>> votes = soft_votes(z, SimplexMap("hardmax"))
+    >>> votes.tolist(), torch.autograd.grad(votes[0, 0], z)[0].abs().sum().item() > 0
+    ([[1.0, 0.0]], True)
+    """
+    if chosen.name != "hardmax":
+        return chosen(logits) / chosen.mass
+    soft = torch.softmax(logits, dim=-1)
+    return chosen(logits) / chosen.mass + soft - soft.detach()
+
+
+def _ascend(
+    loss: Loss, broken: Verdict, x: Tensor, y: Tensor, epsilon: float | Tensor, steps: int, step_size: float | None,
+    restarts: int, seed: int, every_step: bool = True,
+) -> AttackResult:  # fmt: skip
+    radius = _radius(x, y, epsilon, steps, restarts)
+    alpha = 2.5 * radius / max(steps, 1) if step_size is None else torch.full_like(radius, step_size)
+    generator = torch.Generator(device=x.device).manual_seed(seed)
+    best, value = x.clone(), torch.full((len(x),), -torch.inf, device=x.device, dtype=torch.float64)
+    found = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+
+    def keep(z: Tensor, score: Tensor, judge: bool) -> None:
+        nonlocal best, value, found
+        hit = _quietly(broken, z) if judge else torch.zeros_like(found)
+        better = ~found & (hit | (score > value))
+        best = torch.where(_wide(better, x), z, best)
+        value, found = torch.where(better, score, value), found | hit
+
+    for _ in range(restarts):
+        z = random_start(x, radius, generator)
+        for _ in range(steps):
+            moving = z.detach().requires_grad_(True)
+            score = loss(moving)
+            (gradient,) = torch.autograd.grad(score.sum(), moving)
+            keep(z, score.detach().double(), every_step)
+            z = inside_ball(x, z.double() + _wide(alpha, x) * unit(gradient), radius)
+        keep(z, _quietly(loss, z).double(), True)
+        if bool(found.all()):
+            break
+    distance = (best.double() - x.double()).flatten(1).norm(dim=1)
+    return AttackResult(best, found, distance)
+
+
+def _quietly(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    with torch.no_grad():
+        return function(z)
+
+
+def _wide(values: Tensor, like: Tensor) -> Tensor:
+    return values.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _radius(x: Tensor, y: Tensor, epsilon: float | Tensor, steps: int, restarts: int) -> Tensor:
+    if x.ndim < 2 or not x.is_floating_point() or y.shape != x.shape[:1]:
+        raise InputError(f"expected float inputs (N, ...) and labels (N,), got {tuple(x.shape)} and {tuple(y.shape)}")
+    if steps < 1 or restarts < 1:
+        raise InputError(f"need at least one step and one start, got {steps} and {restarts}")
+    radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device).broadcast_to(len(x)).clone()
+    if not bool((torch.isfinite(radius) & (radius >= 0)).all()):
+        raise InputError("epsilon must be finite and non-negative")
+    return radius

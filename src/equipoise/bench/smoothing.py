@@ -1,0 +1,182 @@
+"""What certification costs and what it gains, against the alternatives, side by side in one run.
+
+Every function returns plain rows `{"name", "ours", "baseline", "ratio", "goal"}`: medians of interleaved repeats, so
+that
+a busy machine slows both sides alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+from torch import Tensor, nn
+
+from equipoise.smoothing import (
+    SimplexMap,
+    SmoothedClassifier,
+    certify_adaptive,
+    radius_mono,
+    radius_multi_lipschitz,
+)
+from equipoise.smoothing.intervals import clopper_pearson
+
+Row = dict[str, Any]
+
+
+def rows(repeats: int = 5, n: int = 900) -> list[Row]:
+    """All rows, smallest first; about a minute on one core."""
+    return [
+        quantile_row(repeats),
+        *throughput_rows(repeats, n),
+        soft_row(repeats),
+        adaptive_row(),
+    ]
+
+
+def interleaved(ours: Callable[[], Any], baseline: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
+    """Median seconds of both, and the median of the ratios ours/baseline of each round."""
+    ours(), baseline()
+    first, second = [], []
+    for _ in range(repeats):
+        first.append(_seconds(ours))
+        second.append(_seconds(baseline))
+    ratios = [a / b for a, b in zip(first, second, strict=True)]
+    return statistics.median(first), statistics.median(second), statistics.median(ratios)
+
+
+def quantile_row(repeats: int = 5, values: int = 1_000_000) -> Row:
+    """`radius_multi_lipschitz` on arrays of p1 and p2 against Φ⁻¹ of the same two arrays."""
+    rng = np.random.default_rng(0)
+    p1 = rng.uniform(0.5, 1, values)
+    p2 = (1 - p1) * rng.uniform(0, 1, values)
+    ours, base, ratio = interleaved(
+        lambda: radius_multi_lipschitz(p1, p2, 0.5, 1.0), lambda: (ndtri(p1), ndtri(p2)), repeats
+    )
+    return _row(f"radius_multi_lipschitz, {values:,} values / ndtri, seconds", ours, base, ratio, "≤ 20")
+
+
+def throughput_rows(repeats: int = 5, n: int = 900, chunk: int = 100) -> list[Row]:
+    """Throughput of `certify` against bare forward passes on the same batches, and against a plain loop as
+    published."""
+    model, x = resnet(), torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    smooth = SmoothedClassifier(model, 0.25, 10, chunk_size=chunk)
+    batch = x[0] + 0.25 * torch.randn(chunk, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    n0 = chunk
+
+    def bare() -> None:
+        with torch.inference_mode():
+            for _ in range((n0 + n) // chunk):
+                model(batch)
+
+    def ours() -> None:
+        smooth.certify(x, n0=n0, n=n, procedure="cohen")
+
+    def plain() -> None:
+        plain_certify(model, x[0], 0.25, 10, n0, n, 1e-3, chunk)
+
+    a, b, ratio = interleaved(ours, bare, repeats)
+    c, d, against = interleaved(ours, plain, repeats)
+    draws = n0 + n
+    return [
+        _row("certify, draws per second / bare forward passes", draws / a, draws / b, 1 / ratio, "≥ 0.95"),
+        _row("certify, draws per second / plain loop as published", draws / c, draws / d, 1 / against, "≥ 1"),
+    ]
+
+
+def soft_row(repeats: int = 5, n: int = 10_000) -> Row:
+    """LVM-RS against Cohen at n = 10⁴ and 10 classes, on a small convolutional network (the worst case: cheap
+    passes)."""
+    model, x = small_cnn(), torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    smooth = SmoothedClassifier(model, 0.25, 10, map=SimplexMap("softmax", 0.5))
+    ours, base, ratio = interleaved(
+        lambda: smooth.certify(x, n=n, procedure="lvm"), lambda: smooth.certify(x, n=n, procedure="cohen"), repeats
+    )
+    return _row("LVM-RS seconds / Cohen seconds, n = 10⁴, 10 classes", ours, base, ratio, "≤ 1.10")
+
+
+def adaptive_row(inputs: int = 40, n_max: int = 10_000, epsilon: float = 0.25) -> Row:
+    """Draws until decided at ε against the fixed n, on half-spaces at distances spread around ε."""
+
+    class Half(nn.Module):
+        def forward(self, z: Tensor) -> Tensor:
+            return torch.stack([z[:, 0], -z[:, 0]], dim=1)
+
+    smooth = SmoothedClassifier(Half().eval(), 0.25, 2)
+    x = torch.zeros(inputs, 16)
+    x[:, 0] = torch.linspace(0, 3 * epsilon, inputs)
+    result = certify_adaptive(smooth, x, target_radius=epsilon, n_max=n_max)
+    used = float(result.draws.mean())
+    return _row("adaptive draws per input / fixed n", used, n_max, used / n_max, "≤ 0.25")
+
+
+def plain_certify(
+    model: nn.Module, x: Tensor, sigma: float, classes: int, n0: int, n: int, alpha: float, batch: int
+) -> tuple[int, float]:
+    """Certification the plain way: repeat the input, add fresh noise, count, one Clopper–Pearson bound."""
+
+    def count(total: int) -> Any:
+        counts = np.zeros(classes, dtype=int)
+        with torch.no_grad():
+            while total > 0:
+                size = min(batch, total)
+                total -= size
+                repeated = x.repeat((size, 1, 1, 1))
+                votes = model(repeated + torch.randn_like(repeated) * sigma).argmax(1).numpy()
+                for vote in votes:
+                    counts[vote] += 1
+        return counts
+
+    top = int(count(n0).argmax())
+    low = clopper_pearson(int(count(n)[top]), n, alpha, "lower")
+    return (top, float(radius_mono(low, sigma))) if low > 0.5 else (-1, 0.0)
+
+
+def resnet(blocks: int = 3) -> nn.Module:
+    """A CIFAR-sized residual network with fixed random weights: the cost is what matters here."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    width = 16
+    for stage in range(3):
+        for block in range(blocks):
+            out = 16 << stage
+            layers.append(_Block(width, out, 2 if block == 0 and stage > 0 else 1))
+            width = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)).eval()
+
+
+def small_cnn() -> nn.Module:
+    """A small network for 28×28 images."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(32 * 49, 128), nn.ReLU(), nn.Linear(128, 10),
+    ).eval()  # fmt: skip
+
+
+class _Block(nn.Module):
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inner, outer, 3, stride, 1), nn.BatchNorm2d(outer), nn.ReLU(),
+            nn.Conv2d(outer, outer, 3, 1, 1), nn.BatchNorm2d(outer),
+        )  # fmt: skip
+        self.skip = nn.Identity() if stride == 1 and inner == outer else nn.Conv2d(inner, outer, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+def _row(name: str, ours: float, baseline: float, ratio: float, goal: str) -> Row:
+    return {"name": name, "ours": ours, "baseline": baseline, "ratio": ratio, "goal": goal}
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

@@ -1,0 +1,103 @@
+"""Certificates: Lipschitz margins, randomized smoothing, and both together."""
+
+from equipoise.smoothing.adaptive import ScoreTest, log_e_value, lower_sequence, target_probability
+from equipoise.smoothing.betting import betting
+from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
+from equipoise.smoothing.classifier import SmoothedClassifier, predict_counts
+from equipoise.smoothing.curves import average_certified_radius, certified_accuracy
+from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, hoeffding
+from equipoise.smoothing.logs import CertificationLog, accuracy_table, read_log, write_log
+from equipoise.smoothing.maps import choose_map, map_grid
+from equipoise.smoothing.margins import margins, radius_coordinate, radius_global, radius_last_layer
+from equipoise.smoothing.moments import Moments
+from equipoise.smoothing.noise import Stream, noise_key
+from equipoise.smoothing.partitions import Partition, class_partition
+from equipoise.smoothing.procedures import PROCEDURES, Procedure, certify_counts, certify_scores
+from equipoise.smoothing.radii import (
+    radius_mono,
+    radius_mono_lipschitz,
+    radius_multi,
+    radius_multi_lipschitz,
+    radius_per_class,
+    radius_weak,
+    radius_weak_global,
+)
+from equipoise.smoothing.simplex import SimplexMap, component_constant, hardmax, softmax, sparsemax, vector_constant
+from equipoise.smoothing.stopping import certify_adaptive
+from equipoise.smoothing.weierstrass import (
+    Estimate,
+    Probit,
+    component_bound,
+    gap,
+    gaussian_bound,
+    lipschitz_local_bound,
+    optimal_sigma,
+    range_bound,
+    salman_bound,
+    smooth_gradient,
+    smooth_value,
+    vector_bound,
+)
+
+__all__ = [
+    "ABSTAIN",
+    "NOT_COVERED",
+    "PROCEDURES",
+    "Certificates",
+    "CertificationLog",
+    "Estimate",
+    "Moments",
+    "Partition",
+    "Probit",
+    "Procedure",
+    "ScoreTest",
+    "SimplexMap",
+    "SmoothedClassifier",
+    "Stream",
+    "accuracy_table",
+    "average_certified_radius",
+    "betting",
+    "certified_accuracy",
+    "certify_adaptive",
+    "certify_counts",
+    "certify_scores",
+    "choose_map",
+    "class_partition",
+    "clopper_pearson",
+    "component_bound",
+    "component_constant",
+    "empirical_bernstein",
+    "gap",
+    "gaussian_bound",
+    "hardmax",
+    "hoeffding",
+    "lipschitz_local_bound",
+    "log_e_value",
+    "lower_sequence",
+    "map_grid",
+    "margins",
+    "noise_key",
+    "optimal_sigma",
+    "predict_counts",
+    "radius_coordinate",
+    "radius_global",
+    "radius_last_layer",
+    "radius_mono",
+    "radius_mono_lipschitz",
+    "radius_multi",
+    "radius_multi_lipschitz",
+    "radius_per_class",
+    "radius_weak",
+    "radius_weak_global",
+    "range_bound",
+    "read_log",
+    "salman_bound",
+    "smooth_gradient",
+    "smooth_value",
+    "softmax",
+    "sparsemax",
+    "target_probability",
+    "vector_bound",
+    "vector_constant",
+    "write_log",
+]

@@ -1,0 +1,167 @@
+"""Anytime-valid tests: stop sampling as soon as the answer is known, keeping the risk α at any stopping time.
+
+An e-process is a non-negative process whose mean is at most 1 under the hypothesis at every stopping time; by Ville's
+inequality it ever reaches 1/α with probability at most α. The one here bets with a mixture of Bernoulli alternatives.
+It
+is valid for hard votes and for soft scores in [0, 1] alike: `x → q^x(1−q)^{1−x}/(p^x(1−p)^{1−x})` is convex, so a
+score is
+never worth more than the coin with the same mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import betainc, betaln
+
+from equipoise.core import InputError, as_upper
+from equipoise.smoothing.radii import radius_mono, radius_mono_lipschitz
+from equipoise.smoothing.ramp import Floats, ramp_mean
+
+_LN_HALF_HALF = float(betaln(0.5, 0.5))
+
+
+def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
+    """`ln e` of the truncated-mixture e-process for H0: p ≤ p0 after t draws with A hits, rounded down.
+
+    `ln e = lnB(A+½, t−A+½) − lnB(½,½) + ln I_{1−p0}(t−A+½, A+½) − ln I_{1−p0}(½,½) − A·ln p0 − (t−A)·ln(1−p0)`: the
+    likelihood ratio against p0 averaged over the arcsine law restricted to (p0, 1). A may be a sum of scores in [0, 1].
+
+    Guarantee: under H0, `P(∃t: e_t ≥ 1/α) ≤ α`. Reference: Ville (1939); Robbins (1970); Howard et al. (2021).
+
+    >>> bool(log_e_value(990, 1000, 0.9) > np.log(1000)), bool(log_e_value(900, 1000, 0.9) < 0)
+    (True, True)
+    """
+    a, t, p = (np.asarray(v, dtype=np.float64) for v in (hits, draws, p0))
+    if not bool(np.all((a >= 0) & (a <= t * (1 + 1e-12)))):
+        raise InputError("hits must lie between 0 and the number of draws")
+    if not bool(np.all((p > 0) & (p < 1))):
+        raise InputError("p0 must lie strictly between 0 and 1")
+    miss = np.maximum(t - a, 0.0)
+    with np.errstate(divide="ignore"):
+        terms = (
+            betaln(a + 0.5, miss + 0.5),
+            -_LN_HALF_HALF,
+            np.log(betainc(miss + 0.5, a + 0.5, 1 - p)),
+            -np.log(betainc(0.5, 0.5, 1 - p)),
+            -a * np.log(p),
+            -miss * np.log1p(-p),
+        )
+    total = np.zeros(np.broadcast(a, t, p).shape)
+    size = np.zeros_like(total)
+    for term in terms:
+        total = total + term
+        size = size + np.where(np.isfinite(term), np.abs(term), 0.0)
+    return np.asarray(total - 1e-11 - 4e-14 * size)
+
+
+def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: float) -> Floats:
+    """A lower confidence *sequence* of p: with probability ≥ 1 − α it is below p at all times t at once.
+
+    The smallest p that the mixture over the whole arcsine law does not refute,
+    `B(A+½, t−A+½)/B(½,½) < p^A(1−p)^{t−A}/α`; left of A/t the right-hand side grows with p, so bisection finds it.
+
+    >>> low = lower_sequence(950, 1000, 0.001)
+    >>> bool(0.9 < low < 0.95)
+    True
+    """
+    a, t = np.broadcast_arrays(np.asarray(hits, dtype=np.float64), np.asarray(draws, dtype=np.float64))
+    if not 0 < alpha < 1:
+        raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {alpha}")
+    miss = np.maximum(t - a, 0.0)
+    goal = betaln(a + 0.5, miss + 0.5) - _LN_HALF_HALF + np.log(alpha)
+    goal = goal - 1e-11 - 4e-14 * np.abs(goal)
+    low, high = np.zeros(a.shape), a / np.maximum(t, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for _ in range(60):
+            p = (low + high) / 2
+            likelihood = np.where(a > 0, a * np.log(p), 0.0) + np.where(miss > 0, miss * np.log1p(-p), 0.0)
+            refuted = likelihood + 4e-14 * np.abs(likelihood) <= goal
+            low, high = np.where(refuted, p, low), np.where(refuted, high, p)
+    return low
+
+
+def target_probability(epsilon: float, sigma: float, lipschitz: Any = np.inf) -> float:
+    """The p0 with `R(p0) ≥ ε`: Φ(ε/σ), or `G(G⁻¹(½) − ε)` for L-Lipschitz scores; rounded up.
+
+    >>> round(target_probability(0.25, 0.25), 6)
+    0.841345
+    """
+    if not (np.isfinite(epsilon) and epsilon >= 0):
+        raise InputError(f"the target radius must be a non-negative number, got {epsilon}")
+    constant = radius_argument(lipschitz)
+    width = 0.0 if np.isinf(constant) else 1 / (max(constant, 1e-300) * sigma)
+    p0 = float(ramp_mean(epsilon / sigma, max(width, 1e-9))[1])
+    for k in range(50):
+        if p0 >= 1:
+            break
+        reached = radius_mono(p0, sigma) if np.isinf(constant) else radius_mono_lipschitz(p0, sigma, constant)
+        if float(reached) >= epsilon:
+            return max(p0, 0.5)
+        p0 = min(p0 + 2.0 ** (k - 50) * (1 - p0), 1.0)
+    raise InputError(f"the target radius {epsilon} cannot be certified at noise level {sigma}: it would need p = 1")
+
+
+def radius_argument(lipschitz: Any) -> float:
+    """A Lipschitz constant for a radius, ∞ where none is known."""
+    return np.inf if lipschitz is None else as_upper(lipschitz)
+
+
+def first_crossing(hits: ArrayLike, draws: ArrayLike, p0: float, alpha: float, hopeless: float = 0.05) -> Floats:
+    """Where a target test stops: for cumulative hits (..., K) at K checkpoints, the index of the first decision and
+    its sign.
+
+    Returns an array (..., 2): the index (K if none) and +1 certified, −1 hopeless, 0 undecided. Certified: the
+    e-process for
+    p ≤ p0 reached 1/alpha. Hopeless: its mirror image for p ≥ p0 reached 1/hopeless, which can only cause an
+    abstention.
+
+    >>> first_crossing([[100, 200, 300]], [100, 200, 300], 0.9, 0.001).tolist()
+    [[0.0, 1.0]]
+    """
+    a, t = np.asarray(hits, dtype=np.float64), np.asarray(draws, dtype=np.float64)
+    yes = log_e_value(a, t, p0) >= np.log(1 / alpha)
+    no = log_e_value(t - a, np.broadcast_to(t, a.shape), 1 - p0) >= np.log(1 / hopeless)
+    either = yes | no
+    index = np.where(either.any(axis=-1), either.argmax(axis=-1), a.shape[-1])
+    at = np.minimum(index, a.shape[-1] - 1)[..., None]
+    verdict = np.where(np.take_along_axis(yes, at, -1), 1, np.where(np.take_along_axis(no, at, -1), -1, 0))[..., 0]
+    return np.stack([index, np.where(either.any(axis=-1), verdict, 0)], axis=-1).astype(np.float64)
+
+
+class ScoreTest:
+    """The e-process of H0: mean ≤ p0 for scores in [0, 1], fed chunk by chunk.
+
+    Half the stake on the Bernoulli mixture, half on a gambler whose bet for a chunk is the (approximate) Kelly fraction
+    `(μ̂ − p0)/(v̂ + (μ̂ − p0)²)`, capped at 0.75/p0, with mean and variance of the *previous* chunks: the second wins when
+    the scores vary less than coins. The average of two e-processes is one.
+
+    >>> test = ScoreTest(0.6)
+    >>> for _ in range(10):
+    ...     e = test.update(np.full(100, 0.7))
+    >>> bool(e > np.log(1e3))
+    True
+    """
+
+    def __init__(self, p0: float) -> None:
+        if not 0 < p0 < 1:
+            raise InputError(f"p0 must lie strictly between 0 and 1, got {p0}")
+        self.p0, self.draws, self.total, self.squares, self.wealth = p0, 0, 0.0, 0.0, 0.0
+
+    def update(self, scores: Floats) -> float:
+        """Feed a chunk; returns ln e after it, rounded down."""
+        x = np.asarray(scores, dtype=np.float64)
+        if not bool(np.all((x >= 0) & (x <= 1))):
+            raise InputError("scores must lie in [0, 1]")
+        mean = (0.5 + self.total) / (self.draws + 1)
+        var = (0.25 + max(self.squares - self.total * self.total / max(self.draws, 1), 0.0)) / (self.draws + 1)
+        edge = mean - self.p0
+        bet = min(max(edge / (var + edge * edge), 0.0), 0.75 / self.p0) if self.draws else 0.0
+        self.wealth += float(np.log1p(bet * (x - self.p0)).sum())
+        self.draws += len(x)
+        self.total += float(x.sum())
+        self.squares += float((x * x).sum())
+        mixture = float(log_e_value(min(self.total, self.draws), self.draws, self.p0))
+        return float(np.logaddexp(mixture, self.wealth - 1e-12 - 8e-15 * self.draws) - np.log(2.0)) - 1e-12

@@ -1,0 +1,315 @@
+"""The smoothed classifier: keyed noise, constant memory, counts and moments in, certificates out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy.special import betainc
+from torch import Tensor, nn
+
+from equipoise.core import InputError, Refused, as_upper
+from equipoise.smoothing.bounds import count_bounds, margin_bounds
+from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
+from equipoise.smoothing.maps import choose_map, map_smoothness, plan_map, scores_of
+from equipoise.smoothing.moments import Moments
+from equipoise.smoothing.noise import Stream, fill_noisy, noise_key
+from equipoise.smoothing.partitions import Ints
+from equipoise.smoothing.planning import Plan
+from equipoise.smoothing.procedures import assemble, certify_counts, find_procedure, score_bounds
+from equipoise.smoothing.ramp import Floats
+from equipoise.smoothing.simplex import SimplexMap
+
+Ids = Sequence[int | str]
+
+
+class SmoothedClassifier:
+    """`x → argmax_k E[τ_k(f(x + δ))]`, δ ~ N(0, σ²I), with certificates.
+
+    Draws come in chunks of a fixed size; the network always sees exactly one full chunk. So the noise, the logits and
+    the counts of draw i depend on (seed, input id, stream, i, chunk_size) only: not on n, on the other inputs, on the
+    order or on a restart. Memory does not grow with n (with `interval="betting"`: one score per bucket and draw).
+
+    Args:
+        model: maps (batch, *shape) to logits (batch, num_classes); must be in evaluation mode.
+        sigma: noise level, in the units of the model's input (put normalisation inside the model).
+        num_classes: number of logits.
+        seed: of the noise.
+        chunk_size: draws per forward pass; part of the key of the noise.
+        map: the simplex map of soft procedures, if known beforehand; `calibrate` sets it.
+        noise_dtype: `torch.float64` draws finer normals, rounded to the input's dtype after x + δ; default: the
+            input's dtype, float32 for half precision.
+        nonfinite: "refuse" raises when the network returns NaN or ∞; "miss" counts such a draw as a vote for no class.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sigma: float,
+        num_classes: int,
+        *,
+        seed: int = 0,
+        chunk_size: int = 100,
+        map: SimplexMap | None = None,
+        noise_dtype: torch.dtype | None = None,
+        nonfinite: Literal["refuse", "miss"] = "refuse",
+    ) -> None:
+        if not sigma > 0 or not np.isfinite(sigma):
+            raise InputError(f"sigma must be a positive number, got {sigma}")
+        if num_classes < 2 or chunk_size < 1:
+            raise InputError(f"need at least 2 classes and chunks of 1, got {num_classes} and {chunk_size}")
+        if nonfinite not in ("refuse", "miss"):
+            raise InputError(f"nonfinite must be 'refuse' or 'miss', got {nonfinite!r}")
+        self.model, self.sigma, self.num_classes = model, float(sigma), num_classes
+        self.seed, self.chunk_size, self.map = seed, chunk_size, map
+        self.noise_dtype, self.nonfinite = noise_dtype, nonfinite
+
+    # ---- sampling -------------------------------------------------------------------------------------------------
+
+    def logits(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Iterator[Tensor]:
+        """Logits of n noisy copies of one input, chunk by chunk, `(≤ chunk_size, classes)` each."""
+        self._require_eval()
+        if n < 1:
+            raise InputError(f"the number of draws must be positive, got {n}")
+        if not x.is_floating_point():
+            raise InputError(f"expected a floating-point input, got {x.dtype}; scale it first, e.g. x.float() / 255")
+        buffer = torch.empty((self.chunk_size, *x.shape), dtype=self._noise_dtype(x), device=x.device)
+        generator = torch.Generator(device=x.device)
+        for chunk in range(-(-n // self.chunk_size)):
+            key = noise_key(self.seed, input_id, stream, chunk)
+            with torch.inference_mode():  # not around the yield: the mode would leak into the caller
+                noisy = fill_noisy(buffer, x, self.sigma, key, generator).to(x.dtype)
+                out = self.model(noisy)
+            if out.shape != (self.chunk_size, self.num_classes):
+                wanted = (self.chunk_size, self.num_classes)
+                raise InputError(f"the model returned shape {tuple(out.shape)}, expected {wanted}")
+            if out.untyped_storage().data_ptr() == noisy.untyped_storage().data_ptr():
+                out = out.clone()  # the model handed its input back, and the buffer is about to be overwritten
+            rows = min(self.chunk_size, n - chunk * self.chunk_size)
+            yield self._finite(out[:rows], input_id)
+
+    def counts(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Ints:
+        """Votes per class in n draws: all that hard procedures need, and it adds up over chunks."""
+        total = torch.zeros(self.num_classes, dtype=torch.int64, device=x.device)
+        for out in self.logits(x, n, input_id=input_id, stream=stream):
+            total += _votes(out)
+        return total.cpu().numpy()
+
+    def moments(
+        self, x: Tensor, n: int, plan: Plan, row: int, chosen: SimplexMap, *, input_id: int | str, keep: bool = False
+    ) -> tuple[Moments, Floats | None]:
+        """Bucket moments of one input's estimation sample under a plan (its row), and the bucket scores if kept."""
+        partition, shift = plan.partition, torch.from_numpy(plan.shift[row]).to(x.device)
+        width = len(shift)
+        order = torch.from_numpy(partition.order[row].copy()).to(x.device)
+        position = np.minimum(np.arange(self.num_classes), partition.singles[row] + 1)
+        to_bucket = torch.zeros(self.num_classes, width, dtype=torch.float64, device=x.device)
+        to_bucket[order, torch.from_numpy(position).to(x.device)] = 1.0
+        each = width == self.num_classes
+        sums = torch.zeros(3, width, dtype=torch.float64, device=x.device)
+        samples: list[Tensor] = []
+        for out in self.logits(x, n, input_id=input_id, stream=Stream.ESTIMATION):
+            scores = scores_of(chosen, out)
+            z = scores[:, order] if each else scores @ to_bucket
+            if keep:
+                samples.append(z.cpu())
+            z = z - shift
+            sums += torch.stack([z.sum(0), (z * z).sum(0), (z * z[:, :1]).sum(0)])
+        first, second, cross = (s[None, :] for s in sums.cpu().numpy())
+        kept = torch.cat(samples).clamp_(0, 1).numpy()[None] if keep else None
+        return Moments(np.array([float(n)]), plan.shift[row : row + 1], first, second, cross), kept
+
+    # ---- answers --------------------------------------------------------------------------------------------------
+
+    def predict(self, x: Tensor, n: int = 1000, alpha: float = 1e-3, *, ids: Ids | None = None) -> Ints:
+        """The majority vote at each input of the batch, or −1: `P(answer ∉ {−1, true majority class}) ≤ alpha`.
+
+        Two-sided binomial test of the two largest counts (Hung & Fithian 2019; Cohen et al. 2019, Predict).
+        """
+        if self.map is not None and self.map.name != "hardmax":
+            raise Refused(f"predict tests votes, but this classifier smooths {self.map}: use certify")
+        rows = [self.counts(xi, n, input_id=i, stream=Stream.PREDICTION) for xi, i in self.inputs(x, ids)]
+        return predict_counts(np.stack(rows), alpha)
+
+    def calibrate(
+        self, x: Tensor, *, n0: int = 100, n: int = 10_000, alpha: float = 1e-3, procedure: str = "lvm",
+        lipschitz: Any = None, grid: Sequence[SimplexMap] | None = None, ids: Ids | None = None,
+    ) -> SimplexMap:  # fmt: skip
+        """Fix the simplex map once for all, as the best on average over calibration inputs; sets and returns `map`."""
+        logits = self.selection(x, n0, ids, Stream.CALIBRATION)
+        chosen = choose_map(logits, n, self.sigma, alpha, procedure=procedure, lipschitz=_network(lipschitz), grid=grid)
+        self.map = chosen[0]
+        return chosen[0]
+
+    def certify(
+        self,
+        x: Tensor,
+        n0: int = 100,
+        n: int = 10_000,
+        alpha: float = 1e-3,
+        procedure: str = "lvm",
+        *,
+        lipschitz: Any = None,
+        map: Literal["global", "per-input"] | SimplexMap = "global",
+        interval: Literal["bernstein", "betting"] = "bernstein",
+        grid: Sequence[SimplexMap] | None = None,
+        ids: Ids | None = None,
+    ) -> Certificates:
+        """Certificates for a batch (N, *shape), each wrong with probability at most alpha.
+
+        Args:
+            x: the inputs.
+            n0: selection draws (class, buckets, map, strategy).
+            n: estimation draws, independent of the former.
+            alpha: risk per input.
+            procedure: a row of `PROCEDURES`.
+            lipschitz: sound bound of Lip(f), f: input → logits in ℓ2; gives the Lipschitz-aware radius of soft
+            procedures.
+            map: "global": the classifier's `map` if set (see `calibrate`), else the best on the pooled selection
+            samples of
+                this call; "per-input": the best at each input (thesis); or a map.
+            interval: of the soft scores.
+            grid: candidate maps, default `map_grid()`.
+            ids: keys of the noise, default 0 … N − 1.
+        """
+        row = find_procedure(procedure)
+        network = _network(lipschitz)
+        if not row.soft:
+            if network is not None:
+                raise InputError(
+                    f"{procedure!r} counts votes, whose map has no Lipschitz constant: use 'lvm' or 'direct'"
+                )
+            inputs = list(self.inputs(x, ids))
+            first = np.stack([self.counts(xi, n0, input_id=i, stream=Stream.SELECTION) for xi, i in inputs])
+            second = np.stack([self.counts(xi, n, input_id=i, stream=Stream.ESTIMATION) for xi, i in inputs])
+            return certify_counts(first, second, self.sigma, alpha, procedure, draws=n)
+        logits = self.selection(x, n0, ids, Stream.SELECTION)
+        maps, source = self._maps(logits, map, n, alpha, procedure, network, grid)
+        parts = [
+            self._certify_soft(xi, i, logits[k : k + 1], maps[k], n, alpha, procedure, network, interval)
+            for k, (xi, i) in enumerate(self.inputs(x, ids))
+        ]
+        about = f"the classifier smoothed with N(0, {self.sigma:g}²·I) noise and {source}"
+        return _join(parts, about, [str(m) for m in maps], network)
+
+    def _certify_soft(
+        self, x: Tensor, input_id: int | str, logits: Floats, chosen: SimplexMap, n: int, alpha: float,
+        procedure: str, network: float | None, interval: Literal["bernstein", "betting"],
+    ) -> Certificates:  # fmt: skip
+        plan = plan_map(chosen, logits, procedure, n, self.sigma, alpha, network)
+        total = np.array([float(n)])
+        if chosen.name == "hardmax":
+            votes = self.counts(x, n, input_id=input_id, stream=Stream.ESTIMATION)[None].astype(np.float64)
+            bounds = count_bounds(votes, total, plan.partition, self.sigma, alpha)
+            if plan.direct.any():
+                hard = Moments.of_counts(plan.partition.gather(votes), total)
+                bounds = margin_bounds(hard, plan.partition, self.sigma, alpha)
+        else:
+            keep = interval == "betting"
+            moments, kept = self.moments(x, n, plan, 0, chosen, input_id=input_id, keep=keep)
+            smoothness = map_smoothness(chosen, self.num_classes, network)
+            bounds = score_bounds(plan, moments, self.sigma, alpha, smoothness, kept, interval)
+        return assemble(bounds, plan, procedure, self.sigma, alpha, total, "", (1,))
+
+    def _maps(
+        self, logits: Floats, map: str | SimplexMap, n: int, alpha: float, procedure: str, network: float | None,
+        grid: Sequence[SimplexMap] | None,
+    ) -> tuple[list[SimplexMap], str]:  # fmt: skip
+        if isinstance(map, SimplexMap):
+            return [map] * len(logits), f"{map}, given by the caller"
+        if map == "global" and self.map is not None:
+            return [self.map] * len(logits), f"{self.map}, fixed beforehand"
+        if map not in ("global", "per-input"):
+            raise InputError(f"map must be 'global', 'per-input' or a SimplexMap, got {map!r}")
+        per_input = map == "per-input"
+        chosen = choose_map(
+            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=network, grid=grid, per_input=per_input
+        )
+        own = (
+            "the map chosen at each input on its own selection sample: a deployed classifier that chooses anew "
+            "at x' may use "
+            "another map there, and nothing is certified about it"
+        )
+        if per_input or len(logits) == 1:
+            return chosen, own
+        return chosen, f"{chosen[0]}, chosen on the pooled selection samples of this call; deploy this very map"
+
+    def selection(self, x: Tensor, n0: int, ids: Ids | None, stream: Stream) -> Floats:
+        """Logits (N, n0, c) of a selection or calibration sample, in float64."""
+        rows = [
+            torch.cat([out.double().cpu() for out in self.logits(xi, n0, input_id=i, stream=stream)]).numpy()
+            for xi, i in self.inputs(x, ids)
+        ]
+        return np.stack(rows)
+
+    def inputs(self, x: Tensor, ids: Ids | None) -> Iterator[tuple[Tensor, int | str]]:
+        """The inputs of a batch with the keys of their noise."""
+        if x.ndim < 2 or len(x) == 0:
+            raise InputError(f"expected a batch of inputs (N, ...), got shape {tuple(x.shape)}; one input: x[None]")
+        names: Ids = range(len(x)) if ids is None else ids
+        if len(names) != len(x):
+            raise InputError(f"got {len(names)} ids for {len(x)} inputs")
+        return zip(x, names, strict=True)
+
+    def _require_eval(self) -> None:
+        training = [name or "the model itself" for name, module in self.model.named_modules() if module.training]
+        if training:
+            raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
+
+    def _noise_dtype(self, x: Tensor) -> torch.dtype:
+        if self.noise_dtype is not None:
+            return self.noise_dtype
+        return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+
+    def _finite(self, out: Tensor, input_id: int | str) -> Tensor:
+        if self.nonfinite == "refuse" and not bool(torch.isfinite(out).all()):
+            bad = int((~torch.isfinite(out)).any(dim=1).sum())
+            raise Refused(
+                f"the network returned NaN or infinity for {bad} of {len(out)} noisy copies of input {input_id!r}; "
+                "nonfinite='miss' counts such draws as votes for no class"
+            )
+        return out
+
+
+def predict_counts(counts: Any, alpha: float) -> Ints:
+    """Class of the largest count where a two-sided binomial test at level alpha tells it from the second, else −1.
+
+    >>> predict_counts([[60, 40, 0], [95, 3, 2]], 0.001).tolist()
+    [-1, 0]
+    """
+    array = np.asarray(counts, dtype=np.float64)
+    ordered = np.sort(array, axis=-1)
+    most, next_most = ordered[..., -1], ordered[..., -2]
+    # P(Bin(m, ½) ≥ most) = I_½(most, next + 1), doubled, and rounded up
+    tail = np.where(most > 0, betainc(np.maximum(most, 1), next_most + 1, 0.5), 1.0)
+    sure = 2 * tail * (1 + 1e-10) <= alpha
+    return np.where(sure, array.argmax(axis=-1), ABSTAIN)
+
+
+def _votes(out: Tensor) -> Tensor:
+    """One-hot sums of the largest logits; rows with a non-finite logit vote for nobody."""
+    votes = torch.bincount(out.argmax(dim=1), minlength=out.shape[1])
+    broken = ~torch.isfinite(out).all(dim=1)
+    if bool(broken.any()):
+        votes = torch.bincount(out[~broken].argmax(dim=1), minlength=out.shape[1])
+    return votes
+
+
+def _network(lipschitz: Any) -> float | None:
+    return None if lipschitz is None else as_upper(lipschitz, "Lipschitz constant of the network")
+
+
+def _join(parts: list[Certificates], about: str, maps: list[str], network: float | None) -> Certificates:
+    def cat(name: str) -> Any:
+        return np.concatenate([getattr(p, name) for p in parts])
+
+    first = parts[0]
+    details: dict[str, Any] = {"maps": maps, "direct": [p.details["direct"][0] for p in parts]}
+    if network is not None:
+        details["lipschitz"] = network
+    return Certificates(
+        cat("prediction"), cat("radius"), cat("selected"), cat("p_lower"), cat("p_upper"), cat("buckets"),
+        first.procedure, first.sigma, first.alpha, cat("draws"), f"Certifies {about}. {NOT_COVERED}", details,
+    )  # fmt: skip

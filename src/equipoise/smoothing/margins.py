@@ -1,0 +1,96 @@
+"""Deterministic certificates: the margin of a Lipschitz network, with no noise and no sampling.
+
+`lipschitz` always means a sound upper bound in ℓ2 (it goes through `core.as_upper`). Margins are subtracted in float64
+and rounded down, divisions too; the rounding inside the network's forward pass is not covered. A misclassified input
+has radius 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.core import InputError, as_upper
+from equipoise.smoothing.ramp import Floats
+
+_DOWN = 1 - 2.0**-50
+_UP = 1 + 2.0**-50
+
+
+def margins(logits: Tensor, labels: Tensor) -> Floats:
+    """`z_y − z_k` for every class k, rounded down, (N, c); +∞ at k = y so that a minimum ignores it.
+
+    >>> margins(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0])).round(6).tolist()
+    [[inf, 2.0, 1.0]]
+    """
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or logits.shape[1] < 2:
+        raise InputError(
+            f"expected logits (N, c ≥ 2) and labels (N,), got {tuple(logits.shape)}, {tuple(labels.shape)}"
+        )
+    z, y = logits.detach().double().cpu().numpy(), labels.detach().cpu().numpy().astype(np.int64)
+    if not bool(np.isfinite(z).all()):
+        raise InputError("the logits hold NaN or infinity: there is no margin")
+    if bool(np.any((y < 0) | (y >= z.shape[1]))):
+        raise InputError(f"labels must lie in 0 … {z.shape[1] - 1}")
+    rows = np.arange(len(z))
+    gap = np.nextafter(z[rows, y][:, None] - z, -np.inf)
+    gap[rows, y] = np.inf
+    return np.asarray(gap)
+
+
+def radius_global(logits: Tensor, labels: Tensor, lipschitz: Any) -> Floats:
+    """`R = margin/(√2·L)`, L ≥ Lip(f) of the whole logit map: two logits differ by a √2·L-Lipschitz function.
+
+    Reference: Tsuzuku, Sato, Sugiyama (2018), Proposition 1.
+
+    >>> radius_global(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]), 1.0).round(6).tolist()
+    [0.707107]
+    """
+    return _smallest(margins(logits, labels), np.asarray(math.sqrt(2) * _UP * as_upper(lipschitz) * _UP))
+
+
+def radius_coordinate(logits: Tensor, labels: Tensor, lipschitz: Any) -> Floats:
+    """`R = min_k margin_k/(L_y + L_k)`, one constant per logit.
+
+    Args:
+        logits: (N, c).
+        labels: (N,).
+        lipschitz: c upper bounds of Lip(f_k): numbers, `Bound`s or `Bracket`s.
+
+    >>> radius_coordinate(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]), [1.0, 1.0, 0.25]).round(6).tolist()
+    [0.8]
+    """
+    constants = np.array([as_upper(v) for v in lipschitz])
+    if constants.shape != logits.shape[1:]:
+        raise InputError(f"expected {logits.shape[1]} constants, one per logit, got {len(constants)}")
+    y = labels.detach().cpu().numpy().astype(np.int64)
+    gap = margins(logits, labels)
+    return _smallest(gap, (constants[y][:, None] + constants[None, :]) * _UP)
+
+
+def radius_last_layer(logits: Tensor, labels: Tensor, weight: Tensor, trunk: Any = 1.0) -> Floats:
+    """`R = min_k margin_k/(L_trunk·‖W_y − W_k‖₂)` for `f = W·g + b` with Lip(g) ≤ L_trunk: never below `radius_global`.
+
+    >>> W = torch.eye(3)
+    >>> radius_last_layer(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]), W).round(6).tolist()
+    [0.707107]
+    """
+    if weight.ndim != 2 or weight.shape[0] != logits.shape[1] or not bool(torch.isfinite(weight).all()):
+        raise InputError(f"expected the finite weight ({logits.shape[1]}, features) of the last layer")
+    gap = margins(logits, labels)
+    w = weight.detach().double().cpu()
+    y = labels.detach().cpu().long()
+    # row differences, not the Gram trick: no cancellation; (features + 4)·2^-52 covers the sum of squares
+    slack = _UP * (1 + (w.shape[1] + 4) * 2.0**-52)
+    pairs = torch.stack([(w - w[k]).norm(dim=1) for k in range(len(w))]).numpy() * slack
+    return _smallest(gap, pairs[y.numpy()] * (as_upper(trunk) * _UP))
+
+
+def _smallest(gap: Floats, slope: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        radius = np.where(gap > 0, gap / slope * _DOWN, 0.0)
+    return np.asarray(radius.min(axis=1))

@@ -1,0 +1,116 @@
+"""The sufficient statistics of soft votes: per bucket, sums of scores, of their squares and of their products with
+the top's.
+
+Counts are enough for hard votes; for soft ones these sums are. Both add up, so chunks, workers and restarts merge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from equipoise.core import InputError
+from equipoise.smoothing.partitions import Partition
+from equipoise.smoothing.ramp import Floats
+
+
+@dataclass(frozen=True)
+class Moments:
+    """For N inputs and B buckets (bucket 0 is the selected class), over n draws with scores `Z ∈ [0, 1]`:
+
+    `first = Σ(Z_b − shift_b)`, `second = Σ(Z_b − shift_b)²`, `cross = Σ(Z_0 − shift_0)(Z_b − shift_b)`. The shift is
+    fixed before the sample (the selection mean), so that nothing cancels; statistics with the same shift add up.
+
+    >>> m = Moments.of(np.array([[[0.9, 0.1], [0.7, 0.3]]]))
+    >>> m.mean.round(3).tolist(), m.var.round(3).tolist()
+    ([[0.8, 0.2]], [[0.02, 0.02]])
+    """
+
+    n: Floats
+    shift: Floats
+    first: Floats
+    second: Floats
+    cross: Floats
+
+    @classmethod
+    def of(cls, scores: Floats, shift: Floats | None = None) -> Moments:
+        """Statistics of bucket scores (N, n, B)."""
+        if scores.ndim != 3 or scores.shape[1] < 1:
+            raise InputError(f"expected scores of shape (inputs, draws, buckets), got {scores.shape}")
+        centre = scores.mean(axis=1) if shift is None else shift
+        z = scores - centre[:, None, :]
+        n = np.full(len(scores), float(scores.shape[1]))
+        return cls(n, centre, z.sum(axis=1), (z * z).sum(axis=1), (z * z[:, :, :1]).sum(axis=1))
+
+    @classmethod
+    def of_counts(cls, counts: Floats, n: Floats) -> Moments:
+        """Statistics of hard votes from counts per bucket (N, B): a vote is 0 or 1, and never for two buckets at
+        once."""
+        counts = counts.astype(np.float64)
+        cross = np.zeros_like(counts)
+        cross[:, 0] = counts[:, 0]
+        return cls(n.astype(np.float64), np.zeros_like(counts), counts, counts, cross)
+
+    def __add__(self, other: Moments) -> Moments:
+        if not np.array_equal(self.shift, other.shift):
+            raise InputError("moments add up only when their shifts are the same")
+        return Moments(
+            self.n + other.n,
+            self.shift,
+            self.first + other.first,
+            self.second + other.second,
+            self.cross + other.cross,
+        )
+
+    def scaled(self, n: int) -> Moments:
+        """The statistics a sample of n draws with the same mean and variance would have: to plan, never to certify."""
+        factor = (n / self.n)[:, None]
+        second, cross = (self._centred(s) for s in (self.second, self.cross))
+        extra = (n - 1) / np.maximum(self.n - 1, 1)[:, None]
+        return replace(
+            self,
+            n=np.full_like(self.n, float(n)),
+            shift=self.mean,
+            first=np.zeros_like(self.first) * factor,
+            second=second * extra,
+            cross=cross * extra,
+        )
+
+    def _centred(self, sums: Floats) -> Floats:
+        top = self.first[:, :1] if sums is self.cross else self.first
+        return np.asarray(sums - top * self.first / self.n[:, None])
+
+    @property
+    def mean(self) -> Floats:
+        """Mean score per bucket."""
+        return self.shift + self.first / self.n[:, None]
+
+    @property
+    def rounding(self) -> Floats:
+        """(N, 1): bound of the rounding in a mean, however the n terms were added."""
+        return (2.0**-51 * (self.n + 16))[:, None]
+
+    @property
+    def var(self) -> Floats:
+        """Unbiased variance per bucket, rounded up."""
+        return self._var(self.second, self._centred(self.second))
+
+    @property
+    def gap(self) -> tuple[Floats, Floats]:
+        """Mean and unbiased variance (rounded up) of the direct margin `h_b = (1 + Z_0 − Z_b)/2` for every b."""
+        mean = self.mean
+        total = (self._centred(self.second)[:, :1] + self._centred(self.second) - 2 * self._centred(self.cross)) / 4
+        return (1 + mean[:, :1] - mean) / 2, self._var(self.second + self.second[:, :1], total)
+
+    def _var(self, size: Floats, centred: Floats) -> Floats:
+        spare = np.maximum(self.n - 1, 1)[:, None]
+        return np.asarray((np.maximum(centred, 0) + self.rounding * np.abs(size)) / spare)
+
+
+def bucket_scores(scores: Floats, partition: Partition) -> Floats:
+    """(N, n, c) class scores → (N, n, B) bucket scores."""
+    inputs, draws, classes = scores.shape
+    flat = scores.reshape(inputs * draws, classes)
+    order, singles = np.repeat(partition.order, draws, axis=0), np.repeat(partition.singles, draws)
+    return Partition(order, singles).gather(flat).reshape(inputs, draws, -1)

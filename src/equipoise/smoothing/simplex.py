@@ -1,0 +1,162 @@
+"""Maps from logits to the simplex: softmax, sparsemax, hardmax, with temperature T and mass r, and their constants.
+
+`τ_{T,r}(z) = r·τ(z/(r·T))`: non-negative, sums to r. Since radii divide scores and constants by r, mass r at
+temperature T certifies exactly what mass 1 at temperature r·T does; the mass matters for margins of the plain network.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from equipoise.core import InputError, as_upper
+
+MapName = Literal["softmax", "sparsemax", "hardmax"]
+_UP = 1 + 2.0**-50
+
+
+def softmax(z: Tensor, temperature: float = 1.0, mass: float = 1.0) -> Tensor:
+    """`r·softmax(z/(r·T))` over the last axis.
+
+    >>> softmax(torch.tensor([0.0, 0.0])).tolist()
+    [0.5, 0.5]
+    """
+    _check(temperature, mass)
+    return mass * torch.softmax(z / (mass * temperature), dim=-1)
+
+
+def sparsemax(z: Tensor, temperature: float = 1.0, mass: float = 1.0) -> Tensor:
+    """`r·sparsemax(z/(r·T))`: the Euclidean projection of z/T on the simplex of mass r.
+
+    `sparsemax_k(z) = max(z_k − θ, 0)` with θ such that the entries sum to 1. Its gradient is exact wherever it exists:
+    on the support S, `J = I − 11ᵀ/|S|`. Reference: Martins & Astudillo (2016); Held, Wolfe, Crowder (1974).
+
+    >>> sparsemax(torch.tensor([1.0, 0.5, -1.0])).tolist()
+    [0.75, 0.25, 0.0]
+    """
+    _check(temperature, mass)
+    result: Tensor = mass * _Sparsemax.apply(z / (mass * temperature))
+    return result
+
+
+def hardmax(z: Tensor, temperature: float = 1.0, mass: float = 1.0) -> Tensor:
+    """r on the (first) largest entry, 0 elsewhere; piecewise constant, so it passes no gradient.
+
+    >>> hardmax(torch.tensor([1.0, 3.0, 3.0])).tolist()
+    [0.0, 1.0, 0.0]
+    """
+    _check(temperature, mass)
+    z = z.detach()
+    return torch.zeros_like(z).scatter_(-1, z.argmax(dim=-1, keepdim=True), mass)
+
+
+class _Sparsemax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        z = z - z.amax(dim=-1, keepdim=True)
+        ordered = z.sort(dim=-1, descending=True).values
+        rank = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+        total = ordered.cumsum(dim=-1) - 1
+        size = (rank * ordered > total).sum(dim=-1, keepdim=True)
+        theta = total.gather(-1, size - 1) / size.to(z.dtype)
+        p = (z - theta).clamp(min=0)
+        ctx.save_for_backward(p > 0)
+        return p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (support,) = ctx.saved_tensors
+        inside = torch.where(support, grad, torch.zeros_like(grad))
+        mean = inside.sum(dim=-1, keepdim=True) / support.sum(dim=-1, keepdim=True).to(grad.dtype)
+        return torch.where(support, inside - mean, torch.zeros_like(grad))
+
+
+_MAPS = {"softmax": softmax, "sparsemax": sparsemax, "hardmax": hardmax}
+
+
+@dataclass(frozen=True)
+class SimplexMap:
+    """A simplex map with its temperature and mass: callable on logits, and it knows its Lipschitz constants.
+
+    >>> m = SimplexMap("softmax", temperature=2.0)
+    >>> m(torch.zeros(4)).tolist(), str(m)
+    ([0.25, 0.25, 0.25, 0.25], 'softmax at temperature 2')
+    """
+
+    name: MapName = "softmax"
+    temperature: float = 1.0
+    mass: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in _MAPS:
+            raise InputError(f"unknown simplex map {self.name!r}: expected one of {', '.join(_MAPS)}")
+        _check(self.temperature, self.mass)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Scores of mass `mass` over the last axis."""
+        return _MAPS[self.name](logits, self.temperature, self.mass)
+
+    def __str__(self) -> str:
+        if self.name == "hardmax":
+            return "hardmax"
+        tail = "" if self.mass == 1 else f", mass {self.mass:g}"
+        return f"{self.name} at temperature {self.temperature:g}{tail}"
+
+    def constant(self, classes: int) -> float:
+        """Upper bound of `Lip(z → τ_k(z))` for one component: `c_τ/T`, whatever the mass."""
+        return component_constant(self.name, classes) / self.temperature * _UP
+
+    def pair_constant(self) -> float:
+        """Upper bound of `Lip(z → τ_y(z) − τ_k(z))`: softmax √2/(2T), sparsemax √2/T, hardmax ∞."""
+        table = {"softmax": math.sqrt(2) / 2, "sparsemax": math.sqrt(2), "hardmax": math.inf}
+        return table[self.name] / self.temperature * _UP
+
+    def component_lipschitz(self, network: Any, classes: int) -> float:
+        """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need."""
+        return _product(as_upper(network), self.constant(classes) / self.mass)
+
+    def pair_lipschitz(self, network: Any) -> float:
+        """Upper bound of `Lip((τ_y − τ_k)∘f)` per unit of mass."""
+        return _product(as_upper(network), self.pair_constant() / self.mass)
+
+
+def component_constant(name: str, classes: int) -> float:
+    """`c_τ`, the sharp Lipschitz constant of one component at T = 1: softmax 1/(2√2), sparsemax √((c−1)/c), hardmax ∞.
+
+    >>> round(component_constant("softmax", 10), 6), round(component_constant("sparsemax", 4), 6)
+    (0.353553, 0.866025)
+    """
+    if classes < 2:
+        raise InputError(f"a classifier has at least two classes, got {classes}")
+    if name == "softmax":
+        return 1 / (2 * math.sqrt(2)) * _UP
+    if name == "sparsemax":
+        return math.sqrt((classes - 1) / classes) * _UP
+    if name == "hardmax":
+        return math.inf
+    raise InputError(f"unknown simplex map {name!r}: expected one of {', '.join(_MAPS)}")
+
+
+def vector_constant(name: str) -> float:
+    """The sharp Lipschitz constant of the whole map at T = 1: softmax 1/2 (errata 15), sparsemax 1, hardmax ∞.
+
+    >>> vector_constant("softmax")
+    0.5
+    """
+    table = {"softmax": 0.5, "sparsemax": 1.0, "hardmax": math.inf}
+    if name not in table:
+        raise InputError(f"unknown simplex map {name!r}: expected one of {', '.join(_MAPS)}")
+    return table[name]
+
+
+def _product(network: float, constant: float) -> float:
+    return 0.0 if network == 0 else network * constant * _UP
+
+
+def _check(temperature: float, mass: float) -> None:
+    if not (math.isfinite(temperature) and temperature > 0 and math.isfinite(mass) and mass > 0):
+        raise InputError(f"temperature and mass must be positive numbers, got T={temperature}, r={mass}")

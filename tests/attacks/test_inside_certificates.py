@@ -1,0 +1,103 @@
+"""Certificates seen from the other side: no attack succeeds inside a certified radius of a trained network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.attacks import pgd, smooth_pgd
+from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier, radius_global, radius_last_layer
+
+datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn brings the digits")
+
+
+class Lipschitz(nn.Module):
+    """Linear layers divided by their largest singular value (SVD, with a margin) and ReLUs: 1-Lipschitz up to the
+    head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.ModuleList([nn.Linear(64, 128), nn.Linear(128, 128)])
+        self.head = nn.Linear(128, 10)
+
+    @staticmethod
+    def scaled(weight: torch.Tensor) -> torch.Tensor:
+        return weight / (torch.linalg.matrix_norm(weight, 2) * (1 + 1e-5)).clamp(min=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.hidden:
+            x = torch.relu(nn.functional.linear(x, self.scaled(layer.weight), layer.bias))
+        return nn.functional.linear(x, self.scaled(self.head.weight), self.head.bias)
+
+
+def _train(model: nn.Module, sigma: float, epochs: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    digits = datasets.load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    train_x, train_y = x[:1400], y[:1400]
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(epochs):
+        for rows in torch.randperm(1400).split(100):
+            noisy = train_x[rows] + sigma * torch.randn_like(train_x[rows])
+            loss = nn.functional.cross_entropy(8 * model(noisy), train_y[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model.eval().requires_grad_(False), x[1400:], y[1400:]
+
+
+@pytest.fixture(scope="module")
+def lipschitz_net():
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    return _train(Lipschitz(), 0.1, 12)
+
+
+@pytest.fixture(scope="module")
+def plain_net():
+    torch.manual_seed(2)
+    return _train(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), 0.3, 12)
+
+
+def test_margins_hold_against_pgd(lipschitz_net):
+    model, x, y = lipschitz_net
+    z = model(x)
+    assert (z.argmax(1) == y).float().mean() > 0.8
+    weight = model.scaled(model.head.weight)
+    for radius in (radius_global(z, y, 1.0), radius_last_layer(z, y, weight)):
+        epsilon = torch.tensor(radius)
+        rows = epsilon > 0
+        assert epsilon[rows].mean() > 0.05
+        result = pgd(model, x[rows], y[rows], epsilon[rows], steps=30, restarts=2)
+        assert not result.success.any()
+    beyond = pgd(model, x[rows], y[rows], 6 * epsilon[rows] + 0.5, steps=30)
+    assert beyond.success.float().mean() > 0.5, "the attack is not harmless"
+
+
+@pytest.mark.parametrize("procedure", PROCEDURES)
+def test_smoothed_certificates_hold_against_smooth_pgd(plain_net, procedure):
+    model, x, y = plain_net
+    smooth = SmoothedClassifier(model, 0.3, 10)
+    if PROCEDURES[procedure].soft:
+        smooth.map = SimplexMap("softmax", 0.5)
+    result = smooth.certify(x[:24], n=2000, procedure=procedure)
+    assert (result.prediction == y[:24].numpy()).mean() > 0.7
+    rows = torch.tensor(~result.abstain)
+    epsilon = torch.tensor(result.radius)[rows]
+    guess = torch.tensor(result.prediction)[rows]
+    attacked = smooth_pgd(smooth, x[:24][rows], guess, epsilon, steps=8, draws=16, check_draws=2000, alpha=1e-6)
+    assert not attacked.success.any()
+
+
+def test_lipschitz_aware_certificates_hold(lipschitz_net):
+    """The largest radii of all: softmax scores of a 1-Lipschitz network, smoothed."""
+    model, x, _ = lipschitz_net
+    smooth = SmoothedClassifier(model, 0.2, 10, map=SimplexMap("softmax", 0.05))
+    aware = smooth.certify(x[:24], n=2000, lipschitz=1.0)
+    plain = smooth.certify(x[:24], n=2000)
+    assert aware.radius.mean() >= plain.radius.mean()
+    rows = torch.tensor(~aware.abstain)
+    guess = torch.tensor(aware.prediction)[rows]
+    attacked = smooth_pgd(smooth, x[:24][rows], guess, torch.tensor(aware.radius)[rows], steps=8, alpha=1e-6)
+    assert not attacked.success.any()

@@ -1,0 +1,103 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from equipoise.attacks import autoattack, inside_ball, pgd, smooth_pgd
+from equipoise.core import InputError, Refused
+from equipoise.smoothing import SimplexMap, SmoothedClassifier
+
+
+def _linear() -> nn.Module:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.data = torch.tensor([[0.6, 0.8], [-0.6, -0.8]])
+    return model.eval()
+
+
+def test_finds_the_boundary_of_a_linear_model_to_one_percent():
+    x = torch.tensor([[0.6, 0.8], [1.2, 1.6], [-0.6, -0.8]])
+    y = torch.tensor([0, 0, 1])
+    distance = torch.tensor([1.0, 2.0, 1.0])
+    assert not pgd(_linear(), x, y, 0.99 * distance, restarts=3).success.any()
+    assert pgd(_linear(), x, y, 1.01 * distance, steps=100, restarts=3).success.all()
+
+
+def test_wrong_inputs_are_successes_at_radius_zero():
+    x = torch.tensor([[0.6, 0.8]])
+    result = pgd(_linear(), x, torch.tensor([1]), 0.0)
+    assert result.success.tolist() == [True]
+    assert torch.equal(result.adversarial, x)
+
+
+@given(
+    st.floats(0, 1e4),
+    st.sampled_from([1e-6, 1e-3, 1.0, 1e3]),
+    st.sampled_from([torch.float16, torch.float32, torch.float64]),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=200, deadline=None)
+def test_projection_ends_inside_in_float64(radius, scale, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = (scale * torch.randn(3, 50, generator=generator)).to(dtype)
+    z = x.double() + 10 ** float(torch.randn((), generator=generator)) * torch.randn(
+        3, 50, generator=generator, dtype=torch.float64
+    )
+    r = torch.full((3,), radius, dtype=torch.float64)
+    stored = inside_ball(x, z, r)
+    assert stored.dtype == dtype
+    assert ((stored.double() - x.double()).norm(dim=1) <= radius).all()
+
+
+def test_restarts_help_and_never_leave_the_ball():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 3)).eval()
+    x = torch.randn(64, 10)
+    y = model(x).argmax(1)
+    epsilon = torch.linspace(0.05, 1.0, 64)
+    one, five = (pgd(model, x, y, epsilon, steps=10, restarts=k) for k in (1, 5))
+    assert (five.distance <= epsilon.double()).all()
+    assert five.success.sum() >= one.success.sum() > 0
+    assert (model(five.adversarial).argmax(1) != y)[five.success].all()
+    assert not (model(five.adversarial).argmax(1) != y)[~five.success].any()
+
+
+def test_same_seed_same_attack_and_parameters_untouched():
+    model = _linear()
+    x, y = torch.tensor([[0.6, 0.8]]), torch.tensor([0])
+    a, b = (pgd(model, x, y, 0.5, seed=3) for _ in range(2))
+    assert torch.equal(a.adversarial, b.adversarial)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("chosen", [SimplexMap("hardmax"), SimplexMap("softmax", 0.5)])
+def test_smoothed_linear_model(chosen):
+    """Smoothing does not move the boundary of a half-space: attacks beyond it succeed, attacks short of it do not."""
+    smooth = SmoothedClassifier(_linear(), 0.5, 2, map=chosen)
+    x, y = torch.tensor([[0.6, 0.8], [0.6, 0.8]]), torch.tensor([0, 0])
+    result = smooth_pgd(smooth, x, y, torch.tensor([0.9, 1.3]), steps=15)
+    assert result.success.tolist() == [False, True]
+    assert (result.distance <= torch.tensor([0.9, 1.3], dtype=torch.float64)).all()
+
+
+def test_autoattack_is_optional():
+    try:
+        import autoattack as package  # noqa: F401
+    except ImportError:
+        with pytest.raises(Refused, match="not installed"):
+            autoattack(_linear(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), 0.5)
+
+
+def test_bad_input_is_refused():
+    x, y = torch.zeros(2, 2), torch.zeros(2, dtype=torch.long)
+    for call in (
+        lambda: pgd(_linear(), x[0], y, 0.1),
+        lambda: pgd(_linear(), x.long(), y, 0.1),
+        lambda: pgd(_linear(), x, y[:1], 0.1),
+        lambda: pgd(_linear(), x, y, -0.1),
+        lambda: pgd(_linear(), x, y, float("nan")),
+        lambda: pgd(_linear(), x, y, 0.1, steps=0),
+        lambda: pgd(_linear(), x, y, 0.1, restarts=0),
+    ):
+        with pytest.raises(InputError):
+            call()

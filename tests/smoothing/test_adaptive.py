@@ -1,0 +1,180 @@
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from equipoise.core import InputError
+from equipoise.smoothing import (
+    ScoreTest,
+    SimplexMap,
+    SmoothedClassifier,
+    certify_adaptive,
+    log_e_value,
+    lower_sequence,
+    radius_mono,
+    radius_mono_lipschitz,
+    target_probability,
+)
+from equipoise.smoothing.adaptive import first_crossing
+
+ALPHA = 0.05
+
+
+def _too_many(wrong: np.ndarray) -> bool:
+    return bool(wrong.sum() > stats.binom.ppf(1 - 1e-6, len(wrong), ALPHA))
+
+
+@pytest.mark.parametrize("p0", [0.5, 0.8, 0.99])
+def test_e_value_has_mean_at_most_one_exactly(p0):
+    """E[e_t] under p ≤ p0, summed over all outcomes: at most 1, and close to 1 at p0."""
+    for t in (1, 5, 40, 150):
+        k = np.arange(t + 1)
+        e = np.exp(log_e_value(k, t, p0))
+        for p in (p0, p0 * 0.99, p0 * 0.8, p0 / 2):
+            assert (stats.binom.pmf(k, t, p) * e).sum() <= 1 + 1e-9
+        assert (stats.binom.pmf(k, t, p0) * e).sum() == pytest.approx(1, rel=1e-6)
+
+
+def test_risk_at_any_stopping_time():
+    """Look after every chunk for a long time: a true p at p0 is certified at most a share α of the time."""
+    rng = np.random.default_rng(0)
+    for p0 in (0.55, 0.9):
+        steps = rng.binomial(50, p0, (10_000, 60)).cumsum(axis=1)
+        draws = 50 * np.arange(1, 61)
+        verdict = first_crossing(steps, draws, p0, ALPHA)[:, 1]
+        assert not _too_many(verdict == 1)
+        assert (verdict == 1).mean() > ALPHA / 20, "and it is not idle"
+
+
+def test_checking_a_fixed_n_test_again_and_again_is_caught():
+    """The same check has power: Clopper–Pearson looked at after every chunk breaks its level."""
+    from equipoise.smoothing import clopper_pearson
+
+    rng = np.random.default_rng(1)
+    steps = rng.binomial(20, 0.9, (4000, 100)).cumsum(axis=1)
+    low = clopper_pearson(steps, 20 * np.arange(1, 101), ALPHA, "lower")
+    assert _too_many((low > 0.9).any(axis=1))
+
+
+def test_soft_scores_keep_the_risk():
+    rng = np.random.default_rng(2)
+    for draw, mean in [
+        (lambda s: rng.beta(8, 2, s), 0.8),
+        (lambda s: (rng.random(s) < 0.8).astype(float), 0.8),
+        (lambda s: rng.choice([0.5, 0.9], s, p=[0.25, 0.75]), 0.8),
+    ]:
+        wrong = []
+        for _ in range(600):
+            test = ScoreTest(mean)
+            wrong.append(any(test.update(draw(25)) >= np.log(1 / ALPHA) for _ in range(20)))
+        assert not _too_many(np.array(wrong))
+
+
+def test_soft_scores_of_small_variance_decide_faster():
+    rng = np.random.default_rng(3)
+    narrow, coin = ScoreTest(0.6), 0
+    draws = 0
+    while True:
+        draws += 50
+        if narrow.update(0.64 + 0.02 * rng.standard_normal(50).clip(-2, 2)) >= np.log(1000):
+            break
+    for coin in range(1, 4000):
+        if float(log_e_value(0.64 * 50 * coin, 50 * coin, 0.6)) >= np.log(1000):
+            break
+    assert draws < 50 * coin
+
+
+def test_lower_sequence_covers_at_all_times():
+    rng = np.random.default_rng(4)
+    for p in (0.6, 0.97):
+        steps = rng.binomial(50, p, (4000, 60)).cumsum(axis=1)
+        low = lower_sequence(steps, 50 * np.arange(1, 61), ALPHA)
+        assert not _too_many((low > p).any(axis=1))
+        assert (low[:, -1] > p - 0.06).mean() > 0.95
+    assert lower_sequence(0, 100, 0.01) == 0
+
+
+@pytest.mark.parametrize("lipschitz", [np.inf, 10.0, 1.0, 0.1])
+def test_target_probability_reaches_the_radius(lipschitz):
+    for epsilon in (0.0, 0.1, 0.5, 1.0):
+        p0 = target_probability(epsilon, 0.5, lipschitz)
+        reach = radius_mono(p0, 0.5) if np.isinf(lipschitz) else radius_mono_lipschitz(p0, 0.5, lipschitz)
+        assert reach >= epsilon
+        if epsilon:
+            less = max(p0 - 1e-6, 0.5)
+            short = radius_mono(less, 0.5) if np.isinf(lipschitz) else radius_mono_lipschitz(less, 0.5, lipschitz)
+            assert short < epsilon, "and no smaller p would do"
+    assert target_probability(0.5, 0.5, 1.0) < target_probability(0.5, 0.5)
+    with pytest.raises(InputError):
+        target_probability(10.0, 0.5)
+    with pytest.raises(InputError):
+        target_probability(-1.0, 0.5)
+
+
+class Half(nn.Module):
+    def __init__(self, scale: float = 10.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.stack([self.scale * x[:, 0], -self.scale * x[:, 0]], dim=1)
+
+
+def _points(*d: float) -> torch.Tensor:
+    return torch.tensor([[v, 0.0] for v in d])
+
+
+def test_target_mode():
+    smooth = SmoothedClassifier(Half().eval(), 0.5, 2)
+    x = _points(0.8, 0.3, -0.8, 0.5)
+    result = certify_adaptive(smooth, x, target_radius=0.5, n_max=5000)
+    assert result.details["verdicts"][:3] == ["certified", "hopeless", "certified"]
+    assert result.prediction[:3].tolist() == [0, -1, 1]
+    assert result.radius[:3].tolist() == [0.5, 0.0, 0.5]
+    assert (result.draws[:3] < 1500).all()
+    again = certify_adaptive(smooth, x[1:2], target_radius=0.5, n_max=5000, ids=[1])
+    assert again.draws[0] == result.draws[1]
+
+
+def test_lipschitz_aware_target_needs_fewer_draws():
+    model = Half(1.0).eval()
+    smooth = SmoothedClassifier(model, 0.25, 2, map=SimplexMap("softmax", 1.0))
+    x = _points(0.45)
+    plain = certify_adaptive(smooth, x, target_radius=0.35, n_max=4000)
+    aware = certify_adaptive(smooth, x, target_radius=0.35, n_max=4000, lipschitz=2**0.5 * (1 + 1e-6))
+    assert plain.details["verdicts"] == ["hopeless"]
+    assert aware.details["verdicts"] == ["certified"]
+
+
+def test_relative_mode():
+    smooth = SmoothedClassifier(Half().eval(), 0.5, 2)
+    x = _points(0.5, 0.02, -0.3)
+    result = certify_adaptive(smooth, x, relative=0.1, n_max=100_000)
+    full = smooth.certify(x, n=100_000, procedure="cohen")
+    assert (result.radius <= [0.5, 0.02, 0.3]).all()
+    assert (result.radius[[0, 2]] >= 0.9 * full.radius[[0, 2]]).all()
+    assert (result.draws[[0, 2]] < 25_000).all()
+
+
+def test_bad_requests_are_refused():
+    smooth = SmoothedClassifier(Half().eval(), 0.5, 2)
+    for options in (
+        {},
+        {"target_radius": 0.1, "relative": 0.1},
+        {"relative": 1.5},
+        {"relative": 0.1, "lipschitz": 1.0},
+        {"relative": 0.1, "map": SimplexMap("softmax")},
+        {"target_radius": 0.1, "alpha": 0.0},
+    ):
+        with pytest.raises(InputError):
+            certify_adaptive(smooth, _points(0.1), **options)
+    for call in (
+        lambda: log_e_value(5, 4, 0.5),
+        lambda: log_e_value(1, 4, 1.0),
+        lambda: lower_sequence(1, 4, 2.0),
+        lambda: ScoreTest(0.0),
+        lambda: ScoreTest(0.5).update(np.array([2.0])),
+    ):
+        with pytest.raises(InputError):
+            call()

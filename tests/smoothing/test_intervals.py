@@ -1,0 +1,156 @@
+import numpy as np
+import pytest
+import smoothing_references as slow
+from scipy import stats
+
+from equipoise.core import InputError
+from equipoise.smoothing import betting, clopper_pearson, empirical_bernstein, hoeffding
+from equipoise.smoothing.betting import bet_sizes, wealth
+
+GRID = np.concatenate([[0.0, 1e-6, 1e-3], np.linspace(0.01, 0.99, 99), [0.999, 1 - 1e-6, 1.0]])
+
+
+def _bernoulli_bounds(name, n, alpha, side):
+    """The bound for every possible count: exact coverage is then a finite sum."""
+    k = np.arange(n + 1)
+    mean, var = k / n, k * (n - k) / (n * max(n - 1, 1))
+    if name == "clopper_pearson":
+        return clopper_pearson(k, n, alpha, side)
+    if name == "hoeffding":
+        return hoeffding(mean, n, alpha, side)
+    return empirical_bernstein(mean, var, n, alpha, side)
+
+
+@pytest.mark.parametrize("name", ["clopper_pearson", "hoeffding", "empirical_bernstein"])
+@pytest.mark.parametrize("alpha", [0.2, 0.05, 0.001])
+def test_exact_coverage_by_enumeration(name, alpha):
+    for n in [2, 3, 5, 10, 30, 100, 200]:
+        pmf = stats.binom.pmf(np.arange(n + 1)[None, :], n, GRID[:, None])
+        low, up = (_bernoulli_bounds(name, n, alpha, s) for s in ("lower", "upper"))
+        both = _bernoulli_bounds(name, n, alpha, "both")
+        p = GRID[:, None]
+        for covered in (low <= p, p <= up, (both[0] <= p) & (p <= both[1])):
+            assert ((pmf * covered).sum(axis=1) >= 1 - alpha - 1e-12).all()
+
+
+def test_clopper_pearson_is_not_wasteful():
+    """The bound is the sharp one: at its own end the tail is α, up to the safety margin."""
+    for k, n, alpha in [(1, 10, 0.05), (99, 100, 0.001), (100, 100, 0.001), (500, 1000, 1e-4)]:
+        low = float(clopper_pearson(k, n, alpha, "lower"))
+        tail = slow.binomial_tail(k, n, low)
+        assert alpha * (1 - 1e-8) <= tail <= alpha
+    for k, n in [(0, 20), (3, 20)]:
+        up = float(clopper_pearson(k, n, 0.01, "upper"))
+        tail = 1 - slow.binomial_tail(k + 1, n, up)
+        assert 0.01 * (1 - 1e-8) <= tail <= 0.01
+
+
+def test_clopper_pearson_large_and_extreme():
+    low = clopper_pearson([0, 1, 99_999, 100_000], 100_000, 1e-3, "lower")
+    assert low[0] == 0
+    assert low[3] == pytest.approx(1e-3 ** (1 / 100_000), rel=1e-9)
+    for k in (10, 50_000, 99_990):
+        tail = slow.binomial_tail(k, 100_000, float(clopper_pearson(k, 100_000, 1e-3, "lower")))
+        assert 1e-3 * (1 - 1e-8) <= tail <= 1e-3
+    up = clopper_pearson([0, 100_000], 100_000, 1e-3, "upper")
+    assert up[1] == 1
+    assert up[0] == pytest.approx(1 - 1e-3 ** (1 / 100_000), rel=1e-9)
+
+
+LAWS = {
+    "coin 0.9": lambda rng, s: (rng.random(s) < 0.9).astype(float),
+    "coin 0.02": lambda rng, s: (rng.random(s) < 0.02).astype(float),
+    "uniform": lambda rng, s: rng.random(s),
+    "beta(8, 1)": lambda rng, s: rng.beta(8, 1, s),
+    "beta(.1, .1)": lambda rng, s: rng.beta(0.1, 0.1, s),
+    "three atoms": lambda rng, s: rng.choice([0.0, 0.5, 1.0], p=[0.01, 0.09, 0.9], size=s),
+    "narrow": lambda rng, s: 0.7 + 0.01 * rng.random(s),
+}
+MEANS = {
+    "coin 0.9": 0.9, "coin 0.02": 0.02, "uniform": 0.5, "beta(8, 1)": 8 / 9,
+    "beta(.1, .1)": 0.5, "three atoms": 0.945, "narrow": 0.705,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_coverage_for_bounded_laws(law):
+    rng = np.random.default_rng(len(law))
+    reps, n, alpha = 4000, 80, 0.1
+    x = LAWS[law](rng, (reps, n))
+    mean, var = x.mean(axis=1), x.var(axis=1, ddof=1)
+    bounds = {
+        "hoeffding": [hoeffding(mean, n, alpha, s) for s in ("lower", "upper")],
+        "bernstein": [empirical_bernstein(mean, var, n, alpha, s) for s in ("lower", "upper")],
+        "betting": [betting(x, alpha, s) for s in ("lower", "upper")],
+    }
+    most = stats.binom.ppf(1 - 1e-6, reps, alpha)
+    for name, (low, up) in bounds.items():
+        assert (low > MEANS[law]).sum() <= most, name
+        assert (up < MEANS[law]).sum() <= most, name
+
+
+def test_the_gambler_is_never_too_lucky():
+    """Optional stopping: the wealth at the true mean reaches 1/α at *any* time with probability at most α."""
+    rng = np.random.default_rng(5)
+    reps, n, alpha = 4000, 300, 0.1
+    for law in ("coin 0.9", "beta(.1, .1)", "three atoms"):
+        x = LAWS[law](rng, (reps, n))
+        goal = np.full((reps, 1), np.log(1 / alpha))
+        rich = wealth(x, bet_sizes(x, goal), np.full((reps, 1), MEANS[law])).max(axis=1) >= np.log(1 / alpha)
+        assert rich.sum() <= stats.binom.ppf(1 - 1e-6, reps, alpha)
+        assert rich.mean() > alpha / 10, "and the bets are not idle"
+
+
+def test_betting_beats_bernstein_on_smooth_scores():
+    rng = np.random.default_rng(6)
+    x = rng.beta(20, 2, (20, 2000))
+    low = betting(x, 1e-4, "lower")
+    bernstein = empirical_bernstein(x.mean(axis=1), x.var(axis=1, ddof=1), 2000, 1e-4, "lower")
+    gain = (x.mean(axis=1) - bernstein) / (x.mean(axis=1) - low)
+    assert gain.min() > 1.1
+    assert betting(np.ones(500), 0.01, "lower") > 0.97
+    assert betting(np.zeros(500), 0.01, "lower") == 0
+
+
+def test_the_thesis_variance_undercovers():
+    """Errata 8: with the variance divided by n once more the interval no longer covers."""
+    rng = np.random.default_rng(7)
+    reps, n, alpha = 4000, 2000, 0.05
+    x = (rng.random((reps, n)) < 0.5).astype(float)
+    var = x.var(axis=1, ddof=1)
+    right = empirical_bernstein(x.mean(axis=1), var, n, alpha, "lower")
+    wrong = x.mean(axis=1) - np.sqrt(2 * var / n * np.log(2 / alpha) / n) - 7 * np.log(2 / alpha) / (3 * (n - 1))
+    assert (right > 0.5).mean() <= alpha
+    assert (wrong > 0.5).mean() > 2 * alpha
+
+
+def test_half_alpha_on_a_chosen_runner_up_undercovers():
+    """Choosing the runner-up on n0 draws and bounding only it at α/2 misses the true one; α/c over all does not."""
+    rng = np.random.default_rng(8)
+    p = np.array([0.4] + [0.01] * 40 + [0.2])
+    reps, n0, n, alpha = 4000, 8, 200, 0.05
+    selection, estimation = rng.multinomial(n0, p, reps), rng.multinomial(n, p, reps)
+    chosen = 1 + selection[:, 1:].argmax(axis=1)
+    naive = clopper_pearson(estimation[np.arange(reps), chosen], n, alpha / 2, "upper")
+    assert (naive < 0.2).mean() > 4 * alpha
+    all_classes = clopper_pearson(estimation[:, 1:], n, alpha / len(p), "upper").max(axis=1)
+    assert (all_classes < 0.2).sum() <= stats.binom.ppf(1 - 1e-6, reps, alpha)
+
+
+def test_bad_input_is_refused():
+    for call in (
+        lambda: clopper_pearson(5, 4, 0.05, "lower"),
+        lambda: clopper_pearson(1.5, 4, 0.05, "lower"),
+        lambda: clopper_pearson(-1, 4, 0.05),
+        lambda: clopper_pearson(1, 0, 0.05),
+        lambda: clopper_pearson(1, 4, 0.0),
+        lambda: clopper_pearson(1, 4, 0.05, "left"),
+        lambda: hoeffding(1.2, 10, 0.05),
+        lambda: empirical_bernstein(0.5, -1.0, 10, 0.05),
+        lambda: empirical_bernstein(0.5, 0.1, 1, 0.05),
+        lambda: betting([0.5, 1.5], 0.05),
+        lambda: betting(np.zeros((3, 0)), 0.05),
+        lambda: betting([0.5], 1.0),
+    ):
+        with pytest.raises(InputError):
+            call()

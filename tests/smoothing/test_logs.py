@@ -1,0 +1,81 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from equipoise.core import InputError
+from equipoise.smoothing import accuracy_table, certify_counts, read_log, write_log
+
+DATA = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[3] / "shared" / "data"))
+CERTIFY = DATA / "cohen2019" / "data" / "certify"
+needs_logs = pytest.mark.skipif(not CERTIFY.exists(), reason="Cohen's published logs are not here (EQUIPOISE_DATA)")
+
+HEADER = "idx\tlabel\tpredict\tradius\tcorrect\ttime\n"
+
+# certified accuracy in the table the authors publish next to their logs, at ε = 0.25, 0.5, …, 1.5 (two decimals)
+LEVELS = [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+PUBLISHED = {
+    "cifar10/resnet110/noise_0.12/test/sigma_0.12": [0.59, 0.00, 0.00, 0.00, 0.00, 0.00],
+    "cifar10/resnet110/noise_0.25/test/sigma_0.25": [0.60, 0.43, 0.27, 0.00, 0.00, 0.00],
+    "cifar10/resnet110/noise_0.50/test/sigma_0.50": [0.55, 0.41, 0.32, 0.23, 0.15, 0.09],
+    "cifar10/resnet110/noise_1.00/test/sigma_1.00": [0.39, 0.34, 0.28, 0.22, 0.17, 0.14],
+}
+
+
+@needs_logs
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_tables(name):
+    assert read_log(CERTIFY / name).accuracy(LEVELS).round(2).tolist() == PUBLISHED[name]
+
+
+@needs_logs
+def test_clean_and_certified_accuracy_of_the_resnet110():
+    log = read_log(CERTIFY / "cifar10/resnet110/noise_0.25/test/sigma_0.25")
+    assert log.accuracy([0.0, 0.25, 0.5]).round(2).tolist() == [0.75, 0.60, 0.43]
+    assert len(log.idx) == 500
+
+
+@needs_logs
+def test_largest_radius_is_that_of_unanimous_votes():
+    """100,000 equal votes give the largest radius of the log, at α = 0.01. (The paper says α = 0.001: that would be
+    0.953.)"""
+    log = read_log(CERTIFY / "cifar10/resnet110/noise_0.25/test/sigma_0.25")
+    most = float(certify_counts([100, 0], [100_000, 0], 0.25, 0.01, "cohen").radius)
+    assert log.radius.max() == pytest.approx(most, abs=6e-4)
+
+
+@needs_logs
+def test_table_has_the_best_column():
+    logs = {name: read_log(CERTIFY / name) for name in PUBLISHED}
+    table = accuracy_table(logs, [0.0, 0.5])
+    assert table["best"] == [max(table[n][i] for n in PUBLISHED) for i in range(2)]
+
+
+def test_round_trip_rounds_radii_down(tmp_path):
+    result = certify_counts([[90, 10], [10, 90], [50, 50]], [[990, 10], [4, 996], [500, 500]], 0.5, 0.001, "cohen")
+    write_log(tmp_path / "log", result, [0, 0, 1])
+    log = read_log(tmp_path / "log")
+    assert log.correct.tolist() == [True, False, False]
+    assert log.predict.tolist() == [0, 1, -1]
+    assert (log.radius <= result.radius).all()
+    np.testing.assert_allclose(log.radius, result.radius, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "header"),
+        ("a\tb\n", "header"),
+        (HEADER, "no rows"),
+        (HEADER + "0\t1\t2\n", "line 2"),
+        (HEADER + "0\t1\t1\t0.5\t1\tx\n1\tone\t1\t0.5\t1\tx\n", "line 3"),
+        (HEADER + "0\t1\t1\t-0.5\t1\tx\n", "line 2"),
+        (HEADER + "0\t1\t1\tnan\t1\tx\n", "line 2"),
+        (HEADER + "0\t1\t1\t0.5\t7\tx\n", "line 2"),
+    ],
+)
+def test_malformed_logs_are_named(tmp_path, text, message):
+    (tmp_path / "log").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_log(tmp_path / "log")

@@ -1,0 +1,84 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.core import Bound, InputError, Kind, Refused
+from equipoise.smoothing import (
+    average_certified_radius,
+    certified_accuracy,
+    margins,
+    radius_coordinate,
+    radius_global,
+    radius_last_layer,
+)
+
+
+def test_linear_classifier_where_the_truth_is_known():
+    """f(x) = Wx: the distance to class k's boundary is margin_k/‖W_y − W_k‖, which the last-layer radius attains."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+    x = torch.randn(100, 8, generator=generator, dtype=torch.float64)
+    z = x @ w.T
+    y = z.argmax(dim=1)
+    gaps = z.gather(1, y[:, None]) - z
+    norms = (w[y][:, None] - w[None]).norm(dim=2)
+    truth = torch.where(norms > 0, gaps / norms, torch.inf).min(dim=1).values.numpy()
+    pair = radius_last_layer(z, y, w)
+    assert (pair <= truth).all()
+    np.testing.assert_allclose(pair, truth, rtol=1e-12)
+    whole = radius_global(z, y, float(torch.linalg.matrix_norm(w, 2)) * (1 + 1e-12))
+    assert (whole <= pair).all()
+    rows = radius_coordinate(z, y, (w.norm(dim=1) * (1 + 1e-12)).tolist())
+    assert (rows <= pair).all()
+    assert (rows > 0).any()
+
+
+def test_a_wrong_prediction_has_no_radius():
+    z = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 1.0]])
+    assert radius_global(z, torch.zeros(3, dtype=torch.long), 1.0).tolist()[::2] == [0.0, 0.0]
+    assert radius_global(z, torch.zeros(3, dtype=torch.long), 0.0)[1] == math.inf
+
+
+def test_margins_round_down():
+    z = torch.tensor([[1.0, 1e-17], [0.1 + 0.2, 0.3]], dtype=torch.float64)
+    gap = margins(z, torch.zeros(2, dtype=torch.long))
+    assert gap[0, 1] < 1.0
+    from fractions import Fraction
+
+    assert Fraction(gap[1, 1]) <= Fraction(z[1, 0].item()) - Fraction(z[1, 1].item())
+    radius = radius_global(z[:1], torch.zeros(1, dtype=torch.long), 1.0)[0]
+    assert Fraction(radius) ** 2 * 2 < (1 - Fraction(1e-17)) ** 2
+
+
+def test_float32_logits_are_compared_in_float64():
+    z = torch.tensor([[1.0, 1.0 - 2**-24]], dtype=torch.float32)
+    assert 0 < margins(z, torch.tensor([0]))[0, 1] <= 2**-24
+
+
+def test_curves():
+    radius, right = [0.1, 0.5, 0.5, 0.9], [True, True, False, True]
+    assert certified_accuracy(radius, right, [0.0, 0.1, 0.5, 0.51, 1.0]).tolist() == [0.75, 0.75, 0.5, 0.25, 0.0]
+    assert average_certified_radius(radius, right) == pytest.approx(1.5 / 4)
+    area = np.mean([certified_accuracy(radius, right, e) for e in (np.arange(20_000) + 0.5) / 20_000])
+    assert area == pytest.approx(average_certified_radius(radius, right), rel=1e-3)
+
+
+def test_refusals():
+    z, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(Refused):
+        radius_global(z, y, Bound(1.0, Kind.ESTIMATE))
+    for call in (
+        lambda: radius_global(z[0], y, 1.0),
+        lambda: radius_global(z, y + 3, 1.0),
+        lambda: radius_global(z * math.nan, y, 1.0),
+        lambda: radius_coordinate(z, y, [1.0, 1.0]),
+        lambda: radius_last_layer(z, y, torch.zeros(4, 2)),
+        lambda: certified_accuracy([0.1], [True, False]),
+        lambda: certified_accuracy([], []),
+        lambda: certified_accuracy([math.nan], [True]),
+        lambda: certified_accuracy([0.1], [True], -1.0),
+    ):
+        with pytest.raises(InputError):
+            call()

@@ -1,0 +1,238 @@
+import json
+
+import numpy as np
+import pytest
+import smoothing_references as slow
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.core import InputError
+from equipoise.smoothing import (
+    PROCEDURES,
+    Certificates,
+    Moments,
+    certify_counts,
+    certify_scores,
+    class_partition,
+    clopper_pearson,
+    radius_mono,
+    radius_multi,
+)
+from equipoise.smoothing.moments import bucket_scores
+from equipoise.smoothing.partitions import every_class, one_against_rest
+
+HARD = [name for name, row in PROCEDURES.items() if row.hard]
+
+
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=12))
+@settings(max_examples=300, deadline=None)
+def test_buckets_equal_the_algorithm_word_for_word(counts: list[int]):
+    labels = class_partition(np.array([counts], dtype=float)).labels()[0]
+    for number, bucket in enumerate(slow.cpm_buckets(counts)):
+        assert sorted(np.flatnonzero(labels == number)) == sorted(bucket)
+
+
+def test_gather_sums_every_class_once():
+    rng = np.random.default_rng(0)
+    selection, values = rng.integers(0, 20, (50, 7)).astype(float), rng.random((50, 7))
+    for build in (one_against_rest, every_class, class_partition):
+        partition = build(selection)
+        sums = partition.gather(values)
+        labels = partition.labels()
+        for i in range(50):
+            for b in range(sums.shape[1]):
+                assert sums[i, b] == pytest.approx(values[i, labels[i] == b].sum())
+        assert np.array_equal(partition.present().sum(axis=1), partition.buckets)
+
+
+def _brute(selection, estimation, sigma, alpha, buckets):
+    n = sum(estimation)
+    intervals = 1 if len(buckets) <= 2 else len(buckets)
+    low = float(clopper_pearson(estimation[buckets[0][0]], n, alpha / intervals, "lower"))
+    ups = [float(clopper_pearson(sum(estimation[k] for k in b), n, alpha / intervals, "upper")) for b in buckets[1:]]
+    up = min(max(ups), 1 - low) if intervals > 1 else 1 - low
+    return float(radius_multi(low, up, sigma))
+
+
+def test_cpm_against_brute_force():
+    """The radius is that of the word-for-word partition, of one against the rest, or of every class."""
+    rng = np.random.default_rng(1)
+    chosen = 0
+    for _ in range(60):
+        p = rng.dirichlet(np.full(6, 0.4))
+        selection, estimation = rng.multinomial(100, p), rng.multinomial(2000, p)
+        ours = float(certify_counts(selection, estimation, 0.5, 0.01, "cpm").radius)
+        buckets = slow.cpm_buckets(selection.tolist())
+        top = buckets[0][0]
+        single = [[top], [k for k in range(6) if k != top]]
+        every = [[top], *([k] for k in range(6) if k != top)]
+        known = [_brute(selection, estimation, 0.5, 0.01, b) for b in (buckets, single, every)]
+        assert min(abs(ours - r) for r in known) <= 1e-9
+        chosen += abs(ours - known[0]) <= 1e-9 < abs(ours - known[1])
+    assert chosen > 10, "the partition is really used"
+
+
+def test_cohen_by_hand():
+    result = certify_counts([90, 10], [9900, 100], 0.5, 0.001, "cohen")
+    low = clopper_pearson(9900, 10_000, 0.001, "lower")
+    assert float(result.radius) == pytest.approx(float(radius_mono(low, 0.5)), rel=1e-9)
+    assert int(certify_counts([90, 10], [5000, 5000], 0.5, 0.001, "cohen").prediction) == -1
+
+
+@pytest.mark.parametrize("procedure", HARD)
+def test_odd_counts(procedure: str):
+    zeros = certify_counts(np.zeros((2, 4)), np.zeros((2, 4)), 0.5, 0.01, procedure)
+    assert zeros.abstain.all()
+    assert (zeros.radius == 0).all()
+    one = certify_counts([0, 100, 0], [0, 1000, 0], 0.5, 0.001, procedure)
+    cohen = float(radius_mono(clopper_pearson(1000, 1000, 0.001, "lower"), 0.5))
+    assert int(one.prediction) == 1
+    assert float(one.radius) <= cohen * (1 + 1e-9)
+    tie = certify_counts([50, 50], [500, 500], 0.5, 0.001, procedure)
+    assert int(tie.prediction) == -1
+    two = certify_counts([90, 10], [900, 100], 0.5, 0.001, procedure)
+    assert float(two.radius) == pytest.approx(float(certify_counts([90, 10], [900, 100], 0.5, 0.001, "cohen").radius))
+    many = np.zeros(1000)
+    many[7], many[13] = 80, 20
+    wide = certify_counts(many, many * 100, 0.5, 0.001, procedure)
+    assert int(wide.prediction) == 7
+    assert float(wide.radius) > 0
+    nothing_new = certify_counts(many, np.zeros(1000), 0.5, 0.001, procedure)
+    assert int(nothing_new.prediction) == -1
+    missing = certify_counts([90, 10], [900, 50], 0.5, 0.001, procedure, draws=1000)
+    assert float(missing.radius) <= float(two.radius) * (1 + 1e-9) or procedure == "bonferroni"
+
+
+@pytest.mark.parametrize("procedure", HARD)
+def test_batch_equals_one_by_one(procedure: str):
+    rng = np.random.default_rng(2)
+    p = rng.dirichlet(np.full(10, 0.3), 40)
+    first = np.stack([rng.multinomial(100, q) for q in p]).reshape(5, 8, 10)
+    second = np.stack([rng.multinomial(1000, q) for q in p]).reshape(5, 8, 10)
+    batch = certify_counts(first, second, 0.25, 0.001, procedure)
+    assert batch.radius.shape == (5, 8)
+    for i in range(5):
+        for j in range(8):
+            single = certify_counts(first[i, j], second[i, j], 0.25, 0.001, procedure)
+            assert float(single.radius) == batch.radius[i, j]
+            assert int(single.prediction) == batch.prediction[i, j]
+
+
+@pytest.mark.parametrize("procedure", HARD)
+def test_class_names_do_not_matter(procedure: str):
+    rng = np.random.default_rng(3)
+    first, second = rng.multinomial(1000, rng.dirichlet(np.ones(6))), rng.multinomial(5000, rng.dirichlet(np.ones(6)))
+    if len(set(first)) < 6:
+        pytest.skip("a tie is broken by the index")
+    order = rng.permutation(6)
+    a = certify_counts(first, second, 0.25, 0.01, procedure)
+    b = certify_counts(first[order], second[order], 0.25, 0.01, procedure)
+    assert float(a.radius) == pytest.approx(float(b.radius), rel=1e-12)
+    assert int(a.selected) == order[int(b.selected)]
+
+
+def test_moments_add_up_and_match_numpy():
+    rng = np.random.default_rng(4)
+    z = rng.dirichlet(np.ones(4), (3, 500))
+    shift = np.full((3, 4), 0.25)
+    whole = Moments.of(z, shift)
+    parts = Moments.of(z[:, :200], shift) + Moments.of(z[:, 200:], shift)
+    for name in ("n", "first", "second", "cross"):
+        np.testing.assert_allclose(getattr(whole, name), getattr(parts, name), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(whole.mean, z.mean(axis=1), atol=1e-14)
+    np.testing.assert_allclose(whole.var, z.var(axis=1, ddof=1), rtol=1e-9)
+    h = (1 + z[:, :, :1] - z) / 2
+    mean, var = whole.gap
+    np.testing.assert_allclose(mean, h.mean(axis=1), atol=1e-14)
+    np.testing.assert_allclose(var[:, 1:], h.var(axis=1, ddof=1)[:, 1:], rtol=1e-9)
+    with pytest.raises(InputError, match="shift"):
+        Moments.of(z, shift) + Moments.of(z, shift + 0.1)
+
+
+def test_moments_do_not_cancel():
+    """Scores within 1e-9 of 0.9: the variance is 1e-18-sized and still right."""
+    rng = np.random.default_rng(5)
+    z = 0.9 + 1e-9 * rng.random((1, 1000, 2))
+    shifted = Moments.of(z, z[:, :10].mean(axis=1))
+    np.testing.assert_allclose(shifted.var, z.var(axis=1, ddof=1), rtol=1e-6)
+
+
+def test_moments_of_counts_equal_moments_of_votes():
+    votes = np.eye(3)[np.repeat([0, 1, 2], [50, 30, 20])][None]
+    a, b = Moments.of(votes), Moments.of_counts(np.array([[50, 30, 20]]), np.array([100]))
+    np.testing.assert_allclose(a.mean, b.mean)
+    np.testing.assert_allclose(a.var, b.var, rtol=1e-9)
+    np.testing.assert_allclose(a.gap[1][:, 1:], b.gap[1][:, 1:], rtol=1e-9)
+
+
+def test_direct_margin_wins_when_two_classes_share_everything():
+    """p_y + p_k ≈ 1 with soft scores: one interval for the margin beats two, and the plan notices."""
+    rng = np.random.default_rng(6)
+    top = rng.beta(6, 4, (20, 3000))
+    scores = np.stack([top * 0.98, (1 - top) * 0.98, np.full_like(top, 0.01), np.full_like(top, 0.01)], axis=-1)
+    two = certify_scores(scores[:, :100], scores[:, 100:], 0.5, 0.001, "lvm")
+    one = certify_scores(scores[:, :100], scores[:, 100:], 0.5, 0.001, "direct")
+    assert one.radius.mean() >= two.radius.mean()
+
+
+def test_lipschitz_never_hurts():
+    rng = np.random.default_rng(7)
+    scores = rng.dirichlet([4, 2, 1, 1], (30, 600))
+    plain = certify_scores(scores[:, :100], scores[:, 100:], 0.5, 0.001, "lvm")
+    aware = certify_scores(scores[:, :100], scores[:, 100:], 0.5, 0.001, "lvm", lipschitz=1.0)
+    assert (aware.radius >= plain.radius * (1 - 1e-9)).mean() > 0.9  # the plan may differ
+    assert aware.radius.mean() > 1.05 * plain.radius.mean()
+
+
+def test_bucket_scores_follow_the_partition():
+    rng = np.random.default_rng(8)
+    scores = rng.dirichlet(np.ones(5), (4, 7))
+    partition = class_partition(scores.sum(axis=1))
+    buckets = bucket_scores(scores, partition)
+    labels = partition.labels()
+    for i in range(4):
+        for b in range(int(partition.buckets[i])):
+            np.testing.assert_allclose(buckets[i, :, b], scores[i][:, labels[i] == b].sum(axis=1))
+
+
+def test_certificates_survive_json():
+    result = certify_counts([[90, 10, 0], [40, 30, 30]], [[990, 10, 0], [400, 300, 300]], 0.5, 0.001, "cpm")
+    again = Certificates.from_json(result.to_json())
+    np.testing.assert_array_equal(again.radius, result.radius)
+    np.testing.assert_array_equal(again.prediction, result.prediction)
+    assert again.about == result.about
+    assert json.loads(result.to_json())["procedure"] == "cpm"
+    assert "Not covered" in result.about
+    infinite = Certificates.from_json(certify_scores(
+        np.tile([[0.9, 0.1]], (10, 1))[None], np.tile([[0.9, 0.1]], (9000, 1))[None], 0.5, 0.01, lipschitz=0.0
+    ).to_json())  # fmt: skip
+    assert np.isinf(infinite.radius[0])
+
+
+def test_accuracy_and_average_radius():
+    result = certify_counts([[90, 10], [10, 90]], [[990, 10], [10, 990]], 0.5, 0.001, "cohen")
+    assert result.accuracy([0, 0], 0.0) == 0.5
+    assert result.accuracy([0, 1], [0.0, 100.0]).tolist() == [1.0, 0.0]
+    assert result.average_radius([0, 0]) == pytest.approx(result.radius[0] / 2)
+    with pytest.raises(InputError):
+        result.accuracy([0])
+
+
+def test_bad_input_is_refused():
+    for call in (
+        lambda: certify_counts([1, 2], [3, 4], 0.5, 0.01, "voodoo"),
+        lambda: certify_counts([1, 2], [3, 4], 0.5, 0.01, "lvm"),
+        lambda: certify_counts([1, 2], [3, 4, 5], 0.5),
+        lambda: certify_counts([1.5, 2], [3, 4], 0.5),
+        lambda: certify_counts([1, 2], [3, -4], 0.5),
+        lambda: certify_counts([1], [3], 0.5),
+        lambda: certify_counts([1, 2], [3, 4], 0.5, 1.5),
+        lambda: certify_counts([1, 2], [3, 4], 0.5, draws=5),
+        lambda: certify_counts([1, 2], [3, 4], -0.5),
+        lambda: certify_scores(np.full((5, 2), 0.6), np.full((5, 2), 0.5), 0.5),
+        lambda: certify_scores(np.full((5, 2), 0.5), np.full((1, 2), 0.5), 0.5),
+        lambda: certify_scores(np.full((5, 2), 0.5), np.full((5, 2), 0.5), 0.5, procedure="cohen"),
+        lambda: certify_scores(np.full((5, 2), 0.5), np.full((5, 2), 0.5), 0.5, interval="guess"),
+    ):
+        with pytest.raises(InputError):
+            call()

@@ -1,0 +1,158 @@
+"""Risk end to end: certificates above the true radius are at most a share α, for every row of the table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from smoothing_laws import SCORE_LAWS, SIGMA, VOTE_LAWS, ScoreLaw, VoteLaw
+from torch import nn
+
+from equipoise.smoothing import (
+    PROCEDURES,
+    SimplexMap,
+    SmoothedClassifier,
+    certify_counts,
+    certify_scores,
+    clopper_pearson,
+    radius_multi,
+)
+from equipoise.smoothing.bounds import count_bounds
+from equipoise.smoothing.partitions import every_class
+
+REPS, ALPHA = 20_000, 0.1
+HARD = [name for name, row in PROCEDURES.items() if row.hard]
+SOFT = [name for name, row in PROCEDURES.items() if row.soft]
+
+
+def too_many(wrong: np.ndarray, alpha: float = ALPHA) -> bool:
+    """Binomial test: more errors than a true risk of α would show once in 10⁶ runs."""
+    return bool(wrong.sum() > stats.binom.ppf(1 - 1e-6, len(wrong), alpha))
+
+
+def wrong_radius(certificates, law: VoteLaw | ScoreLaw) -> np.ndarray:
+    return certificates.radius > law.truth(certificates.selected)
+
+
+@pytest.mark.parametrize("law", VOTE_LAWS, ids=lambda law: law.name)
+@pytest.mark.parametrize("procedure", HARD)
+@pytest.mark.parametrize("n", [30, 400])
+def test_votes(procedure: str, law: VoteLaw, n: int):
+    rng = np.random.default_rng(n)
+    result = certify_counts(law.draw(rng, 20, REPS), law.draw(rng, n, REPS), SIGMA, ALPHA, procedure)
+    assert not too_many(wrong_radius(result, law))
+    p = np.asarray(law.p)
+    rival = np.array([np.delete(p, k).max() for k in range(len(p))])[result.selected]
+    direct = np.asarray(result.details["direct"])
+    misses = ~direct & ((result.p_lower > p[result.selected]) | (result.p_upper < rival))
+    assert not too_many(misses), "the bounds themselves, not only the radius"
+
+
+@pytest.mark.parametrize("law", SCORE_LAWS, ids=lambda law: law.name)
+@pytest.mark.parametrize("procedure", SOFT)
+@pytest.mark.parametrize("aware", [False, True])
+def test_scores(procedure: str, law: ScoreLaw, aware: bool):
+    if aware and law.lipschitz is None:
+        pytest.skip("this law has no Lipschitz constant")
+    rng = np.random.default_rng(1)
+    constant = law.lipschitz if aware else None
+    pair = 2 * constant if aware else None
+    wrong = np.concatenate(
+        [
+            wrong_radius(
+                certify_scores(
+                    law.draw(rng, 10, REPS // 4),
+                    law.draw(rng, 60, REPS // 4),
+                    SIGMA,
+                    ALPHA,
+                    procedure,
+                    lipschitz=constant,
+                    pair_lipschitz=pair,
+                ),
+                law,
+            )
+            for _ in range(4)
+        ]
+    )
+    assert not too_many(wrong)
+
+
+@pytest.mark.parametrize("law", [SCORE_LAWS[0], SCORE_LAWS[4], SCORE_LAWS[5]], ids=lambda law: law.name)
+def test_scores_with_betting(law: ScoreLaw):
+    rng = np.random.default_rng(2)
+    reps = 5000
+    result = certify_scores(
+        law.draw(rng, 10, reps), law.draw(rng, 100, reps), SIGMA, ALPHA, lipschitz=law.lipschitz, interval="betting"
+    )
+    assert not too_many(wrong_radius(result, law))
+
+
+def test_the_check_has_power_no_split():
+    """Bonferroni with every interval at α instead of α/c must be caught."""
+    law = VoteLaw("", (0.4, 0.35, 0.25))
+    rng = np.random.default_rng(3)
+    partition = every_class(law.draw(rng, 20, REPS).astype(float))
+    votes, n = law.draw(rng, 400, REPS).astype(float), np.full(REPS, 400.0)
+    p = np.asarray(law.p)
+    rival = np.array([0.35, 0.4, 0.4])[partition.selected]
+
+    def misses(alpha: float) -> np.ndarray:
+        bounds = count_bounds(votes, n, partition, SIGMA, alpha)
+        return (bounds.p_lower > p[partition.selected]) | (bounds.p_upper < rival)
+
+    assert not too_many(misses(ALPHA))
+    assert too_many(misses(3 * ALPHA))
+
+
+def test_the_check_has_power_half_alpha_on_the_chosen_runner_up():
+    law = VoteLaw("", (0.45, *[0.01] * 30, 0.25))
+    rng = np.random.default_rng(4)
+    first, second = law.draw(rng, 8, REPS), law.draw(rng, 200, REPS)
+    order = np.argsort(-first, axis=1, kind="stable")
+    rows = np.arange(REPS)
+    low = clopper_pearson(second[rows, order[:, 0]], 200, ALPHA / 2, "lower")
+    up = clopper_pearson(second[rows, order[:, 1]], 200, ALPHA / 2, "upper")
+    naive = radius_multi(low, np.minimum(up, 1 - low), SIGMA) > law.truth(order[:, 0])
+    assert too_many(naive)
+    for procedure in ("bonferroni", "cpm"):
+        assert not too_many(wrong_radius(certify_counts(first, second, SIGMA, ALPHA, procedure), law))
+
+
+def test_the_check_has_power_selecting_on_the_estimation_sample():
+    """Choosing the class on the very votes that are then bounded breaks Cohen's single interval."""
+    law = VoteLaw("", tuple([0.1] * 10))
+    rng = np.random.default_rng(5)
+    votes = law.draw(rng, 60, REPS)
+    honest = certify_counts(law.draw(rng, 60, REPS), votes, SIGMA, ALPHA, "cohen")
+    dipped = certify_counts(votes, votes, SIGMA, ALPHA, "cohen")
+    assert not too_many(honest.p_lower > 0.1)
+    assert too_many(dipped.p_lower > 0.1)
+
+
+def test_the_check_has_power_wrong_constant():
+    """A Lipschitz constant that is too small gives certificates beyond the boundary."""
+    law = SCORE_LAWS[1]
+    rng = np.random.default_rng(6)
+    first, second = law.draw(rng, 10, 4000), law.draw(rng, 200, 4000)
+    assert too_many(wrong_radius(certify_scores(first, second, SIGMA, ALPHA, lipschitz=law.lipschitz / 10), law))
+
+
+@pytest.mark.parametrize("procedure", PROCEDURES)
+@pytest.mark.parametrize("choice", ["global", "per-input"])
+def test_the_whole_classifier_keeps_the_risk(procedure: str, choice: str):
+    """From the network to the radius, maps chosen on the way: 250 inputs at a known distance, each with its own noise."""
+
+    class Plane(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            score = 2 * x[:, 0]
+            return torch.stack([score, -score], dim=1)
+
+    smooth = SmoothedClassifier(Plane().eval(), SIGMA, 2, chunk_size=50)
+    x = torch.zeros(250, 2)
+    x[:, 0] = 0.3
+    grid = [SimplexMap("hardmax"), *(SimplexMap(m, t) for m in ("softmax", "sparsemax") for t in (0.3, 2.0, 10.0))]
+    aware = 2 * 2**0.5 * (1 + 1e-6) if PROCEDURES[procedure].soft else None
+    result = smooth.certify(x, 50, 200, ALPHA, procedure, map=choice, grid=grid, lipschitz=aware)
+    assert not too_many((result.radius > 0.3) | ((result.radius > 0) & (result.selected == 1)))
+    assert result.radius.mean() > 0.1

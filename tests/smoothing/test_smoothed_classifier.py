@@ -1,0 +1,281 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from equipoise.core import Bound, InputError, Kind, Refused
+from equipoise.smoothing import (
+    PROCEDURES,
+    Probit,
+    SimplexMap,
+    SmoothedClassifier,
+    Stream,
+    certify_counts,
+    certify_scores,
+    noise_key,
+    predict_counts,
+)
+from equipoise.smoothing.maps import apply_map, choose_map, map_grid
+
+
+class Half(nn.Module):
+    """Two logits ± s·(w·x + b): the majority vote is a half-space, its distance known."""
+
+    def __init__(self, scale: float = 10.0) -> None:
+        super().__init__()
+        self.weight, self.scale, self.calls, self.largest = torch.tensor([0.6, 0.8, 0.0]), scale, 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.largest = max(self.largest, len(x))
+        score = self.scale * (x @ self.weight.to(x.dtype))
+        return torch.stack([score, -score], dim=1)
+
+
+def _points(*distances: float) -> torch.Tensor:
+    return torch.tensor(distances)[:, None] * torch.tensor([0.6, 0.8, 0.0])
+
+
+@pytest.fixture
+def classifier() -> SmoothedClassifier:
+    return SmoothedClassifier(Half().eval(), 0.5, 2)
+
+
+@pytest.mark.parametrize("procedure", PROCEDURES)
+def test_half_space(classifier, procedure):
+    """Certified radii lie below the distance to the plane, and not far below."""
+    result = classifier.certify(_points(0.3, -0.6, 0.0), n=4000, procedure=procedure)
+    assert result.prediction[:2].tolist() == [0, 1]
+    assert (result.radius <= [0.3, 0.6, 0.0]).all()
+    assert (result.radius[:2] > [0.22, 0.48]).all()
+    assert "Not covered" in result.about
+
+
+def test_draws_do_not_depend_on_anything_but_their_key():
+    x = torch.rand(4, 3)
+    one, other = (SmoothedClassifier(Half().eval(), 0.5, 2, seed=3) for _ in range(2))
+    whole = one.certify(x, n=1000, procedure="cpm", ids=["a", "b", "c", "d"])
+    for i, name in enumerate("dcba"):
+        k = 3 - i
+        single = other.certify(x[k : k + 1], n=1000, procedure="cpm", ids=[name])
+        assert single.radius[0] == whole.radius[k]
+    long = torch.cat(list(one.logits(x[0], 950, input_id="a", stream=Stream.ESTIMATION)))
+    short = torch.cat(list(one.logits(x[0], 130, input_id="a", stream=Stream.ESTIMATION)))
+    assert torch.equal(long[:130], short)
+    assert len(long) == 950
+    again = SmoothedClassifier(Half().eval(), 0.5, 2, seed=4).certify(x, n=1000, procedure="cpm")
+    assert not np.array_equal(again.p_lower, whole.p_lower)
+
+
+def test_streams_and_chunks_are_independent(classifier):
+    x = torch.zeros(3)
+    draws = {}
+    for stream in Stream:
+        for out in classifier.logits(x, 300, input_id=0, stream=stream):
+            draws[len(draws)] = out[:, 0]
+    values = torch.stack(list(draws.values()))
+    assert len(torch.unique(values)) == values.numel(), "no draw occurs twice"
+    correlation = torch.corrcoef(values) - torch.eye(len(values))
+    assert correlation.abs().max() < 0.45  # 100 draws each: 4.5 standard errors
+
+
+def test_keys_differ_in_the_bits_that_count():
+    """torch's CPU generator ignores the upper half of a 64-bit seed: the lower half must tell chunks apart."""
+    a, b = (torch.randn(4, generator=torch.Generator().manual_seed(s)) for s in (5, 5 + (1 << 32)))
+    assert torch.equal(a, b), "if this fails torch uses more bits: good, and noise_key is still right"
+    low = {noise_key(1, "x", s, c) & 0xFFFFFFFF for s in Stream for c in range(5000)}
+    assert len(low) == 4 * 5000
+    assert noise_key(1, 7, Stream.SELECTION, 0) != noise_key(1, "7", Stream.SELECTION, 0)
+    with pytest.raises(InputError):
+        noise_key(0, 0, Stream.SELECTION, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_gaussian_of_the_right_size(dtype):
+    class Identity(nn.Module):
+        def forward(self, x):
+            return x
+
+    smooth = SmoothedClassifier(Identity().eval(), 0.25, 2, chunk_size=1000, noise_dtype=dtype)
+    x = torch.tensor([0.5, -1.0])
+    z = torch.cat(list(smooth.logits(x, 200_000, input_id=0, stream=Stream.ESTIMATION))).double()
+    assert z.dtype == torch.float64
+    assert (z.mean(0) - x).abs().max() < 0.25 * 4.5 / 200_000**0.5
+    assert abs(z.std(0).mean() / 0.25 - 1) < 0.01
+    kurtosis = (((z - x) / 0.25) ** 4).mean()
+    assert abs(kurtosis - 3) < 0.1
+
+
+def test_memory_and_batches_are_constant_in_n():
+    model = Half().eval()
+    smooth = SmoothedClassifier(model, 0.5, 2, chunk_size=64)
+    smooth.certify(_points(0.3), n0=64, n=6400, procedure="cohen")
+    assert model.largest == 64
+    assert model.calls == 101
+
+
+def test_caller_is_left_outside_inference_mode(classifier):
+    for _ in classifier.logits(torch.zeros(3), 100, input_id=0, stream=Stream.SELECTION):
+        assert not torch.is_inference_mode_enabled()
+
+
+def test_hard_procedures_equal_certify_counts(classifier):
+    x = _points(0.3)[0]
+    first = classifier.counts(x, 100, input_id=0, stream=Stream.SELECTION)
+    second = classifier.counts(x, 2000, input_id=0, stream=Stream.ESTIMATION)
+    assert second.sum() == 2000
+    for procedure in ("cohen", "bonferroni", "cpm"):
+        by_hand = certify_counts(first, second, 0.5, 0.01, procedure)
+        whole = classifier.certify(x[None], n=2000, alpha=0.01, procedure=procedure)
+        assert whole.radius[0] == float(by_hand.radius)
+
+
+@pytest.mark.parametrize("interval", ["bernstein", "betting"])
+@pytest.mark.parametrize("procedure", ["lvm", "direct"])
+def test_soft_procedures_equal_certify_scores(interval, procedure):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).eval()
+    chosen = SimplexMap("softmax", 0.3)
+    smooth = SmoothedClassifier(model, 0.5, 4, map=chosen)
+    x = torch.rand(3)
+    scores = [
+        apply_map(chosen, torch.cat(list(smooth.logits(x, n, input_id=0, stream=s))).double().numpy())
+        for n, s in ((100, Stream.SELECTION), (1500, Stream.ESTIMATION))
+    ]
+    constant, pair = chosen.component_lipschitz(5.0, 4), chosen.pair_lipschitz(5.0)
+    by_hand = certify_scores(*scores, 0.5, 0.01, procedure, lipschitz=constant, pair_lipschitz=pair, interval=interval)
+    whole = smooth.certify(x[None], n=1500, alpha=0.01, procedure=procedure, lipschitz=5.0, interval=interval)
+    assert whole.radius[0] == pytest.approx(float(by_hand.radius), rel=1e-9)
+    assert whole.selected[0] == int(by_hand.selected)
+
+
+def test_about_says_what_is_certified():
+    smooth = SmoothedClassifier(Half(2.0).eval(), 0.5, 2)
+    x = _points(0.3, 0.5, -0.4)
+    grid = [SimplexMap("hardmax"), SimplexMap("softmax", 1.0), SimplexMap("sparsemax", 2.0)]
+    pooled = smooth.certify(x, n=1000, grid=grid)
+    assert "pooled" in pooled.about
+    assert len(set(pooled.details["maps"])) == 1
+    own = smooth.certify(x, n=1000, map="per-input", grid=grid)
+    assert "nothing is certified about it" in own.about
+    alone = smooth.certify(x[:1], n=1000, grid=grid)
+    assert "nothing is certified about it" in alone.about
+    given = smooth.certify(x, n=1000, map=grid[1])
+    assert "given by the caller" in given.about
+    chosen = smooth.calibrate(x, grid=grid, n=1000)
+    assert chosen in grid
+    fixed = smooth.certify(x, n=1000)
+    assert "fixed beforehand" in fixed.about
+    assert set(fixed.details["maps"]) == {str(chosen)}
+
+
+def test_map_search_sees_selection_logits_only():
+    """The map chosen is the best of the grid on the logits given; a global one is the best on average."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5, 40, 3)) + np.array([1.5, 0, 0])
+    grid = map_grid([0.1, 1.0, 10.0])
+    assert len(grid) == 7
+    each = choose_map(logits, 1000, 0.5, 0.01, grid=grid, per_input=True)
+    together = choose_map(logits, 1000, 0.5, 0.01, grid=grid)
+    assert len(set(together)) == 1
+    single = [choose_map(logits[i : i + 1], 1000, 0.5, 0.01, grid=grid)[0] for i in range(5)]
+    assert each == single
+
+
+def test_lipschitz_aware_radius_is_larger_and_still_true():
+    smooth = SmoothedClassifier(Half(0.5).eval(), 0.5, 2, map=SimplexMap("softmax", 0.5))
+    x = _points(0.3, 0.8)
+    plain = smooth.certify(x, n=8000)
+    aware = smooth.certify(x, n=8000, lipschitz=0.5 * 2**0.5 * (1 + 1e-6))
+    assert (aware.radius > plain.radius * 1.02).all()
+    assert (aware.radius <= [0.3, 0.8]).all()
+    with pytest.raises(Refused):
+        smooth.certify(x, lipschitz=Bound(1.0, Kind.ESTIMATE))
+
+
+def test_lipschitz_aware_radii_of_a_linear_network_stay_below_the_exact_distance():
+    """Ten classes, W of norm 1: the distance to the boundary is known, and far away the aware radius beats any vote."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 10, bias=False)
+    layer.weight.data /= torch.linalg.matrix_norm(layer.weight.data, 2) * (1 + 1e-5)
+    x = 6 * torch.randn(6, 32)
+    w, z = layer.weight.detach().double(), (x.double() @ layer.weight.detach().double().T)
+    top = z.argmax(1)
+    gaps = (z.gather(1, top[:, None]) - z) / (w[top][:, None] - w[None]).norm(dim=2).clamp(min=1e-12)
+    distance = gaps.scatter(1, top[:, None], torch.inf).min(dim=1).values.numpy()
+    smooth = SmoothedClassifier(layer.eval(), 0.25, 10)
+    smooth.calibrate(x, n=4000, lipschitz=1.0)
+    for procedure in ("lvm", "direct"):
+        aware = smooth.certify(x, n=4000, procedure=procedure, lipschitz=1.0)
+        votes = smooth.certify(x, n=4000, procedure="cohen")
+        assert (aware.radius <= distance).all()
+        assert aware.radius.mean() > votes.radius.mean()
+        assert (aware.radius > 0.2 * distance)[distance > 0.2].all()
+
+
+def test_predict(classifier):
+    assert classifier.predict(_points(0.5, -0.5, 0.0)).tolist() == [0, 1, -1]
+    assert predict_counts([[0, 0], [1000, 0], [10, 10]], 0.001).tolist() == [-1, 0, -1]
+    rng = np.random.default_rng(0)
+    votes = rng.multinomial(100, [0.5, 0.5], 20_000)
+    assert (predict_counts(votes, 0.05) >= 0).mean() <= 0.05
+    with pytest.raises(Refused, match="votes"):
+        SmoothedClassifier(Half().eval(), 0.5, 2, map=SimplexMap("softmax")).predict(_points(0.5))
+
+
+class Broken(Half):
+    def forward(self, x):
+        out = super().forward(x)
+        out[x[:, 2] > 1.0] = torch.nan
+        return out
+
+
+@pytest.mark.parametrize("procedure", ["cohen", "bonferroni", "lvm"])
+def test_nan_is_refused_or_counted_as_a_miss(procedure):
+    x = _points(1.0)
+    with pytest.raises(Refused, match="NaN"):
+        SmoothedClassifier(Broken().eval(), 0.5, 2).certify(x, n=1000, procedure=procedure)
+    smooth = SmoothedClassifier(Broken().eval(), 0.5, 2, nonfinite="miss")
+    counted = smooth.certify(x, n=1000, procedure=procedure, map=SimplexMap("softmax", 0.1))
+    clean = SmoothedClassifier(Half().eval(), 0.5, 2).certify(
+        x, n=1000, procedure=procedure, map=SimplexMap("softmax", 0.1)
+    )
+    assert counted.p_lower[0] < clean.p_lower[0]
+    assert counted.draws[0] == 1000
+
+
+def test_refusals():
+    with pytest.raises(Refused, match="training mode"):
+        SmoothedClassifier(nn.Sequential(nn.Linear(3, 2), nn.Dropout()), 0.5, 2).predict(torch.zeros(1, 3))
+    model = Half().eval()
+    for call in (
+        lambda: SmoothedClassifier(model, 0.0, 2),
+        lambda: SmoothedClassifier(model, 0.5, 1),
+        lambda: SmoothedClassifier(model, 0.5, 2, nonfinite="ignore"),
+        lambda: SmoothedClassifier(model, 0.5, 3).predict(torch.zeros(1, 3)),
+        lambda: SmoothedClassifier(model, 0.5, 2).predict(torch.zeros(3)),
+        lambda: SmoothedClassifier(model, 0.5, 2).predict(torch.zeros(1, 3), ids=[1, 2]),
+        lambda: SmoothedClassifier(model, 0.5, 2).predict(torch.zeros(1, 3, dtype=torch.long)),
+        lambda: SmoothedClassifier(model, 0.5, 2).predict(torch.zeros(1, 3), n=0),
+        lambda: SmoothedClassifier(model, 0.5, 2).certify(torch.zeros(1, 3), procedure="cohen", lipschitz=1.0),
+        lambda: SmoothedClassifier(model, 0.5, 2).certify(torch.zeros(1, 3), map="best"),
+    ):
+        with pytest.raises(InputError):
+            call()
+
+
+def test_probit_scores_are_recovered():
+    """Soft scores of the exact model: the interval of the selected score contains the known value."""
+    probit = Probit(torch.tensor([1.0, 0.0, 0.0]), 0.0, 2.0)
+
+    class Model(nn.Module):
+        def forward(self, x):
+            p = probit(x).clamp(1e-12, 1 - 1e-12)
+            return torch.stack([p.log(), (1 - p).log()], dim=1)  # softmax gives (p, 1 − p) back
+
+    smooth = SmoothedClassifier(Model().eval(), 0.5, 2, map=SimplexMap("softmax"))
+    x = torch.tensor([[0.4, 0.0, 0.0]])
+    result = smooth.certify(x, n=5000, lipschitz=None)
+    truth = float(probit.smoothed(x[0], 0.5))
+    assert result.p_lower[0] <= truth <= result.p_lower[0] + 0.05
+    assert result.radius[0] <= 0.4
