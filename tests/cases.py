@@ -97,6 +97,9 @@ OPERATORS: list[Operator] = [
     _conv("one-by-one", (5, 5), 4, 3, 1),
     _conv("one-by-one-stride", (5, 1), 4, 3, 1, stride=2),
     _conv("conv1d", (20,), 3, 4, 5, padding=2),
+    _conv("long-kernel", (60,), 2, 2, 41, padding=20),
+    _conv("long-kernel-strided", (61,), 1, 2, 33, padding=5, stride=3),
+    _conv("depthwise-large-kernel", (12, 12), 2, 2, 11, padding=5, groups=2),
     _conv("conv3d", (4, 5, 3), 2, 2, (3, 2, 1), padding=1),
     *_random_operators(90),
 ]

@@ -269,7 +269,7 @@ def _trace(symbol: Symbol, cells: Cells) -> Tensor:
 
 
 def _chunks(groups: Tensor, symbol: Symbol) -> tuple[Tensor, ...]:
-    per = max(1, CHUNK_BYTES // (8 * symbol.kernel.shape[2] ** 2))
+    per = max(1, CHUNK_BYTES // symbol.bytes_per_frequency)
     return torch.arange(len(groups), device=groups.device).split(per)
 
 

@@ -150,8 +150,8 @@ class Search:
         return self._kept[2]
 
     def _chunks(self, cells: Cells) -> list[Tensor]:
-        width = 4 if self.dtype is torch.float32 else 8
-        per = max(1, CHUNK_BYTES // (2 * width * self.c**2))
+        width = 1 if self.dtype is torch.float32 else 2
+        per = max(1, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency))
         return list(torch.arange(len(cells), device=cells.groups.device).split(per))
 
     def _raise(self, value: float, group: int, omega: Tensor) -> None:

@@ -80,8 +80,21 @@ class Symbol:
         grid = torch.tensor(list(itertools.product(*map(range, self.lengths))), dtype=torch.float64)
         angle = omega @ grid.to(omega.device).mT  # (F, taps)
         phases = torch.complex(angle.cos(), -angle.sin())
-        flat = self.kernel.flatten(3).to(torch.complex128)[groups]  # (F, m, c, taps)
-        return (flat @ phases[:, None, :, None])[..., 0]
+        m, c = self.kernel.shape[1:3]
+        E = phases.new_empty(len(groups), m, c)
+        for g in groups.unique():
+            rows = groups == g
+            E[rows] = (phases[rows] @ self.kernel[g].flatten(2).permute(2, 0, 1).flatten(1).to(phases.dtype)).reshape(
+                -1, m, c
+            )
+        return E
+
+    @property
+    def bytes_per_frequency(self) -> int:
+        """Roughly what one frequency occupies while its Gram matrix is formed and read (float32)."""
+        m, c = self.kernel.shape[1:3]
+        direct = 4 * (self.taps + m * c) if self.correlations is None else 2 * len(self.offsets)
+        return 8 * (c * c + direct)
 
     def at_error(self) -> Tensor:
         """Bound per group on the Frobenius error of `at`."""

@@ -37,9 +37,12 @@ def below(G: Tensor, tau: Tensor, error: Tensor) -> Tensor:
     n = G.shape[-1]
     real = G.real.dtype
     diagonal = torch.diagonal(G, dim1=-2, dim2=-1).real.double()
-    usable = ((tau - error) > 0) & (diagonal.amin(-1) >= 0)
     loss = n * cholesky_gamma(n, G.dtype) + 2 * unit_roundoff(real)
-    wanted = down((tau - error) / (1 + loss))
+    room = (
+        tau - error - 1e-3 * loss * tau
+    )  # rounding may leave a diagonal entry a little below 0: tr(M) ≤ n·(s + τ/1000)
+    usable = (room > 0) & (diagonal.amin(-1) >= -1e-3 * tau)
+    wanted = down(room / (1 + loss))
     s = torch.where(usable, wanted, torch.ones_like(wanted)).to(real)
     s = torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s)  # the cast may have rounded up
     M = -G
