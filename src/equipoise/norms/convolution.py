@@ -197,14 +197,14 @@ def _search(kernel: Tensor, lattices: list[Lattice], tol: float) -> tuple[Symbol
 
 def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: Tensor) -> Tensor | None:
     """`Re w(i)·e^{-iω·i}·v` on the whole input (through the adjoint, if v belongs to the outputs): where Lanczos starts."""
-    if any(axis.stride > 1 or axis.dilation > 1 for axis in conv.axes):
-        return None
+    if any(axis.stride > 1 and (axis.dilation > 1 or not adjoint) for axis in conv.axes):
+        return None  # the wave would have to be spread over the phases
     groups, co, ci = conv.kernel.shape[:3]
     sizes = [(axis.out if adjoint else axis.size) or 1 for axis in conv.axes]
     wave = v
-    for w, n in zip(omega, sizes, strict=True):
+    for axis, w, n in zip(conv.axes, omega, sizes, strict=True):
         i = torch.arange(n, dtype=torch.float64, device=v.device)
-        wave = wave[..., None] * (torch.sin(math.pi * (i + 1) / (n + 1)) * torch.exp(-1j * w * i))
+        wave = wave[..., None] * (torch.sin(math.pi * (i + 1) / (n + 1)) * torch.exp(-1j * w / axis.dilation * i))
     channels = co if adjoint else ci
     x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype, device=v.device)
     x[group] = wave
@@ -275,7 +275,7 @@ def _operator_lower(conv: Convolution, start: Tensor | None) -> float:
     """Lanczos on the operator itself, then a Rayleigh quotient in float64; 0 where that would cost too much."""
     rows, columns = _dimensions(conv)
     flops = 4.0 * rows * conv.kernel[0, 0].numel()
-    steps = int(min(20 if start is None else 7, LANCZOS_FLOPS / flops))
+    steps = int(min(16 if start is None else 3, LANCZOS_FLOPS / flops))
     if steps < 3 or columns * steps > 2e8:
         return 0.0
     quick = replace(conv, kernel=conv.kernel.to(torch.complex64 if conv.kernel.is_complex() else torch.float32))

@@ -26,7 +26,7 @@ from equipoise.norms.symbol import Symbol
 from equipoise.norms.verify import below, verification_loss
 
 #: bytes of Gram matrices held at once
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 64 * 2**20
 #: up to this many columns squaring in real arithmetic beats a batched Cholesky factorisation
 SQUARE_UP_TO = 128
 
@@ -164,7 +164,7 @@ class Search:
         turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
         by_angle = self.target * math.cos(min(turn * (1 + 1e-12), math.pi / 2)) ** 2 * (1 - 1e-14)
         thresholds = torch.full((len(cells),), by_angle, dtype=torch.float64, device=cells.groups.device)
-        variation = self.symbol.variation()
+        variation = self.symbol.variation
         if variation is not None and any(cells.half):
             half = torch.tensor(cells.half, dtype=torch.float64, device=variation.device)
             angle = (self.symbol.offsets.abs() @ half / 2).clamp_max(math.pi / 2)

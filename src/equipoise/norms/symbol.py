@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class Symbol:
         """Number of taps."""
         return math.prod(self.lengths)
 
-    @property
+    @cached_property
     def size(self) -> Tensor:
         """`‖Σ_a|K_a|‖_F` per group: bounds ‖E(ω)‖_F for every ω, and scales every rounding error."""
         return up(frobenius(self.kernel.abs().flatten(3).sum(-1)) * (1 + gamma(self.taps + 4, torch.float64)))
@@ -123,10 +124,16 @@ class Symbol:
             inner = up(2 * gamma(2 * m + 8, u64) * S.square() + 3 * self.at_error() * S)
             return up(inner + (cast if dtype is not u64 else 0.0) * S.square()) + 1e-290
         formed = 2 * gamma(2 * m * taps + 8, u64) * S.square()
-        total = frobenius(self.correlations.abs().sum(1)) * 2
+        total = self._correlation_size
         evaluated = 4 * (gamma(2 * len(self.offsets) + 8, dtype) + cast + self.phase_error()) * total
         return up(formed + evaluated) + 1e-290 + 1e3 * float(torch.finfo(dtype).tiny) * m * taps
 
+    @cached_property
+    def _correlation_size(self) -> Tensor:
+        assert self.correlations is not None
+        return frobenius(self.correlations.abs().sum(1)) * 2
+
+    @cached_property
     def variation(self) -> Tensor | None:
         """`(g, B)` of `2‖C_b‖_F`: how much `E*E` can vary with the frequency; None where not formed."""
         if self.correlations is None:
