@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from equipoise import spectral_norm
-from equipoise.norms import norm2_toep, reference_norm
+from equipoise import InputError, spectral_norm
+from equipoise.norms import PEERS, gram_norm_plain, norm2_toep, reference_norm
 from equipoise.norms.supremum import Search
 from equipoise.norms.symbol import Symbol
 
@@ -160,3 +160,24 @@ def test_zero_padding_can_exceed_the_grid_of_the_input() -> None:
         worst = max(worst, truth / float(grid))
         assert spectral_norm(layer, input_size=3).upper >= truth
     assert worst > 1.01
+
+
+def test_readouts_at_zero_iterations_are_bounds_too() -> None:
+    """A row sum alone bounds Hermitian matrices only: one column of ones has row sums 1 and norm √2."""
+    K = torch.zeros(2, 2, 1, 1)
+    K[0, 0] = K[1, 0] = 1
+    for readout in ("inf", "fro"):
+        assert float(norm2_toep(K, 0, readout)) >= 2**0.5
+    for readout in ("fro", "one", "inf"):
+        for W in (K[:, :, 0, 0], K[:, :, 0, 0].mT):
+            assert float(gram_norm_plain(W, 0, readout)) >= 2**0.5 - 1e-6
+
+
+def test_complex_kernels_are_refused_where_only_real_ones_are_understood() -> None:
+    K = torch.full((1, 1, 3, 3), 1j)
+    with pytest.raises(InputError, match="real"):
+        norm2_toep(K)
+    for peer in PEERS.values():
+        with pytest.raises(InputError, match="real"):
+            peer.run(K, 5)
+        assert float(peer.run(torch.zeros(1, 1, 3, 3), 5)) == 0

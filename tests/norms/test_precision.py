@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 import torch
 
@@ -84,16 +86,19 @@ def test_only_upper_bounds_reach_a_certificate() -> None:
 def test_brackets_check_themselves() -> None:
     with pytest.raises(InputError, match="lower ≤ upper"):
         Bracket(2.0, 1.0)
+    with pytest.raises(InputError, match="lower ≤ upper"):
+        Bracket(1 + 1e-9, 1.0)
+    assert 5e299 not in Bracket(1e300, 2e300)
     assert Bracket(0.0, 0.0, 1e-3).reached
     assert not Bracket(0.0, 1.0, 1e-3).reached
 
 
-@pytest.mark.parametrize("x", [1.23456789, 9.9999999, 0.00012345678, 12345678.9, 1e-300, 5.0])
+@pytest.mark.parametrize("x", [1.23456789, 9.9999999, 0.00012345678, 12345678.9, 1e-300, 5.0, 1.7976e308, 5e-324])
 @pytest.mark.parametrize("digits", [1, 3, 6])
 def test_display_rounds_toward_safety(x: float, digits: int) -> None:
-    assert float(round_up(x, digits)) >= x
-    assert float(round_down(x, digits)) <= x
-    assert float(round_up(x, digits)) <= x * (1 + 2 * 10.0 ** (1 - digits))
+    up, down = Decimal(round_up(x, digits)), Decimal(round_down(x, digits))
+    assert down <= Decimal(x) <= up
+    assert up <= down * (1 + 2 * Decimal(10) ** (1 - digits))
 
 
 def test_readouts_order_and_convergence() -> None:

@@ -1,1 +1,19 @@
-"""cli"""
+"""The command line: `equipoise norm`, `selfcheck`, `bench`, `demo` and what later floors add.
+
+Nothing here imports torch; every command imports what it needs when it runs, so that `equipoise --help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the `equipoise` command."""
+    from equipoise.cli.app import build
+
+    wanted = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    build(wanted=wanted)(prog_name="equipoise")
+
+
+__all__ = ["main"]

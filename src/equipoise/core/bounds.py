@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import enum
 import math
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class Bracket:
     vectors: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lower, upper = torch.as_tensor(self.lower), torch.as_tensor(self.upper)
+        lower, upper = _tensor(self.lower), _tensor(self.upper)
         if bool((lower > upper).any()) or bool(lower.isnan().any()) or bool(upper.isnan().any()):
             raise InputError(f"a bracket needs lower ≤ upper, got [{_show(self.lower)}, {_show(self.upper)}]")
 
@@ -75,7 +76,7 @@ class Bracket:
     def gap(self) -> Number:
         """`upper/lower − 1`; 0 where both ends are 0, infinite where only the lower one is."""
         if isinstance(self.lower, Tensor) or isinstance(self.upper, Tensor):
-            low, up = torch.as_tensor(self.lower).double(), torch.as_tensor(self.upper).double()
+            low, up = _tensor(self.lower), _tensor(self.upper)
             return torch.where(up == low, torch.zeros_like(up), up / low - 1)
         if self.upper == self.lower:
             return 0.0
@@ -84,10 +85,10 @@ class Bracket:
     @property
     def reached(self) -> bool:
         """Whether the gap asked for was reached (everywhere, for a batch)."""
-        return bool((torch.as_tensor(self.gap) <= self.rtol).all())
+        return bool((_tensor(self.gap) <= self.rtol).all())
 
     def __contains__(self, value: float) -> bool:
-        return bool((torch.as_tensor(self.lower) <= value).all() and (torch.as_tensor(self.upper) >= value).all())
+        return bool((_tensor(self.lower) <= value).all() and (_tensor(self.upper) >= value).all())
 
     def __repr__(self) -> str:
         extra = "".join(f", {k}={v!r}" for k, v in (("method", self.method), ("note", self.note)) if v)
@@ -125,7 +126,7 @@ def round_up(x: float, digits: int = 6) -> str:
     >>> round_up(1.0000001, 4), round_up(2.5, 4), round_up(0.0, 4)
     ('1.001', '2.5', '0')
     """
-    return _rounded(x, digits, math.inf)
+    return _rounded(x, digits, decimal.ROUND_CEILING)
 
 
 def round_down(x: float, digits: int = 6) -> str:
@@ -134,18 +135,20 @@ def round_down(x: float, digits: int = 6) -> str:
     >>> round_down(0.99999, 4)
     '0.9999'
     """
-    return _rounded(x, digits, -math.inf)
+    return _rounded(x, digits, decimal.ROUND_FLOOR)
 
 
-def _rounded(x: float, digits: int, toward: float) -> str:
+def _rounded(x: float, digits: int, rounding: str) -> str:
     if x == 0 or not math.isfinite(x):
         return f"{x:g}"
-    text = f"{x:.{digits}g}"
-    wrong = (lambda y: y < x) if toward > 0 else (lambda y: y > x)
-    if wrong(float(text)):
-        step = 10.0 ** (math.floor(math.log10(abs(x))) - digits + 1)
-        text = f"{float(text) + math.copysign(step, toward):.{digits}g}"
-    return text
+    return (
+        f"{decimal.Context(prec=digits, rounding=rounding).create_decimal(decimal.Decimal(x)).normalize():.{digits}g}"
+    )
+
+
+def _tensor(x: Number) -> Tensor:
+    """As float64: brackets must not be compared in the default float32."""
+    return torch.as_tensor(x, dtype=torch.float64)
 
 
 def _show(x: Number, *, up: bool = False, down: bool = False) -> str:

@@ -227,12 +227,12 @@ def _windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, window
     """
     if symbol.correlations is None or any(w < 1 for w in windows):
         return 0.0
-    correlation = torch.ones(len(symbol.offsets), dtype=torch.float64)
+    correlation = symbol.offsets.new_ones(len(symbol.offsets))
     for j, n in enumerate(windows):
         n = min(n, 4096)
         window = torch.sin(math.pi * torch.arange(1, n + 1, dtype=torch.float64) / (n + 1))
         r = [float(window[: n - b] @ window[b:]) if b < n else 0.0 for b in range(symbol.lengths[j])]
-        correlation *= torch.tensor([r[abs(int(b))] / r[0] for b in symbol.offsets[:, j]], dtype=torch.float64)
+        correlation *= correlation.new_tensor([r[abs(int(b))] / r[0] for b in symbol.offsets[:, j]])
     v = wide(v) / torch.linalg.vector_norm(v)
     C = symbol.correlations[group].to(torch.complex128)
     inner = (v.conj() @ (C @ v[:, None])[..., 0].mT).resolve_conj()

@@ -10,7 +10,7 @@ ICML 2023.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ def gram_norm_plain(W: Tensor, iterations: int = 6, readout: Readout = "fro") ->
     """`‖W_t‖^(2^-t)` in the arithmetic of W: an upper bound on σ₁ in real arithmetic only.
 
     `readout` is the norm taken of the last iterate: `fro` converges super-geometrically, `one` (largest column sum)
-    and `inf` (largest row sum) only like 2^-t. For a bound that also covers rounding use `gram_bracket`.
+    and `inf` (largest row sum) only like 2^-t; at t = 0, where W is not Hermitian, either would be no bound and the root of
+    their product is taken. For a bound that also covers rounding use `gram_bracket`.
 
     >>> W = torch.diag(torch.tensor([3.0, 1.0]))
     >>> round(float(gram_norm_plain(W, 4)), 4)
@@ -74,14 +75,13 @@ def gram_norm_plain(W: Tensor, iterations: int = 6, readout: Readout = "fro") ->
     for _ in range(iterations):
         A, e = scaled(gram(A))
         log2 = 2 * log2 + e
-    last = {
-        "fro": lambda: torch.linalg.matrix_norm(A),
-        "one": lambda: A.abs().sum(-2).amax(-1),
-        "inf": lambda: A.abs().sum(-1).amax(-1),
-    }
-    if readout not in last:
-        raise InputError(f"readout must be one of {', '.join(last)}, got {readout!r}")
-    value = last[readout]().double()
+    if readout not in get_args(Readout):
+        raise InputError(f"readout must be one of {', '.join(get_args(Readout))}, got {readout!r}")
+    if readout == "fro":
+        value = torch.linalg.matrix_norm(A).double()
+    else:
+        columns, rows = (A.abs().sum(d).amax(-1).double() for d in (-2, -1))
+        value = (rows * columns).sqrt() if iterations == 0 else columns if readout == "one" else rows
     return (value.pow(2.0**-iterations) * torch.exp2(log2 * 2.0**-iterations)).to(W.real.dtype)
 
 

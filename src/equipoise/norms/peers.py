@@ -44,6 +44,10 @@ class Peer:
             raise InputError(
                 f"the comparison methods take a 2-D weight (out, in, k1, k2), got shape {tuple(kernel.shape)}"
             )
+        if kernel.is_complex():
+            raise InputError("the comparison methods take a real kernel; spectral_norm takes complex ones")
+        if not bool(kernel.any()):
+            return Bound(0.0, Kind.EXACT, self.name, "zero kernel")
         sizes = (input_size,) * 2 if isinstance(input_size, int) else tuple(input_size)
         with torch.no_grad(), full_precision():
             return self.call(require_finite(kernel.detach()), sizes, padding, iterations)

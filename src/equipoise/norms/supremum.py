@@ -83,7 +83,7 @@ class Search:
         self._kept: tuple[tuple[int, int, int, torch.dtype], Cells, tuple[Tensor, Tensor]] | None = None
         self.best = 0.0  # largest ‖E‖₂² seen, an estimate that only steers
         self.target = 0.0  # T²: what is proved so far is proved below this
-        self.where: tuple[int, Tensor] = (0, torch.zeros(len(symbol.lengths), dtype=torch.float64))
+        self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
         self.dtype, self.proof_dtype = torch.float32, torch.complex128
 
     def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
@@ -94,7 +94,7 @@ class Search:
         for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
             before = self.best
             if len(cells) > 12:
-                self._probe(_split(Cells(torch.tensor([self.where[0]]), self.where[1][None], step), real=False))
+                self._probe(_split(self._here(step), real=False))
             if self.best <= before * (1 + self.tol / 4):
                 break
         return self._finish(cells)
@@ -179,10 +179,14 @@ class Search:
         self._probe(cells.take(top.indices))
         return float(top.values[0])
 
+    def _here(self, half: tuple[float, ...]) -> Cells:
+        """One cell around the best point."""
+        return Cells(torch.tensor([self.where[0]], device=self.where[1].device), self.where[1][None], half)
+
     def _climb(self, half: tuple[float, ...]) -> None:
         """Raise the best value by looking around it at finer and finer scales."""
         for _ in range(5):
-            around = _split(Cells(torch.tensor([self.where[0]]), self.where[1][None], half), real=False)
+            around = _split(self._here(half), real=False)
             self._probe(around)
             half = around.half
 
@@ -234,6 +238,10 @@ class Search:
 
     def _prove(self, X: Tensor, Y: Tensor, tau: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
         """`(proved, score)`: which centres are proved below tau, and an estimate that ranks the others."""
+        if self.c > SQUARE_UP_TO and float((_norm(X, Y) / tau.clamp_min(1e-300)).median()) > 2.5:
+            return below(torch.complex(X, Y).to(self.proof_dtype), tau, torch.zeros_like(tau)), _norm(
+                X, Y
+            )  # flat spectra
         proved, low = _below_by_squaring(X, Y, tau, 5 if self.c <= SQUARE_UP_TO else 1)
         unclear = ~proved & (low <= tau)
         if bool(unclear.any()):

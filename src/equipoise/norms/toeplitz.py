@@ -25,7 +25,8 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
 
     Read-outs of the last iterate, a square kernel with c channels:
 
-        inf   (max_i Σ|K_t[·, i]|)^(2^-t)           the largest absolute row sum of the operator
+        inf   (max_i Σ|K_t[·, i]|)^(2^-t)           the largest absolute row sum of the operator (Hermitian for t ≥ 1;
+                                                    for t = 0 the root of largest row sum times largest column sum)
         fro   (√(k1_t·k2_t)·‖K_t‖_F)^(2^-t)          with the *current* kernel size k_t (the initial one falls below σ₁)
 
     Guarantee: computed in float64 with `σ₁(K_t)² ≤ σ₁(computed K_{t+1}) + γ‖Σ|K_t|‖_F²`, so the bound also covers rounding.
@@ -39,6 +40,8 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
         raise InputError(f"norm2_toep takes a 2-D convolution weight (out, in, k1, k2), got shape {tuple(K.shape)}")
     if readout not in ("inf", "fro"):
         raise InputError(f"readout must be inf or fro, got {readout!r}")
+    if K.is_complex():
+        raise InputError("norm2_toep takes a real kernel; spectral_norm and conv_norm take complex ones")
     with torch.no_grad(), full_precision():
         A = require_finite(K.detach()).double().cpu()
         if A.shape[0] < A.shape[1]:
@@ -68,9 +71,10 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
 
 def _read(A: Tensor, readout: str) -> float:
     slack = 1 + gamma(A.numel() + 8, torch.float64)
-    if readout == "fro" or A.shape[0] != A.shape[1]:
+    if readout == "fro":
         return float(frobenius(A.flatten(1))) * math.sqrt(A.shape[2] * A.shape[3]) * slack
-    return float(A.abs().sum((1, 2, 3)).max()) * slack
+    rows, columns = (float(A.abs().sum(dims).max()) for dims in ((1, 2, 3), (0, 2, 3)))
+    return math.sqrt(rows * columns) * slack
 
 
 def _scaled(A: Tensor) -> tuple[Tensor, int]:

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios against the alternatives, side by side in one run."""

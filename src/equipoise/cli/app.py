@@ -1,0 +1,153 @@
+"""The application: one table of commands, one way to report errors."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from equipoise.cli.consoles import complain
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row of the command table: `attribute` of `module` is a function with typer annotations, or a `typer.Typer`.
+
+    `optional` rows belong to floors that may not be installed: they are left out when their module is absent. Their modules may
+    import torch, so they are loaded only when they are the command `wanted`; until then `summary` stands in the list.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    optional: bool = False
+    summary: str = ""
+
+
+#: every command of the application; a new one is a new row
+COMMANDS: tuple[Command, ...] = (
+    Command("demo", "equipoise.cli.demo", "demo"),
+    Command("norm", "equipoise.cli.norm", "norm"),
+    Command(
+        "audit",
+        "equipoise.cli.audit",
+        "audit",
+        optional=True,
+        summary="A proved Lipschitz bound of a saved network, layer by layer.",
+    ),
+    Command("selfcheck", "equipoise.cli.selfcheck", "selfcheck"),
+    Command("bench", "equipoise.cli.bench", "bench"),
+)
+
+HELP = """Stability of PyTorch networks, with guarantees: a number that says upper bound is one.
+
+Examples:
+
+  equipoise demo                                           the main job on generated data, half a minute
+  equipoise norm model.safetensors --input-size 32,32      spectral norm of every weight
+  equipoise selfcheck --minutes 5 --device cuda            test the guarantees on your own hardware
+
+Every command has --json and --help. Exit codes: 0 fine, 1 a check failed, 2 the input was refused.
+"""
+
+
+def build(commands: tuple[Command, ...] = COMMANDS, wanted: str | None = None) -> typer.Typer:
+    """The typer application with every command of the table; if it is known which one is `wanted`, it starts quicker."""
+    app = typer.Typer(
+        name="equipoise",
+        help=_verbatim(HELP),
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for command in commands:
+        _register(app, command, wanted)
+    return app
+
+
+def reported(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a command: an `EquipoiseError` becomes one sentence on stderr and exit code 2; a bug keeps its traceback."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            from equipoise.core.errors import EquipoiseError
+
+            if not isinstance(error, EquipoiseError):
+                raise
+            complain(str(error))
+            raise typer.Exit(2) from None
+
+    wrapper.__doc__ = _verbatim(function.__doc__ or "")
+    return wrapper
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=lambda v: _version(v)),
+    ] = False,
+) -> None:
+    """Options of the application itself."""
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from equipoise import __version__
+
+        typer.echo(f"equipoise {__version__}")
+        raise typer.Exit
+
+
+def _register(app: typer.Typer, command: Command, wanted: str | None) -> None:
+    if command.optional and importlib.util.find_spec(command.module) is None:
+        return
+    if command.optional and wanted is not None and wanted != command.name:
+        app.command(command.name, help=command.summary)(_unavailable(command, "it was not loaded"))
+        return
+    try:
+        target = getattr(importlib.import_module(command.module), command.attribute)
+    except ImportError as error:
+        if not command.optional:
+            raise
+        target = _unavailable(command, str(error))
+    if isinstance(target, typer.Typer):
+        for info in target.registered_commands:
+            if info.callback is not None:
+                info.callback = reported(getattr(info.callback, "__wrapped__", info.callback))
+        app.add_typer(target, name=command.name)
+    else:
+        app.command(command.name)(reported(target))
+
+
+def _unavailable(command: Command, reason: str) -> Callable[[], None]:
+    """A command that is installed but cannot be imported says so when it is called, and does not break the others."""
+
+    def unavailable() -> None:
+        """Not available in this installation."""
+        complain(f"`equipoise {command.name}` is not available here: {reason}")
+        raise typer.Exit(2)
+
+    return unavailable
+
+
+def _verbatim(text: str) -> str:
+    """Help text whose line breaks are kept (`\\b` marks a paragraph that is not to be re-wrapped)."""
+    paragraphs = _dedent(text).strip().split("\n\n")
+    return "\n\n".join("\b\n" + p for p in paragraphs)
+
+
+def _dedent(text: str) -> str:
+    import inspect
+
+    return inspect.cleandoc(text)

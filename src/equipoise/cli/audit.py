@@ -1,0 +1,86 @@
+"""`equipoise audit`: the Lipschitz bound of a saved network, as a table, JSON or an HTML report."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.lipschitz.bound import lipschitz_bound
+from equipoise.lipschitz.loading import load_checkpoint, load_factory, load_program, load_weights
+from equipoise.lipschitz.report import Report
+
+
+def audit(
+    model: Annotated[str, typer.Argument(help="a .pt2 file, a checkpoint directory, or package.module:factory")],
+    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
+    input_shape: Annotated[str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")] = None,
+    ball: Annotated[float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")] = None,
+    html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+) -> None:
+    """How much can this network stretch a distance between inputs? A proved upper bound, layer by layer."""
+    try:
+        report = audit_report(model, weights, input_shape, ball)
+        if html is not None:
+            write_whole(html, report.to_html(f"Lipschitz audit of {model}"))
+    except EquipoiseError as error:
+        typer.echo(f"equipoise audit: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(report.to_json() if json else str(report))
+
+
+def audit_report(
+    model: str, weights: Path | None = None, input_shape: str | None = None, ball: float | None = None
+) -> Report:
+    """The report of what `model` names; every failure is an `EquipoiseError` with one sentence."""
+    shape = parse_shape(input_shape) if input_shape is not None else None
+    if model.endswith(".pt2"):
+        if weights is not None:
+            raise InputError("a .pt2 holds its own weights; leave --weights out")
+        return lipschitz_bound(load_program(model), ball=ball)
+    if Path(model).is_dir():
+        if weights is not None:
+            raise InputError("a checkpoint directory holds its own weights; leave --weights out")
+        net, known = load_checkpoint(model)
+        shape = shape or known
+    elif ":" in model:
+        net = load_factory(model)
+        net = load_weights(net, weights) if weights is not None else net
+    else:
+        raise InputError(f"{model!r} is neither a .pt2 file, a directory, nor package.module:factory")
+    if shape is None:
+        raise InputError("the bound depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32")
+    parameter = next(net.parameters(), torch.zeros(()))
+    return lipschitz_bound(net, torch.zeros(1, *shape, dtype=parameter.dtype), ball=ball)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`3,32,32` → (3, 32, 32).
+
+    >>> parse_shape("3,32,32")
+    (3, 32, 32)
+    """
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or any(n < 1 for n in shape):
+        raise InputError(f"--input-shape takes positive numbers like 3,32,32, got {text!r}")
+    return shape
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file completely or not at all."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error

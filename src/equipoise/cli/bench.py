@@ -1,0 +1,111 @@
+"""`equipoise bench`: ratios against the alternatives, side by side in one run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from equipoise.cli.consoles import emit_json, messages, results, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from equipoise.bench.norms import Section
+
+bench = typer.Typer(help="Speed and tightness against the alternatives, side by side in one run.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+@bench.callback()
+def _bench() -> None:
+    """Speed and tightness against the alternatives, side by side in one run."""
+
+
+@bench.command()
+def norms(
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Spectral norms: SVD of all frequencies, plain Gram iteration, Ryu, matrix_norm, ARPACK.
+
+    Convolutions of a ResNet-18 (real kernels where EQUIPOISE_DATA holds them, and
+    Gaussian ones), dense matrices, growing inputs, and the memory of the gradient.
+
+    Examples:
+
+      equipoise bench norms
+      equipoise bench norms --quick --json
+    """
+    import torch
+
+    from equipoise.bench.norms import sections
+
+    threads = torch.get_num_threads()
+    done: list[dict[str, Any]] = []
+    console = results()
+    if not as_json:
+        console.print(f"torch {torch.__version__}, {threads} thread(s), {repeats} round(s)")
+    for section in sections(quick, repeats):
+        done.append(section.to_dict())
+        if as_json:
+            messages().print(f"done: {section.title}")
+        else:
+            _show(section, console)
+    if as_json:
+        emit_json({"torch": torch.__version__, "threads": threads, "repeats": repeats, "sections": done})
+
+
+@bench.command()
+def smoothing(
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Randomized smoothing: certification against a plain loop, radii against Φ⁻¹.
+
+    Example:
+
+      equipoise bench smoothing --json
+    """
+    import torch
+
+    from equipoise.bench.smoothing import rows
+
+    found = rows(repeats=repeats)
+    if as_json:
+        emit_json({"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": found})
+        return
+    from equipoise.bench.norms import Section
+
+    _show(Section(f"smoothing, {torch.get_num_threads()} thread(s)", found), results())
+
+
+def _show(section: Section, console: Console) -> None:
+    if section.rows:
+        columns = list(section.rows[0])
+        shown = table(section.title, *columns, right=tuple(columns[1:]))
+        for row in section.rows:
+            shown.add_row(*(_cell(column, row.get(column, "")) for column in columns))
+        console.print(shown, markup=False)
+    else:
+        console.print(section.title, style="bold")
+    if section.note:
+        console.print(section.note, style="dim", markup=False)
+    for goal in section.goals:
+        mark, style = ("reached", "green") if goal.reached else ("missed", "red")
+        console.print(f"  {goal.what}: {goal.ratio:.3f}× (goal ≤ {goal.limit}×, {mark})", style=style, markup=False)
+    console.print()
+
+
+def _cell(column: str, value: Any) -> str:
+    from equipoise.core.bounds import round_down, round_up
+
+    if not isinstance(value, float):
+        return str(value)
+    if column == "upper":
+        return round_up(value, 5)
+    if column == "lower":
+        return round_down(value, 5)
+    return f"{value:.2g}" if column == "gap" else f"{value:.4g}"

@@ -1,0 +1,57 @@
+"""Where output goes: results to stdout, progress and complaints to stderr, and stdout holds only JSON when asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def results() -> Console:
+    """Console for results; not on a terminal it is wide enough that tables are not cut."""
+    return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def messages() -> Console:
+    """Console for progress and complaints."""
+    return Console(stderr=True, highlight=False)
+
+
+def complain(sentence: str) -> None:
+    """One sentence on stderr."""
+    messages().print(f"equipoise: {sentence}", markup=False, style="red", soft_wrap=True)
+
+
+def progress() -> Progress:
+    """A progress bar on stderr, shown only on a terminal and gone when done."""
+    console = messages()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table in the house style; `right` names the columns of numbers."""
+    result = Table(title=title, title_justify="left", header_style="bold", title_style="bold")
+    for column in columns:
+        result.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return result
+
+
+def emit_json(document: Any) -> None:
+    """Write one JSON document to stdout; numbers JSON cannot hold become null."""
+    sys.stdout.write(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,114 @@
+"""`equipoise norm`: the spectral norm of every weight of a safetensors file."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.consoles import complain, emit_json, progress, results, table
+
+if TYPE_CHECKING:
+    from equipoise.norms.files import Reading, WeightRow
+
+
+class PaddingMode(StrEnum):
+    """Padding modes a file can be read with."""
+
+    zeros = "zeros"
+    circular = "circular"
+
+
+def norm(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file; it may be larger than memory.")],
+    input_size: Annotated[
+        str | None, typer.Option(help="Spatial input size, e.g. 32,32 (one number: every axis). Default: any size.")
+    ] = None,
+    rtol: Annotated[float, typer.Option(help="Relative gap upper/lower − 1 to reach.")] = 1e-3,
+    padding: Annotated[
+        PaddingMode, typer.Option(help="Padding of the convolutions («same» amount when the size is given).")
+    ] = PaddingMode.zeros,
+    stride: Annotated[int, typer.Option(help="Stride of every convolution in the file.")] = 1,
+    only: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Only tensors of this name, e.g. 'layer1.*'.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Spectral norm of every weight of FILE, as brackets: lower ≤ norm ≤ upper.
+
+    2-D weights are matrices, 3-D to 5-D weights convolution kernels (out, in, ...);
+    vectors, scalars and integers are listed as skipped.
+
+    A file does not say stride, dilation, groups or padding. Without --input-size the
+    upper end holds for every stride, every zero padding, every dilation, every
+    grouping and every input size of the same weight; the lower end belongs to
+    stride 1 and groups 1. Reflect and replicate padding are not covered.
+
+    Examples:
+
+      equipoise norm model.safetensors
+      equipoise norm model.safetensors --input-size 32,32 --rtol 1e-4
+      equipoise norm model.safetensors --only 'layer1.*' --json
+    """
+    from equipoise.norms.files import Reading, weight_names, weight_norms
+
+    reading = Reading(rtol, _sizes(input_size), padding.value, stride)
+    names = weight_names(file, only)
+    rows = []
+    with progress() as bar:
+        task = bar.add_task(f"norms of {file.name}", total=len(names))
+        for row in weight_norms(file, reading, names):
+            rows.append(row)
+            bar.advance(task)
+    refused = [row for row in rows if row.status == "refused"]
+    if as_json:
+        emit_json(_document(file, reading, rows))
+    else:
+        _show(file, rows)
+    if refused:
+        first = refused[0]
+        complain(f"{len(refused)} of {len(rows)} tensors refused, the first is {first.name}: {first.note}")
+        raise typer.Exit(2)
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    from equipoise.core.errors import InputError
+
+    if text is None:
+        return None
+    try:
+        sizes = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"--input-size takes positive numbers such as 32,32, got {text!r}")
+    return sizes
+
+
+def _document(file: Path, reading: Reading, rows: list[WeightRow]) -> dict[str, object]:
+    return {
+        "file": str(file),
+        "rtol": reading.rtol,
+        "input_size": None if reading.input_size is None else list(reading.input_size),
+        "padding": reading.padding,
+        "stride": reading.stride,
+        "weights": [row.to_dict() for row in rows],
+        "refused": sum(row.status == "refused" for row in rows),
+    }
+
+
+def _show(file: Path, rows: list[WeightRow]) -> None:
+    from equipoise.core.bounds import round_down, round_up
+
+    result = table(file.name, "weight", "shape", "dtype", "lower", "upper", "note", right=("lower", "upper"))
+    for row in rows:
+        shape = "×".join(map(str, row.shape))
+        if row.bracket is not None:
+            ends = round_down(float(row.bracket.lower)), round_up(float(row.bracket.upper))
+            result.add_row(row.name, shape, row.dtype, *ends, row.note)
+        else:
+            style = "red" if row.status == "refused" else "dim"
+            result.add_row(row.name, shape, row.dtype, "", "", f"{row.status}: {row.note}", style=style)
+    results().print(result, markup=False)

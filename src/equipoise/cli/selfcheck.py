@@ -1,0 +1,85 @@
+"""`equipoise selfcheck`: the guarantees, tested on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.consoles import emit_json, messages, progress, results, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from equipoise.selfcheck import Report
+
+
+def selfcheck(
+    minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
+    device: Annotated[str, typer.Option(help="cpu, cuda (or cuda:1) or mps.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Other seeds test other operators.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Test the guarantees on your own hardware against a float64 reference.
+
+    Random and trained matrices and convolutions; the trained ones follow the gradient
+    of truth/upper to break the bound. Prints how many operators were tested, how close
+    the brackets came, and how many were wrong: 0, or the exit code is 1.
+    An end counts as wrong beyond 1e-12 relative, the rounding of the reference SVD.
+
+    Examples:
+
+      equipoise selfcheck
+      equipoise selfcheck --minutes 10 --device cuda --seed 3
+    """
+    from equipoise.selfcheck import CHECKS, run
+
+    with progress() as bar:
+        task = bar.add_task("selfcheck", total=100)
+        report = run(
+            CHECKS, 60 * minutes, device, seed, lambda tally, done: bar.update(task, completed=round(100 * done))
+        )
+    if as_json:
+        emit_json(report.to_dict())
+    else:
+        show(report, results())
+    if report.violations:
+        messages().print(f"equipoise: {report.violations} violations: please report them", style="red")
+        raise typer.Exit(1)
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report as a table and its verdict."""
+    import torch
+
+    numbers = (
+        "operators",
+        "brackets",
+        "min upper/truth − 1",
+        "max lower/truth − 1",
+        "violations",
+        "refused",
+        "seconds",
+    )
+    rows = table("selfcheck", "check", *numbers, right=numbers)
+    for t in report.tallies:
+        rows.add_row(
+            t.name,
+            f"{t.operators:,}",
+            f"{t.comparisons:,}",
+            f"{t.closest_upper:.1e}",
+            f"{t.closest_lower - 1:.1e}",
+            str(t.violations),
+            str(t.refused),
+            f"{t.seconds:.1f}",
+        )
+    console.print(rows)
+    for t in report.tallies:
+        for example in t.examples:
+            console.print(f"  {example}", markup=False)
+    verdict = "no violations" if not report.violations else f"{report.violations} VIOLATIONS"
+    console.print(
+        f"{report.operators:,} operators, {verdict} "
+        f"({report.device}, seed {report.seed}, torch {torch.__version__}, {torch.get_num_threads()} threads)",
+        style="bold green" if not report.violations else "bold red",
+    )

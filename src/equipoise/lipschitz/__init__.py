@@ -1,0 +1,23 @@
+"""Lipschitz bounds of whole networks, on the graph they really run: upper bounds that are ones, or a refusal."""
+
+from equipoise.lipschitz.bound import lipschitz_bound
+from equipoise.lipschitz.capture import Program, capture
+from equipoise.lipschitz.chains import chain_bound
+from equipoise.lipschitz.local import local_lipschitz
+from equipoise.lipschitz.report import Report, Row
+from equipoise.lipschitz.rules import Call, Signal, Step, known_operations, register_rule
+
+__all__ = [
+    "Call",
+    "Program",
+    "Report",
+    "Row",
+    "Signal",
+    "Step",
+    "capture",
+    "chain_bound",
+    "known_operations",
+    "lipschitz_bound",
+    "local_lipschitz",
+    "register_rule",
+]

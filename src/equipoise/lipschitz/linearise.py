@@ -1,0 +1,187 @@
+"""A local bound from the gradient: the network as one linear map plus the neurons that may switch.
+
+On a ball every activation has secant slopes `S_i` within `w_i` of reference slopes `s_i`, entry by entry. If
+everything else is affine,
+
+    f(x) − f(x') = J δx + Σ_i G_i (S_i − s_i) δz_i,      ‖f(x) − f(x')‖ ≤ (‖J‖ + Σ_i ‖G_i diag(w_i)‖·L_i)·‖δx‖,
+
+with J the Jacobian and G_i the derivative by the output of activation i, both of the *reference* network, and L_i a
+local Lipschitz bound of its
+input. J and G_i have as many rows as the network has outputs, so a few backward passes give them whole, where a product of norms
+sees one layer at a time. Rounding of the backward passes is bounded by the gains of the graph and added.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from equipoise.core.precision import gamma, up
+from equipoise.lipschitz.enclose import Box
+from equipoise.lipschitz.forms import Cache, Conv, Dense
+from equipoise.lipschitz.logs import exp_up
+from equipoise.lipschitz.propagate import Propagation
+from equipoise.norms import spectral_norm
+
+_AFFINE = {
+    "linear", "convolution", "matmul", "batch norm", "sum", "shift", "difference", "scaling", "concatenation", "view",
+    "selection",
+    "identity", "mean", "average pooling", "constant padding", "piece", "split", "sum over entries", "transposed convolution",
+    "resampling", "reflect padding", "circular padding", "replicate padding",
+}  # fmt: skip
+#: largest |φ''| (rounded up): the slope moves by at most this times the half-width
+CURVATURE = {"tanh": 0.76981, "sigmoid": 0.09623, "gelu": 0.81, "silu": 0.50001, "atan": 0.64952}
+#: more outputs than this would need too many backward passes
+OUTPUTS = 128
+
+
+def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor, cache: Cache) -> float:
+    """Upper bound of the local Lipschitz constant; infinite where the network is not affine up to pointwise activations."""
+    if len(run.program.outputs) != 1 or len(run.program.inputs) != 1:
+        return math.inf
+    for node in run.program.nodes:
+        step = run.steps[node]
+        pointwise = step.slopes is not None and len(step.gains) == 1
+        if not pointwise and (step.kind not in _AFFINE or (step.combine == "root" and step.kind != "concatenation")):
+            return math.inf
+    slopes = {n: _slopes(run, n, boxes) for n in run.program.nodes if run.steps[n].slopes is not None}
+    values = _reference_pass(run, x, {n: s[0] for n, s in slopes.items()})
+    out = values[run.program.outputs[0]]
+    if out.numel() > OUTPUTS:
+        return math.inf
+    watched = [
+        n
+        for n in [run.program.inputs[0], *run.program.nodes]
+        if isinstance(values[n], Tensor) and values[n].requires_grad
+    ]
+    rows = [_gradients(out, k, watched, values) for k in range(out.numel())]
+    stacked = {n: torch.stack([row[i].flatten() for row in rows]) for i, n in enumerate(watched)}
+    noise = _backward_noise(run, stacked)
+    source = run.program.inputs[0]
+    total = up(_norm(stacked[source]) + noise[source])
+    for node, (_, width) in slopes.items():
+        if node not in stacked or not bool((width > 0).any()):
+            continue
+        total = up(total + _switching(run, node, width, stacked[node], noise[node], boxes))
+    return total
+
+
+def _slopes(run: Propagation, node: fx.Node, boxes: dict[fx.Node, Box]) -> tuple[Tensor, Tensor]:
+    """Reference slope and half-width per entry: exact for ReLU, from the curvature for smooth maps, else the whole interval."""
+    step = run.steps[node]
+    assert step.slopes is not None
+    low, high = step.slopes
+    shape = step.gains[0][0].shape
+    box = boxes[step.gains[0][0].node]
+    lows = torch.full(shape, low, dtype=torch.float64)
+    highs = torch.full(shape, high, dtype=torch.float64)
+    if step.kind == "relu" and box.mid is not None and box.half is not None:
+        lows = (box.mid - box.half > 0).double()
+        highs = (box.mid + box.half > 0).double()
+    elif step.kind in CURVATURE and box.mid is not None and box.half is not None:
+        at = box.mid.clone().requires_grad_()
+        with torch.enable_grad():
+            rest = [a for a in node.args[1:] if not isinstance(a, fx.Node)]
+            (slope,) = torch.autograd.grad(node.target(at, *rest, **node.kwargs).sum(), at)  # type: ignore[operator]
+        lows = torch.maximum(lows, slope - CURVATURE[step.kind] * box.half - 1e-9)
+        highs = torch.minimum(highs, slope + CURVATURE[step.kind] * box.half + 1e-9)
+    middle = (lows + highs) / 2
+    return middle, up((highs - lows) / 2 + 2.0**-52 * middle.abs())
+
+
+def _reference_pass(run: Propagation, x: Tensor, slopes: dict[fx.Node, Tensor]) -> dict[fx.Node, Any]:
+    """The reference network in float64 with a graph for gradients: activations replaced by their reference slopes."""
+    values: dict[fx.Node, Any] = {run.program.inputs[0]: x.detach().double().clone().requires_grad_()}
+
+    def value(node: fx.Node) -> Any:
+        if node in values:
+            return values[node]
+        constant = run.program.constants[node]
+        return constant.double() if isinstance(constant, Tensor) and constant.is_floating_point() else constant
+
+    with torch.enable_grad():
+        for node in run.program.nodes:
+            step = run.steps[node]
+            if node in slopes:
+                values[node] = value(step.gains[0][0].node) * slopes[node]
+            elif step.kind == "identity":
+                values[node] = value(step.gains[0][0].node)
+            else:
+                args = fx.node.map_arg(node.args, value)
+                kwargs = fx.node.map_arg(node.kwargs, value)
+                target = getattr(torch.ops.aten, str(node.target).split(".")[1].rstrip("_"), None)
+                in_place = hasattr(node.target, "_schema") and node.target._schema.is_mutable
+                values[node] = target(*args, **kwargs) if in_place and target else node.target(*args, **kwargs)  # type: ignore[operator]
+    return values
+
+
+def _gradients(out: Tensor, k: int, watched: list[fx.Node], values: dict[fx.Node, Any]) -> list[Tensor]:
+    """Gradient of output k by every watched node."""
+    chosen = torch.zeros(out.numel(), dtype=out.dtype)
+    chosen[k] = 1.0
+    tensors = [values[n] for n in watched]
+    found = torch.autograd.grad(out, tensors, chosen.reshape(out.shape), retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
+
+
+def _norm(G: Tensor) -> float:
+    return float(spectral_norm(G, rtol=1e-6).upper) if bool(G.any()) else 0.0
+
+
+def _backward_noise(run: Propagation, grads: dict[fx.Node, Tensor]) -> dict[fx.Node, float]:
+    """Bound of the rounding in every gradient (Frobenius over all rows), carried backward with the gains of the graph."""
+    noise: dict[fx.Node, float] = dict.fromkeys(run.facts, 0.0)
+    sizes = {n: float(torch.linalg.vector_norm(g)) for n, g in grads.items()}
+    for node in reversed(run.program.nodes):
+        step = run.steps[node]
+        fresh = _roughness(run, node) * (sizes.get(node, 0.0) + noise[node])
+        for signal, gain in step.gains:
+            own = sizes.get(signal.node, 0.0)
+            noise[signal.node] = up(noise[signal.node] + up(gain * noise[node]) + fresh + 16 * 2.0**-53 * own)
+    return noise
+
+
+def _roughness(run: Propagation, node: fx.Node) -> float:
+    """Rounding of one backward step relative to the gradient that enters it: `γ_n·‖|W|‖` for linear maps."""
+    step = run.steps[node]
+    top = max((g for _, g in step.gains), default=0.0)
+    form = step.linear
+    if isinstance(form, Dense):
+        size = float(torch.linalg.vector_norm(form.matrix.double()))
+        return gamma(form.matrix.shape[0] + 16, torch.float64) * up(size)
+    if isinstance(form, Conv):
+        taps = math.prod(form.weight.shape[2:])
+        size = float(torch.linalg.vector_norm(form.weight.double())) * math.sqrt(taps)
+        return gamma(taps * form.weight.shape[0] + 16, torch.float64) * up(size)
+    count = max(run.facts[s.node].signal.numel for s, _ in step.gains)
+    return gamma(count + 16, torch.float64) * max(1.0, top) * (64.0 if step.kind == "transposed convolution" else 1.0)
+
+
+def _switching(
+    run: Propagation, node: fx.Node, width: Tensor, G: Tensor, noise: float, boxes: dict[fx.Node, Box]
+) -> float:
+    """`‖G diag(w)‖·L` of one activation, or the sum over its neurons of `w_j·‖G_j‖·‖row_j‖·L(base)` where that is smaller."""
+    before = run.steps[node].gains[0][0].node
+    w = width.flatten()
+    active = w > 0
+    together = up((_norm(G[:, active] * w[active]) + noise * float(w.max())) * exp_up(boxes[before].log))
+    facts = run.facts[before]
+    if facts.base is None or not isinstance(facts.form, Dense | Conv) or not math.isfinite(boxes[facts.base].log):
+        return together
+    weight = facts.form.matrix if isinstance(facts.form, Dense) else facts.form.weight
+    if isinstance(facts.form, Conv) and facts.form.padding != "zeros":
+        return together
+    rows = up(torch.linalg.vector_norm(weight.double().flatten(1), dim=1) * (1 + 1e-9)) + facts.form.error
+    shape = [1] * width.dim()
+    shape[1 if isinstance(facts.form, Conv) else -1] = -1
+    spread = rows.reshape(shape).expand(width.shape).flatten()
+    each = (w * spread)[active]
+    columns = torch.linalg.vector_norm(G[:, active], dim=0)
+    base = exp_up(boxes[facts.base].log)
+    apart = up((float((columns * each).sum()) * (1 + 1e-9) + noise * float(torch.linalg.vector_norm(each))) * base)
+    rows_only = float(torch.linalg.vector_norm(spread[active])) * (1 + 1e-9) * base
+    mixed = up((_norm(G[:, active] * w[active]) + noise * float(w.max())) * up(rows_only))
+    return min(together, apart, mixed)

@@ -1,0 +1,202 @@
+"""Models from files, without executing anything a file says.
+
+A `.pt2` is a zip whose reader, `torch.export.load`, unpickles constants and sample inputs without restriction when
+asked to, evaluates symbolic
+expressions, and resolves any name under `torch.`. So the bytes are inspected first: only known entries, every pickle
+readable with
+`weights_only=True`, only aten operations, no symbolic expressions. The bytes that were inspected are the ones that are loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from equipoise.core.errors import InputError, Refused
+
+_ENTRIES = re.compile(
+    r"^([^/]+/)?(archive_format|archive_version|byteorder|version|\.data/(version|serialization_id)|\.format_version|"
+    r"models/[\w.-]+\.json|data/(weights|constants|sample_inputs)/[\w.-]+|extra/.*)$"
+)
+_STORAGE = re.compile(r"^(weight|tensor)_\d+$")  # raw numbers: nothing unpickles these unless a description asks for it
+_TARGETS = re.compile(r"^(torch\.ops\.(aten|prims)\.[\w.]+|_operator\.[a-z_]+)$")
+_FORBIDDEN = ("from_file", "save", "load", "call_torchbind")
+#: a model description longer than this is not read
+LARGEST_JSON = 200_000_000
+
+
+def load_program(path: str | Path) -> ExportedProgram:
+    """Open a `.pt2` written by `torch.export.save`, after refusing everything that is not plain weights and aten operations."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    inspect_program(data, str(path))
+    try:
+        return torch.export.load(io.BytesIO(data))
+    except Exception as error:
+        raise InputError(
+            f"{path} is not a program this PyTorch can read ({type(error).__name__}: {_line(error)})"
+        ) from error
+
+
+def inspect_program(data: bytes, name: str = "the file") -> None:
+    """Refuse a `.pt2` that would run code when read: unknown entries, pickles beyond weights, foreign operations, expressions."""
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        infos = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
+        raise InputError(f"{name} is not a .pt2 file: it is not a zip archive ({_line(error)})") from error
+    repeated = [entry for entry, count in Counter(i.filename for i in infos).items() if count > 1]
+    if repeated:
+        raise Refused(f"{name} holds the entry {repeated[0]!r} twice: two readers would see two different files")
+    for info in infos:
+        if info.is_dir():
+            continue
+        if not _ENTRIES.match(info.filename):
+            raise Refused(f"{name} holds {info.filename!r}, which a plain exported program has not; export it again")
+        try:
+            content = archive.read(info)
+        except Exception as error:
+            raise InputError(f"{name} is damaged at {info.filename!r} ({_line(error)})") from error
+        _inspect_entry(name, info.filename, content)
+    if not any("models/" in i.filename for i in infos):
+        raise InputError(f"{name} holds no exported program (no models/*.json)")
+
+
+def _inspect_entry(name: str, entry: str, content: bytes) -> None:
+    if entry.endswith(".json"):
+        if len(content) > LARGEST_JSON:
+            raise Refused(f"{name}: {entry!r} is larger than {LARGEST_JSON} bytes")
+        try:
+            described = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{name}: {entry!r} is not JSON ({_line(error)})") from error
+        _inspect_description(name, described)
+    elif "/data/" in f"/{entry}" and not _STORAGE.match(entry.rsplit("/", 1)[-1]):
+        try:
+            torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise Refused(
+                f"{name}: {entry!r} is a pickle that holds more than weights; it was not opened; "
+                "export the model again with tensors only"
+            ) from error
+
+
+def _inspect_description(name: str, described: Any) -> None:
+    for item in _dicts(described):
+        if "expr_str" in item:
+            raise Refused(
+                f"{name} has symbolic shapes, whose expressions are evaluated as code; export it with static shapes"
+            )
+        if item.get("use_pickle") not in (None, False):
+            raise Refused(
+                f"{name} asks for a constant to be unpickled without restriction; export it with tensor constants only"
+            )
+        stored = item.get("path_name")
+        if stored is not None and not (isinstance(stored, str) and _STORAGE.match(stored)):
+            raise Refused(
+                f"{name} stores {stored!r}, an object rather than a tensor, which would be unpickled; export tensors only"
+            )
+        target = item.get("target")
+        if isinstance(target, str) and "inputs" in item and "outputs" in item:
+            overload = target.rsplit(".", 2)[-2] if target.count(".") > 1 else target
+            if not _TARGETS.match(target) or overload in _FORBIDDEN:
+                raise Refused(f"{name} calls {target!r}, which is not a plain tensor operation")
+
+
+def _dicts(value: Any) -> Iterator[dict[str, Any]]:
+    todo = [value]
+    while todo:
+        current = todo.pop()
+        if isinstance(current, dict):
+            yield current
+            todo += current.values()
+        elif isinstance(current, list):
+            todo += current
+
+
+def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module:
+    """`package.module:factory`, called with no positional arguments; it must return a module."""
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise InputError(f"a factory is written package.module:factory, got {spec!r}")
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            target = getattr(target, part)
+        model = target(**(arguments or {})) if callable(target) and not isinstance(target, nn.Module) else target
+    except ImportError as error:
+        raise InputError(f"cannot import {module_name!r}: {_line(error)}") from error
+    except AttributeError as error:
+        raise InputError(f"{module_name!r} has no {attribute!r}: {_line(error)}") from error
+    except TypeError as error:
+        raise InputError(f"{spec!r} cannot be called without arguments: {_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{spec!r} gave a {type(model).__name__}, not an nn.Module")
+    return model.eval()
+
+
+def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
+    """Weights from a safetensors file into the model, every name accounted for; other formats are refused."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise Refused(
+            f"weights are read from .safetensors only, got {path.name!r}: pickled checkpoints can run code; convert it first"
+        )
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot read {path}: {_line(error)}") from error
+    try:
+        missing, extra = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise InputError(f"the weights of {path} do not fit the model: {_line(error)}") from error
+    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
+    extra = [name for name in extra if not name.endswith("num_batches_tracked")]
+    if missing or extra:
+        what = [f"{len(v)} {k} (first: {v[0]})" for k, v in (("missing", missing), ("unknown", extra)) if v]
+        raise InputError(f"the weights of {path} do not fit the model: {' and '.join(what)}")
+    return model.eval()
+
+
+def load_checkpoint(folder: str | Path) -> tuple[nn.Module, tuple[int, ...] | None]:
+    """A checkpoint directory: one safetensors file, and `config.json` with `factory` (inside equipoise), `arguments`, `input_shape`."""
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{folder} has no readable config.json: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{folder / 'config.json'} is not JSON: {_line(error)}") from error
+    factory = config.get("factory") if isinstance(config, dict) else None
+    if not isinstance(factory, str):
+        raise InputError(f"{folder / 'config.json'} names no factory")
+    if not re.match(r"^equipoise(\.\w+)*:[A-Za-z]\w*$", factory):
+        raise Refused(f"the checkpoint asks to run {factory!r}; only factories inside equipoise are called from a file")
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise InputError(f"{folder} must hold one .safetensors file, it holds {len(files)}")
+    model = load_weights(load_factory(factory, config.get("arguments")), files[0])
+    shape = config.get("input_shape")
+    return model, tuple(int(n) for n in shape) if shape else None
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:160] if lines else type(error).__name__

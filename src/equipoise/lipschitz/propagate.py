@@ -1,0 +1,243 @@
+"""Carry a bound from the input to every node: composition multiplies, sums add, concatenation takes the root of squares.
+
+Two totals are carried side by side in the log domain: `product`, layer by layer, and `fused`, in which runs of linear maps are
+composed before their norm is taken. The second is the minimum of both, so it never exceeds the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from equipoise.core.errors import Refused
+from equipoise.core.precision import full_precision, up
+from equipoise.lipschitz.capture import Program, where
+from equipoise.lipschitz.forms import Cache, Linear, Pad, Scale, bracket, compose, parallel
+from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
+from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a node: its size on the domain, both log-bounds, and the linear run that ends in it."""
+
+    signal: Signal
+    product: float
+    fused: float
+    form: Linear | None = field(default=None, repr=False)
+    base: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Propagation:
+    """The bounds of every node, with the step each rule gave, and the totals."""
+
+    program: Program
+    facts: dict[fx.Node, Facts]
+    steps: dict[fx.Node, Step]
+    product: float
+    fused: float
+
+
+def propagate(
+    program: Program, ball: float | None = None, rtol: float = 1e-3, cache: Cache | None = None
+) -> Propagation:
+    """Bound every node of the program relative to the input; with `ball` only on inputs of norm at most that."""
+    cache = Cache(rtol) if cache is None else cache
+    facts: dict[fx.Node, Facts] = {}
+    steps: dict[fx.Node, Step] = {}
+    size = math.inf if ball is None else float(ball)
+    for node in program.inputs:
+        value = node.meta["val"]
+        facts[node] = Facts(Signal(node, tuple(value.shape), value.dtype, size, size, size), 0.0, 0.0)
+
+    def lookup(node: fx.Node) -> Any:
+        return facts[node].signal if node in facts else program.constants[node]
+
+    with torch.no_grad(), full_precision():
+        for node in program.nodes:
+            call = Call(node, lookup, cache)
+            step = find_rule(node)(call)
+            _check(node, step)
+            steps[node] = step
+            facts[node] = _advance(call, step, facts)
+    totals = [(facts[o].product, facts[o].fused) for o in dict.fromkeys(program.outputs)]
+    repeats = {o: program.outputs.count(o) for o in program.outputs}
+    logs = [0.5 * log_up(float(repeats[o])) if repeats[o] > 1 else 0.0 for o in dict.fromkeys(program.outputs)]
+    product = log_root(log_product(p, r) for (p, _), r in zip(totals, logs, strict=True))
+    fused = log_root(log_product(f, r) for (_, f), r in zip(totals, logs, strict=True))
+    return Propagation(program, facts, steps, product, min(product, fused))
+
+
+def _check(node: fx.Node, step: Step) -> None:
+    for _, gain in step.gains:
+        if math.isnan(gain) or gain < 0 or gain == math.inf:
+            raise Refused(
+                f"{where(node)}: its rule gives the constant {gain}; check the weights, or state an input ball"
+            )
+
+
+def _advance(call: Call, step: Step, facts: dict[fx.Node, Facts]) -> Facts:
+    sources = [s.node for s, _ in step.gains] + [s.part[0] for s, _ in step.gains if s.part is not None]
+    product = _combined(step, {n: facts[n].product for n in sources})
+    fused = _combined(step, {n: facts[n].fused for n in sources})
+    form, base = _linear_run(step, facts)
+    plain = len(step.gains) == 1 and base is step.gains[0][0].node
+    if form is not None and base is not None and not plain and not _pending(call.node, step):
+        composed = log_up(float(bracket(form, call.cache).upper))
+        fused = min(fused, log_product(composed, facts[base].fused))
+    return Facts(_sized(call, step), product, min(product, fused), form, base)
+
+
+def _pending(node: fx.Node, step: Step) -> bool:
+    """Whether only one affine operation reads this node: the run goes on, and its norm is taken at the end."""
+    users = list(node.users)
+    if isinstance(step.linear, Pad):
+        return True
+    if len(users) != 1:
+        return False
+    name = str(users[0].target)
+    return name in ("aten.batch_norm.default", "aten.dropout.default")
+
+
+def _combined(step: Step, logs: dict[fx.Node, float]) -> float:
+    """The bound after a step; parts of one tensor that do not overlap count once in a root of squares."""
+    terms = [(s, log_product(log_up(gain), logs[s.node])) for s, gain in step.gains]
+    if step.combine == "sum":
+        return log_sum(t for _, t in terms)
+    return log_root(_grouped(step, logs))
+
+
+def _grouped(step: Step, logs: dict[fx.Node, float]) -> list[float]:
+    """Terms of a root of squares, with disjoint selections of one tensor merged: together they hold it at most once."""
+    terms: list[float] = []
+    groups: dict[fx.Node, list[tuple[Signal, float]]] = {}
+    for s, gain in step.gains:
+        if s.part is None or s.part[0] not in logs:
+            terms.append(log_product(log_up(gain), logs[s.node]))
+        else:
+            groups.setdefault(s.part[0], []).append((s, gain))
+    for base, members in groups.items():
+        apart = [log_product(log_up(gain), logs[s.node]) for s, gain in members]
+        read = torch.cat([s.part[1].flatten() for s, _ in members if s.part is not None])
+        if len(members) > 1 and read.unique().numel() == read.numel():
+            together = log_product(log_up(max(gain for _, gain in members)), logs[base])
+            terms.append(min(together, log_root(apart)))
+        else:
+            terms += apart
+    return terms
+
+
+def _linear_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None, fx.Node | None]:
+    if step.kind == "sum" and len(step.gains) == 2:
+        return _parallel_run(step, facts)
+    if len(step.gains) != 1:
+        return None, None
+    source = step.gains[0][0].node
+    known = facts[source]
+    if step.kind == "identity":
+        return known.form, known.base
+    if step.linear is None:
+        return None, None
+    if known.form is not None:
+        composed = compose(known.form, step.linear)
+        if composed is not None:
+            return composed, known.base
+    return step.linear, source
+
+
+def _parallel_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None, fx.Node | None]:
+    """`A x + B x` of two linear runs from the same node; the node itself counts as the identity."""
+    (a, gain_a), (b, gain_b) = step.gains
+    if gain_a != 1 or gain_b != 1 or a.shape != b.shape:
+        return None, None
+    identity = Scale(torch.ones(1, dtype=torch.float64), 1)
+    runs_a = [(facts[a.node].form, facts[a.node].base), (identity, a.node)]
+    runs_b = [(facts[b.node].form, facts[b.node].base), (identity, b.node)]
+    for form_a, base_a in runs_a:
+        for form_b, base_b in runs_b:
+            if form_a is not None and form_b is not None and base_a is base_b and base_a is not None:
+                joined = parallel(form_a, form_b)
+                if joined is not None:
+                    return joined, base_a
+    return None, None
+
+
+def _sized(call: Call, step: Step) -> Signal:
+    """Bounds of the output's size: what the rule knows, what the offset and gains give, and what each implies for the others."""
+    value = call.node.meta["val"]
+    value = value[0] if isinstance(value, tuple | list) else value
+    shape = tuple(value.shape)
+    reach = [gain * s.norm if gain else 0.0 for s, gain in step.gains]
+    grown = math.sqrt(sum(r * r for r in reach)) if step.combine == "root" else sum(reach)
+    count, width = math.prod(shape), shape[-1] if shape else 1
+    norm = _least(step.norm, up(grown + step.offset) if step.gains else step.offset)
+    row, peak = _least(step.row, norm), _least(step.peak, norm)
+    peak = _least(peak, row)
+    row = _least(row, up(math.sqrt(width) * peak))
+    norm = _least(norm, up(math.sqrt(max(1, count // max(1, width))) * row))
+    return Signal(call.node, shape, value.dtype, norm, row, peak, _part(call, step, shape))
+
+
+def _least(*values: float) -> float:
+    return min((v for v in values if not math.isnan(v)), default=math.inf)
+
+
+def _part(call: Call, step: Step, shape: tuple[int, ...]) -> tuple[fx.Node, Tensor] | None:
+    """Which entries of which tensor this one selects, for selections and views of selections (not for large tensors)."""
+    if not step.moves or len(step.gains) != 1:
+        return None
+    source = step.gains[0][0]
+    if step.kind == "piece":
+        pieces = call.node.args[0]
+        assert isinstance(pieces, fx.Node)
+        if not isinstance(pieces.meta["val"], tuple | list) or not pieces.all_input_nodes or len(pieces.args) < 1:
+            return None
+        if not str(pieces.target).startswith(("aten.split", "aten.chunk", "aten.unbind", "aten.tensor_split")):
+            return None
+        whole = pieces.all_input_nodes[0]
+        value = whole.meta["val"]
+        if value.numel() > 2_000_000:
+            return None
+        index = torch.arange(value.numel(), dtype=torch.float64).reshape(value.shape)
+        return whole, pieces.target(index, *pieces.args[1:], **pieces.kwargs)[call.node.args[1]]  # type: ignore[operator]
+    known = source.part
+    if known is None:
+        if step.kind != "selection" or source.numel > 2_000_000:
+            return None
+        known = (source.node, torch.arange(source.numel, dtype=torch.float64).reshape(source.shape))
+    if any(isinstance(a, fx.Node) for a in call.node.args[1:]):
+        return None
+    return known[0], call.node.target(known[1], *call.node.args[1:], **call.node.kwargs)  # type: ignore[operator]
+
+
+def lipschitz_of(facts: Facts) -> float:
+    """Upper bound of the node relative to the input, as a float (infinite beyond the floats)."""
+    return exp_up(facts.fused)
+
+
+def elasticities(run: Propagation) -> dict[fx.Node, float]:
+    """How much of a relative change of each node's constant reaches the total: `∂ log L/∂ log c`, by one reverse pass."""
+    weight: dict[fx.Node, float] = dict.fromkeys(run.facts, 0.0)
+    _share(weight, 1.0, [(o, run.facts[o].product) for o in run.program.outputs], square=True)
+    for node in reversed(run.program.nodes):
+        step = run.steps[node]
+        terms = [(s.node, log_product(log_up(g), run.facts[s.node].product)) for s, g in step.gains]
+        _share(weight, weight[node], terms, square=step.combine == "root")
+    return weight
+
+
+def _share(weight: dict[fx.Node, float], whole: float, terms: Iterable[tuple[fx.Node, float]], square: bool) -> None:
+    kept = [(n, t * (2 if square else 1)) for n, t in terms if t != -math.inf]
+    if not kept or whole == 0:
+        return
+    top = max(t for _, t in kept)
+    parts = [(n, math.exp(t - top) if math.isfinite(top) else 1.0) for n, t in kept]
+    total = sum(p for _, p in parts)
+    for n, p in parts:
+        weight[n] += whole * p / total

@@ -1,0 +1,143 @@
+"""The report of an audit: a row per layer, two totals, a table, JSON and HTML."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from equipoise.lipschitz.logs import exp_up, show_log
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation: where, what, its bracket, and how much it weighs in the total.
+
+    `weight` is ∂ log L/∂ log c of the product bound, so `weight·log c` is what this row adds to log L.
+    """
+
+    name: str
+    node: str
+    kind: str
+    shape: str
+    lower: float
+    upper: float
+    method: str
+    weight: float
+    share: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Upper bounds of the Lipschitz constant of a network in ℓ2, with the layers they are made of.
+
+    `upper` is the smallest proved total, `product` the layer-by-layer one; both are infinite where they exceed the floats,
+    `log_upper` and `log_product` never are. `ball` is the radius of the input ball they hold on (None: everywhere).
+    """
+
+    log_upper: float
+    log_product: float
+    log_fused: float
+    layers: tuple[Row, ...]
+    method: str
+    ball: float | None = None
+    notes: tuple[str, ...] = ()
+    log_chain: float | None = None
+
+    @property
+    def upper(self) -> float:
+        """The best proved upper bound."""
+        return exp_up(self.log_upper)
+
+    @property
+    def product(self) -> float:
+        """The product bound, layer by layer."""
+        return exp_up(self.log_product)
+
+    @property
+    def fused(self) -> float:
+        """The bound with linear runs composed before their norm is taken."""
+        return exp_up(self.log_fused)
+
+    def fix_first(self, count: int = 3) -> tuple[Row, ...]:
+        """The rows that add most to the bound: shrinking one by 1 % shrinks the bound by `weight` %."""
+        heavy = [r for r in self.layers if r.upper > 1 and r.share > 0]
+        return tuple(sorted(heavy, key=lambda r: -r.share)[:count])
+
+    def __float__(self) -> float:
+        return self.upper
+
+    def __str__(self) -> str:
+        head = ("layer", "kind", "shape", "norm in", "constant", "share", "method")
+        body = [_cells(row) for row in self.layers]
+        widths = [max(len(r[i]) for r in [head, *body]) for i in range(len(head))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [head, *body]]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *self.summary()])
+
+    def summary(self) -> list[str]:
+        """The totals, the domain, what to fix first and the notes, a line each."""
+        domain = "everywhere" if self.ball is None else f"for inputs of norm at most {self.ball:g}"
+        lines = [
+            f"Lipschitz constant (ℓ2, {domain}) at most {show_log(self.log_upper)}   ({self.method})",
+            f"product, layer by layer: {show_log(self.log_product)}   fused: {show_log(self.log_fused)}"
+            + ("" if self.log_chain is None else f"   chain: {show_log(self.log_chain)}"),
+        ]
+        first = self.fix_first()
+        if first:
+            lines.append("fix first: " + ", ".join(f"{r.name} ({r.share:.0%} of the log-bound)" for r in first))
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; numbers beyond the floats appear as null next to their logarithm."""
+        return {
+            "upper": _finite(self.upper), "log_upper": _finite(self.log_upper), "product": _finite(self.product),
+            "log_product": _finite(self.log_product), "fused": _finite(self.fused), "log_fused": _finite(self.log_fused),
+            "log_chain": self.log_chain, "method": self.method, "norm": "l2", "kind": "upper", "ball": self.ball,
+            "notes": list(self.notes), "layers": [{k: _finite(v) for k, v in asdict(r).items()} for r in self.layers],
+        }  # fmt: skip
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The report as JSON."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
+
+    def to_html(self, title: str = "Lipschitz audit") -> str:
+        """A self-contained HTML page; every text is escaped."""
+        head = "".join(f"<th>{h}</th>" for h in ("layer", "kind", "shape", "norm in", "constant", "share", "method"))
+        rows = "\n".join(
+            "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in _cells(r))
+            + f'<td><div class="bar" style="width:{max(0.0, min(1.0, r.share)) * 12:.2f}em"></div></td></tr>'
+            for r in self.layers
+        )  # fmt: skip
+        summary = "".join(f"<p>{html.escape(line)}</p>" for line in self.summary())
+        return _PAGE.format(title=html.escape(title), summary=summary, head=head, rows=rows)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    from equipoise.core.bounds import round_down, round_up
+
+    known = not math.isnan(row.lower)
+    inside = f"[{round_down(row.lower, 5)}, {round_up(row.upper, 5)}]" if known else ""
+    return (
+        row.name, row.kind, row.shape, inside, round_up(row.upper, 5), f"{row.share:.1%}", row.method or row.note,
+    )  # fmt: skip
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #1b1f24 }}
+table {{ border-collapse: collapse; width: 100% }} th, td {{ text-align: left; padding: .25em .6em; white-space: nowrap }}
+th {{ border-bottom: 2px solid #1b1f24 }} tr:nth-child(even) {{ background: #f4f6f8 }}
+td {{ font-variant-numeric: tabular-nums }} .bar {{ background: #c2410c; height: .8em }}
+</style></head><body><h1>{title}</h1>{summary}
+<table><thead><tr>{head}<th></th></tr></thead><tbody>
+{rows}
+</tbody></table></body></html>
+"""

@@ -1,0 +1,155 @@
+"""Products of two branches that both depend on the input: Lipschitz only where both are bounded.
+
+`‖a∘b − a'∘b'‖ ≤ |b|_∞·‖a − a'‖ + (size of a)·‖b − b'‖`. The sizes come from the stated input ball, or from operations that are
+bounded by nature (sigmoid, softmax, a normalisation). Squeeze-and-excite and attention are made of these.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import fx
+
+from equipoise.core.precision import up
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
+
+BALL = "state an input ball: lipschitz_bound(..., ball=R)"
+
+
+def _unbounded(call: Call, what: str) -> NoReturn:
+    call.refuse(f"{what} is not Lipschitz on the whole space, and its factors are not bounded here", BALL)
+
+
+def branch_product(call: Call, a: Signal, b: Signal) -> Step:
+    """`a∘b` with broadcasting: gain of a is |b|_∞·√copies; that of b likewise, or the norm of a where b is the one repeated."""
+    gains = []
+    for x, other in ((a, b), (b, a)):
+        grown = copies(x, call.shape)
+        size = min(up(other.peak * grown), other.norm if copies(other, call.shape) == 1 else math.inf)
+        if not math.isfinite(size):
+            _unbounded(call, "a product of two branches")
+        gains.append((x, size))
+    return Step(tuple(gains), "product of branches", offset=0.0, peak=up(a.peak * b.peak), norm=_least(call, a, b))
+
+
+def _least(call: Call, a: Signal, b: Signal) -> float:
+    sizes = [up(up(x.norm * copies(x, call.shape)) * y.peak) for x, y in ((a, b), (b, a))]
+    return min((s for s in sizes if not math.isnan(s)), default=math.inf)
+
+
+def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
+    """Only softsign, `x/(1 + |x|)`: slopes in [0, 1]."""
+    top, bottom = a.node, b.node
+    if str(bottom.target) == "aten.add.Tensor":
+        inside, one = bottom.args[0], bottom.args[1]
+        is_abs = isinstance(inside, fx.Node) and str(inside.target) == "aten.abs.default" and inside.args[0] is top
+        if is_abs and one == 1 and not bottom.kwargs:
+            return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, slopes=(0.0, 1.0))
+    call.refuse("dividing one branch by another is not Lipschitz near 0", "use a normalisation layer with an ε")
+
+
+def _softmax_source(call: Call, node: fx.Node) -> Signal | None:
+    """The scores behind a softmax over the last dimension, seen through dropout and views that keep rows."""
+    while str(node.target) in ("aten.dropout.default", "aten.contiguous.default", "aten.clone.default"):
+        node = node.args[0]  # type: ignore[assignment]
+    if str(node.target) not in ("aten.softmax.int", "aten._softmax.default", "aten._safe_softmax.default"):
+        return None
+    scores = call.lookup(node.args[0])  # type: ignore[arg-type]
+    dim = node.args[1]
+    if not isinstance(scores, Signal) or not isinstance(dim, int):
+        return None
+    return scores if dim % len(scores.shape) == len(scores.shape) - 1 else None
+
+
+def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
+    """`A·B` of two branches: gains ‖B‖₂ and ‖A‖₂, bounded by norms on the domain; `softmax(S)·V` is bounded as attention."""
+    if len(a.shape) < 2 or len(b.shape) < 2 or a.shape[:-2] != b.shape[:-2]:
+        call.refuse("a product of branches with broadcasting", "expand both to the same batch dimensions")
+    scores = _softmax_source(call, a.node)
+    if scores is not None:
+        return attention_read(call, scores, b)
+    size_a = min(a.norm, up(math.sqrt(a.shape[-2]) * a.row))  # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
+    size_b = min(b.norm, up(math.sqrt(b.shape[-2]) * b.row), _turned(call, b))
+    if not (math.isfinite(size_a) and math.isfinite(size_b)):
+        _unbounded(call, "a matrix product of two branches")
+    norm = min(up(a.norm * size_b), up(b.norm * size_a))
+    return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm)
+
+
+def _turned(call: Call, b: Signal) -> float:
+    """Frobenius norm per matrix of a transposed tensor, from the rows it had before."""
+    node = b.node
+    if str(node.target) == "aten.transpose.int":
+        dims = {d % len(b.shape) for d in node.args[1:] if isinstance(d, int)}
+        source = call.lookup(node.args[0])  # type: ignore[arg-type]
+        if dims == {len(b.shape) - 1, len(b.shape) - 2} and isinstance(source, Signal):
+            return up(math.sqrt(source.shape[-2]) * source.row)
+    return math.inf
+
+
+def attention_read(call: Call, scores: Signal, v: Signal, temperature: float = 1.0) -> Step:
+    """`softmax(S)·V`: gain of S is the row bound R_V of V, that of V is √n for n queries.
+
+    Row by row `∂(Σ_j p_j v_j)/∂s = Σ_j p_j (v_j − v̄) e_jᵀ`, of norm at most √(Σ p_j |v_j − v̄|²) ≤ R_V; and a stochastic matrix
+    with n rows has norm at most √n (Kim et al. 2021 show that without a bound on V there is no constant).
+    """
+    if not math.isfinite(v.row):
+        _unbounded(call, "attention")
+    queries = math.sqrt(scores.shape[-2])
+    rows = math.prod(call.shape[:-1])
+    return Step(
+        ((scores, up(v.row * temperature)), (v, up(queries))), "attention", offset=math.inf, row=v.row, peak=v.peak,
+        norm=up(math.sqrt(rows) * v.row),
+    )  # fmt: skip
+
+
+@rule("aten.scaled_dot_product_attention.default")
+def attention(call: Call) -> Step:
+    """`softmax(τ·QKᵀ)·V` with τ = 1/√d: gains τ·R_V·√m·R_K for Q, τ·R_V·√n·R_Q for K, √n for V (n queries, m keys)."""
+    q, k, v = call["query"], call["key"], call["value"]
+    if not all(isinstance(t, Signal) for t in (q, k, v)):
+        call.refuse("attention with a constant query, key or value", "write it as matmul and softmax")
+    if float(call["dropout_p"]) != 0 or isinstance(call["attn_mask"], Signal) or call["enable_gqa"]:
+        call.refuse(
+            "attention with dropout, grouped queries or a mask that depends on the input", "call model.eval() first"
+        )
+    if not all(math.isfinite(t.row) for t in (q, k, v)):
+        _unbounded(call, "attention")
+    scale = float(call["scale"]) if call["scale"] is not None else 1 / math.sqrt(q.shape[-1])
+    n, m = q.shape[-2], k.shape[-2]
+    tau = up(abs(scale))
+    rows = math.prod(call.shape[:-1])
+    gains = (
+        (q, up(up(tau * v.row) * up(math.sqrt(m) * k.row))),
+        (k, up(up(tau * v.row) * up(math.sqrt(n) * q.row))),
+        (v, up(math.sqrt(n))),
+    )
+    return Step(gains, "attention", row=v.row, peak=v.peak, norm=up(math.sqrt(rows) * v.row))
+
+
+@rule("aten.glu.default")
+def glu(call: Call) -> Step:
+    """`a·σ(b)`: √(1 + (|a|_∞/4)²) on a bounded domain."""
+    x = call.signal("self")
+    if not math.isfinite(x.peak):
+        _unbounded(call, "a gated linear unit")
+    return Step(((x, up(math.sqrt(1 + (x.peak / 4) ** 2))),), "gated linear unit", offset=0.0, peak=x.peak)
+
+
+@rule("aten.einsum.default")
+def einsum(call: Call) -> Step:
+    """Two operands, every index in the output or in both: `‖einsum(A, B)‖_F ≤ ‖A‖_F·‖B‖_F` (Cauchy–Schwarz)."""
+    operands = call["tensors"]
+    left, _, right = call["equation"].replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != 2 or not right or "." in left or any(len(set(t)) != len(t) for t in (*terms, right)):
+        call.refuse("this einsum has no rule", "write it as matmul or linear")
+    if any(i not in right and not all(i in t for t in terms) for i in "".join(terms)):
+        call.refuse("an einsum that sums over an index of one operand", "write the sum separately")
+    sizes = [t.norm if isinstance(t, Signal) else up(float(torch.linalg.vector_norm(t.double()))) for t in operands]
+    gains = [(t, sizes[1 - i]) for i, t in enumerate(operands) if isinstance(t, Signal)]
+    if not all(math.isfinite(g) for _, g in gains):
+        _unbounded(call, "a product of two branches")
+    return Step(tuple(gains), "einsum", offset=0.0, norm=up(sizes[0] * sizes[1]))

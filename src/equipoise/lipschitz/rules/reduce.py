@@ -1,0 +1,194 @@
+"""Reductions, pooling and resampling: exact norms of the 1-D matrices they are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.core.bounds import Bracket
+from equipoise.core.precision import full_precision, up
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule
+from equipoise.norms import spectral_norm
+
+
+def _count(call: Call, x: Signal) -> int:
+    """Number of entries that one output entry reads."""
+    dim = call.get("dim")
+    if dim is None or dim == []:
+        return x.numel
+    dims = {d % len(x.shape) for d in (dim if isinstance(dim, list | tuple) else [dim])}
+    return math.prod(x.shape[d] for d in dims)
+
+
+@rule("aten.mean.dim", "aten.mean.default", "aten.sum.dim_IntList", "aten.sum.default")
+def total(call: Call) -> Step:
+    """Sum over n entries: √n; mean: 1/√n. Exact."""
+    x = call.signal("self")
+    n = _count(call, x)
+    mean = "mean" in str(call.node.target)
+    gain = up(1 / math.sqrt(n)) if mean else root(n)
+    kind = "mean" if mean else "sum over entries"
+    return Step(((x, gain if n > 1 else 1.0),), kind, offset=0.0, peak=x.peak if mean else up(n * x.peak))
+
+
+@rule("aten.amax.default", "aten.amin.default", "aten.max.dim", "aten.min.dim", "aten.max.default", "aten.min.default")
+def maximum_over(call: Call) -> Step:
+    """The maximum over disjoint sets of entries: 1."""
+    x = call.signal("self")
+    return Step(((x, 1.0),), "maximum", offset=0.0, peak=x.peak)
+
+
+@rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
+def larger_of(call: Call) -> Step:
+    """`|max(a, b) − max(a', b')| ≤ max(|a − a'|, |b − b'|)`: root of the sum of squares."""
+    values = [call["self"], call["other"]]
+    signals = [v for v in values if isinstance(v, Signal)]
+    fixed = max((float(v.abs().max()) for v in values if isinstance(v, Tensor)), default=0.0)
+    gains = tuple((v, copies(v, call.shape)) for v in signals)
+    offset = up(fixed * math.sqrt(math.prod(call.shape)))
+    return Step(gains, "maximum", "root", offset=offset, peak=max(fixed, *(v.peak for v in signals)))
+
+
+@rule("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar")
+def vector_norm(call: Call) -> Step:
+    """The ℓ2 norm is 1-Lipschitz, so is every ℓp with p ≥ 2; ℓ1 over n entries √n."""
+    x = call.signal("self")
+    order = call.get("ord", call.get("p", 2))
+    order = 2.0 if order is None else float(order)
+    if order < 1:
+        call.refuse(f"the ℓ{order:g} «norm» is not Lipschitz")
+    n = _count(call, x)
+    gain = 1.0 if order >= 2 else up(float(n) ** (1 / order - 0.5))
+    return Step(((x, gain),), "vector norm", offset=0.0)
+
+
+@rule("aten.std.correction", "aten.std.dim", "aten.std.default")
+def std(call: Call) -> Step:
+    """`‖x − mean‖/√(n − c)`: 1/√(n − c)."""
+    x = call.signal("self")
+    n = _count(call, x)
+    correction = call.get("correction")
+    lost = (1.0 if call.get("unbiased", True) else 0.0) if correction is None else float(correction)
+    if n - lost <= 0:
+        call.refuse("the standard deviation of a single entry is not defined")
+    return Step(((x, up(1 / math.sqrt(n - lost))),), "standard deviation", offset=0.0)
+
+
+def _per_axis(value: Any, dims: int, default: Any = None) -> list[int]:
+    if value is None or value == []:
+        return list(default)
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * dims if len(values) == 1 else values
+
+
+@rule(
+    *(f"aten.max_pool{d}d.default" for d in (1, 2, 3)), *(f"aten.max_pool{d}d_with_indices.default" for d in (1, 2, 3))
+)
+def max_pool(call: Call) -> Step:
+    """`√Π_axes ⌈k·gcd(s, dil)/s⌉`: the number of windows that hold one pixel; attained by a single spike."""
+    x = call.signal("self")
+    d = int(str(call.node.target).split("pool")[1][0])
+    k = _per_axis(call["kernel_size"], d)
+    s = _per_axis(call["stride"], d, k)
+    dil = _per_axis(call["dilation"], d)
+    out = call.shape[-d:]
+    windows = math.prod(min(o, -(-a * math.gcd(b, c) // b)) for a, b, c, o in zip(k, s, dil, out, strict=True))
+    return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak)
+
+
+@rule(*(f"aten.adaptive_max_pool{d}d.default" for d in (1, 2, 3)))
+def adaptive_max_pool(call: Call) -> Step:
+    """Windows `[⌊i·n/o⌋, ⌈(i + 1)·n/o⌉)`: √ of how many hold the most covered pixel, per axis."""
+    x = call.signal("self")
+    d = int(str(call.node.target).split("pool")[1][0])
+    windows = 1
+    for n, o in zip(x.shape[-d:], call.shape[-d:], strict=True):
+        cover = [0] * n
+        for i in range(o):
+            for j in range(i * n // o, -(-(i + 1) * n // o)):
+                cover[j] += 1
+        windows *= max(cover)
+    return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak)
+
+
+def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
+    """Norm of a Kronecker product of 1-D matrices: the product of their norms."""
+    lower, upper = abs(factor), up(abs(factor))
+    with torch.no_grad(), full_precision():
+        for matrix in matrices:
+            found = spectral_norm(matrix.double(), rtol=1e-6)
+            lower, upper = lower * float(found.lower) * (1 - 2.0**-49), up(upper * float(found.upper))
+    return Bracket(lower, upper, method="1-D matrices")
+
+
+def averaging(n: int, out: int, k: int, s: int, p: int, include: bool, divide: bool) -> Tensor:
+    """1-D matrix of average pooling along one axis as PyTorch computes it (ceil_mode windows included)."""
+    A = torch.zeros(out, n, dtype=torch.float64)
+    for j in range(out):
+        start = j * s - p
+        end = min(start + k, n + p)
+        size = end - start
+        lo, hi = max(start, 0), min(end, n)
+        if hi > lo:
+            A[j, lo:hi] = 1.0 / ((size if include else hi - lo) if divide else 1)
+    return A
+
+
+@rule(*(f"aten.avg_pool{d}d.default" for d in (1, 2, 3)))
+def avg_pool(call: Call) -> Step:
+    """Average pooling, exactly: overlap, `ceil_mode`, `count_include_pad` and `divisor_override` change its norm."""
+    x = call.signal("self")
+    d = int(str(call.node.target).split("pool")[1][0])
+    k = _per_axis(call["kernel_size"], d)
+    s = _per_axis(call["stride"], d, k)
+    p = _per_axis(call["padding"], d)
+    divisor = call.get("divisor_override")
+    axes = zip(x.shape[-d:], call.shape[-d:], k, s, p, strict=True)
+    matrices = [averaging(*axis, bool(call["count_include_pad"]), divisor is None) for axis in axes]
+    found = separable(matrices, 1.0 if divisor is None else 1.0 / divisor)
+    row_sum = math.prod(float(m.sum(1).max()) for m in matrices) / (divisor or 1)
+    return Step(
+        ((x, float(found.upper)),), "average pooling", bracket=found, offset=0.0, peak=up(abs(row_sum) * x.peak)
+    )
+
+
+_RESAMPLERS = (
+    *(f"upsample_{m}.{o}" for m in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
+      for o in ("vec", "default")),
+    *(f"_upsample_nearest_exact{d}d.{o}" for d in (1, 2, 3) for o in ("vec", "default")),
+    *(f"_upsample_{m}2d_aa.{o}" for m in ("bilinear", "bicubic") for o in ("vec", "default")),
+    *(f"adaptive_avg_pool{d}d.default" for d in (1, 2, 3)),
+)  # fmt: skip
+
+
+@rule(*(f"aten.{name}" for name in _RESAMPLERS))
+def resampling(call: Call) -> Step:
+    """Interpolation and adaptive average pooling: the operation itself gives the 1-D matrix of every axis.
+
+    Their weights sum to 1 along every axis, so an input that is constant along the other axes shows one axis alone.
+    """
+    x = next(v for v in call.arguments.values() if isinstance(v, Signal))
+    dims = len(x.shape) - 2
+    rest = call.node.args[1:]
+    apply: Callable[[Tensor], Tensor] = lambda t: call.node.target(t, *rest, **call.node.kwargs)  # type: ignore[operator] # noqa: E731
+    matrices = []
+    for axis in range(dims):
+        n = x.shape[2 + axis]
+        if n * n * math.prod(x.shape[2:]) // n > 60_000_000:
+            call.refuse("the input is too large to read off the resampling matrix", "bound it on a smaller input")
+        shape = [n, 1, *[1] * dims]
+        shape[2 + axis] = n
+        probe = torch.eye(n, dtype=x.dtype).reshape(shape).expand(n, 1, *x.shape[2:])
+        with torch.no_grad():
+            seen = apply(probe.contiguous())[:, 0].movedim(1 + axis, 1).flatten(2)
+        if bool((seen.amax(-1) - seen.amin(-1) > 1e-5).any()):
+            call.refuse("this resampling is not separable")
+        matrices.append(seen[..., 0].mT)
+    found = separable(matrices, 1 + 1e-6)  # weights read off in the model's precision
+    peak = math.prod(float(m.double().abs().sum(1).max()) for m in matrices)
+    kind = "average pooling" if "avg_pool" in str(call.node.target) else "resampling"
+    return Step(((x, float(found.upper)),), kind, bracket=found, offset=0.0, peak=up(peak * x.peak * (1 + 1e-5)))

@@ -1,0 +1,221 @@
+"""What a rule sees (`Call`), what it says (`Step`), and the one registry that maps operations to rules."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from equipoise.core.bounds import Bracket
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import up
+from equipoise.lipschitz.capture import module_path, where
+from equipoise.lipschitz.forms import Cache, Linear, bracket
+
+
+@dataclass(frozen=True, eq=False)
+class Signal:
+    """A tensor of the graph that depends on the input, with what is known about its size on the stated domain.
+
+    `norm` bounds the ℓ2 norm of the whole tensor, `row` that of every row (last dimension), `peak` every entry; infinite
+    where unknown. `part` says which entries of which other tensor this one holds, where it is a selection of them.
+    """
+
+    node: fx.Node
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    norm: float = math.inf
+    row: float = math.inf
+    peak: float = math.inf
+    part: tuple[fx.Node, Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The answer of a rule: `‖f(x) − f(x')‖ ≤ Σ gain·‖x_i − x'_i‖`, or the root of the sum of squares for `root`.
+
+    `gains` may name any earlier signal, not only direct inputs. `offset` is an upper bound of ‖f(0)‖ (infinite: unknown),
+    from which the engine bounds the size of the output on a ball; `norm`, `row`, `peak` are bounds the rule knows itself.
+    `linear` is the operator where the node is linear or affine, for fusing; `slopes` the interval of slopes of a pointwise map.
+    """
+
+    gains: tuple[tuple[Signal, float], ...]
+    kind: str
+    combine: Literal["sum", "root"] = "sum"
+    bracket: Bracket | None = None
+    offset: float = math.inf
+    norm: float = math.inf
+    row: float = math.inf
+    peak: float = math.inf
+    linear: Linear | None = None
+    slopes: tuple[float, float] | None = None
+    moves: bool = False
+    note: str = ""
+
+
+class Call:
+    """One node with its arguments by schema name: `Signal` where they depend on the input, values elsewhere."""
+
+    def __init__(self, node: fx.Node, lookup: Callable[[fx.Node], Any], cache: Cache) -> None:
+        self.node, self.lookup, self.cache = node, lookup, cache
+        self.arguments = _bind(node, lookup)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument, or `default` where the schema has none of that name."""
+        return self.arguments.get(name, default)
+
+    @property
+    def rtol(self) -> float:
+        """Relative gap asked of every operator norm."""
+        return self.cache.rtol
+
+    def bracket(self, form: Linear) -> Bracket:
+        """Bracket of the norm of a linear form, computed once for shared weights."""
+        return bracket(form, self.cache)
+
+    @property
+    def path(self) -> str:
+        """Module path of the node."""
+        return module_path(self.node)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the output."""
+        return shape_of(self.node)
+
+    def signal(self, name: str) -> Signal:
+        """An argument that must depend on the input."""
+        value = self.arguments[name]
+        if not isinstance(value, Signal):
+            self.refuse(f"argument {name!r} is constant while another one depends on the input")
+        return value
+
+    def constant(self, name: str) -> Any:
+        """An argument that must not depend on the input."""
+        value = self.arguments.get(name)
+        if isinstance(value, Signal):
+            self.refuse(f"argument {name!r} depends on the input", "keep weights independent of the input")
+        return value
+
+    def refuse(self, why: str, todo: str = "bound the parts around it separately, or register a rule") -> NoReturn:
+        """Refuse with the node, its module, its source line, the reason and what to do."""
+        raise Refused(f"{where(self.node)}: {self.node.target}: {why}; {todo}")
+
+
+Rule = Callable[[Call], Step]
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Decorator: this function bounds these operations, named as in the graph, e.g. `aten.relu.default`."""
+
+    def keep(function: Rule) -> Rule:
+        for name in names:
+            if name in _RULES:
+                raise InputError(f"{name} has a rule already; use register_rule(..., override=True) to replace it")
+            _RULES[name] = function
+        return function
+
+    return keep
+
+
+def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]:
+    """Teach `lipschitz_bound` an operation: the decorated function gets a `Call` and returns a `Step`.
+
+    The guarantee of the total is then yours as well: attack the rule before trusting it.
+
+    >>> @register_rule("mylib.double.default")
+    ... def double(call):
+    ...     return Step(((call.signal("x"), 2.0),), "doubling")
+    >>> _ = _RULES.pop("mylib.double.default")
+    """
+    if not names or not all(isinstance(n, str) and n.count(".") >= 2 for n in names):
+        raise InputError(f"name operations as namespace.op.overload, e.g. 'aten.relu.default'; got {names}")
+
+    def keep(function: Rule) -> Rule:
+        if override:
+            for name in names:
+                _RULES.pop(name, None)
+        return rule(*names)(function)
+
+    return keep
+
+
+def find_rule(node: fx.Node) -> Rule:
+    """The rule of a node's operation, in place or not; refused where there is none."""
+    name = str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
+    found = _RULES.get(name)
+    if found is None and name.count(".") == 2:
+        space, op, overload = name.split(".")
+        if op.endswith("_") and not op.startswith("_"):
+            found = _RULES.get(f"{space}.{op[:-1]}.{overload}")
+    if found is None:
+        raise Refused(
+            f"{where(node)}: no Lipschitz rule for {name}; write it with operations that have one, or register yours "
+            f'with @equipoise.lipschitz.register_rule("{name}")'
+        )
+    return found
+
+
+def known_operations() -> tuple[str, ...]:
+    """Names of every operation that has a rule."""
+    return tuple(sorted(_RULES))
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Static shape of a node's tensor (of the first, for several)."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        value = value[0]
+    if not isinstance(value, Tensor):
+        raise Refused(f"{where(node)}: its value is a {type(value).__name__}, not a tensor")
+    if not all(isinstance(s, int) for s in value.shape):
+        raise Refused(f"{where(node)}: its shape depends on the data")
+    return tuple(value.shape)
+
+
+def root(n: int) -> float:
+    """√n, rounded up; exact for squares.
+
+    >>> root(4), root(9), root(2) ** 2 > 2
+    (2.0, 3.0, True)
+    """
+    whole = math.isqrt(n)
+    return float(whole) if whole * whole == n else up(math.sqrt(n))
+
+
+def copies(signal: Signal, shape: tuple[int, ...]) -> float:
+    """√ of how often broadcasting to `shape` repeats every entry, rounded up."""
+    times = math.prod(shape) // max(1, signal.numel)
+    return root(max(1, times))
+
+
+def _bind(node: fx.Node, lookup: Callable[[fx.Node], Any]) -> dict[str, Any]:
+    args = fx.node.map_arg(node.args, lookup)
+    kwargs = fx.node.map_arg(node.kwargs, lookup)
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+        return dict(zip(names, args, strict=False)) | dict(kwargs)
+    bound: dict[str, Any] = {}
+    for i, argument in enumerate(schema.arguments):
+        if i < len(args) and not argument.kwarg_only:
+            bound[argument.name] = args[i]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value if argument.has_default_value() else None
+    return bound

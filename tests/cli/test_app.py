@@ -1,0 +1,109 @@
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import equipoise as eq
+from equipoise.cli.app import COMMANDS, Command, build
+
+ALWAYS = [command.name for command in COMMANDS if not command.optional]
+
+
+def test_version(equipoise):
+    ran = equipoise("--version")
+    assert (ran.code, ran.out.strip()) == (0, f"equipoise {eq.__version__}")
+
+
+def test_help_lists_every_command_with_examples(equipoise):
+    ran = equipoise("--help")
+    assert ran.code == 0
+    assert "Examples:" in ran.out
+    assert all(name in ran.out for name in ALWAYS)
+
+
+@pytest.mark.parametrize("command", [["norm"], ["selfcheck"], ["demo"], ["bench", "norms"], ["bench", "smoothing"]])
+def test_every_command_has_help_with_examples_and_json(equipoise, command):
+    ran = equipoise(*command, "--help")
+    assert ran.code == 0
+    assert "Example" in ran.out
+    assert "--json" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("args", "suggestion"),
+    [
+        (["nrom"], "'norm'"),
+        (["selfchek"], "'selfcheck'"),
+        (["bench", "norm"], "'norms'"),
+        (["norm", "--inputsize", "3"], "--input-size"),
+        (["selfcheck", "--minute", "3"], "--minutes"),
+    ],
+)
+def test_misspelt_words_get_suggestions(equipoise, args, suggestion):
+    ran = equipoise(*args)
+    assert ran.code == 2
+    assert suggestion in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_no_arguments_shows_the_help(equipoise):
+    ran = equipoise()
+    assert "Usage" in ran.out + ran.err
+
+
+def test_the_command_line_starts_without_torch():
+    code = (
+        "import sys\n"
+        "from equipoise.cli.app import build\n"
+        "build(wanted='norm')\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_that_is_not_wanted_is_listed_but_not_loaded(monkeypatch, tmp_path):
+    (tmp_path / "heavy_command.py").write_text("def heavy() -> None:\n    print('ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    commands = (COMMANDS[0], Command("heavy", "heavy_command", "heavy", optional=True, summary="Lifts weights."))
+    assert "Lifts weights." in CliRunner().invoke(build(commands, wanted=""), ["--help"]).stdout
+    assert "heavy_command" not in sys.modules
+    assert CliRunner().invoke(build(commands, wanted="heavy"), ["heavy"]).stdout == "ran\n"
+
+
+def failing_command(kind: str):
+    """Raise."""
+    raise {"input": eq.InputError("the weight is empty"), "refused": eq.Refused("no bound"), "bug": KeyError("x")}[kind]
+
+
+def test_a_users_mistake_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("equipoise.cli.demo.demo", failing_command)
+    app = build((Command("demo", "equipoise.cli.demo", "demo"), Command("norm", "equipoise.cli.norm", "norm")))
+    for kind, sentence in (("input", "the weight is empty"), ("refused", "no bound")):
+        result = CliRunner().invoke(app, ["demo", kind])
+        assert result.exit_code == 2
+        assert result.stderr.strip() == f"equipoise: {sentence}"
+    result = CliRunner().invoke(app, ["demo", "bug"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, KeyError)
+
+
+def test_optional_commands_are_left_out_when_absent_and_explained_when_broken(monkeypatch, tmp_path):
+    norm = Command("norm", "equipoise.cli.norm", "norm")
+    app = build((norm, Command("later", "equipoise.cli.no_such_module", "later", optional=True)))
+    assert "later" not in CliRunner().invoke(app, ["--help"]).stdout
+    (tmp_path / "broken_command.py").write_text("import a_package_that_does_not_exist\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = Command("later", "broken_command", "later", optional=True)
+    result = CliRunner().invoke(build((norm, broken)), ["later"])
+    assert result.exit_code == 2
+    assert "a_package_that_does_not_exist" in result.stderr
+    with pytest.raises(ImportError):
+        build((Command("later", "broken_command", "later"),))
+
+
+def test_the_table_names_things_that_exist():
+    assert isinstance(build(), typer.Typer)
+    assert len({command.name for command in COMMANDS}) == len(COMMANDS)

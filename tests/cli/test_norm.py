@@ -1,0 +1,180 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from equipoise.core import EquipoiseError, InputError
+from equipoise.norms import reference_norm
+from equipoise.norms.files import Reading, tensor_bracket, weight_names, weight_norms
+
+SKIPPED = {"fc.bias", "scale", "steps"}
+
+
+def test_every_tensor_is_listed_with_its_bracket_or_the_reason(weights):
+    path, tensors = weights
+    rows = {row.name: row for row in weight_norms(path)}
+    assert set(rows) == set(tensors)
+    for name, row in rows.items():
+        assert row.shape == tuple(tensors[name].shape)
+        if name in SKIPPED:
+            assert row.status == "skipped"
+            assert row.note
+        else:
+            assert row.status == "bracket"
+            assert row.bracket.lower <= row.bracket.upper
+    for name in ("fc.weight", "half.weight"):
+        truth = float(torch.linalg.matrix_norm(tensors[name].double(), ord=2))
+        assert rows[name].bracket.lower * (1 - 1e-12) <= truth <= rows[name].bracket.upper * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("dilation", "padding"), [(1, 0), (1, 2), (2, 1)])
+def test_the_upper_end_without_a_size_holds_for_every_use_of_the_weight(stride, groups, dilation, padding):
+    torch.manual_seed(stride + 10 * groups)
+    weight = torch.randn(4, 2, 3, 3)
+    upper = tensor_bracket(weight, Reading(rtol=1e-2)).upper
+    layer = nn.Conv2d(2 * groups, 4, 3, stride, padding, dilation, groups, bias=False).requires_grad_(False)
+    layer.weight.copy_(weight)
+    assert reference_norm(layer, (2 * groups, 8, 8)) <= upper
+    turned = nn.ConvTranspose2d(4, 2 * groups, 3, stride, 0, 0, groups, False, dilation).requires_grad_(False)
+    turned.weight.copy_(weight)
+    assert reference_norm(turned, (4, 4, 4)) <= upper
+
+
+def test_known_size_and_padding_are_used():
+    weight = torch.randn(3, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    for mode in ("zeros", "circular"):
+        for stride in (1, 2):
+            layer = nn.Conv2d(2, 3, 3, stride, 1, padding_mode=mode, bias=False).requires_grad_(False)
+            layer.weight.copy_(weight)
+            truth = reference_norm(layer, (2, 8, 6))
+            b = tensor_bracket(weight, Reading(1e-3, (8, 6), mode, stride))
+            assert b.lower <= truth * (1 + 1e-12)
+            assert truth * (1 - 1e-12) <= b.upper <= 1.01 * truth
+
+
+def test_table(equipoise, weights):
+    path, tensors = weights
+    ran = equipoise("norm", path, "--rtol", "1e-2")
+    assert ran.code == 0
+    assert all(name in ran.out for name in tensors)
+    assert "skipped: a vector" in ran.out
+    assert ran.err == ""
+
+
+def test_displayed_numbers_are_rounded_to_the_safe_side(equipoise, tmp_path):
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.full((1, 1), 1 / 3, dtype=torch.float64)}, path)
+    line = next(line for line in equipoise("norm", path).out.splitlines() if "F64" in line)
+    lower, upper = (float(cell) for cell in line.replace("│", " ").split()[-2:])
+    assert lower <= 1 / 3 <= upper
+
+
+def test_json_is_one_document_and_nothing_else(equipoise, weights):
+    path, tensors = weights
+    ran = equipoise("norm", path, "--json", "--input-size", "8", "--padding", "circular")
+    document = json.loads(ran.out)
+    assert ran.code == 0
+    assert document["input_size"] == [8]
+    assert document["padding"] == "circular"
+    rows = {row["name"]: row for row in document["weights"]}
+    assert set(rows) == set(tensors)
+    assert rows["conv.weight"]["kind"] == "convolution"
+    assert rows["conv.weight"]["lower"] <= rows["conv.weight"]["upper"]
+    assert rows["steps"]["status"] == "skipped"
+    assert rows["zero[0]"]["upper"] == 0
+
+
+def test_only(equipoise, weights):
+    path, _ = weights
+    assert [row["name"] for row in equipoise("norm", path, "--only", "*.weight", "--json").json["weights"]] == [
+        name for name in weight_names(path) if name.endswith(".weight")
+    ]
+    ran = equipoise("norm", path, "--only", "nothing*")
+    assert ran.code == 2
+    assert "nothing*" in ran.err
+
+
+def test_a_broken_tensor_is_refused_and_the_rest_goes_on(equipoise, tmp_path):
+    path = tmp_path / "w.safetensors"
+    bad = torch.randn(3, 3)
+    bad[1, 2] = float("nan")
+    save_file({"a": torch.eye(3), "b": bad, "c": torch.eye(2), "d": torch.zeros(0, 4)}, path)
+    ran = equipoise("norm", path, "--json")
+    assert ran.code == 2
+    status = {row["name"]: row["status"] for row in ran.json["weights"]}
+    assert status == {"a": "bracket", "b": "refused", "c": "bracket", "d": "refused"}
+    assert ran.json["refused"] == 2
+    assert "non-finite" in ran.err
+    assert len(ran.err.strip().splitlines()) == 1
+
+
+def test_a_size_of_the_wrong_length_is_refused_for_that_tensor(equipoise, weights):
+    path, _ = weights
+    ran = equipoise("norm", path, "--input-size", "8,8", "--json")
+    rows = {row["name"]: row for row in ran.json["weights"]}
+    assert ran.code == 2
+    assert rows["conv.weight"]["status"] == "bracket"
+    assert rows["line.weight"]["status"] == "refused"
+    assert "input_size" in rows["line.weight"]["note"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--input-size", "8,x"], "--input-size"),
+        (["--input-size", "0"], "--input-size"),
+        (["--rtol", "0"], "rtol"),
+        (["--rtol", "nan"], "rtol"),
+        (["--stride", "0"], "stride"),
+    ],
+)
+def test_bad_options_are_one_sentence(equipoise, weights, args, words):
+    ran = equipoise("norm", weights[0], *args)
+    assert ran.code == 2
+    assert words in ran.err
+    assert ran.out == ""
+    assert len(ran.err.strip().splitlines()) == 1
+
+
+def test_files_that_are_no_safetensors_are_one_sentence(equipoise, weights, tmp_path):
+    truncated = tmp_path / "truncated.safetensors"
+    truncated.write_bytes(weights[0].read_bytes()[:-40])
+    text = tmp_path / "text.safetensors"
+    text.write_text("hello")
+    pickled = tmp_path / "model.pt"
+    torch.save({"w": torch.eye(2)}, pickled)
+    empty = tmp_path / "empty.safetensors"
+    empty.write_bytes(b"")
+    none = tmp_path / "none.safetensors"
+    save_file({}, none)
+    for path in (truncated, text, pickled, empty, none, tmp_path, tmp_path / "missing.safetensors"):
+        ran = equipoise("norm", path)
+        assert ran.code == 2, path
+        assert ran.out == ""
+        assert path.name in ran.err.replace("\n", "")
+        assert "Traceback" not in ran.err
+    assert "pickled" in equipoise("norm", pickled).err
+
+
+def test_the_library_raises_its_own_errors(tmp_path):
+    with pytest.raises(InputError, match="no file"):
+        next(weight_norms(tmp_path / "missing.safetensors"))
+    with pytest.raises(EquipoiseError):
+        Reading(rtol=-1)
+
+
+def test_the_installed_command_refuses_without_a_traceback(tmp_path):
+    code = "from equipoise.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "norm", str(tmp_path / "missing.safetensors")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("equipoise: there is no file")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+
+from equipoise.core import InputError
+from equipoise.selfcheck import CHECKS, REFERENCE_ROUNDING, Check, Tally, run
+from equipoise.selfcheck.matrices import hostile_settings, truth
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_every_check_runs_without_violations(check):
+    report = run((check,), seconds=1.0, seed=5)
+    assert report.violations == 0, report.tallies[0].examples
+    assert report.tallies[0].refused == 0, report.tallies[0].examples
+    assert report.operators > 0
+    assert report.tallies[0].closest_upper >= -REFERENCE_ROUNDING
+
+
+def test_the_same_seed_tests_the_same_operators():
+    seen = []
+
+    def look(batch):
+        seen.append(torch.randn((), generator=batch.generator).item())
+        batch.tally.record(1.0, 1.0, 1.0, "")
+
+    for seed in (0, 0, 1):
+        run((Check("look", 1.0, look),), seconds=1e-9, seed=seed)
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_violations_are_counted_and_described():
+    tally = Tally("x")
+    tally.record(torch.tensor([0.5, 1.1, 0.0]), torch.tensor([0.9, 2.0, math.nan]), torch.ones(3), "here")
+    assert tally.operators == 3
+    assert tally.violations == 3
+    assert all("here" in example for example in tally.examples)
+    fair = Tally("y")
+    fair.record(1 + 1e-13, 1 - 1e-13, 1.0, "rounding of the reference")
+    assert fair.violations == 0
+    fair.record(1 + 1e-11, 2.0, 1.0, "python floats are not rounded to float32")
+    assert fair.violations == 1
+    fair.record(0.5, 2.0, 1.0, "the same operator in another arithmetic", again=True)
+    assert (fair.operators, fair.comparisons) == (2, 3)
+
+
+def test_a_power_iteration_sold_as_an_upper_bound_is_caught():
+    def wrong(batch):
+        W = torch.randn(64, 8, 8, generator=batch.generator, dtype=torch.float64)
+        v = torch.ones(64, 8, 1, dtype=torch.float64)
+        for _ in range(5):
+            v = W.mT @ (W @ v)
+            v = v / v.norm(dim=1, keepdim=True)
+        batch.tally.record(None, (W @ v).norm(dim=1), truth(W), "power iteration")
+
+    assert run((Check("wrong", 1.0, wrong),), seconds=0.01).violations >= 60
+
+
+def test_the_reference_survives_extreme_scales():
+    W = torch.randn(5, 3, 4, dtype=torch.float64)
+    for scale in (1e-300, 1e300):
+        assert torch.allclose(truth(W * scale) / scale, truth(W))
+    assert float(truth(torch.zeros(1, 2, 2))) == 0
+
+
+def test_hostile_settings_really_reduce_precision():
+    A = torch.randn(32, 32)
+    with hostile_settings(True):
+        assert (A @ A).dtype is torch.bfloat16
+    assert (A @ A).dtype is torch.float32
+
+
+def test_refusals_are_counted_apart():
+    def refuse(batch):
+        raise InputError("no")
+
+    tally = run((Check("refuse", 1.0, refuse),), seconds=0.01).tallies[0]
+    assert tally.refused > 0
+    assert tally.violations == 0
+
+
+def test_command(equipoise):
+    ran = equipoise("selfcheck", "--minutes", "0.05", "--seed", "2", "--json")
+    assert ran.code == 0
+    assert ran.json["violations"] == 0
+    assert ran.json["operators"] > 1000
+    assert ran.json["seed"] == 2
+    assert len(ran.json["checks"]) == len(CHECKS)
+
+
+def test_command_prints_a_table_and_fails_on_violations(equipoise, monkeypatch):
+    def wrong(batch):
+        batch.tally.record(0.0, 0.5, 1.0, "by construction")
+
+    monkeypatch.setattr("equipoise.selfcheck.CHECKS", (Check("wrong on purpose", 1.0, wrong),))
+    ran = equipoise("selfcheck", "--minutes", "0.0001")
+    assert ran.code == 1
+    assert "wrong on purpose" in ran.out
+    assert "by construction" in ran.out
+    assert "violations" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [(["--device", "tpu"], "cpu, cuda or mps"), (["--minutes", "0"], "positive"), (["--minutes", "nan"], "positive")],
+)
+def test_refusals(equipoise, args, words):
+    ran = equipoise("selfcheck", *args)
+    assert ran.code == 2
+    assert words in ran.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
+def test_a_missing_device_is_one_sentence(equipoise):
+    ran = equipoise("selfcheck", "--device", "cuda")
+    assert ran.code == 2
+    assert "sees no cuda device" in ran.err
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_operators_in_the_default_budget(equipoise):
+    ran = equipoise("selfcheck", "--json")
+    assert ran.code == 0
+    assert ran.json["operators"] >= 100_000
+    assert ran.json["violations"] == 0

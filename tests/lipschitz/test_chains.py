@@ -1,0 +1,129 @@
+"""The closed form for chains: product ≥ chain ≥ attack, against a dense grid of slopes, and in floating point."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from lipschitz_attacks import attack
+from torch import nn
+
+from equipoise.core import InputError
+from equipoise.lipschitz import chain_bound, lipschitz_bound
+from equipoise.lipschitz.chains import verified_inverse
+
+ACTIVATIONS = {
+    "relu": (nn.ReLU(), (0.0, 1.0)),
+    "leaky": (nn.LeakyReLU(0.2), (0.2, 1.0)),
+    "gelu": (nn.GELU(), (-0.1289041452, 1.1289041452)),
+    "silu": (nn.SiLU(), (-0.0998393202, 1.0998393202)),
+    "mish": (nn.Mish(), (-0.112526123, 1.0884981613)),
+    "sigmoid": (nn.Sigmoid(), (0.0, 0.25)),
+    "tanh": (nn.Tanh(), (0.0, 1.0)),
+}
+
+
+def mlp(widths, activation, seed=0):
+    torch.manual_seed(seed)
+    layers = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), activation]
+    return nn.Sequential(*layers[:-1]).eval()
+
+
+def product(weights, slopes):
+    top = max(map(abs, slopes))
+    return math.prod(float(torch.linalg.matrix_norm(w.double(), ord=2)) for w in weights) * top ** (len(weights) - 1)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("widths", [(8, 12, 4), (6, 16, 16, 3), (5, 10, 10, 10, 10, 2)])
+def test_product_chain_attack(name, widths):
+    activation, slopes = ACTIVATIONS[name]
+    net = mlp(widths, activation)
+    weights = [m.weight.detach() for m in net if isinstance(m, nn.Linear)]
+    bound = chain_bound(weights, slopes)
+    assert bound < product(weights, slopes) * 0.999
+    assert attack(net, widths[:1]) <= bound * (1 + 1e-7)
+
+
+@pytest.mark.parametrize("slopes", [(0.0, 1.0), (-0.13, 1.13), (0.2, 1.0), (-0.5, 1.5)])
+def test_every_admissible_pattern_of_slopes_stays_below(slopes):
+    """The chain is linear for fixed slopes: the worst corner found by coordinate ascent must not exceed the bound."""
+    torch.manual_seed(3)
+    W = [torch.randn(7, 5).double(), torch.randn(7, 7).double(), torch.randn(3, 7).double()]
+    bound = chain_bound(W, slopes)
+    corners = torch.tensor(slopes, dtype=torch.float64)
+    best = 0.0
+    for trial in range(20):
+        pick = torch.randint(0, 2, (14,), generator=torch.Generator().manual_seed(trial))
+        value = -1.0
+        improved = True
+        while improved:
+            improved = False
+            for i in range(14):
+                trial_pick = pick.clone()
+                trial_pick[i] = 1 - trial_pick[i]
+                d = corners[trial_pick]
+                norm = float(torch.linalg.matrix_norm(W[2] * d[7:] @ W[1] * d[:7] @ W[0], ord=2))
+                if norm > value:
+                    value, pick, improved = norm, trial_pick, True
+        best = max(best, value)
+    assert best <= bound * (1 + 1e-9)
+    assert best >= 0.5 * bound
+
+
+def test_the_gain_grows_with_depth():
+    torch.manual_seed(0)
+    W = [torch.randn(60, 60) for _ in range(20)]
+    assert chain_bound(W) < 0.05 * product(W, (0, 1))
+
+
+def test_ill_conditioned_weights_stay_sound():
+    torch.manual_seed(0)
+    scale = torch.logspace(-9, 3, 12)
+    W = [torch.randn(12, 12) * scale, torch.randn(12, 12) * scale[:, None], torch.randn(4, 12)]
+    bound = chain_bound(W)
+    best = 0.0
+    for i in range(200):
+        g = torch.Generator().manual_seed(i)
+        d1, d2 = (torch.randint(0, 2, (12,), generator=g).double() for _ in range(2))
+        best = max(
+            best, float(torch.linalg.matrix_norm(W[2].double() * d2 @ W[1].double() * d1 @ W[0].double(), ord=2))
+        )
+    assert best <= bound
+
+
+def test_an_activation_outside_the_theory_falls_back_to_the_product():
+    W = [torch.eye(3), torch.eye(3)]
+    assert chain_bound(W, (-1.0, 1.0)) == pytest.approx(1, rel=2e-3)
+
+
+def test_the_residual_of_the_inverse_is_bounded():
+    torch.manual_seed(0)
+    M = torch.randn(30, 30, dtype=torch.float64)
+    Y = M @ M.mT + 0.1 * torch.eye(30, dtype=torch.float64)
+    X, e = verified_inverse(Y)
+    assert e < 1e-9
+    assert (
+        float(torch.linalg.matrix_norm(Y @ X - torch.eye(30), ord=2))
+        <= e * float(torch.linalg.matrix_norm(Y, ord=2)) + 1e-12
+    )
+    assert verified_inverse(-Y) is None
+    assert verified_inverse(torch.diag(torch.tensor([1.0, -1e-3], dtype=torch.float64))) is None
+
+
+def test_the_report_uses_the_chain():
+    net = mlp((6, 20, 20, 3), nn.ReLU())
+    report = lipschitz_bound(nn.Sequential(nn.Flatten(), net, nn.Sigmoid()).eval(), torch.zeros(1, 2, 3))
+    assert report.method == "chain"
+    assert report.upper < report.fused
+    weights = [m.weight.detach() for m in net if isinstance(m, nn.Linear)]
+    assert report.upper == pytest.approx(chain_bound(weights) / 4, rel=1e-6)
+
+
+def test_bad_chains_are_refused():
+    with pytest.raises(InputError):
+        chain_bound([torch.zeros(2, 3), torch.zeros(2, 3)])

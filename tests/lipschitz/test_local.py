@@ -1,0 +1,90 @@
+"""Local bounds: the attack never passes the certificate, and both meet where the network is linear on the ball."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lipschitz_nets import networks
+from torch import nn
+
+from equipoise.core import InputError
+from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.enclose import enclose
+from equipoise.lipschitz.forms import Cache
+from equipoise.lipschitz.local import stretch
+from equipoise.lipschitz.propagate import propagate
+
+NETS = networks()
+
+
+@pytest.mark.parametrize("radius", [0.01, 0.5])
+@pytest.mark.parametrize("name", NETS)
+def test_the_attack_stays_below_the_certificate(name, radius):
+    net, shape, _ = NETS[name]
+    torch.manual_seed(2)
+    x = torch.randn(2, *shape) * 0.4
+    bracket = local_lipschitz(net, x, radius, steps=12)
+    reach = float(x.flatten(1).norm(dim=1).max()) + radius
+    whole = lipschitz_bound(net, x, ball=reach * 1.001).upper
+    assert bool((bracket.lower > 0).all())
+    assert bool((bracket.upper <= whole * (1 + 1e-6)).all())
+    doubled = nn.Module.double(__import__("copy").deepcopy(net))
+    directions = nn.functional.normalize(torch.randn(64, x[0].numel(), dtype=torch.float64), dim=1).reshape(64, *shape)
+    for i in range(2):
+        a = x[i].double() + radius * directions
+        b = x[i].double() + radius * directions.flip(0) * 0.3
+        assert float(stretch(doubled, a, b).max()) <= float(bracket.upper[i])
+
+
+@pytest.mark.parametrize("name", ["hook", "parametrised", "mlp"])
+def test_both_ends_meet_on_a_small_ball(name):
+    net, shape, _ = NETS[name]
+    torch.manual_seed(0)
+    x = torch.randn(1, *shape)
+    bracket = local_lipschitz(net, x, 1e-6, steps=60)
+    assert float(bracket.upper) <= float(bracket.lower) * 1.01
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "vgg", "resnet projection", "resnet option A", "densenet", "mixer", "normalised", "gelu mlp"]
+)
+def test_every_node_stays_in_its_box(name):
+    net, shape, _ = NETS[name]
+    torch.manual_seed(4)
+    x, radius = torch.randn(1, *shape) * 0.5, 0.3
+    run = propagate(capture(net, x), float(x.norm()) + radius)
+    boxes = enclose(run, x, radius, Cache())
+    known = 0
+    for trial in range(20):
+        d = torch.randn(x.shape, dtype=torch.float64)
+        inside = enclose(run, x.double() + radius * d / d.norm(), 1e-300, Cache())
+        for node, box in boxes.items():
+            if box.mid is None:
+                continue
+            known += trial == 0
+            moved = (inside[node].mid - box.mid).abs()
+            assert bool((moved <= box.half + 1e-9 * (1 + box.mid.abs())).all()), node
+            assert float(moved.norm()) <= box.dev * (1 + 1e-9) + 1e-9
+    assert known > 3
+
+
+def test_dead_neurons_are_dropped():
+    net = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 3))
+    net[0].bias.data[:45] = -100.0
+    x = torch.randn(3, 4)
+    bracket = local_lipschitz(net, x, 0.5)
+    assert bool((bracket.upper < 0.6 * lipschitz_bound(net, x).upper).all())
+
+
+def test_layer_norm_is_milder_away_from_constants():
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2)).eval()
+    x = torch.linspace(-4, 4, 8)[None]
+    assert float(local_lipschitz(net, x, 0.1).upper) < 0.01 * lipschitz_bound(net, x).upper
+
+
+def test_bad_input_is_refused():
+    net = nn.Linear(3, 2)
+    for x, radius in ((torch.zeros(2, 3), 0.0), (torch.zeros(3), 1.0), (torch.full((1, 3), float("nan")), 1.0)):
+        with pytest.raises(InputError):
+            local_lipschitz(net, x, radius)

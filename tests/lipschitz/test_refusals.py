@@ -1,0 +1,127 @@
+"""What has no guarantee is refused, with the node, the module, the source line and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from equipoise.core import InputError, Refused
+from equipoise.lipschitz import lipschitz_bound
+
+
+class Op(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def _branch(x):
+    return x if x.sum() > 0 else -x
+
+
+def _overwrite(x):
+    y = x * 2
+    y[:, 0] = 7.0
+    return y
+
+
+def _stale_view(x):
+    y = x * 2
+    z = y[:, :2]
+    y.mul_(5)
+    return torch.cat([z, y], 1)
+
+
+REFUSED = {
+    "unknown operation": (lambda x: torch.special.bessel_j0(x), "register_rule"),
+    "data-dependent branch": (_branch, "depends on the data"),
+    "hard shrinkage": (F.hardshrink, "discontinuous"),
+    "threshold": (lambda x: F.threshold(x, 1.0, 0.0), "discontinuous"),
+    "gated unit": (lambda x: F.glu(x, 1), "ball"),
+    "square": (lambda x: x * x, "ball"),
+    "attention": (lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]), "ball"),
+    "division": (lambda x: 1 / x, "no Lipschitz rule"),
+    "normalize": (F.normalize, "near 0"),
+    "square root": (torch.sqrt, "no Lipschitz rule"),
+    "argmax index": (lambda x: x.max(1)[1].to(x.dtype), "jumps"),
+    "mask of the input": (lambda x: torch.where(x > 0, x, 1.0), "no Lipschitz rule"),
+    "gather by the input": (lambda x: x[:, (x[0] > 0).to(torch.long)], "no Lipschitz rule"),
+    "active dropout": (lambda x: F.dropout(x, 0.5, True), "eval"),
+    "batch statistics": (lambda x: F.batch_norm(x, None, None, training=True), "eval|does not run"),
+    "mean over the batch": (lambda x: x - x.mean(0, keepdim=True), "other samples"),
+    "half precision": (lambda x: x.half().float(), "narrow"),
+    "rounding": (lambda x: x.to(torch.int64).to(x.dtype), "narrow"),
+    "stale view": (_stale_view, "overwrites"),
+    "item assignment": (_overwrite, "overwrites|no Lipschitz rule"),
+    "layer norm without ε": (lambda x: F.layer_norm(x, (4,), eps=0.0), "eps"),
+    "random weights": (lambda x: x * torch.rand(4), "random"),
+    "unbounded einsum": (lambda x: torch.einsum("bi,bi->b", x, x), "ball"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason(name):
+    function, words = REFUSED[name]
+    with pytest.raises((Refused, InputError), match=words):
+        lipschitz_bound(Op(function).eval(), torch.randn(2, 4))
+
+
+def test_the_message_names_node_module_line_and_remedy():
+    net = nn.Sequential(nn.Linear(4, 4), Op(torch.special.bessel_j0)).eval()
+    with pytest.raises(Refused) as error:
+        lipschitz_bound(net, torch.zeros(1, 4))
+    text = str(error.value)
+    assert "special_bessel_j0" in text
+    assert "module 1" in text
+    assert "test_refusals.py line" in text
+    assert "register_rule" in text
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(4), nn.Dropout(0.5), Op(torch.relu)])
+def test_training_mode_is_refused(module):
+    with pytest.raises(Refused, match="training mode"):
+        lipschitz_bound(nn.Sequential(nn.Linear(4, 4), module.train()), torch.zeros(2, 4))
+
+
+def test_a_batch_norm_without_running_statistics_is_refused():
+    norm = nn.BatchNorm1d(4, track_running_stats=False).eval()
+    with pytest.raises((Refused, InputError)):
+        lipschitz_bound(norm, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ("x", "tensor"),
+        (torch.zeros(1, 4, dtype=torch.int64), "int64"),
+        (torch.zeros(0, 4), "empty"),
+        (torch.zeros(1, 5), "run"),
+        (None, "example_input"),
+    ],
+)
+def test_bad_examples_are_refused(example, words):
+    with pytest.raises((Refused, InputError), match=words):
+        lipschitz_bound(nn.Linear(4, 4).eval(), example)
+
+
+@pytest.mark.parametrize("arguments", [{"ball": -1.0}, {"ball": float("inf")}, {"rtol": 0.0}])
+def test_bad_arguments_are_refused(arguments):
+    with pytest.raises(InputError):
+        lipschitz_bound(nn.Linear(4, 4).eval(), torch.zeros(1, 4), **arguments)
+
+
+def test_non_finite_weights_are_refused():
+    layer = nn.Linear(4, 4)
+    layer.weight.data[0, 0] = float("nan")
+    with pytest.raises((Refused, InputError), match="non-finite"):
+        lipschitz_bound(layer, torch.zeros(1, 4))
+
+
+def test_in_place_operations_that_nothing_sees_are_fine():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True))
+    assert lipschitz_bound(net, torch.zeros(1, 4)).upper > 0

@@ -1,0 +1,239 @@
+"""Every rule against every attack: a row is an operation, its input shape, whether the constant is attained, and a ball."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lipschitz_attacks import attack
+from torch import nn
+
+from equipoise.lipschitz import known_operations, lipschitz_bound
+
+
+class Op(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+torch.manual_seed(0)
+W = torch.randn(5, 6)
+V = torch.randn(4)
+PLANE = (2, 7, 7)
+INDEX = torch.tensor([0, 2, 2, 1])
+MASK = torch.tensor([True, False, True, False, True, True])
+_bn = nn.BatchNorm2d(2).eval()
+_bn.running_var.copy_(torch.tensor([0.2, 3.0]))
+_bn.weight.data.copy_(torch.tensor([-1.5, 0.3]))
+_prelu = nn.PReLU(2)
+_prelu.weight.data.copy_(torch.tensor([-1.7, 0.2]))
+
+
+def _parametrised():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5))
+    layer.parametrizations.weight.original0.data.mul_(3)
+    return layer
+
+
+def _max_min(x):
+    a, b = x.chunk(2, 1)
+    return torch.cat([torch.maximum(a, b), torch.minimum(a, b)], 1)
+
+
+# name: (module or function, shape, fraction of the bound an attack reaches, ball)
+CASES = {
+    **{
+        name: (getattr(F, name), (6,), 0.9, None)
+        for name in [
+            "relu",
+            "relu6",
+            "tanh",
+            "sigmoid",
+            "silu",
+            "gelu",
+            "mish",
+            "selu",
+            "celu",
+            "elu",
+            "softplus",
+            "softsign",
+            "logsigmoid",
+            "hardswish",
+            "hardsigmoid",
+            "hardtanh",
+            "leaky_relu",
+            "softshrink",
+        ]
+    },
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), (6,), 0.99, None),
+    "leaky relu steep": (lambda x: F.leaky_relu(x, -1.6), (6,), 0.99, None),
+    "elu 2": (lambda x: F.elu(x, 2.0), (6,), 0.9, None),
+    "prelu": (_prelu, PLANE, 0.99, None),
+    "abs": (torch.abs, (6,), 0.99, None),
+    "clamp": (lambda x: x.clamp(-0.3, 2), (6,), 0.99, None),
+    "square on ball": (lambda x: x**2, (6,), 0.5, 2.0),
+    "exp on ball": (torch.exp, (6,), 0.3, 2.0),
+    "linear": (nn.Linear(6, 5), (6,), 0.99, None),
+    "linear on rows": (nn.Linear(6, 5), (3, 6), 0.99, None),
+    "weight norm": (_parametrised(), (6,), 0.99, None),
+    "matmul": (lambda x: x @ W.to(x.dtype).mT, (6,), 0.99, None),
+    "matmul left": (lambda x: W.to(x.dtype) @ x, (6, 3), 0.99, None),
+    "addmm": (lambda x: torch.addmm(torch.ones(5, dtype=x.dtype), x, W.to(x.dtype).mT), (6,), 0.99, None),
+    "conv1d": (nn.Conv1d(2, 3, 3, padding=1), (2, 9), 0.9, None),
+    "conv same": (nn.Conv2d(2, 3, 4, padding="same"), PLANE, 0.9, None),
+    "conv stride dilation": (nn.Conv2d(2, 3, 3, stride=2, dilation=2, padding=2), PLANE, 0.9, None),
+    "conv grouped": (nn.Conv2d(4, 6, 3, groups=2), (4, 6, 6), 0.9, None),
+    "conv depthwise": (nn.Conv2d(2, 4, 3, groups=2, padding=1), PLANE, 0.9, None),
+    "conv3d": (nn.Conv3d(1, 2, 2), (1, 4, 4, 4), 0.9, None),
+    "conv reflect": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), PLANE, 0.7, None),
+    "conv circular": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), PLANE, 0.7, None),
+    "conv replicate": (nn.Conv2d(2, 3, 3, padding=2, padding_mode="replicate"), PLANE, 0.7, None),
+    "conv transpose": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), PLANE, 0.9, None),
+    "conv transpose grouped": (nn.ConvTranspose1d(4, 4, 4, stride=3, groups=2, dilation=2), (4, 6), 0.9, None),
+    "batch norm": (_bn, PLANE, 0.99, None),
+    "layer norm": (nn.LayerNorm(6), (6,), 0.9, None),
+    "layer norm steep": (nn.LayerNorm(6, eps=0.3), (3, 6), 0.9, None),
+    "rms norm": (nn.RMSNorm(6, eps=0.1), (6,), 0.9, None),
+    "group norm": (nn.GroupNorm(2, 4, eps=0.1), (4, 3, 3), 0.9, None),
+    "instance norm": (nn.InstanceNorm2d(2, eps=0.1), PLANE, 0.9, None),
+    "softmax": (lambda x: F.softmax(x, -1), (6,), 0.9, None),
+    "softmax temperature": (lambda x: F.softmax(x / 0.1, 1), (3, 4), 0.9, None),
+    "log softmax": (lambda x: F.log_softmax(x, -1), (6,), 0.9, None),
+    "logsumexp": (lambda x: x.logsumexp(-1), (3, 6), 0.9, None),
+    "max pool 3 2": (nn.MaxPool2d(3, 2), (1, 7, 7), 0.6, None),
+    "max pool 3 1": (nn.MaxPool2d(3, 1, 1), (1, 7, 7), 0.5, None),
+    "max pool disjoint": (nn.MaxPool2d(2), (1, 6, 6), 0.9, None),
+    "max pool dilated": (nn.MaxPool1d(3, 2, 1, dilation=2), (1, 9), 0.6, None),
+    "max pool ceil": (nn.MaxPool2d(3, 2, ceil_mode=True), (1, 6, 6), 0.6, None),
+    "adaptive max pool": (nn.AdaptiveMaxPool2d(3), (1, 7, 7), 0.5, None),
+    "avg pool overlap": (nn.AvgPool2d(3, 1, 1), (1, 6, 6), 0.99, None),
+    "avg pool ceil": (nn.AvgPool2d(3, 2, 1, ceil_mode=True), (1, 6, 6), 0.99, None),
+    "avg pool divisor": (nn.AvgPool2d(3, 2, divisor_override=2), (1, 7, 7), 0.99, None),
+    "avg pool exclude pad": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), (1, 7, 7), 0.99, None),
+    "avg pool ceil exclude": (nn.AvgPool1d(3, 2, 1, ceil_mode=True, count_include_pad=False), (1, 8), 0.99, None),
+    "avg pool 3d": (nn.AvgPool3d(2, 1), (1, 4, 4, 4), 0.95, None),
+    "adaptive avg pool": (nn.AdaptiveAvgPool2d((3, 2)), (1, 7, 5), 0.99, None),
+    "upsample nearest": (nn.Upsample(scale_factor=2), (1, 4, 4), 0.99, None),
+    "upsample nearest odd": (nn.Upsample(size=(7, 5)), (1, 4, 4), 0.99, None),
+    "upsample bilinear": (nn.Upsample(scale_factor=1.7, mode="bilinear"), (1, 5, 5), 0.99, None),
+    "upsample aligned": (nn.Upsample(size=(9, 3), mode="bilinear", align_corners=True), (1, 5, 5), 0.99, None),
+    "upsample bicubic": (nn.Upsample(scale_factor=2, mode="bicubic"), (1, 5, 5), 0.99, None),
+    "downsample antialias": (
+        lambda x: F.interpolate(x, size=(3, 3), mode="bilinear", antialias=True),
+        (1, 7, 7),
+        0.99,
+        None,
+    ),
+    "pad zero": (lambda x: F.pad(x, (1, 2, 0, 1)), (1, 4, 4), 0.99, None),
+    "pad value": (lambda x: F.pad(x, (1, 2), value=3.0), (4,), 0.99, None),
+    "pad reflect": (lambda x: F.pad(x, (2, 2, 1, 1), mode="reflect"), (1, 4, 4), 0.99, None),
+    "pad circular": (lambda x: F.pad(x, (2, 2, 1, 1), mode="circular"), (1, 4, 4), 0.99, None),
+    "pad replicate": (lambda x: F.pad(x, (3, 0, 1, 1), mode="replicate"), (1, 4, 4), 0.99, None),
+    "mean": (lambda x: x.mean((1, 2)), (3, 4), 0.99, None),
+    "sum": (lambda x: x.sum(-1), (3, 4), 0.99, None),
+    "amax": (lambda x: x.amax(1), (3, 4), 0.99, None),
+    "max values": (lambda x: x.max(1)[0], (3, 4), 0.99, None),
+    "std": (lambda x: x.std(-1), (5,), 0.99, None),
+    "norm": (lambda x: x.norm(dim=-1), (5,), 0.99, None),
+    "norm 1": (lambda x: x.norm(p=1, dim=-1), (5,), 0.9, None),
+    "cat": (lambda x: torch.cat([x, 2 * x, x.relu()], 1), (4,), 0.9, None),
+    "stack constant": (lambda x: torch.stack([x, torch.ones_like(x)], 1), (4,), 0.99, None),
+    "max min": (_max_min, (6,), 0.99, None),
+    "group sort": (lambda x: x.reshape(-1, 2, 3).sort(-1)[0].flatten(1), (6,), 0.99, None),
+    "residual": (lambda x: x + F.relu(x) * 0.5, (4,), 0.99, None),
+    "difference": (lambda x: x - 2 * x.flip(1), (4,), 0.99, None),
+    "tanhshrink": (F.tanhshrink, (4,), 0.4, None),
+    "reverse sub": (lambda x: 1 - 3 * x, (4,), 0.99, None),
+    "scale vector": (lambda x: x * V.to(x.dtype) / 0.7, (4,), 0.99, None),
+    "broadcast": (lambda x: x[:, :1] * V.to(x.dtype), (4,), 0.4, None),
+    "expand": (lambda x: x.unsqueeze(2).expand(-1, -1, 5), (4,), 0.99, None),
+    "repeat": (lambda x: x.repeat(1, 3), (4,), 0.99, None),
+    "index": (lambda x: x[:, INDEX], (4,), 0.99, None),
+    "slice": (lambda x: x[:, ::2], (5,), 0.99, None),
+    "mask": (lambda x: torch.where(MASK, x, 3.0), (6,), 0.99, None),
+    "maximum": (lambda x: torch.maximum(x, 1 - x), (4,), 0.6, None),
+    "pixel shuffle": (nn.PixelShuffle(2), (4, 3, 3), 0.99, None),
+    "permute": (lambda x: x.permute(0, 2, 1).reshape(-1, 12), (3, 4), 0.99, None),
+    "dropout": (nn.Dropout(0.5), (6,), 0.99, None),
+    "product on ball": (lambda x: x * x.flip(1), (4,), 0.4, 2.0),
+    "gate on ball": (lambda x: F.glu(x, 1), (6,), 0.3, 3.0),
+    "swish gate on ball": (lambda x: x[:, :3] * torch.sigmoid(x[:, 3:]), (6,), 0.3, 3.0),
+    "channel gate on ball": (lambda x: x * torch.sigmoid(x.mean((2, 3), keepdim=True)), (2, 3, 3), 0.3, 3.0),
+    "scores on ball": (lambda x: x @ x.transpose(1, 2), (3, 4), 0.2, 2.0),
+    "attention on ball": (lambda x: F.scaled_dot_product_attention(x, 2 * x, x), (3, 4), 0.03, 2.0),
+    "attention by hand": (lambda x: F.softmax(x @ x.transpose(1, 2) / 2, -1) @ x, (3, 4), 0.03, 2.0),
+    "einsum on ball": (lambda x: torch.einsum("bij,bkj->bik", x, 2 * x), (3, 4), 0.2, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rule_holds_under_attack(name):
+    op, shape, fraction, ball = CASES[name]
+    module = (op if isinstance(op, nn.Module) else Op(op)).eval()
+    report = lipschitz_bound(module, torch.zeros(1, *shape), ball=ball)
+    found = attack(module, shape, ball, steps=60)
+    assert report.upper <= report.product
+    assert found <= report.upper * (1 + 1e-7)
+    assert found >= fraction * report.upper, f"attack reaches {found}, bound {report.upper}"
+
+
+@pytest.mark.parametrize(
+    ("k", "s", "d", "n"), [(3, 2, 1, 9), (3, 1, 1, 9), (2, 2, 1, 8), (5, 2, 1, 11), (3, 2, 2, 13), (4, 6, 4, 40)]
+)
+def test_max_pooling_constant_is_attained_by_a_spike(k, s, d, n):
+    pool = nn.MaxPool1d(k, s, dilation=d)
+    bound = lipschitz_bound(pool, torch.zeros(1, 1, n)).upper
+    spikes = torch.eye(n).reshape(n, 1, n)
+    assert float(pool(spikes).norm(dim=(1, 2)).max()) == pytest.approx(bound)
+    assert bound == pytest.approx(math.sqrt(-(-k * math.gcd(s, d) // s)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gelu",
+        "gelu_tanh",
+        "silu",
+        "mish",
+        "selu",
+        "hardswish",
+        "sigmoid",
+        "hardsigmoid",
+        "softsign",
+        "elu",
+        "erf",
+        "atan",
+    ],
+)
+def test_slopes_on_a_fine_grid(name):
+    functions = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "erf": torch.erf, "atan": torch.atan}
+    f = functions.get(name) or getattr(F, name)
+    x = torch.linspace(-12, 12, 400_001, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(f(x).sum(), x)
+    from equipoise.lipschitz.capture import capture
+    from equipoise.lipschitz.propagate import propagate
+
+    run = propagate(capture(Op(f).eval(), torch.zeros(1, 4)))
+    low, high = list(run.steps.values())[-1].slopes
+    assert low <= float(slope.min()) + 1e-13
+    assert high >= float(slope.max()) - 1e-13
+    assert max(abs(low), high) <= float(slope.abs().max()) + 1e-6
+
+
+def test_every_registered_operation_of_aten_exists():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in known_operations():
+            if name.startswith("aten."):
+                _, op, overload = name.split(".")
+                assert hasattr(torch.ops.aten, op), name
+                assert hasattr(getattr(torch.ops.aten, op), overload), name

@@ -1,0 +1,42 @@
+"""Trained CIFAR ResNets from the shared data: real weights, real images."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from equipoise.bench import lipschitz as bench
+from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise.lipschitz.local import attacked
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("EQUIPOISE_DATA", ROOT / "../shared/data"))
+pytestmark = pytest.mark.skipif(
+    not (DATA / "cifar10-resnet20.safetensors").exists(), reason="no trained CIFAR ResNets: set EQUIPOISE_DATA"
+)
+
+
+@pytest.fixture(autouse=True)
+def _data(monkeypatch):
+    monkeypatch.setenv("EQUIPOISE_DATA", str(DATA))
+
+
+def test_fusing_wins_orders_of_magnitude_and_stays_above_the_attack():
+    net = bench.trained_resnet(20)
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 32, 32)
+    report = lipschitz_bound(net, x, rtol=1e-2)
+    assert report.log_upper < report.log_product - 5
+    assert float(attacked(net, x, 0.25, 5, 0).max()) <= report.upper
+    assert len([r for r in report.layers if r.kind == "convolution"]) == 19
+
+
+def test_the_local_certificate_is_below_the_global_one():
+    net = bench.trained_resnet(20)
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 32, 32)
+    bracket = local_lipschitz(net, x, 0.05, steps=3, rtol=1e-2)
+    assert float(bracket.lower) <= float(bracket.upper) < lipschitz_bound(net, x, rtol=1e-2).upper

@@ -1,0 +1,58 @@
+"""Every Python block of the README and the documentation runs, page by page, in order, in one namespace per page.
+
+A block is left out only with a reason, in an HTML comment right before it: `<!-- not run: reason -->`.
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"(?P<skip><!--\s*not run:\s*(?P<reason>[^>]*?)\s*-->\s*\n)?"
+    r"^(?P<indent>[ \t]*)```(?:python|py)\b[^\n]*\n(?P<code>.*?)^[ \t]*```",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def blocks(text):
+    """(line number, code) of the blocks to run; a reason is required to leave one out."""
+    found = []
+    for match in BLOCK.finditer(text):
+        if match["skip"]:
+            assert match["reason"], "a block that is not run needs a reason"
+            continue
+        indent = match["indent"]
+        code = "".join(line.removeprefix(indent) for line in match["code"].splitlines(keepends=True))
+        found.append((text.count("\n", 0, match.start("code")) + 1, code))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a page may write files, but not into the repository
+    torch.manual_seed(0)
+    namespace = {"__name__": "__main__"}
+    for line, code in blocks(page.read_text(encoding="utf-8")):
+        padded = "\n" * (line - 1) + code  # so that a traceback names the line of the page
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(padded, str(page.relative_to(ROOT)), "exec"), namespace)
+
+
+def test_blocks_are_found_and_left_out_only_with_a_reason():
+    text = "a\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```python\ny = 1\n```\n```console\n$ z\n```\n"
+    assert blocks(text) == [(3, "x = 1\n")]
+    apart = "<!-- not run: a reason -->\ntext\n<!-- another comment -->\n```python\nx = 1\n```\n"
+    assert len(blocks(apart)) == 1  # the comment must stand right before the block
+    with pytest.raises(AssertionError):
+        blocks("<!-- not run: -->\n```python\nx = 1\n```\n")
+
+
+def test_no_page_mentions_a_path_of_some_machine():
+    for page in PAGES:
+        assert not re.search(r"(?<![\w.])/(home|root|work|Users|tmp)/", page.read_text(encoding="utf-8")), page
