@@ -17,7 +17,7 @@ demo: $(STAMP)            ## the main job on bundled data
 	$(BIN)/equipoise demo
 
 test: lint docs $(STAMP)  ## everything except the slow tests
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-all: $(STAMP)        ## everything
 	$(BIN)/python -m pytest

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
 
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 
 @pytest.fixture(scope="session")
 def data_dir() -> pathlib.Path:

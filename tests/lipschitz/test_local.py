@@ -69,6 +69,14 @@ def test_every_node_stays_in_its_box(name):
     assert known > 3
 
 
+def test_in_place_operations_do_not_spoil_the_boxes():
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 30), nn.ReLU(inplace=True), nn.Linear(30, 3)]
+    other = nn.Sequential(layers[0], nn.ReLU(), layers[2])
+    x = torch.randn(3, 5)
+    assert torch.equal(local_lipschitz(nn.Sequential(*layers), x, 0.1).upper, local_lipschitz(other, x, 0.1).upper)
+
+
 def test_dead_neurons_are_dropped():
     net = nn.Sequential(nn.Linear(4, 50), nn.ReLU(), nn.Linear(50, 3))
     net[0].bias.data[:45] = -100.0

@@ -57,6 +57,39 @@ def test_a_linear_run_is_as_good_as_its_product_matrix():
     assert exact <= lipschitz_bound(net, torch.zeros(1, 8)).upper <= exact * 1.002
 
 
+def test_parallel_linear_branches_keep_their_signs():
+    class Signs(nn.Module):
+        def __init__(self, sign):
+            super().__init__()
+            self.a = nn.Linear(4, 4, bias=False)
+            self.sign = sign
+
+        def forward(self, x):
+            y = self.a(x)
+            return {
+                "-": y + (1 - y),
+                "+": y + (y + 1),
+                "sub": y - (y - 1),
+                "r": (2 - y) + (3 - y),
+                "n": y.add(y, alpha=-1),
+            }[self.sign]
+
+    for sign, times in {"-": 0, "+": 2, "sub": 0, "r": 2, "n": 0}.items():
+        net = Signs(sign).eval()
+        exact = times * float(torch.linalg.matrix_norm(net.a.weight.detach().double(), ord=2))
+        assert lipschitz_bound(net, torch.zeros(1, 4)).upper >= exact * (1 - 1e-9), sign
+
+
+def test_unequal_pieces_on_a_ball():
+    class Uneven(nn.Module):
+        def forward(self, x):
+            small, large = x.split([1, 7], 1)
+            return large * large.flip(1) * small
+
+    net = Uneven().eval()
+    assert attack(net, (8,), 3.0) <= lipschitz_bound(net, torch.zeros(1, 8), ball=3.0).upper
+
+
 def test_totals_beyond_the_floats_stay_finite_in_the_log_domain():
     layer = nn.Linear(4, 4)
     layer.weight.data.mul_(1e6)

@@ -60,6 +60,8 @@ REFUSED = {
     "item assignment": (_overwrite, "overwrites|no Lipschitz rule"),
     "layer norm without ε": (lambda x: F.layer_norm(x, (4,), eps=0.0), "eps"),
     "random weights": (lambda x: x * torch.rand(4), "random"),
+    "statistics of a norm": (lambda x: torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)[2], "first result"),
+    "integer sum": (lambda x: x.sum(1, dtype=torch.int64).to(x.dtype), "rounds|narrow"),
     "unbounded einsum": (lambda x: torch.einsum("bi,bi->b", x, x), "ball"),
 }
 

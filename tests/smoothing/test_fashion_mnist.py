@@ -36,38 +36,28 @@ class MaxMin(nn.Module):
 
 
 class OneLipschitz(nn.Module):
-    """Dense layers divided by their largest singular value: estimated while training, exact (SVD, margin) when
-    frozen."""
+    """Orthogonal dense layers, which keep margins large; divided by their largest singular value (and 1e-5) when frozen."""
 
-    def __init__(self, widths: tuple[int, ...] = (784, 256, 256, 10)) -> None:
+    def __init__(self, widths: tuple[int, ...] = (784, 128, 128, 10)) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
-        self.vectors = [torch.randn(layer.in_features) for layer in self.layers]
-        self.frozen = False
-
-    def weight(self, k: int) -> torch.Tensor:
-        w = self.layers[k].weight
-        if self.frozen:
-            return w
-        with torch.no_grad():
-            for _ in range(2):
-                v = w.T @ (w @ self.vectors[k])
-                self.vectors[k] = v / v.norm()
-        return w / (w @ self.vectors[k]).norm()
+        self.layers = nn.ModuleList(
+            nn.utils.parametrizations.orthogonal(nn.Linear(a, b)) for a, b in itertools.pairwise(widths)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(1)
         for k, layer in enumerate(self.layers):
-            x = nn.functional.linear(x, self.weight(k), layer.bias)
+            x = layer(x)
             if k < len(self.layers) - 1:
                 x = MaxMin()(x)
         return x
 
     def freeze(self) -> OneLipschitz:
         for layer in self.layers:
-            norm = torch.linalg.svdvals(layer.weight.detach().double())[0]
-            layer.weight.data = (layer.weight.double() / (norm * (1 + 1e-5))).float()
-        self.frozen = True
+            weight = layer.weight.detach().double()
+            nn.utils.parametrize.remove_parametrizations(layer, "weight")
+            norm = torch.linalg.svdvals(weight)[0]
+            layer.weight = nn.Parameter((weight / (norm * (1 + 1e-5))).float())
         return self.eval().requires_grad_(False)
 
 
@@ -111,7 +101,7 @@ def cnn(sigma: float) -> nn.Module:
 @cache
 def lipschitz_net(sigma: float) -> OneLipschitz:
     torch.manual_seed(2)
-    return train(OneLipschitz(), sigma, 3, scale=10.0).freeze()
+    return train(OneLipschitz(), sigma, 1, scale=8.0).freeze()
 
 
 @cache
@@ -194,10 +184,9 @@ def test_lvm_is_above_cohen(sigma):
     assert curves["lvm"][1] > curves["cohen"][1]
 
 
-def test_lipschitz_aware_calibration_never_loses():
-    """Measured at n = 10⁴: calibration keeps the votes with and without the constant, so the two are equal here."""
+def test_lipschitz_aware_radius_is_above_plain_lvm():
     found = aware_figures()
-    assert found["lvm + lipschitz"][1] >= found["lvm"][1]
+    assert found["lvm + lipschitz"][1] > found["lvm"][1]
 
 
 def test_adaptive_needs_a_quarter_of_the_draws():

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.lipschitz.bound import lipschitz_bound
-from equipoise.lipschitz.loading import load_checkpoint, load_factory, load_program, load_weights
-from equipoise.lipschitz.report import Report
+from equipoise.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equipoise.lipschitz.report import Report
 
 
 def audit(
@@ -24,14 +23,21 @@ def audit(
     html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
-    """How much can this network stretch a distance between inputs? A proved upper bound, layer by layer."""
-    try:
-        report = audit_report(model, weights, input_shape, ball)
-        if html is not None:
-            write_whole(html, report.to_html(f"Lipschitz audit of {model}"))
-    except EquipoiseError as error:
-        typer.echo(f"equipoise audit: {error}", err=True)
-        raise typer.Exit(2) from error
+    """How much can this network stretch a distance between inputs? A proved upper bound, layer by layer.
+
+    MODEL is a program saved by torch.export, a checkpoint directory (safetensors and JSON),
+    or package.module:factory. Nothing in a file is executed: what is not plain weights and
+    tensor operations is refused, and so is a network with an operation that has no rule.
+
+    Examples:
+
+      equipoise audit model.pt2 --html report.html
+      equipoise audit package.module:factory --weights weights.safetensors --input-shape 3,32,32
+      equipoise audit package.module:factory --input-shape 3,32,32 --ball 10 --json
+    """
+    report = audit_report(model, weights, input_shape, ball)
+    if html is not None:
+        write_whole(html, report.to_html(f"Lipschitz audit of {model}"))
     typer.echo(report.to_json() if json else str(report))
 
 
@@ -39,6 +45,11 @@ def audit_report(
     model: str, weights: Path | None = None, input_shape: str | None = None, ball: float | None = None
 ) -> Report:
     """The report of what `model` names; every failure is an `EquipoiseError` with one sentence."""
+    import torch
+
+    from equipoise.lipschitz.bound import lipschitz_bound
+    from equipoise.lipschitz.loading import load_checkpoint, load_factory, load_program, load_weights
+
     shape = parse_shape(input_shape) if input_shape is not None else None
     if model.endswith(".pt2"):
         if weights is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz.capture import batch_note, capture, first_sample, module_path
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate
@@ -46,6 +46,11 @@ def lipschitz_bound(
     if example_input is None and not isinstance(model, ExportedProgram):
         raise InputError("lipschitz_bound needs example_input: the bound depends on the input's shape")
     program = capture(model, example_input)
+    batches = [node.meta["val"].shape[:1] for node in program.inputs]
+    if ball is not None and any(b and b[0] > 1 for b in batches) and isinstance(model, ExportedProgram):
+        raise Refused(
+            "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
+        )
     run = propagate(program, ball, rtol)
     notes = batch_note(model, first_sample(example_input)) if isinstance(model, nn.Module) else ()
     chain = chain_total(run)

@@ -142,7 +142,10 @@ def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], 
             pieces: fx.Node = call.node.args[0]  # type: ignore[assignment]
             inner = fx.node.map_arg(pieces.args, lambda n: value(n, pick))
             return pieces.target(*inner, **pieces.kwargs)[call.node.args[1]]  # type: ignore[operator]
-        args = fx.node.map_arg(call.node.args, lambda n: value(n, pick))
+        args: Any = fx.node.map_arg(call.node.args, lambda n: value(n, pick))
+        schema = getattr(call.node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:  # an in-place operation must not write into the boxes
+            args = (args[0].clone(), *args[1:])
         kwargs = fx.node.map_arg(call.node.kwargs, lambda n: value(n, pick))
         result = call.node.target(*args, **kwargs)  # type: ignore[operator]
         return result[0] if isinstance(result, tuple | list) else result

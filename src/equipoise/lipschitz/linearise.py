@@ -30,7 +30,7 @@ _AFFINE = {
     "linear", "convolution", "matmul", "batch norm", "sum", "shift", "difference", "scaling", "concatenation", "view",
     "selection",
     "identity", "mean", "average pooling", "constant padding", "piece", "split", "sum over entries", "transposed convolution",
-    "resampling", "reflect padding", "circular padding", "replicate padding",
+    "resampling", "interpolation", "reflect padding", "circular padding", "replicate padding",
 }  # fmt: skip
 #: largest |φ''| (rounded up): the slope moves by at most this times the half-width
 CURVATURE = {"tanh": 0.76981, "sigmoid": 0.09623, "gelu": 0.81, "silu": 0.50001, "atan": 0.64952}

@@ -176,7 +176,10 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
 
 
 def load_checkpoint(folder: str | Path) -> tuple[nn.Module, tuple[int, ...] | None]:
-    """A checkpoint directory: one safetensors file, and `config.json` with `factory` (inside equipoise), `arguments`, `input_shape`."""
+    """A checkpoint directory: one safetensors file, and a `config.json` with `factory`, `arguments` and `input_shape`.
+
+    The factory must lie inside equipoise: a file does not choose which other code runs.
+    """
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

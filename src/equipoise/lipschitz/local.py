@@ -61,6 +61,8 @@ def local_lipschitz(
         run = propagate(program, reach, rtol, cache)
         upper = torch.tensor([certified(run, sample[None], radius, cache) for sample in x], dtype=torch.float64)
     lower = attacked(model, x, radius, steps, seed) if steps > 0 else torch.zeros_like(upper)
+    if bool((lower > upper * (1 + 1e-6)).any()):
+        raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
     return Bracket(torch.minimum(lower, upper), upper, method="attack, certified on the ball")
 
 

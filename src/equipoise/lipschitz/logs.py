@@ -77,8 +77,8 @@ def exp_up(x: float) -> float:
 def show_log(x: float, digits: int = 4) -> str:
     """Print exp(x) with `digits` significant digits, rounded up, also beyond the floats.
 
-    >>> show_log(700 * math.log(10))
-    '1.001e+700'
+    >>> show_log(700 * math.log(10)), show_log(0.0)
+    ('1.001e+700', '1.000')
     """
     if x == -math.inf:
         return "0"
@@ -87,7 +87,7 @@ def show_log(x: float, digits: int = 4) -> str:
     tens = x / math.log(10)
     power = math.floor(tens)
     scale = 10.0 ** (digits - 1)
-    mantissa = math.ceil(10 ** (tens - power) * (1 + 1e-12 * (1 + abs(x))) * scale) / scale
+    mantissa = math.ceil(10 ** (tens - power) * (1 + 1e-12 * abs(x)) * scale) / scale
     if -3 <= power < digits + 2:
         return f"{mantissa * 10.0**power:.{max(0, digits - 1 - power)}f}"
     return f"{mantissa:.{digits - 1}f}e{power:+03d}"

@@ -171,8 +171,13 @@ def _parallel_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | Non
 def _sized(call: Call, step: Step) -> Signal:
     """Bounds of the output's size: what the rule knows, what the offset and gains give, and what each implies for the others."""
     value = call.node.meta["val"]
-    value = value[0] if isinstance(value, tuple | list) else value
+    several = isinstance(value, tuple | list)
+    value = value[0] if several else value
     shape = tuple(value.shape)
+    if value.dtype not in (torch.float32, torch.float64):
+        raise Refused(f"{where(call.node)}: its result is {value.dtype}, which rounds; keep float32 or float64")
+    if several and step.kind == "split":
+        shape = step.gains[0][0].shape  # all pieces together; they may differ in size
     reach = [gain * s.norm if gain else 0.0 for s, gain in step.gains]
     grown = math.sqrt(sum(r * r for r in reach)) if step.combine == "root" else sum(reach)
     count, width = math.prod(shape), shape[-1] if shape else 1

@@ -211,9 +211,12 @@ def addition(call: Call) -> Step:
             row = up(row + (float(torch.linalg.vector_norm(spread, dim=-1).max()) if call.shape else float(c.abs())))
     minus = "sub" in str(call.node.target) or alpha < 0
     kind = ("difference" if minus else "sum") if len(gains) > 1 else "shift"
-    form = Scale(torch.ones(1, dtype=torch.float64), 1) if len(gains) == 1 and gains[0][1] == 1 else None
-    if form is not None and isinstance(call["other"], Signal) and (("sub" in str(call.node.target)) != reverse):
-        form = None
+    form = None
+    if len(gains) == 1 and gains[0][0].shape == call.shape:
+        first = isinstance(call["self"], Signal)
+        negative = first if reverse else (not first and "sub" in str(call.node.target))
+        factor = weights["self" if first else "other"] * (-1 if negative else 1)
+        form = Scale(torch.tensor([factor], dtype=torch.float64), 1)
     return Step(tuple(gains), kind, offset=offset, peak=peak, norm=norm, row=row, linear=form)
 
 
@@ -222,7 +225,7 @@ def lerp(call: Call) -> Step:
     """`a + w·(b − a)` with a constant w."""
     w = float(call["weight"])
     pairs = ((call["self"], abs(1 - w)), (call["end"], abs(w)))
-    return Step(tuple((v, up(f)) for v, f in pairs if isinstance(v, Signal)), "sum")
+    return Step(tuple((v, up(f)) for v, f in pairs if isinstance(v, Signal)), "interpolation")
 
 
 @rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.mv.default")

@@ -102,8 +102,8 @@ def elu(call: Call) -> Step:
     """`scale·x` above 0, `scale·α·(exp(β·x) − 1)` below: slopes up to scale·max(1, αβ)."""
     alpha, scale, inner = float(call["alpha"]), float(call["scale"]), float(call["input_scale"])
     low_side = alpha * scale * inner
-    if inner < 0:
-        call.refuse("ELU with a negative input scale grows without bound")
+    if inner < 0 or scale < 0:
+        call.refuse("ELU with a negative scale")
     return pointwise(
         call, min(0.0, up(abs(low_side)) * math.copysign(1, low_side)), up(max(scale, low_side)), kind="elu"
     )

@@ -111,6 +111,8 @@ def attention(call: Call) -> Step:
     q, k, v = call["query"], call["key"], call["value"]
     if not all(isinstance(t, Signal) for t in (q, k, v)):
         call.refuse("attention with a constant query, key or value", "write it as matmul and softmax")
+    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        call.refuse("attention with broadcasting", "expand query, key and value to the same batch dimensions")
     if float(call["dropout_p"]) != 0 or isinstance(call["attn_mask"], Signal) or call["enable_gqa"]:
         call.refuse(
             "attention with dropout, grouped queries or a mask that depends on the input", "call model.eval() first"

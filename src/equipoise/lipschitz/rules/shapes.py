@@ -100,6 +100,9 @@ def getitem(call: Call) -> Step:
     value = call.node.meta.get("val")
     if not isinstance(value, Tensor) or not value.is_floating_point():
         call.refuse("the position of a maximum jumps with the input", "use the values only")
+    pieces_of = str(x.node.target).removeprefix("aten.")
+    if pieces_of not in PIECES and call.node.args[1] != 0:
+        call.refuse("only the first result of this operation has a rule", "use the result itself, not its statistics")
     return Step(((x, 1.0),), "piece", offset=math.inf, peak=x.peak, row=x.row, norm=x.norm, moves=True)
 
 
