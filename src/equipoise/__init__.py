@@ -12,8 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equipoise import attacks, smoothing
+    from equipoise import attacks, lipschitz, smoothing
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
+    from equipoise.lipschitz import lipschitz_bound, local_lipschitz
     from equipoise.norms import functional, spectral_norm
 
 __version__ = "0.1.0"
@@ -26,6 +27,9 @@ __all__ = [
     "Refused",
     "attacks",
     "functional",
+    "lipschitz",
+    "lipschitz_bound",
+    "local_lipschitz",
     "smoothing",
     "spectral_norm",
 ]
@@ -38,6 +42,9 @@ _HOME: dict[str, tuple[str, str]] = {
     },
     "attacks": ("equipoise.attacks", ""),
     "functional": ("equipoise.norms.functional", ""),
+    "lipschitz": ("equipoise.lipschitz", ""),
+    "lipschitz_bound": ("equipoise.lipschitz", "lipschitz_bound"),
+    "local_lipschitz": ("equipoise.lipschitz", "local_lipschitz"),
     "smoothing": ("equipoise.smoothing", ""),
     "spectral_norm": ("equipoise.norms", "spectral_norm"),
 }

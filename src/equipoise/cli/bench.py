@@ -69,17 +69,36 @@ def smoothing(
 
       equipoise bench smoothing --json
     """
-    import torch
-
     from equipoise.bench.smoothing import rows
 
-    found = rows(repeats=repeats)
-    if as_json:
-        emit_json({"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": found})
-        return
+    _report("smoothing", rows(repeats=repeats), as_json)
+
+
+@bench.command()
+def lipschitz(as_json: Json = False) -> None:
+    """Network bounds: an audit against forward passes, the product bound against power iteration.
+
+    The rows on trained CIFAR ResNets need their weights (EQUIPOISE_DATA).
+
+    Example:
+
+      equipoise bench lipschitz --json
+    """
+    from equipoise.bench.lipschitz import rows
+
+    _report("network bounds", rows(), as_json)
+
+
+def _report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+    import torch
+
     from equipoise.bench.norms import Section
 
-    _show(Section(f"smoothing, {torch.get_num_threads()} thread(s)", found), results())
+    threads = torch.get_num_threads()
+    if as_json:
+        emit_json({"torch": torch.__version__, "threads": threads, "rows": rows})
+    else:
+        _show(Section(f"{title}, {threads} thread(s)", rows), results())
 
 
 def _show(section: Section, console: Console) -> None:

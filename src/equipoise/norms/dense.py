@@ -69,9 +69,12 @@ def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, fl
     A failed proof means that the Ritz vector had not converged: Lanczos goes on from it, and after `rounds` failures the
     target is widened instead, at most up to the Frobenius norm, so the function always ends with a proved bound.
     """
-    A, e = scaled(wide(small_side(W)))
-    if not bool(A.any()):
+    A, e = wide(small_side(W)), torch.zeros((), dtype=torch.int64)
+    largest = float(torch.view_as_real(W).abs().max() if W.is_complex() else torch.maximum(W.max(), -W.min()))
+    if largest == 0:
         return 0.0, 0.0, A.new_ones(A.shape[-1])
+    if not 1e-60 < largest < 1e60:  # squares stay in range without rescaling, which would cost two passes
+        A, e = scaled(A)
     G = gram(A) if A.is_complex() else gram_lower(A)
     size = frobenius(A)
     error = gram_error(A, size).reshape(1)
