@@ -13,8 +13,8 @@ import torch
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, up
-from equipoise.norms.gram import gram, gram_error, rayleigh_lower, scaled, small_side, wide
+from equipoise.core.precision import down, gamma, up
+from equipoise.norms.gram import gram, gram_error, product_length, rayleigh_lower, scaled, small_side, wide
 from equipoise.norms.verify import below, verification_loss
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster
@@ -70,21 +70,25 @@ def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, fl
     target is widened instead, at most up to the Frobenius norm, so the function always ends with a proved bound.
     """
     A, e = wide(small_side(W)), torch.zeros((), dtype=torch.int64)
-    largest = float(torch.view_as_real(W).abs().max() if W.is_complex() else torch.maximum(W.max(), -W.min()))
-    if largest == 0:
-        return 0.0, 0.0, A.new_ones(A.shape[-1])
-    if not 1e-60 < largest < 1e60:  # squares stay in range without rescaling, which would cost two passes
-        A, e = scaled(A)
     G = gram(A) if A.is_complex() else gram_lower(A)
-    size = frobenius(A)
+    trace = float(torch.diagonal(G).real.sum())
+    if not 1e-120 < trace < 1e120:  # rescaling costs two passes: only where squares would leave the range
+        if not bool(A.any()):
+            return 0.0, 0.0, A.new_ones(A.shape[-1])
+        A, e = scaled(A)
+        G = gram(A) if A.is_complex() else gram_lower(A)
+        trace = float(torch.diagonal(G).real.sum())
+    g = gamma(product_length(A) + A.shape[-1] + 8, torch.float64)
+    size = torch.tensor(up(math.sqrt(trace) * (1 + g)), dtype=torch.float64, device=A.device)  # ‖A‖_F
     error = gram_error(A, size).reshape(1)
     quick = torch.tril(G.to(torch.complex64 if G.is_complex() else torch.float32))
     quick = quick + torch.tril(quick, -1).mH
     tolerance = max(rtol, 4 * verification_loss(G.shape[-1], G.dtype))
     v = random_start(G.shape[-1], quick)
     best = torch.zeros_like(v)
-    best[int(torch.diagonal(quick).real.argmax())] = 1  # the longest column: a lower end that is never 0
-    lower, slack = float(rayleigh_lower(A, best, size)), tolerance * 0.9
+    longest = int(torch.diagonal(G).real.argmax())
+    best[longest] = 1  # the longest column: a lower end that is never 0
+    lower, slack = down(math.sqrt(float(G[longest, longest].real) * (1 - 2 * g))), tolerance * 0.9
     while True:
         v = lanczos(quick.matmul, v, steps=36)
         value = float(rayleigh_lower(A, v, size))
