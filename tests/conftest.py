@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 
+
 @pytest.fixture(scope="session")
 def data_dir() -> pathlib.Path:
     """The folder of real data (EQUIPOISE_DATA, or ../shared/data beside the repository); skips where absent."""
