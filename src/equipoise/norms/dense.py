@@ -21,7 +21,7 @@ from equipoise.norms.verify import below, verification_loss
 LARGE = 160
 
 
-def gram_lower(A: Tensor, blocks: int = 6) -> Tensor:
+def gram_lower(A: Tensor, blocks: int = 10) -> Tensor:
     """Lower triangle of `A*A` block row by block row: little more than half the work of the full product.
 
     What lies above the block diagonal is not set.
@@ -90,7 +90,7 @@ def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, fl
     best[longest] = 1  # the longest column: a lower end that is never 0
     lower, slack = down(math.sqrt(float(G[longest, longest].real) * (1 - 2 * g))), tolerance * 0.9
     while True:
-        v = lanczos(quick.matmul, v, steps=36)
+        v = lanczos(quick.matmul, v, steps=30)
         value = float(rayleigh_lower(A, v, size))
         if value > lower:
             best, lower = v, value
