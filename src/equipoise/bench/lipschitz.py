@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from equipoise.bench.timing import seconds
 from equipoise.core.errors import InputError
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 
@@ -130,12 +130,6 @@ def rows(repeats: int = 3) -> list[Row]:
     return [audit_row(18, 10, repeats), audit_row(50, 15, 1), *ryu_rows(), *local_rows()]
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def audit_row(depth: int = 18, goal: float = 10, repeats: int = 3, rtol: float = 0.05) -> Row:
     """Audit of a ResNet at 3×224×224 against one forward pass of batch 8, interleaved; the ratio is the number of passes."""
     torch.manual_seed(0)
@@ -145,9 +139,9 @@ def audit_row(depth: int = 18, goal: float = 10, repeats: int = 3, rtol: float =
         net(x)
     ours, base = [], []
     for _ in range(repeats):
-        ours.append(_seconds(lambda: lipschitz_bound(net, x[:1], rtol=rtol)))
+        ours.append(seconds(lambda: lipschitz_bound(net, x[:1], rtol=rtol)))
         with torch.no_grad():
-            base.append(_seconds(lambda: net(x)))
+            base.append(seconds(lambda: net(x)))
     ratio = statistics.median(a / b for a, b in zip(ours, base, strict=True))
     name = f"audit of ResNet-{depth} at 3×224×224 (rtol {rtol:g}), in forward passes of batch 8"
     return {

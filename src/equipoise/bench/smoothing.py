@@ -8,7 +8,6 @@ a busy machine slows both sides alike.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor, nn
 
+from equipoise.bench.timing import seconds
 from equipoise.smoothing import (
     SimplexMap,
     SmoothedClassifier,
@@ -44,8 +44,8 @@ def interleaved(ours: Callable[[], Any], baseline: Callable[[], Any], repeats: i
     ours(), baseline()
     first, second = [], []
     for _ in range(repeats):
-        first.append(_seconds(ours))
-        second.append(_seconds(baseline))
+        first.append(seconds(ours))
+        second.append(seconds(baseline))
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     return statistics.median(first), statistics.median(second), statistics.median(ratios)
 
@@ -174,9 +174,3 @@ class _Block(nn.Module):
 
 def _row(name: str, ours: float, baseline: float, ratio: float, goal: str) -> Row:
     return {"name": name, "ours": ours, "baseline": baseline, "ratio": ratio, "goal": goal}
-
-
-def _seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start

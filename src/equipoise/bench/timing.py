@@ -26,6 +26,13 @@ class Contest:
         return self.seconds[ours] / self.seconds[baseline]
 
 
+def seconds(work: Callable[[], Any]) -> float:
+    """Wall-clock seconds of one call."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
 def take_turns(contestants: Mapping[str, Callable[[], Any]], repeats: int = 3) -> Contest:
     """Run every contestant once per round, in an order that alternates, and take medians over the rounds.
 

@@ -88,6 +88,13 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
     return torch.where(largest == 0, torch.zeros_like(exponent), exponent)
 
 
+def rescaled(x: Tensor) -> tuple[Tensor, int]:
+    """`(2^-e·x, e)` with the largest entry brought to [1/2, 1), exactly; in two steps, since 2^-e alone may overflow."""
+    e = int(power_of_two_scale(x.abs().amax()))
+    half = e // 2
+    return x * 2.0**-half * 2.0 ** -(e - half), e
+
+
 def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     """Frobenius norm over `dims` as float64, rounded up (real or complex).
 

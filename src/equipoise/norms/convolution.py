@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import down, frobenius, gamma, power_of_two_scale, require_finite, up
+from equipoise.core.precision import down, frobenius, gamma, require_finite, rescaled, up
 from equipoise.norms.dense import LARGE, cholesky_bracket, lanczos, random_start
 from equipoise.norms.geometry import (
     Axis,
@@ -55,12 +55,10 @@ def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
 def conv_bracket(conv: Convolution, rtol: float = 1e-3) -> Bracket:
     """Bracket of the norm of a convolution operator; with unknown input size, of the supremum over all sizes."""
     kernel = wide(require_finite(conv.kernel))
-    e = int(power_of_two_scale(kernel.abs().amax()))
     if not bool(kernel.any()):
         return Bracket(0.0, 0.0, rtol, "zero kernel")
-    half = e // 2
-    conv = replace(conv, kernel=kernel * 2.0**-half * 2.0 ** -(e - half))
-    bracket = _scaled_bracket(conv, rtol)
+    kernel, e = rescaled(kernel)
+    bracket = _scaled_bracket(replace(conv, kernel=kernel), rtol)
     return replace(bracket, lower=math.ldexp(float(bracket.lower), e), upper=math.ldexp(float(bracket.upper), e))
 
 

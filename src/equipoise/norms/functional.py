@@ -13,7 +13,6 @@ Reference: Delattre et al. 2023, §3 and appendix (gradient of the Gram iteratio
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -32,9 +31,9 @@ from equipoise.norms.geometry import (
     unpadded,
     zero_lattice,
 )
-from equipoise.norms.gram import adjoint, gram, scaled, small_side
+from equipoise.norms.gram import adjoint, gram, gram_iterate, scaled, small_side
 from equipoise.norms.supremum import Cells, grid_cells
-from equipoise.norms.symbol import Symbol
+from equipoise.norms.symbol import Symbol, tap_positions
 
 #: bytes of Gram matrices held at once by `conv_norm`
 CHUNK_BYTES = 64 * 2**20
@@ -154,11 +153,7 @@ def explicit_gradient(W: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
 
 
 def _value(W: Tensor, iterations: int) -> Tensor:
-    A, e = scaled(small_side(W.resolve_conj()))
-    log2 = e.double()
-    for _ in range(iterations):
-        A, e = scaled(gram(A))
-        log2 = 2 * log2 + e
+    A, log2 = gram_iterate(W.resolve_conj(), iterations)
     norm = torch.linalg.matrix_norm(A).double()
     s = torch.exp2((norm.clamp_min(1e-300).log2() + log2) * 2.0**-iterations)
     return torch.where(norm == 0, torch.zeros_like(s), s).to(A.real.dtype)
@@ -186,7 +181,7 @@ def _symbol_norm(kernel: Tensor, sizes: list[int], iterations: int, want_gradien
         value, group, omega = _largest(kernel, sizes, iterations)
         if not want_gradient:
             return value.to(kernel.real.dtype), kernel.new_empty(0)
-        angle = _grid(kernel.shape[3:]).to(kernel.device, torch.float64) @ omega  # (taps,)
+        angle = tap_positions(kernel.shape[3:]).to(kernel.device) @ omega  # (taps,)
         complex_type = torch.complex128 if kernel.real.dtype is torch.float64 else torch.complex64
         phases = torch.complex(angle.cos(), -angle.sin()).to(complex_type)
         E = kernel[group].flatten(2).to(complex_type) @ phases
@@ -271,10 +266,6 @@ def _trace(symbol: Symbol, cells: Cells) -> Tensor:
 def _chunks(groups: Tensor, symbol: Symbol) -> tuple[Tensor, ...]:
     per = max(1, CHUNK_BYTES // symbol.bytes_per_frequency)
     return torch.arange(len(groups), device=groups.device).split(per)
-
-
-def _grid(lengths: tuple[int, ...]) -> Tensor:
-    return torch.tensor(list(itertools.product(*map(range, lengths))), dtype=torch.float64)
 
 
 class _Once(torch.autograd.Function):

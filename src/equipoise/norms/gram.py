@@ -58,6 +58,16 @@ def scaled(W: Tensor) -> tuple[Tensor, Tensor]:
     return W, e
 
 
+def gram_iterate(W: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """`(A, log2)` with `W_t = 2^log2·A`, the iterate on the smaller side, rescaled by powers of two."""
+    A, e = scaled(small_side(W))
+    log2 = e.double()
+    for _ in range(iterations):
+        A, e = scaled(gram(A))
+        log2 = 2 * log2 + e
+    return A, log2
+
+
 def gram_norm_plain(W: Tensor, iterations: int = 6, readout: Readout = "fro") -> Tensor:
     """`‖W_t‖^(2^-t)` in the arithmetic of W: an upper bound on σ₁ in real arithmetic only.
 
@@ -70,11 +80,7 @@ def gram_norm_plain(W: Tensor, iterations: int = 6, readout: Readout = "fro") ->
     3.0
     """
     _check(W, iterations)
-    A, e = scaled(small_side(W))
-    log2 = e.double()
-    for _ in range(iterations):
-        A, e = scaled(gram(A))
-        log2 = 2 * log2 + e
+    A, log2 = gram_iterate(W, iterations)
     if readout not in get_args(Readout):
         raise InputError(f"readout must be one of {', '.join(get_args(Readout))}, got {readout!r}")
     if readout == "fro":
@@ -154,13 +160,17 @@ def dominant_pair(W: Tensor, rtol: float = 1e-6) -> tuple[Tensor, Tensor, Tensor
     (3.0, True)
     """
     require_finite(W)
-    vector = gram_bracket(W, rtol)[2]
+    return complete_pair(W, gram_bracket(W, rtol)[2])
+
+
+def complete_pair(W: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`(σ, u, v)` of unit length from the vector an iteration found on the smaller side (the left one for a wide W)."""
+    vector = vector.to(W.dtype)
     vector = vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
     other = (small_side(W) @ vector[..., None])[..., 0]
     sigma = torch.linalg.vector_norm(other, dim=-1)
-    other = other / sigma[..., None].clamp_min(torch.finfo(W.real.dtype).tiny)
-    swapped = W.shape[-2] < W.shape[-1]  # the iteration ran on W*: its vector is the left one
-    return (sigma, vector, other) if swapped else (sigma, other, vector)
+    other = other / torch.where(sigma > 0, sigma, torch.ones_like(sigma))[..., None]
+    return (sigma, vector, other) if W.shape[-2] < W.shape[-1] else (sigma, other, vector)
 
 
 def dominant_eigenpair(A: Tensor, iterations: int = 12) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,9 +12,9 @@ from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
 from equipoise.core.precision import full_precision, require_finite, up, working_dtype
 from equipoise.norms.convolution import conv_bracket, dense_bracket
-from equipoise.norms.dense import cholesky_bracket
+from equipoise.norms.dense import LARGE, cholesky_bracket
 from equipoise.norms.geometry import effective_weight, from_module, module_kind
-from equipoise.norms.gram import cast_error, gram_bracket, scaled, wide
+from equipoise.norms.gram import cast_error, complete_pair, gram_bracket, scaled, wide
 
 Method = Literal["auto", "gram", "cholesky"]
 
@@ -98,28 +98,17 @@ def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype |
         low, high, v = gram_bracket(wide(W), rtol)
         used = "gram"
     elif method == "cholesky":
-        lower, upper, v = cholesky_bracket(W, rtol) if bool(W.any()) else (0.0, 0.0, torch.ones_like(W[0]))
+        lower, upper, v = cholesky_bracket(W, rtol)
         low, high, used = extra + lower, extra + upper, "cholesky"
     else:
         working_dtype(W.dtype, dtype)
-        low, high, v = dense_bracket(wide(W) if min(W.shape[-2:]) < 160 else W, rtol)
+        low, high, v = dense_bracket(wide(W) if min(W.shape[-2:]) < LARGE else W, rtol)
         used = "auto"
     note = ""
     if bool((high > (1 + rtol) * low).any()):
         reached = float((high / low.clamp_min(1e-300) - 1).max())
         note = f"gap {reached:.2g}: the precision does not allow less; compute in float64 or ask for a larger rtol"
-    pair = _pair(W, v) if vectors else None
+    pair = complete_pair(W, v)[1:] if vectors else None
     if W.dim() == 2:
         return Bracket(float(low), float(high), rtol, used, note, pair)
     return Bracket(low, high, rtol, used, note, pair)
-
-
-def _pair(W: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit singular vectors `(u, v)` from the vector the iteration found on the smaller side."""
-    v = v.to(W.dtype)
-    v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True)
-    wide_matrix = W.shape[-2] < W.shape[-1]
-    other = ((W.mH if wide_matrix else W) @ v[..., None])[..., 0]
-    size = torch.linalg.vector_norm(other, dim=-1, keepdim=True)
-    other = other / torch.where(size > 0, size, torch.ones_like(size))
-    return (v, other) if wide_matrix else (other, v)

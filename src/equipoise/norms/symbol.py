@@ -23,6 +23,11 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.real.contiguous(), x.imag.contiguous()) if x.is_complex() else (x, torch.zeros_like(x))
 
 
+def tap_positions(lengths: tuple[int, ...]) -> Tensor:
+    """`(taps, dims)`: the position of every tap, the last axis fastest."""
+    return torch.tensor(list(itertools.product(*map(range, lengths))), dtype=torch.float64)
+
+
 @dataclass
 class Symbol:
     """Frequency view of `kernel (g, m, c, *lengths)` in float64 or complex128 with c ≤ m.
@@ -78,8 +83,7 @@ class Symbol:
 
     def at(self, groups: Tensor, omega: Tensor) -> Tensor:
         """`E(ω)` itself as complex128 `(F, m, c)`, for few frequencies; off by at most `at_error`."""
-        grid = torch.tensor(list(itertools.product(*map(range, self.lengths))), dtype=torch.float64)
-        angle = omega @ grid.to(omega.device).mT  # (F, taps)
+        angle = omega @ tap_positions(self.lengths).to(omega.device).mT  # (F, taps)
         phases = torch.complex(angle.cos(), -angle.sin())
         m, c = self.kernel.shape[1:3]
         E = phases.new_empty(len(groups), m, c)

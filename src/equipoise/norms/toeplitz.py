@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import frobenius, full_precision, gamma, power_of_two_scale, require_finite, up
+from equipoise.core.precision import frobenius, full_precision, gamma, require_finite, rescaled, up
 
 #: entries an iterate may have
 MOST_ENTRIES = 20_000_000
@@ -55,13 +55,13 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
             )
         history: list[tuple[int, float]] = []
         for _ in range(iterations):
-            A, e = _scaled(A)
+            A, e = rescaled(A)
             mass = float(frobenius(A.abs().sum((2, 3))))
             history.append((e, up(gamma(2 * A[:, 0].numel() + 8, torch.float64) * mass**2)))
             k1, k2 = A.shape[2:]
             swapped = A.transpose(0, 1).contiguous()
             A = torch.conv2d(swapped, swapped, padding=(k1 - 1, k2 - 1))
-        A, e = _scaled(A)
+        A, e = rescaled(A)
         value = _read(A, readout)
     value = up(math.ldexp(value, e))
     for e, error in reversed(history):
@@ -75,9 +75,3 @@ def _read(A: Tensor, readout: str) -> float:
         return float(frobenius(A.flatten(1))) * math.sqrt(A.shape[2] * A.shape[3]) * slack
     rows, columns = (float(A.abs().sum(dims).max()) for dims in ((1, 2, 3), (0, 2, 3)))
     return math.sqrt(rows * columns) * slack
-
-
-def _scaled(A: Tensor) -> tuple[Tensor, int]:
-    e = int(power_of_two_scale(A.abs().amax()))
-    half = e // 2
-    return A * 2.0**-half * 2.0 ** -(e - half), e
