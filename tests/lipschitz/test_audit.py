@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
+from equipoise.checkpoints import load_program
 from equipoise.cli.app import reported
 from equipoise.cli.audit import audit, audit_report
 from equipoise.core import EquipoiseError
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.lipschitz.loading import load_program
 
 app = typer.Typer()
 app.command()(reported(audit))

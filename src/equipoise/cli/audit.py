@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from equipoise.core.errors import InputError
+from equipoise.core.files import write_whole
 
 if TYPE_CHECKING:
     from equipoise.lipschitz.report import Report
@@ -46,25 +45,16 @@ def audit_report(
 ) -> Report:
     """The report of what `model` names; every failure is an `EquipoiseError` with one sentence."""
     import torch
+    from torch.export import ExportedProgram
 
+    from equipoise.checkpoints import load_model
     from equipoise.lipschitz.bound import lipschitz_bound
-    from equipoise.lipschitz.loading import load_checkpoint, load_factory, load_program, load_weights
 
     shape = parse_shape(input_shape) if input_shape is not None else None
-    if model.endswith(".pt2"):
-        if weights is not None:
-            raise InputError("a .pt2 holds its own weights; leave --weights out")
-        return lipschitz_bound(load_program(model), ball=ball)
-    if Path(model).is_dir():
-        if weights is not None:
-            raise InputError("a checkpoint directory holds its own weights; leave --weights out")
-        net, known = load_checkpoint(model)
-        shape = shape or known
-    elif ":" in model:
-        net = load_factory(model)
-        net = load_weights(net, weights) if weights is not None else net
-    else:
-        raise InputError(f"{model!r} is neither a .pt2 file, a directory, nor package.module:factory")
+    loaded = load_model(model, weights)
+    if isinstance(loaded.model, ExportedProgram):
+        return lipschitz_bound(loaded.model, ball=ball)
+    net, shape = loaded.model, shape or loaded.input_shape
     if shape is None:
         raise InputError("the bound depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32")
     parameter = next(net.parameters(), torch.zeros(()))
@@ -84,14 +74,3 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if not shape or any(n < 1 for n in shape):
         raise InputError(f"--input-shape takes positive numbers like 3,32,32, got {text!r}")
     return shape
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file completely or not at all."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error

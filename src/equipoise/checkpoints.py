@@ -1,4 +1,7 @@
-"""Models from files, without executing anything a file says.
+"""Models from and to files: what `MODEL` means on the command line, without executing anything a file says.
+
+A model is a `.pt2` program, a checkpoint directory (one safetensors file and `config.json`), or `package.module:factory` with
+safetensors weights.
 
 A `.pt2` is a zip whose reader, `torch.export.load`, unpickles constants and sample inputs without restriction when
 asked to, evaluates symbolic
@@ -15,7 +18,8 @@ import json
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.files import write_whole
 
 _ENTRIES = re.compile(
     r"^([^/]+/)?(archive_format|archive_version|byteorder|version|\.data/(version|serialization_id)|\.format_version|"
@@ -34,6 +39,77 @@ _TARGETS = re.compile(r"^(torch\.ops\.(aten|prims)\.[\w.]+|_operator\.[a-z_]+)$"
 _FORBIDDEN = ("from_file", "save", "load", "call_torchbind")
 #: a model description longer than this is not read
 LARGEST_JSON = 200_000_000
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model as it was named: a module in eval mode or an exported program, and the shape of one input if it is known."""
+
+    source: str
+    model: nn.Module | ExportedProgram
+    input_shape: tuple[int, ...] | None
+
+    def module(self) -> nn.Module:
+        """A callable module, also for an exported program."""
+        return self.model.module() if isinstance(self.model, ExportedProgram) else self.model
+
+
+def load_model(source: str | Path, weights: str | Path | None = None) -> Loaded:
+    """What `source` names; every failure is an `EquipoiseError` with one sentence."""
+    source = str(source)
+    if source.endswith(".pt2"):
+        if weights is not None:
+            raise InputError("a .pt2 holds its own weights; leave --weights out")
+        program = load_program(source)
+        return Loaded(source, program, _program_shape(program))
+    if Path(source).is_dir():
+        if weights is not None:
+            raise InputError("a checkpoint directory holds its own weights; leave --weights out")
+        return Loaded(source, *load_checkpoint(source))
+    if ":" not in source:
+        raise InputError(f"{source!r} is neither a .pt2 file, a directory, nor package.module:factory")
+    model = load_factory(source)
+    return Loaded(source, load_weights(model, weights) if weights is not None else model, None)
+
+
+def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
+    names = program.graph_signature.user_inputs
+    values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
+    return (
+        tuple(int(d) for d in values[0].shape[1:]) if len(values) == 1 and isinstance(values[0], torch.Tensor) else None
+    )
+
+
+def save_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    factory: str,
+    arguments: Mapping[str, Any] | None = None,
+    input_shape: tuple[int, ...] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write `model.safetensors` and `config.json`, each whole or not at all, so that `load_checkpoint` gives the model back.
+
+    `extra` is kept in `config.json` under its own keys (training epoch, metrics, certificate); it is never executed.
+    """
+    from safetensors.torch import save
+
+    folder = Path(folder)
+    _require_own(factory)
+    config = {"factory": factory, "arguments": dict(arguments or {}), "input_shape": input_shape, **(extra or {})}
+    state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make {folder}: {error.strerror}") from error
+    write_whole(folder / "model.safetensors", save(state))
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+def _require_own(factory: str) -> None:
+    if not re.match(r"^equipoise(\.\w+)*:[A-Za-z]\w*$", factory):
+        raise Refused(f"the checkpoint asks to run {factory!r}; only factories inside equipoise are called from a file")
 
 
 def load_program(path: str | Path) -> ExportedProgram:
@@ -190,8 +266,7 @@ def load_checkpoint(folder: str | Path) -> tuple[nn.Module, tuple[int, ...] | No
     factory = config.get("factory") if isinstance(config, dict) else None
     if not isinstance(factory, str):
         raise InputError(f"{folder / 'config.json'} names no factory")
-    if not re.match(r"^equipoise(\.\w+)*:[A-Za-z]\w*$", factory):
-        raise Refused(f"the checkpoint asks to run {factory!r}; only factories inside equipoise are called from a file")
+    _require_own(factory)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise InputError(f"{folder} must hold one .safetensors file, it holds {len(files)}")
