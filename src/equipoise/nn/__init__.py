@@ -1,0 +1,1 @@
+"""1-Lipschitz layers that are 1-Lipschitz."""

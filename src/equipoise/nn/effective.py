@@ -1,0 +1,117 @@
+"""Layers whose weight is a function of raw parameters: computed when needed, cached without ever being stale."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import Refused
+from equipoise.core.precision import full_precision
+
+Tensors = tuple[Tensor, ...]
+
+
+class Effective(nn.Module):
+    """A layer with effective tensors `e = g(θ)`: subclasses write `compute`, and read `effective` in their forward.
+
+    * Training mode: `g` is computed in every forward pass, with its graph.
+    * Evaluation mode: `g` is computed once and kept with a copy of θ. The copy is compared bit for bit before each
+      use, so that no way of changing θ (an optimiser, `load_state_dict`, `.data`, a file, a transfer) leaves a stale value.
+      Gradients flow all the same: the backward pass computes `g` again with its graph.
+    * Inside `torch.compile`, `torch.export` and `torch.func` transforms `g` is traced like any other code.
+
+    `g` runs in the parameters' dtype with full-precision products and without autocast, and so does the forward pass
+    (use `uncast`): rounding weights to half precision would break the guarantee.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: tuple[Tensors, Tensors] | None = None
+
+    def compute(self) -> Tensors:
+        """The effective tensors as a differentiable, traceable function of this module's parameters and buffers."""
+        raise TypeError(f"{type(self).__name__} must say how its effective tensors are computed")
+
+    def effective(self) -> Tensors:
+        """The effective tensors for the parameters as they are now."""
+        raw = tuple(self.parameters()) + tuple(self.buffers())
+        for tensor in raw:
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                raise Refused(
+                    f"{type(self).__name__} holds {tensor.dtype} parameters: a rounded weight has no guarantee; "
+                    "keep it in float32 (under autocast it stays there) or call export() and convert that"
+                )
+        if self.training or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return self._computed()
+        kept = self._kept
+        if kept is None or not _same(kept[0], raw):
+            with torch.no_grad():
+                copies = tuple(tensor.detach().clone() for tensor in raw)
+                kept = copies, tuple(value.detach() for value in self._computed())
+            if not any(tensor.is_inference() for tensor in (*kept[0], *kept[1])):
+                self._kept = kept
+        parameters = tuple(p for p in self.parameters() if p.requires_grad)
+        if torch.is_grad_enabled() and parameters:
+            return _Recomputed.apply(self, kept[1], *parameters)
+        return kept[1]
+
+    def _computed(self) -> Tensors:
+        device = next(iter(self.parameters()), torch.zeros(())).device.type
+        with uncast(device), _full_precision():
+            return self.compute()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}  # a copy or a pickle computes its own
+
+
+def _same(kept: Tensors, raw: Tensors) -> bool:
+    return len(kept) == len(raw) and all(
+        a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) for a, b in zip(kept, raw, strict=True)
+    )
+
+
+class _Recomputed(torch.autograd.Function):
+    """Kept values forward, `g` computed again backward."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Effective, values: Tensors, *parameters: Tensor) -> Tensors:
+        ctx.layer = layer
+        ctx.save_for_backward(*parameters)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        parameters = ctx.saved_tensors  # raises if they were changed in between
+        higher = torch.is_grad_enabled()
+        with torch.enable_grad():
+            values = ctx.layer._computed()
+            pairs = [(v, g) for v, g in zip(values, gradients, strict=True) if v.requires_grad]
+            found = torch.autograd.grad(
+                [v for v, _ in pairs], parameters, [g for _, g in pairs], create_graph=higher, allow_unused=True
+            )
+        return (None, None, *found)
+
+
+def uncast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Leave autocast for the certified part; nothing at all when autocast is off, so that graphs stay plain."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    if torch.compiler.is_compiling():  # backend switches cannot be traced; the compiled graph follows the global ones
+        yield
+    else:
+        with full_precision():
+            yield
+
+
+def as_weight(x: Tensor, weight: Tensor) -> Tensor:
+    """The input in the weight's dtype under autocast; elsewhere a wrong dtype stays the error it is in `nn.Linear`."""
+    return x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x

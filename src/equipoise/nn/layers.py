@@ -1,0 +1,236 @@
+"""`nn.Linear` and convolutions whose weight goes through a `Method`: same signatures, norm at most 1."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.core.errors import Refused
+from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
+from equipoise.nn.method import Kernel, Method
+
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+
+class Weighted(Effective):
+    """A plain layer (`plain`, whose weight is not used) whose effective weight is `method(raw)`.
+
+    The hyper-parameters (`in_features`, `stride`, `padding_mode`, …) are read off the plain layer, as attributes of this one.
+    """
+
+    method_type: ClassVar[type[Method]]
+    method: Method
+    plain_type: ClassVar[type[nn.Module]]
+    raw: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, plain: nn.Module, **options: Any) -> None:
+        super().__init__()
+        weight = plain.weight
+        assert isinstance(weight, Tensor)
+        self.settings: dict[str, Any] = {name: getattr(plain, name) for name in _SETTINGS if hasattr(plain, name)}
+        kernel = kernel_of(plain)
+        refuse_enlarging(kernel, self.settings)
+        self.method = self.method_type(kernel, device=weight.device, dtype=weight.dtype, **options)
+        with torch.no_grad():
+            self.raw = nn.Parameter(self.method.initial(weight.detach().clone()))
+        bias = plain.bias
+        self.register_parameter("bias", nn.Parameter(bias.detach().clone()) if isinstance(bias, Tensor) else None)
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, **options: Any) -> Weighted:
+        """This layer with the hyper-parameters of an `nn.Linear` or convolution, starting from its weight."""
+        layer = cls.__new__(cls)
+        Weighted.__init__(layer, plain, **options)
+        return layer.train(plain.training)
+
+    def __getattr__(self, name: str) -> Any:
+        settings = self.__dict__.get("settings")
+        if settings is not None and name in settings:
+            return settings[name]
+        return super().__getattr__(name)
+
+    def compute(self) -> Tensors:
+        """(weight,), in the layout of the plain layer."""
+        return (self.method(self.raw),)
+
+    @property
+    def weight(self) -> Tensor:
+        """The effective weight, differentiable."""
+        return self.effective()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The plain layer's map with the effective weight."""
+        weight = self.weight
+        x = as_weight(x, weight)
+        with uncast(x.device.type):
+            return self.apply_weight(x, weight)
+
+    def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The plain layer's map with a given weight."""
+        return _apply(self.plain_type, self.settings, x, weight, self.bias)
+
+    def export(self) -> nn.Module:
+        """The plain layer with the effective weight: no overhead, same outputs."""
+        device, dtype = self.raw.device, self.raw.dtype
+        names = _ARGUMENTS[self.plain_type]
+        arguments = {name: self.settings[name] for name in names}
+        plain = self.plain_type(**arguments, bias=self.bias is not None, device=device, dtype=dtype)
+        with torch.no_grad():
+            plain.get_parameter("weight").copy_(self.weight)
+            if self.bias is not None:
+                plain.get_parameter("bias").copy_(self.bias)
+        return plain.train(self.training)
+
+    def extra_repr(self) -> str:
+        """The plain layer's arguments."""
+        return ", ".join(f"{name}={self.settings[name]}" for name in _ARGUMENTS[self.plain_type])
+
+
+_CONV = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+_ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("in_features", "out_features"),
+    nn.Conv1d: _CONV,
+    nn.Conv2d: _CONV,
+    nn.ConvTranspose2d: (*_CONV[:5], "output_padding", *_CONV[6:7], "dilation", "padding_mode"),
+}
+_SETTINGS = sorted({name for names in _ARGUMENTS.values() for name in names} | {"_reversed_padding_repeated_twice"})
+
+
+def kernel_of(plain: nn.Module) -> Kernel:
+    """What a method has to know of a plain layer."""
+    weight = plain.weight
+    assert isinstance(weight, Tensor)
+    if isinstance(plain, nn.Linear):
+        return Kernel(tuple(weight.shape))
+    if isinstance(plain, nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d):
+        return Kernel(tuple(weight.shape), plain.groups, plain.stride, plain.dilation, plain.padding_mode)
+    raise Refused(
+        f"{type(plain).__name__} has no 1-Lipschitz form here; Linear, Conv1d, Conv2d and ConvTranspose2d have"
+    )
+
+
+def refuse_enlarging(kernel: Kernel, settings: dict[str, Any]) -> None:
+    """Circular padding wider than the kernel's reach writes pixels twice: norm above 1 for any kernel."""
+    if kernel.padding_mode != "circular" or isinstance(settings["padding"], str):
+        return
+    for amount, taps, dilation in zip(settings["padding"], kernel.shape[2:], kernel.dilation, strict=True):
+        if 2 * amount > dilation * (taps - 1):
+            raise Refused(
+                f"circular padding of {amount} on both sides of a kernel that reaches {dilation * (taps - 1)} pixels "
+                f"repeats outputs, so that no kernel has norm 1; use padding ≤ {dilation * (taps - 1) // 2}"
+            )
+
+
+def _apply(plain: type[nn.Module], settings: dict[str, Any], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if plain is nn.Linear:
+        return functional.linear(x, weight, bias)
+    stride, dilation, groups, padding = (settings[n] for n in ("stride", "dilation", "groups", "padding"))
+    if plain is nn.ConvTranspose2d:
+        extra = settings["output_padding"]
+        return functional.conv_transpose2d(x, weight, bias, stride, padding, extra, groups, dilation)
+    if settings["padding_mode"] == "circular":
+        x = functional.pad(x, settings["_reversed_padding_repeated_twice"], mode="circular")
+        padding = 0
+    convolve = functional.conv1d if plain is nn.Conv1d else functional.conv2d
+    return convolve(x, weight, bias, stride, padding, dilation, groups)
+
+
+class LinearLayer(Weighted):
+    """`nn.Linear` through a method; subclasses name the method."""
+
+    plain_type = nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(nn.Linear(in_features, out_features, bias, device, dtype), **options)
+
+
+class Conv1dLayer(Weighted):
+    """`nn.Conv1d` through a method; subclasses name the method."""
+
+    plain_type = nn.Conv1d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int],
+        stride: int | tuple[int] = 1,
+        padding: str | int | tuple[int] = 0,
+        dilation: int | tuple[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        plain = nn.Conv1d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )  # fmt: skip
+        super().__init__(plain, **options)
+
+
+class Conv2dLayer(Weighted):
+    """`nn.Conv2d` through a method; subclasses name the method."""
+
+    plain_type = nn.Conv2d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: PaddingMode = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        plain = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )  # fmt: skip
+        super().__init__(plain, **options)
+
+
+class ConvTranspose2dLayer(Weighted):
+    """`nn.ConvTranspose2d` through a method; subclasses name the method."""
+
+    plain_type = nn.ConvTranspose2d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        output_padding: int | tuple[int, int] = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | tuple[int, int] = 1,
+        padding_mode: PaddingMode = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        plain = nn.ConvTranspose2d(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
+            device, dtype,
+        )  # fmt: skip
+        super().__init__(plain, **options)
