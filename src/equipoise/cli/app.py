@@ -40,6 +40,11 @@ COMMANDS: tuple[Command, ...] = (
         optional=True,
         summary="A proved Lipschitz bound of a saved network, layer by layer.",
     ),
+    Command(
+        "reproduce",
+        "equipoise.cli.reproduce",
+        "reproduce",
+    ),
     Command("selfcheck", "equipoise.cli.selfcheck", "selfcheck"),
     Command("bench", "equipoise.cli.bench", "bench"),
 )

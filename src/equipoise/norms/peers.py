@@ -97,6 +97,22 @@ def _power_iteration(conv: Convolution, iterations: int) -> float:
     return float(torch.linalg.vector_norm(apply(wide, x)) / torch.linalg.vector_norm(x)) * (1 - 1e-12)
 
 
+def power_iterates(W: Tensor, iterations: int, start: Tensor | None = None) -> list[float]:
+    """`‖W v_t‖` for t = 1 … of power iteration on WᵀW: in real arithmetic lower bounds of σ₁ that increase.
+
+    >>> power_iterates(torch.diag(torch.tensor([2.0, 1.0])), 30)[-1]
+    2.0
+    """
+    v = random_start(W.shape[-1], W) if start is None else start
+    values: list[float] = []
+    for _ in range(iterations):
+        v = v / torch.linalg.vector_norm(v)
+        u = W @ v
+        values.append(float(torch.linalg.vector_norm(u)))
+        v = W.mH @ u
+    return values
+
+
 def _power(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
     return Bound(_power_iteration(_conv(kernel, sizes, padding), iterations), Kind.LOWER, "power")
 

@@ -1,0 +1,100 @@
+"""`equipoise reproduce`: the experiments of the thesis, with verdicts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equipoise.experiments import Outcome
+
+
+def reproduce(
+    identifiers: Annotated[list[str] | None, typer.Argument(help="identifiers as --list shows them")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="show every experiment with its claim")] = False,
+    every: Annotated[bool, typer.Option("--all", help="run every experiment, keeping stored results")] = False,
+    scale: Annotated[str, typer.Option(help="laptop: minutes on two cores; paper: the thesis' settings")] = "laptop",
+    seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
+    data: Annotated[Path | None, typer.Option(help="folder of data files; default EQUIPOISE_DATA")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder of the results, one below it for each")] = Path(
+        "results"
+    ),
+    again: Annotated[bool, typer.Option("--again", help="run even if a result with these settings is stored")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="build everything, two steps of every loop, write nothing")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+) -> None:
+    """Run a table or figure of the thesis and compare its claim with what is measured here.
+
+    Each result is a folder with result.json, rows.parquet, figure.svg and figure.png; --all adds summary.md.
+    A result with the same settings, scale and seed is not measured again, so a stopped run goes on where it was.
+
+    Examples:
+
+      equipoise reproduce --list
+      equipoise reproduce dense-convergence
+      equipoise reproduce --all -o results
+      equipoise reproduce sll-aol-sr --scale paper --dry-run
+    """
+    from equipoise.experiments import Context
+    from equipoise.experiments import table as experiments_table
+    from equipoise.experiments.page import summary
+    from equipoise.experiments.runner import reproduce_all
+
+    if list_all:
+        _list(as_json)
+        return
+    if not identifiers and not every:
+        raise InputError("name an experiment (`equipoise reproduce --list` shows them) or pass --all")
+    chosen = experiments_table.every(identifiers or ())
+    console = messages()
+    folder = data or (Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None)
+    context = Context(seed, folder, device, dry_run, lambda text: console.print(f"  {text}", style="dim", markup=False))
+    outcomes: list[Outcome] = []
+    for outcome in reproduce_all(
+        chosen, scale, context, out, again=again, before=lambda e: console.print(f"{e.id}: {e.title}", markup=False)
+    ):
+        outcomes.append(outcome)
+        if not as_json:
+            results().print(f"{outcome.experiment.id}: {_line(outcome)}", markup=False, soft_wrap=True)
+    if every and not dry_run:
+        from equipoise.core.files import write_whole
+
+        write_whole(out / "summary.md", summary(outcomes, "."))
+    if as_json:
+        emit_json([_document(outcome) for outcome in outcomes])
+    if any(outcome.result is None for outcome in outcomes):
+        raise typer.Exit(2)
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.result is None:
+        return f"not run: {outcome.failure}"
+    return f"{outcome.result.verdict}" + (" (stored)" if outcome.stored else f" ({outcome.result.seconds:.0f} s)")
+
+
+def _document(outcome: Outcome) -> dict[str, object]:
+    if outcome.result is None:
+        return {"id": outcome.experiment.id, "failure": outcome.failure}
+    return {**outcome.result.to_json(), "stored": outcome.stored}
+
+
+def _list(as_json: bool) -> None:
+    from equipoise.experiments import every
+
+    found = every()
+    if as_json:
+        emit_json([{"id": e.id, "chapter": e.chapter, "claim": e.claim, "published": e.published} for e in found])
+        return
+    shown = table("Experiments of the thesis", "id", "chapter", "claim", "needs")
+    for e in found:
+        shown.add_row(e.id, e.chapter, e.claim, ", ".join(e.needs) or "nothing")
+    results().print(shown, markup=False)

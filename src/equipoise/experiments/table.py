@@ -1,0 +1,33 @@
+"""All experiments by chapter; a new one is a module and a line here. Modules are loaded when their experiment is asked for."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+
+from equipoise.core.errors import InputError
+from equipoise.experiments.experiment import Experiment
+
+#: id → module below `equipoise.experiments`, each with a constant `EXPERIMENT`
+MODULES: dict[str, str] = {
+    "dense-convergence": "norms.dense_convergence",
+}
+
+
+def find(identifier: str) -> Experiment:
+    """The experiment of this identifier; a misspelt one is answered with the nearest."""
+    if identifier not in MODULES:
+        near = difflib.get_close_matches(identifier, MODULES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`equipoise reproduce --list` shows all"
+        raise InputError(f"there is no experiment {identifier!r}; {hint}")
+    found = importlib.import_module(f"equipoise.experiments.{MODULES[identifier]}").EXPERIMENT
+    assert isinstance(found, Experiment)
+    assert found.id == identifier
+    return found
+
+
+def every(identifiers: Iterable[str] = ()) -> list[Experiment]:
+    """The experiments named, or all of them, in the order of the table."""
+    wanted = list(identifiers)
+    return [find(name) for name in (wanted or MODULES)]
