@@ -17,7 +17,8 @@ import torch
 from scipy.sparse.linalg import svds
 from torch import Tensor, nn
 
-from equipoise.bench.timing import peak_bytes, take_turns
+from equipoise.core.timing import peak_bytes, take_turns
+from equipoise.norms.peers import complex_gram
 from equipoise.norms.spectral import spectral_norm
 
 Row = dict[str, Any]
@@ -102,19 +103,6 @@ def svd_of_all_frequencies(K: Tensor, size: int) -> float:
     """Sedghi 2019: singular values of the symbol at every frequency of the size×size grid (half of it, K is real)."""
     symbol = torch.fft.rfft2(K, s=(size, size)).permute(2, 3, 0, 1)
     return float(torch.linalg.svdvals(symbol).max())
-
-
-def complex_gram(K: Tensor, size: int, iterations: int = 6) -> Tensor:
-    """Gram iteration as published: complex products at every frequency of the grid, rescaled, Frobenius read-out."""
-    A = torch.fft.rfft2(K, s=(size, size)).permute(2, 3, 0, 1).flatten(0, 1)
-    A = A.mH if A.shape[-2] < A.shape[-1] else A
-    log = torch.zeros(A.shape[0])
-    for _ in range(iterations):
-        scale = torch.linalg.matrix_norm(A)
-        A = A / scale[:, None, None]
-        log = 2 * (log + scale.log())
-        A = torch.bmm(A.mH, A)
-    return ((torch.linalg.matrix_norm(A).log() + log) / 2**iterations).amax().exp()
 
 
 def ryu(K: Tensor, size: int, stride: int, steps: int = 100) -> float:

@@ -16,7 +16,7 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor, nn
 
-from equipoise.bench.timing import seconds
+from equipoise.core.timing import seconds
 from equipoise.smoothing import (
     SimplexMap,
     SmoothedClassifier,

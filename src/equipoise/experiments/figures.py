@@ -54,6 +54,11 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, k: int, 
     axes.plot(x, y, label=name, **{**style, **options})
 
 
+def legend(axes: Axes, **options: Any) -> None:
+    """A legend without a frame."""
+    axes.legend(**{"frameon": False, "fontsize": 9, **options})
+
+
 def save(figure: Figure, folder: Path) -> tuple[Path, Path]:
     """Write `figure.svg` and `figure.png`; the same rows give the same bytes."""
     import matplotlib

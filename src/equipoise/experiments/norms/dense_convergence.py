@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from equipoise.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.experiments.figures import canvas, line
+from equipoise.experiments.figures import canvas, legend, line
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.norms.peers import power_iterates
 
@@ -64,7 +64,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
         label = Label.NOT
     else:
         label = Label.REPRODUCED if left > ZERO else Label.DIRECTION
-    text = f"Gram below {ZERO:.0e} after {steps['Gram']} iterations on every matrix, power iteration off by {left:.1e} after {end}"
+    text = f"Gram below {ZERO:.0e} after {steps['Gram']} steps on every matrix; power iteration off by {left:.1e} after {end}"
     return Verdict(label, text, EXPERIMENT.published)
 
 
@@ -82,7 +82,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         found = medians(rows, method)
         line(axes, list(found), [max(e, 1e-16) for e in found.values()], f"{method} iteration", k)
     axes.set(xscale="log", yscale="log", xlabel="iteration", ylabel="relative error of σ₁ (median)")
-    axes.legend()
+    legend(axes)
     return figure
 
 
