@@ -12,6 +12,16 @@ from equipoise.experiments.experiment import Experiment
 #: id → module below `equipoise.experiments`, each with a constant `EXPERIMENT`
 MODULES: dict[str, str] = {
     "dense-convergence": "norms.dense_convergence",
+    "dense-error-time": "norms.dense_error_time",
+    "dense-dimension": "norms.dense_dimension",
+    "readouts": "norms.readouts",
+    "conv-kernel": "norms.conv_kernel",
+    "conv-channels": "norms.conv_channels",
+    "conv-input": "norms.conv_input",
+    "resnet18-layers": "norms.resnet18_layers",
+    "zero-padding": "norms.zero_padding",
+    "gradient-memory": "norms.gradient_memory",
+    "bound-factor": "norms.bound_factor",
 }
 
 
