@@ -1,0 +1,8 @@
+"""Data: labelled inputs from files that are only ever read, never executed, with a fingerprint of their content."""
+
+from equipoise.data.augment import Augmentation, random_crop, random_flip
+from equipoise.data.dataset import Dataset
+from equipoise.data.factories import as_dataset
+from equipoise.data.load import load_dataset
+
+__all__ = ["Augmentation", "Dataset", "as_dataset", "load_dataset", "random_crop", "random_flip"]

@@ -1,0 +1,187 @@
+"""A dataset: inputs read when asked for, labels and ids at hand, and a fingerprint of the content."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equipoise.core import InputError
+from equipoise.data.sources import Ints, Layout, Source, array_source, check_labels, first_non_finite
+
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dataset:
+    """Labelled inputs: `ds[i]` is (float32 tensor, int), `ds.batch(indices)` is (float32 (B, …), int64 (B,)).
+
+    Images are (channels, height, width). Bytes are divided by 255, floats are kept; NaN and infinity are refused.
+    `ids` are the row numbers in the source and survive `select`, so results can be joined and noise keyed by them.
+
+    >>> import numpy as np
+    >>> ds = Dataset.from_arrays(np.zeros((5, 4, 4), np.uint8), np.array([0, 1, 2, 0, 1]), name="zeros")
+    >>> ds
+    Dataset('zeros', 5 inputs of 1×4×4, 3 classes)
+    >>> ds.select(skip=1, stride=2).ids
+    array([1, 3])
+    """
+
+    name: str
+    source: Source
+    num_classes: int
+    all_labels: Ints
+    ids: Ints
+    classes: tuple[str, ...] | None = None
+    parent: Dataset | None = None
+
+    @classmethod
+    def from_source(
+        cls,
+        source: Source,
+        labels: Any,
+        *,
+        name: str,
+        num_classes: int | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> Dataset:
+        """A dataset over all rows of a source; labels are checked, and the number of classes inferred if need be."""
+        if num_classes is None and classes is not None:
+            num_classes = len(classes)
+        if num_classes is not None and num_classes < 1:
+            raise InputError(f"{name}: num_classes must be positive, got {num_classes}")
+        found, count = check_labels(labels, len(source), num_classes, name)
+        ids = np.arange(len(source), dtype=np.int64)
+        ids.flags.writeable = False
+        names = tuple(classes) if classes is not None and len(classes) == count else None
+        return cls(name, source, count, found, ids, names)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        inputs: Any,
+        labels: Any,
+        *,
+        name: str = "arrays",
+        num_classes: int | None = None,
+        layout: Layout = "auto",
+        scale: float | None = None,
+    ) -> Dataset:
+        """A dataset over arrays or tensors in memory; see `channels_first` for the layout rule."""
+        inputs, labels = as_array(inputs, f"{name}: the inputs"), as_array(labels, f"{name}: the labels")
+        source = array_source(inputs.copy(), name, layout, scale)  # what the caller changes later is not our content
+        return cls.from_source(source, labels, name=name, num_classes=num_classes)
+
+    def __repr__(self) -> str:
+        shape = "×".join(str(d) for d in self.input_shape)
+        return f"Dataset({self.name!r}, {len(self)} inputs of {shape}, {self.num_classes} classes)"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        position = operator.index(index)
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"index {position} in a dataset of {len(self)}")
+        x, y = self.batch([position % len(self)])
+        return x[0], int(y[0])
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return self.source.shape
+
+    @cached_property
+    def labels(self) -> Ints:
+        """The labels, in order; no input is read for them."""
+        labels: Ints = self.all_labels[self.ids]
+        labels.flags.writeable = False
+        return labels
+
+    def batch(self, indices: Sequence[int] | Ints | Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and labels at these positions, in this order."""
+        positions = as_array(indices, "indices").reshape(-1)
+        if positions.dtype.kind not in "iu" or len(positions) == 0:
+            raise InputError(f"expected a non-empty list of integer indices, got {positions.dtype} × {len(positions)}")
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= len(self):
+            raise InputError(f"index {low if low < 0 else high} in a dataset of {len(self)}")
+        raw = self._raw(positions.astype(np.int64))
+        x = torch.from_numpy(raw).to(torch.float32)
+        if self.source.scale != 1.0:
+            x = x / self.source.scale
+        return x, torch.from_numpy(self.labels[positions])
+
+    def select(self, skip: int = 0, limit: int | None = None, stride: int = 1) -> Dataset:
+        """Every `stride`-th example after the first `skip`, at most `limit` of them; they keep their ids."""
+        if skip < 0 or stride < 1 or (limit is not None and limit < 1):
+            raise InputError(
+                f"expected skip ≥ 0, stride ≥ 1, limit ≥ 1, got skip={skip}, stride={stride}, limit={limit}"
+            )
+        ids = self.ids[skip::stride][:limit].copy()
+        if len(ids) == 0:
+            raise InputError(f"{self.name} has {len(self)} examples: skip={skip} leaves none")
+        ids.flags.writeable = False
+        root = self if self.parent is None else self.parent
+        return Dataset(self.name, self.source, self.num_classes, self.all_labels, ids, self.classes, root)
+
+    def fingerprint(self) -> str:
+        """`sha256:…` of the content: shape, dtype, scale, every input byte, label and id in order; no path, no date.
+
+        The same pictures as PNG files, Parquet or an array have the same fingerprint. Streamed once, then kept.
+        """
+        return self._fingerprint
+
+    def parent_fingerprint(self) -> str:
+        """Fingerprint of the dataset this one was selected from (its own if it is whole)."""
+        return (self if self.parent is None else self.parent).fingerprint()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        little = self.source.dtype.newbyteorder("<")
+        head = ["equipoise-data-1", little.str, (len(self), *self.input_shape), self.source.scale]
+        digest = hashlib.sha256(repr(head).encode())
+        row_bytes = little.itemsize * int(np.prod(self.input_shape))
+        chunk = max(1, _CHUNK_BYTES // row_bytes)
+        for start in range(0, len(self), chunk):
+            positions = np.arange(start, min(start + chunk, len(self)), dtype=np.int64)
+            digest.update(np.ascontiguousarray(self._raw(positions), dtype=little).data)
+        for numbers in (self.labels, self.ids):
+            digest.update(np.ascontiguousarray(numbers, dtype="<i8").data)
+        return f"sha256:{digest.hexdigest()}"
+
+    def _raw(self, positions: Ints) -> NDArray[Any]:
+        rows = self.ids[positions]
+        raw = self.source.read(rows)
+        if raw.shape != (len(rows), *self.input_shape) or raw.dtype != self.source.dtype:
+            raise InputError(
+                f"{self.name}: read {raw.dtype} of shape {raw.shape[1:]} where {self.source.dtype} of shape "
+                f"{self.input_shape} was announced (rows {int(rows[0])} … {int(rows[-1])})"
+            )
+        bad = first_non_finite(raw)
+        if bad is not None:
+            row = int(rows[bad])
+            raise InputError(f"{self.name}: row {row} holds NaN, infinity or a number too large for float32")
+        return raw
+
+
+def as_array(values: Any, what: str) -> NDArray[Any]:
+    """A NumPy array of numbers from a tensor, an array or a list; objects are refused."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InputError(f"{what} are not an array of numbers: {error}") from error
+    if array.dtype.hasobject:
+        raise InputError(f"{what} are not an array of numbers but of {array.dtype}")
+    return array

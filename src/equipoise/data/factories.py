@@ -1,0 +1,144 @@
+"""`package.module:factory`: data that the user's own code hands over."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.core import EquipoiseError, InputError
+from equipoise.data.dataset import Dataset, as_array
+from equipoise.data.reading import one_line
+from equipoise.data.sources import Ints, Layout, channels_first, default_scale, require_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class MapSource:
+    """A map-style dataset, `items[i] = (input, label)`; the label is checked against the known one at every reading."""
+
+    items: Any = field(repr=False)
+    labels: Ints = field(repr=False)
+    name: str
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    scale: float
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, rows: Ints) -> NDArray[Any]:
+        """The inputs of these rows, asked for one by one."""
+        found = np.empty((len(rows), *self.shape), self.dtype)
+        for position, row in enumerate(rows):
+            x, y = item_of(self.items, int(row), self.name, self.layout)
+            if x.shape != self.shape or x.dtype != self.dtype:
+                raise InputError(
+                    f"{self.name}: row {row} is {x.dtype} of shape {x.shape}, the first row is {self.dtype} of {self.shape}"
+                )
+            if y != self.labels[row]:
+                raise InputError(f"{self.name}: row {row} has label {y}, but {self.labels[row]} was announced")
+            found[position] = x
+        return found
+
+
+def load_object(
+    spec: str, split: str | None = None, *, num_classes: int | None = None, layout: Layout = "auto"
+) -> Dataset:
+    """Import the module, call the factory (with `split=` if it takes one), and wrap what it returns."""
+    module_name, _, attribute = spec.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise InputError(
+            f"cannot import {module_name!r}: {one_line(error)}; is it installed or on PYTHONPATH?"
+        ) from error
+    try:
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except AttributeError as error:
+        raise InputError(f"{module_name!r} has no {attribute!r}: {error}") from error
+    if callable(target):
+        target = _call(target, spec, split)
+    elif split is not None:
+        raise InputError(f"{spec} is not a factory, so it has no splits: leave the split out")
+    return as_dataset(target, spec, num_classes, layout)
+
+
+def _call(factory: Any, spec: str, split: str | None) -> Any:
+    arguments: dict[str, Any] = {}
+    if split is not None:
+        try:
+            parameters = inspect.signature(factory).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the arguments of {spec} are unknown: leave the split out") from error
+        if not any(p.name == "split" or p.kind is p.VAR_KEYWORD for p in parameters):
+            raise InputError(f"{spec} takes no argument named split: leave the split out, or add it to the factory")
+        arguments = {"split": split}
+    try:
+        return factory(**arguments)
+    except EquipoiseError:
+        raise
+    except Exception as error:
+        raise InputError(f"{spec} raised {type(error).__name__}: {one_line(error)}") from error
+
+
+def as_dataset(found: Any, name: str, num_classes: int | None = None, layout: Layout = "auto") -> Dataset:
+    """A `Dataset` from what a factory may return: one, a pair of arrays or tensors, or a map-style dataset."""
+    if isinstance(found, Dataset):
+        if num_classes is not None and num_classes != found.num_classes:
+            raise InputError(f"{name} has {found.num_classes} classes, {num_classes} were asked for")
+        return found
+    if isinstance(found, tuple | list) and len(found) == 2 and all(hasattr(part, "shape") for part in found):
+        return Dataset.from_arrays(found[0], found[1], name=name, num_classes=num_classes, layout=layout)
+    if not hasattr(found, "__len__") or not hasattr(found, "__getitem__"):
+        raise InputError(
+            f"{name} gave a {type(found).__name__}; expected a Dataset, a pair (inputs, labels) of arrays, or a "
+            "map-style dataset with a length"
+        )
+    if len(found) == 0:
+        raise InputError(f"{name} holds no data")
+    first, label = item_of(found, 0, name, layout)
+    again, _ = item_of(found, 0, name, layout)
+    if first.shape != again.shape or not np.array_equal(first, again, equal_nan=first.dtype.kind == "f"):
+        raise InputError(f"{name} gives another input each time row 0 is read: take the random augmentation out")
+    labels = _labels(found, name, layout)
+    if labels[0] != label:
+        raise InputError(f"{name}: row 0 has label {label}, but its list of labels says {labels[0]}")
+    source = MapSource(found, labels, name, layout, first.shape, first.dtype, default_scale(first.dtype))
+    return Dataset.from_source(source, labels, name=name, num_classes=num_classes)
+
+
+def _labels(items: Any, name: str, layout: Layout) -> Ints:
+    """The attribute `targets` or `labels` if it fits, otherwise every item is read once."""
+    for attribute in ("targets", "labels"):
+        known = getattr(items, attribute, None)
+        if known is None or callable(known):
+            continue
+        array = as_array(known, f"{name}: {attribute}")
+        if array.shape == (len(items),) and array.dtype.kind in "iu":
+            return array.astype(np.int64)
+    return np.array([item_of(items, row, name, layout)[1] for row in range(len(items))], dtype=np.int64)
+
+
+def item_of(items: Any, row: int, name: str, layout: Layout) -> tuple[NDArray[Any], int]:
+    """(raw input as (C, H, W) or (features,), label) of one row."""
+    try:
+        x, y = items[row]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name}: row {row} is not a pair (input, label): {one_line(error)}") from error
+    array, label = as_array(x, f"{name}: row {row}"), as_array(y, f"{name}: the label of row {row}")
+    if label.size != 1 or label.dtype.kind not in "iu":
+        raise InputError(f"{name}: row {row} has the label {y!r}, expected one integer")
+    dtype = require_dtype(array.dtype, f"{name}: row {row}")
+    if array.ndim not in (1, 2, 3) or array.size == 0:
+        raise InputError(f"{name}: row {row} has shape {array.shape}, expected (features,), (H, W) or three axes")
+    if array.ndim == 2:
+        array = array[None]
+    elif array.ndim == 3 and not channels_first(array.shape, dtype, layout, f"{name}: row {row}"):
+        array = array.transpose(2, 0, 1)
+    return np.ascontiguousarray(array, dtype=dtype), int(label.reshape(-1)[0])

@@ -1,0 +1,115 @@
+"""What `DATA` means on the command line: one function from a name to a dataset."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from equipoise.core import InputError
+from equipoise.data.archives import load_archive
+from equipoise.data.cifar import find_cifar, load_cifar
+from equipoise.data.dataset import Dataset
+from equipoise.data.digits import load_digits
+from equipoise.data.factories import load_object
+from equipoise.data.folders import load_folder
+from equipoise.data.huggingface import is_saved, load_saved
+from equipoise.data.idx import find_idx, is_idx, load_idx
+from equipoise.data.parquet import find_parquet, load_parquet
+from equipoise.data.reading import one_line
+from equipoise.data.sources import MAX_BYTES, Layout
+
+_FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+_EXPECTED = "digits, a .npz, IDX or .parquet file, a folder of data, or package.module:factory"
+
+
+class Kind(NamedTuple):
+    """A kind of data: how it is recognised, who reads it, and which options mean something for it."""
+
+    name: str
+    recognise: Callable[[Path], Any]
+    load: Callable[..., Dataset]
+    options: tuple[str, ...]
+
+
+#: tried in this order
+FILES = [
+    Kind("a .npz archive", lambda path: path.suffix == ".npz", load_archive, ("layout",)),
+    Kind("a Parquet file", lambda path: path.suffix == ".parquet", load_parquet, ("layout", "size", "columns")),
+    Kind("an IDX file", is_idx, load_idx, ("layout",)),
+]
+FOLDERS = [
+    Kind("a saved Hugging Face dataset", is_saved, load_saved, ("layout", "size", "columns")),
+    Kind("a folder of IDX files", find_idx, load_idx, ("layout",)),
+    Kind("a folder of CIFAR files", find_cifar, load_cifar, ()),
+    Kind("a folder of Parquet files", find_parquet, load_parquet, ("layout", "size", "columns")),
+    Kind("a folder of pictures", lambda path: True, load_folder, ("size",)),
+]
+DIGITS = Kind("digits", lambda path: False, load_digits, ())
+FACTORY = Kind("a factory", lambda path: False, load_object, ("layout",))
+
+
+def load_dataset(
+    spec: str | Path,
+    split: str | None = None,
+    *,
+    num_classes: int | None = None,
+    layout: Layout = "auto",
+    size: int | tuple[int, int] | None = None,
+    columns: tuple[str, str] | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Dataset:
+    """The dataset that `spec` names; nothing in a file is executed, every failure is an `InputError` of one sentence.
+
+    Args:
+        spec: `digits`; a .npz, an IDX file of images, a .parquet; a folder (IDX, CIFAR binary, Parquet, Hugging Face
+            `save_to_disk`, or pictures in class folders); or `package.module:factory`. `spec#split` names the split too.
+        split: e.g. "train"; by default "test" where there is one, otherwise the only one.
+        num_classes: checked against the labels; by default what the source says, else the largest label + 1.
+        layout: of arrays with three axes per input, "NHWC" or "NCHW"; by default bytes are NHWC and floats NCHW.
+        size: (height, width) to which pictures are resized and cropped; by default they must agree.
+        columns: names of the columns of inputs and labels, for Parquet and Arrow.
+        max_bytes: an array (or row group) declared larger is refused.
+
+    >>> load_dataset("digits#train")
+    Dataset('digits', 1437 inputs of 1×8×8, 10 classes)
+    """
+    given = {"layout": layout, "size": size, "columns": columns}
+    given = {option: value for option, value in given.items() if value not in (None, "auto")}
+    try:
+        spec, split = _split_of(str(spec), split)
+        kind, source = _kind_of(spec)
+        for option in given:
+            if option not in kind.options:
+                raise InputError(f"{spec} is {kind.name}, for which {option}= means nothing: leave it out")
+        capped = {"max_bytes": max_bytes} if kind.load in (load_archive, load_parquet, load_idx, load_cifar) else {}
+        return kind.load(source, split, num_classes=num_classes, **given, **capped)
+    except OSError as error:
+        raise InputError(f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}") from error
+
+
+def _kind_of(spec: str) -> tuple[Kind, str | Path]:
+    path = Path(spec)
+    if spec == "digits":
+        return DIGITS, spec
+    if spec and path.is_dir():
+        return next(kind for kind in FOLDERS if kind.recognise(path)), path
+    if spec and path.is_file():
+        for kind in FILES:
+            if kind.recognise(path):
+                return kind, path
+        raise InputError(f"{path.name} is a file of no known kind; expected {_EXPECTED}")
+    if _FACTORY.match(spec):
+        return FACTORY, spec
+    raise InputError(f"there is no {spec[:200]!r}; expected {_EXPECTED}")
+
+
+def _split_of(spec: str, split: str | None) -> tuple[str, str | None]:
+    """`path#split` is the path and its split, unless a file of that very name exists."""
+    stem, mark, named = spec.rpartition("#")
+    if not mark or not re.fullmatch(r"\w+", named) or Path(spec).exists():
+        return spec, split
+    if split is not None and split != named:
+        raise InputError(f"{spec!r} names the split {named!r}, but {split!r} was asked for too")
+    return stem, named

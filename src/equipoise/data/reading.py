@@ -1,0 +1,72 @@
+"""Bytes from files that may lie about their size: read what was promised, in pieces, and notice when it is not there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+from equipoise.core import InputError
+
+_PIECE = 2**20
+_LARGEST_JSON = 50_000_000
+
+
+def read_exactly(file: IO[bytes] | gzip.GzipFile, size: int, where: str, *, last: bool = True) -> bytearray:
+    """`size` bytes, allocated as they come; refused if fewer are there, or more where this is the `last` part."""
+    body = bytearray()
+    while len(body) < size:
+        piece = file.read(min(_PIECE, size - len(body)))
+        if not piece:
+            raise InputError(f"{where} is truncated: it ends after {len(body):,} of {size:,} bytes")
+        body += piece
+    if last and file.read(1):
+        raise InputError(f"{where} is longer than the {size:,} bytes its header declares")
+    return body
+
+
+def open_plain_or_gzip(path: Path) -> IO[bytes] | gzip.GzipFile:
+    """The file, decompressed on the fly if its name ends in .gz."""
+    try:
+        return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+#: what reading a damaged compressed file raises
+DAMAGED = (OSError, EOFError, zlib.error)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of sensible size."""
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise InputError(f"{path.name} is {path.stat().st_size:,} bytes long, too long for a description")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds a JSON {type(found).__name__}, expected an object")
+    return found
+
+
+def inside(folder: Path, name: Any, where: str) -> Path:
+    """The entry `name` of a folder; a name that leads anywhere else (separators, `..`, links) is refused."""
+    fine = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0:")
+    if not fine or (folder / name).resolve().parent != folder.resolve():
+        raise InputError(f"{where} names the file {name!r}, which does not lie inside {folder.name!r}: not opened")
+    return folder / name
+
+
+def name_of(path: Path) -> str:
+    """The last part of a path, also of `.` and `..`."""
+    return path.name if path.name not in ("", "..") else path.resolve().name
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

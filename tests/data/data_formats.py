@@ -1,0 +1,236 @@
+"""Every way to store the same labelled images: one row writes them, and all rows run the same checks."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+N, H, W = 12, 32, 32
+CLASSES = ["aeroplane", "bird", "cat"]
+
+
+def pixels(channels: int = 3, seed: int = 0) -> np.ndarray:
+    """(N, H, W, C) bytes."""
+    return np.random.default_rng(seed).integers(0, 256, (N, H, W, channels), dtype=np.uint8)
+
+
+def labels() -> np.ndarray:
+    return np.sort(np.arange(N) % len(CLASSES))  # sorted: the order in which class folders are read
+
+
+def png(image: np.ndarray, kind: str = "PNG") -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(out, kind)
+    return out.getvalue()
+
+
+def idx(array: np.ndarray) -> bytes:
+    code = {"u1": 0x08, "f4": 0x0D}[array.dtype.str[1:]]
+    head = struct.pack(">HBB", 0, code, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    return head + array.astype(array.dtype.newbyteorder(">")).tobytes()
+
+
+def write_npz(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    np.savez(folder / "a.npz", x_test=x, y_test=y, x_train=x[:2], y_train=y[:2])
+    return str(folder / "a.npz")
+
+
+def write_npz_plain_names(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    np.savez_compressed(folder / "b.npz", images=np.asfortranarray(x), labels=y[:, None].astype(np.uint8))
+    return str(folder / "b.npz")
+
+
+def write_idx(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    (folder / "t10k-images-idx3-ubyte").write_bytes(idx(x[..., 0]))
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(y.astype(np.uint8)))
+    return str(folder)
+
+
+def write_idx_gz(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    (folder / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(x[..., 0])))
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(y.astype(np.uint8))))
+    return str(folder / "t10k-images-idx3-ubyte.gz")
+
+
+def _cifar(x: np.ndarray, heads: np.ndarray) -> bytes:
+    return np.concatenate([heads, x.transpose(0, 3, 1, 2).reshape(len(x), -1)], axis=1).astype(np.uint8).tobytes()
+
+
+def write_cifar10(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    (folder / "test_batch.bin").write_bytes(_cifar(x, y[:, None]))
+    return str(folder)
+
+
+def write_cifar10_train(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    for part, rows in ((2, slice(3, 6)), (1, slice(0, 3)), (10, slice(6, None))):  # 10 comes after 2
+        (folder / f"data_batch_{part}.bin").write_bytes(_cifar(x[rows], y[rows, None]))
+    return f"{folder}#train"
+
+
+def write_cifar100(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    (folder / "test.bin").write_bytes(_cifar(x, np.stack([y + 7, y], axis=1)))
+    return str(folder)
+
+
+def write_folder(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    for i, (image, label) in enumerate(zip(x, y, strict=True)):
+        place = folder / "test" / CLASSES[label]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{i:03d}.png").write_bytes(png(image))
+    return f"{folder}#test"
+
+
+def write_bmp_folder(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    for i, (image, label) in enumerate(zip(x, y, strict=True)):
+        (folder / CLASSES[label]).mkdir(exist_ok=True)
+        (folder / CLASSES[label] / f"{i:03d}.BMP").write_bytes(png(image, "BMP"))
+    (folder / "README.txt").write_text("not a class")
+    return str(folder)
+
+
+FEATURES = {"picture": {"_type": "Image"}, "kind": {"_type": "ClassLabel", "names": CLASSES}, "y": {"dtype": "int64"}}
+
+
+def table(x: np.ndarray, y: np.ndarray, note: bool = True):
+    """As Hugging Face writes it: a struct of bytes and path, a decoy label, the features in the metadata."""
+    import pyarrow as pa
+
+    cells = [{"bytes": png(image), "path": "../../etc/passwd"} for image in x]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    found = pa.table({"y": pa.array([7] * len(y)), "picture": pa.array(cells, kind), "kind": pa.array(y, pa.int64())})
+    return (
+        found.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})}) if note else found
+    )
+
+
+def write_parquet(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    import pyarrow.parquet as pq
+
+    pq.write_table(table(x, y), folder / "rows.parquet", row_group_size=5)
+    return str(folder / "rows.parquet")
+
+
+def write_parquet_shards(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / "data").mkdir()
+    for part, rows in enumerate((slice(0, 5), slice(5, None))):
+        cells = pa.array([png(image) for image in x[rows]], pa.binary())
+        rows_table = pa.table({"label": pa.array(y[rows], pa.int32()), "image": cells})
+        pq.write_table(rows_table, folder / "data" / f"test-{part:05d}-of-00002.parquet", row_group_size=4)
+        pq.write_table(rows_table, folder / "data" / f"train-{part:05d}-of-00002.parquet")
+    return str(folder)
+
+
+def write_parquet_lists(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kind = pa.list_(pa.list_(pa.list_(pa.uint8(), x.shape[-1]), W))
+    pq.write_table(pa.table({"x": pa.array(x.tolist(), kind), "y": y}), folder / "test.parquet", row_group_size=7)
+    return str(folder / "test.parquet")
+
+
+def write_saved(folder: Path, x: np.ndarray, y: np.ndarray, split: str | None = "test") -> str:
+    """The files of `Dataset.save_to_disk`."""
+    import pyarrow as pa
+
+    files = []
+    for part, rows in enumerate((slice(0, 5), slice(5, None))):
+        files.append({"filename": f"data-{part:05d}-of-00002.arrow"})
+        rows_table = table(x[rows], y[rows], note=False)
+        with (
+            pa.OSFile(str(folder / files[-1]["filename"]), "wb") as sink,
+            pa.ipc.new_stream(sink, rows_table.schema) as out,
+        ):
+            out.write_table(rows_table, max_chunksize=3)
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": split, "_fingerprint": "0"}))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": FEATURES}))
+    return str(folder)
+
+
+def write_saved_dict(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    for split in ("train", "test"):
+        (folder / split).mkdir()
+        write_saved(folder / split, x, y, split)
+    return str(folder)
+
+
+def _write_module(folder: Path, x: np.ndarray, y: np.ndarray, code: str) -> str:
+    name = f"factory_{abs(hash(str(folder)))}"
+    np.savez(folder / "source.npz", x=x, y=y)
+    head = f"import numpy as np\nz = np.load({str(folder / 'source.npz')!r})\nx, y = z['x'], z['y']\n"
+    (folder / f"{name}.py").write_text(head + code)
+    sys.path.insert(0, str(folder))  # undone by the fixture in conftest
+    return f"{name}:make"
+
+
+def write_arrays_factory(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    return _write_module(folder, x, y, "import torch\ndef make(): return torch.tensor(x), torch.tensor(y)\n")
+
+
+def write_map_factory(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    code = (
+        "class make:\n  def __init__(self, split='test'):\n    if split != 'test': raise KeyError('no such split')\n"
+        "  def __len__(self): return len(y)\n  def __getitem__(self, i): return x[i], int(y[i])\n"
+    )
+    return _write_module(folder, x, y, code) + "#test"
+
+
+def write_picture_factory(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    code = (
+        "from PIL import Image\n"
+        "class Items:\n  targets = y.tolist()\n"
+        "  def __len__(self): return len(y)\n"
+        "  def __getitem__(self, i): return Image.fromarray(x[i].squeeze()), y[i]\n"
+        "make = Items()\n"
+    )
+    return _write_module(folder, x, y, code)
+
+
+@dataclass(frozen=True)
+class Format:
+    """`write(folder, x, y)` returns the spec; `files` says whether damage to its files must be noticed."""
+
+    id: str
+    write: Callable[[Path, np.ndarray, np.ndarray], str]
+    channels: tuple[int, ...] = (1, 3)
+    num_classes: int = 3
+    files: bool = True
+    needs: tuple[str, ...] = ()
+    classes: bool = False
+
+
+ARROW = ("pyarrow", "PIL")
+FORMATS = [
+    Format("npz", write_npz),
+    Format("npz-images-labels", write_npz_plain_names),
+    Format("idx", write_idx, (1,)),
+    Format("idx-gz", write_idx_gz, (1,)),
+    Format("cifar10", write_cifar10, (3,), 10),
+    Format("cifar10-train", write_cifar10_train, (3,), 10),
+    Format("cifar100", write_cifar100, (3,), 100),
+    Format("folder", write_folder, needs=("PIL",), classes=True),
+    Format("folder-bmp", write_bmp_folder, needs=("PIL",), classes=True),
+    Format("parquet", write_parquet, needs=ARROW, classes=True),
+    Format("parquet-shards", write_parquet_shards, needs=ARROW),
+    Format("parquet-lists", write_parquet_lists, needs=("pyarrow",)),
+    Format("saved", write_saved, needs=ARROW, classes=True),
+    Format("saved-dict", write_saved_dict, needs=ARROW, classes=True),
+    Format("factory-arrays", write_arrays_factory, files=False),
+    Format("factory-map", write_map_factory, files=False),
+    Format("factory-pictures", write_picture_factory, files=False, needs=("PIL",)),
+]
+CASES = [(row, channels) for row in FORMATS for channels in row.channels]

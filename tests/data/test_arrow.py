@@ -1,0 +1,162 @@
+"""Arrow and Parquet files made to harm, or that make no sense."""
+
+import json
+import os
+import pickle
+
+import pytest
+from data_formats import labels, pixels, png, table, write_saved
+
+from equipoise.core import InputError
+from equipoise.data import load_dataset
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("PIL")
+X, Y = pixels(), labels()
+
+
+class Payload:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_pickled_extension_type_is_not_unpickled(tmp_path):
+    """Old pyarrow unpickled the metadata of this extension type (CVE-2023-47248)."""
+    bomb, folder = tmp_path / "exploded", tmp_path / "data"
+    folder.mkdir()
+    write_saved(folder, X, Y)
+    marks = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Payload(bomb)),
+    }
+    fields = [pa.field("picture", pa.list_(pa.float32()), metadata=marks), pa.field("kind", pa.int64(), metadata=marks)]
+    rows = pa.table([pa.array([[1.0], [2.0]], fields[0].type), pa.array([1, 2])], schema=pa.schema(fields))
+    with (
+        pa.OSFile(str(folder / "data-00000-of-00002.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, rows.schema) as out,
+    ):
+        out.write_table(rows)
+    with pytest.raises(InputError, match="another schema"):
+        load_dataset(folder).fingerprint()
+    assert not bomb.exists()
+
+
+OUTSIDE = ["../secret.arrow", "/etc/passwd", "..", "a/../../secret.arrow", "..\\secret.arrow", "C:secret", "", None, 7]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("which", ["state.json", "dataset_dict.json"])
+def test_paths_that_lead_out_are_not_opened(name, which, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "secret.arrow").mkdir()
+    write_saved(tmp_path / "secret.arrow", X, Y)
+    write_saved(folder, X, Y)
+    if which == "state.json":
+        (folder / which).write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        with pytest.raises(InputError, match="does not lie inside"):
+            load_dataset(folder)
+    else:
+        (folder / which).write_text(json.dumps({"splits": [name]}))
+        with pytest.raises(InputError, match=r"does not lie inside|has no state\.json"):
+            load_dataset(folder, split=str(name))
+
+
+def test_a_stream_cut_between_two_batches_is_noticed(tmp_path):
+    write_saved(tmp_path, X, Y)
+    path = tmp_path / "data-00001-of-00002.arrow"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    with pa.memory_map(str(path)) as mapped:
+        assert pa.ipc.open_stream(mapped).read_all().num_rows == 7  # pyarrow does not mind
+    with pytest.raises(InputError, match="cut short"):
+        load_dataset(tmp_path)
+
+
+def test_a_link_that_leads_out_is_not_opened(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_saved(folder, X, Y)
+    (folder / "data-00000-of-00002.arrow").rename(tmp_path / "secret.arrow")
+    (folder / "data-00000-of-00002.arrow").symlink_to(tmp_path / "secret.arrow")
+    with pytest.raises(InputError, match="does not lie inside"):
+        load_dataset(folder)
+
+
+STATES = {
+    "[]": "expected an object",
+    "{": "is not JSON",
+    "[" * 100_000: "is not JSON",
+    "{}": "lists no data files",
+    '{"_data_files": []}': "lists no data files",
+    '{"_data_files": ["x"]}': "does not lie inside",
+    '{"_data_files": [{"filename": "gone.arrow"}]}': "gone.arrow is not a readable Arrow file",
+    '{"_data_files": [{"filename": "a"}], "_indices_data_files": [{"filename": "b"}]}': "flatten_indices",
+}
+
+
+@pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
+def test_states_that_make_no_sense(state, tmp_path):
+    write_saved(tmp_path, X, Y)
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(InputError, match=STATES[state]):
+        load_dataset(tmp_path)
+
+
+def _tables():
+    good, nothing = png(X[0]), pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    image = pa.array([good] * 3, pa.binary())
+    two = pa.list_(pa.float32())
+    return {
+        "path-only": (
+            {"image": pa.array([{"path": "/etc/passwd"}] * 3, nothing), "label": [0, 1, 2]},
+            "row 0 holds no bytes",
+        ),
+        "null-struct": (
+            {"image": pa.array([{"bytes": good}, None, None], nothing), "label": [0, 1, 2]},
+            "row 1 holds no",
+        ),
+        "null-label": ({"image": image, "label": [0, None, 2]}, "row 1 has no label"),
+        "text-label": ({"image": image, "label": ["a", "b", "c"]}, "expected integer labels"),
+        "float-label": ({"image": image, "label": [0.0, 1.0, 2.0]}, "expected integer labels"),
+        "minus-one": ({"image": image, "label": [0, 1, -1]}, "row 2 has label -1"),
+        "no-label": ({"image": image, "other": [0, 1, 2]}, r"columns image, other: name the two"),
+        "text-image": ({"image": ["a", "b", "c"], "label": [0, 1, 2]}, "expected pictures or lists"),
+        "ragged": (
+            {"x": pa.array([[1.0], [2.0], [3.0, 4.0]], two), "y": [0, 1, 2]},
+            "row 2 has lists of another length",
+        ),
+        "gap": ({"x": pa.array([[1.0], [2.0], [None]], two), "y": [0, 1, 2]}, "row 2 has a gap"),
+        "null-list": ({"x": pa.array([[1.0], None, [2.0]], two), "y": [0, 1, 2]}, "row 1 is empty"),
+        "nan": ({"x": pa.array([[1.0], [float("nan")], [2.0]], two), "y": [0, 1, 2]}, "row 1 holds NaN"),
+        "integers": ({"x": pa.array([[1], [2], [3]]), "y": [0, 1, 2]}, "expected uint8"),
+        "empty": ({"x": pa.array([], two), "y": pa.array([], pa.int64())}, "holds no data"),
+    }
+
+
+@pytest.mark.parametrize("name", _tables())
+def test_tables_that_make_no_sense(name, tmp_path):
+    columns, message = _tables()[name]
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=message):
+        load_dataset(tmp_path / "a.parquet").batch([0, 1, 2])
+
+
+def test_parquet_caps_columns_and_shards_that_disagree(tmp_path):
+    rows = table(X, Y)
+    pq.write_table(rows, tmp_path / "test-00000-of-00002.parquet")
+    path = tmp_path / "test-00000-of-00002.parquet"
+    with pytest.raises(InputError, match=r"row group 0 declares .* the cap is 100"):
+        load_dataset(path, max_bytes=100)
+    assert set(load_dataset(path, columns=("picture", "y")).labels) == {7}
+    with pytest.raises(InputError, match="name the two"):
+        load_dataset(path, columns=("picture", "missing"))
+    pq.write_table(rows.rename_columns(["y", "pixels", "label"]), tmp_path / "test-00001-of-00002.parquet")
+    with pytest.raises(InputError, match="other columns or classes"):
+        load_dataset(tmp_path)

@@ -1,0 +1,90 @@
+"""Augmentation against a slow loop over images and pixels."""
+
+import pytest
+import torch
+
+from equipoise.core import InputError
+from equipoise.data import Augmentation, random_crop, random_flip
+from equipoise.data.augment import crop_corners
+
+
+def keyed(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def slow_crop(x, padding, corners, border):
+    out = torch.zeros_like(x)
+    height, width = x.shape[-2:]
+    reflect = lambda i, n: -i if i < 0 else 2 * (n - 1) - i if i >= n else i  # noqa: E731 - reads like the formula
+    for b, (top, left) in enumerate(corners.tolist()):
+        for i in range(height):
+            for j in range(width):
+                r, c = i + top - padding, j + left - padding
+                if border == "reflect":
+                    out[b, :, i, j] = x[b, :, reflect(r, height), reflect(c, width)]
+                elif 0 <= r < height and 0 <= c < width:
+                    out[b, :, i, j] = x[b, :, r, c]
+    return out
+
+
+@pytest.mark.parametrize("border", ["zeros", "reflect"])
+@pytest.mark.parametrize("shape", [(20, 3, 6, 5), (7, 1, 4, 9), (1, 2, 3, 3)])
+@pytest.mark.parametrize("padding", [1, 2])
+def test_crop_is_the_slow_loop(border, shape, padding):
+    x = torch.randn(shape, generator=keyed(1))
+    corners = crop_corners(len(x), padding, keyed(7))
+    assert torch.equal(random_crop(x, padding, keyed(7), border), slow_crop(x, padding, corners, border))
+
+
+def test_every_corner_is_drawn_equally_often():
+    corners = crop_corners(90_000, 1, keyed())
+    counts = torch.bincount(corners[:, 0] * 3 + corners[:, 1], minlength=9)
+    assert len(counts) == 9
+    assert bool(((counts - 10_000).abs() < 500).all())  # five standard deviations
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_flip_is_the_slow_loop(p):
+    x = torch.randn(3000, 2, 2, 3, generator=keyed(1))
+    out = random_flip(x, keyed(3), p)
+    flipped = torch.tensor([bool(torch.equal(a, b.flip(-1))) for a, b in zip(out, x, strict=True)])
+    kept = torch.tensor([bool(torch.equal(a, b)) for a, b in zip(out, x, strict=True)])
+    assert bool((flipped ^ kept).all())
+    assert abs(float(flipped.float().mean()) - p) < 0.05
+
+
+def test_the_generator_alone_decides():
+    x = torch.rand(16, 3, 8, 8, generator=keyed(1))
+    augment = Augmentation(flip=True, padding=2, border="reflect")
+    torch.manual_seed(0)
+    first = augment(x, keyed(5))
+    torch.manual_seed(1)
+    assert torch.equal(augment(x, keyed(5)), first)
+    assert not torch.equal(augment(x, keyed(6)), first)
+    assert torch.equal(Augmentation(flip=False)(x, keyed()), x)
+    g = keyed(5)
+    assert torch.equal(random_flip(random_crop(x, 2, g, "reflect"), g), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8])
+def test_numbers_are_moved_not_changed(dtype):
+    x = (torch.rand(5, 1, 4, 4, generator=keyed()) * 200).to(dtype)
+    out = random_crop(x, 1, keyed(), "zeros")
+    assert out.dtype == dtype
+    assert set(out.flatten().tolist()) <= {0, *x.flatten().tolist()}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: random_crop(x, -1, keyed()),
+        lambda x: random_crop(x, 4, keyed(), "reflect"),
+        lambda x: random_crop(x, 1, keyed(), "wrap"),
+        lambda x: random_crop(x[0], 1, keyed()),
+        lambda x: random_flip(x, keyed(), 1.5),
+        lambda x: random_flip(x[0], keyed()),
+    ],
+)
+def test_senseless_augmentations_are_refused(call):
+    with pytest.raises(InputError):
+        call(torch.zeros(2, 3, 4, 4))

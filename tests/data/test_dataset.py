@@ -1,0 +1,297 @@
+"""The dataset itself: values, selections, fingerprints, refusals, and how a spec is understood."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from equipoise.core import InputError
+from equipoise.data import Dataset, as_dataset, load_dataset
+
+Y = np.array([0, 1, 2, 1])
+
+
+def floats(shape=(4, 3, 5, 5), dtype=np.float32):
+    return np.random.default_rng(0).random(shape).astype(dtype)
+
+
+# ---- digits -------------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_scikit_learns_split_once():
+    sklearn = pytest.importorskip("sklearn.datasets")
+    train, test = load_dataset("digits", split="train"), load_dataset("digits#test")
+    assert (len(train), len(test), train.num_classes, train.input_shape) == (1437, 360, 10, (1, 8, 8))
+    assert np.bincount(test.labels).min() >= 35  # stratified
+    assert np.bincount(test.labels).max() <= 37
+    whole = sklearn.load_digits()
+    wanted = sorted((label, image.tobytes()) for image, label in zip(whole.images / 16, whole.target, strict=True))
+    found = []
+    for ds in (train, test):
+        x, y = ds.batch(range(len(ds)))
+        images = x[:, 0].double().numpy()  # sixteenths are exact
+        found += [(int(label), image.tobytes()) for image, label in zip(images, y, strict=True)]
+    assert sorted(found) == wanted
+
+
+def test_digits_never_change():
+    """Stored results name this fingerprint."""
+    known = "sha256:07bd5687fbe917c0315af3504fcdbda0503e139851cab1bb213633252c8413f3"
+    assert load_dataset("digits", split="test").fingerprint() == known
+
+
+# ---- values and layouts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4", ">f8"])
+def test_floats_are_kept(dtype):
+    x = (floats() * 7 - 3).astype(dtype)
+    ds = Dataset.from_arrays(x, Y)
+    assert torch.equal(ds.batch(range(4))[0], torch.from_numpy(x.astype(np.float32)))
+
+
+def test_byte_order_is_not_content_but_type_and_scale_are():
+    x = floats()
+    same = Dataset.from_arrays(x, Y).fingerprint()
+    assert Dataset.from_arrays(x.astype(">f4"), Y).fingerprint() == same
+    assert Dataset.from_arrays(torch.from_numpy(x), torch.from_numpy(Y)).fingerprint() == same
+    assert Dataset.from_arrays(x.astype(np.float64), Y).fingerprint() != same
+    assert Dataset.from_arrays(x, Y, scale=2.0).fingerprint() != same
+    assert Dataset.from_arrays(x, Y[::-1].copy()).fingerprint() != same
+    assert Dataset.from_arrays(x.reshape(4, 5, 3, 5), Y, layout="NCHW").fingerprint() != same
+
+
+LAYOUTS = [
+    ((4, 6, 5, 3), np.uint8, "auto", (3, 6, 5)),
+    ((4, 3, 6, 5), np.float32, "auto", (3, 6, 5)),
+    ((4, 3, 6, 5), np.uint8, "NCHW", (3, 6, 5)),
+    ((4, 6, 5, 3), np.float32, "NHWC", (3, 6, 5)),
+    ((4, 3, 5, 3), np.uint8, "auto", (3, 3, 5)),  # either would do: the rule decides
+    ((4, 3, 5, 3), np.float64, "auto", (3, 5, 3)),
+    ((4, 16, 7, 7), np.float32, "auto", (16, 7, 7)),
+    ((4, 7, 7, 16), np.uint8, "auto", (16, 7, 7)),
+    ((4, 6, 5), np.uint8, "auto", (1, 6, 5)),
+    ((4, 9), np.float32, "auto", (9,)),
+    ((4, 3, 6, 5), np.uint8, "auto", None),
+    ((4, 6, 5, 3), np.float32, "auto", None),
+    ((4, 6, 5, 3), np.uint8, "CHWN", None),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "layout", "wanted"), LAYOUTS)
+def test_layout_rule(shape, dtype, layout, wanted):
+    x = (floats(shape) * 255).astype(dtype)
+    if wanted is None:
+        with pytest.raises(InputError, match="layout"):
+            Dataset.from_arrays(x, Y, layout=layout)
+        return
+    ds = Dataset.from_arrays(x, Y, layout=layout)
+    assert ds.input_shape == wanted
+    moved = len(shape) == 4 and wanted != shape[1:]
+    scale = 255 if dtype == np.uint8 else 1
+    first = torch.from_numpy(np.moveaxis(x, -1, 1) if moved else x)[2].float().reshape(wanted) / scale
+    assert torch.equal(ds[2][0], first)
+
+
+REFUSED = {
+    "nan": (lambda x: x.__setitem__((2, 0, 0, 0), np.nan), "row 2"),
+    "infinity": (lambda x: x.__setitem__((3, 2, 4, 4), -np.inf), "row 3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_non_finite_rows_are_named(name):
+    x = floats()
+    REFUSED[name][0](x)
+    with pytest.raises(InputError, match=REFUSED[name][1]):
+        Dataset.from_arrays(x, Y)
+
+
+def test_what_overflows_float32_is_refused():
+    x = floats(dtype=np.float64)
+    x[1, 0, 0, 0] = 1e39
+    with pytest.raises(InputError, match=r"row 1 .* too large for float32"):
+        Dataset.from_arrays(x, Y)
+
+
+BAD = {
+    "negative-label": (floats(), np.array([0, 1, -1, 0]), {}, "row 2 has label -1, expected 0 or more"),
+    "label-too-large": (floats(), Y, {"num_classes": 2}, "row 2 has label 2, expected in 0 … 1"),
+    "huge-label": (floats(), np.array([0, 1, 2**63, 0], np.uint64), {}, "row 2 has label 9223372036854775808"),
+    "float-labels": (floats(), Y.astype(float), {}, "one integer per row"),
+    "one-hot": (floats(), np.eye(4, dtype=int), {}, "one integer per row"),
+    "too-few-labels": (floats(), Y[:3], {}, "4 inputs but 3 labels"),
+    "empty": (floats((0, 3, 5, 5)), Y[:0], {}, "not empty"),
+    "no-pixels": (floats((4, 3, 0, 5)), Y, {}, "not empty"),
+    "one-axis": (floats((4,)), Y, {}, "expected"),
+    "int64": (np.zeros((4, 5, 5), int), Y, {}, "uint8"),
+    "bool": (np.zeros((4, 5, 5), bool), Y, {}, "uint8"),
+    "complex": (np.zeros((4, 5, 5), complex), Y, {}, "uint8"),
+    "objects": (np.array([[None], [1], [2], [3]]), Y, {}, "not an array of numbers"),
+    "ragged": ([[1.0], [1.0, 2.0]], [0, 1], {}, "not an array of numbers"),
+    "no-classes": (floats(), Y, {"num_classes": 0}, "num_classes must be positive"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arrays_are_refused(name):
+    x, y, options, message = BAD[name]
+    with pytest.raises(InputError, match=re.escape(message)):
+        Dataset.from_arrays(x, y, **options)
+
+
+def test_nothing_the_caller_does_changes_a_dataset():
+    x, y = floats(), Y.copy()
+    ds = Dataset.from_arrays(x, y)
+    before = ds.batch(range(4))[0].clone()
+    x[:], y[:] = 0, 0
+    ds.batch(range(4))[0].zero_()
+    ds.batch(range(4))[1].zero_()
+    assert torch.equal(ds.batch(range(4))[0], before)
+    assert ds.labels.tolist() == [0, 1, 2, 1]
+    for array in (ds.labels, ds.ids, ds.all_labels, ds.select(limit=2).ids, ds.select(limit=2).labels):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ds.name = "x"
+
+
+# ---- selections ---------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 12), st.integers(1, 5), st.none() | st.integers(1, 12), st.integers(0, 2), st.integers(1, 3))
+def test_selections_compose_and_keep_ids(skip, stride, limit, skip2, stride2):
+    ds = Dataset.from_arrays(np.arange(10, dtype=np.float32)[:, None], np.arange(10))
+    wanted = [i for i in range(10) if i >= skip and (i - skip) % stride == 0][:limit]
+    if not wanted:
+        with pytest.raises(InputError, match="leaves none"):
+            ds.select(skip, limit, stride)
+        return
+    part = ds.select(skip, limit, stride)
+    assert part.ids.tolist() == wanted == part.labels.tolist()
+    assert part.batch(range(len(part)))[0][:, 0].tolist() == wanted
+    assert part.num_classes == 10
+    assert part.parent_fingerprint() == ds.fingerprint()
+    assert (part.fingerprint() == ds.fingerprint()) == (len(wanted) == 10)
+    if skip2 < len(part):
+        assert part.select(skip2, stride=stride2).ids.tolist() == wanted[skip2::stride2]
+
+
+def test_equal_rows_with_other_ids_have_another_fingerprint():
+    ds = Dataset.from_arrays(np.zeros((6, 2), np.float32), np.zeros(6, int))
+    assert ds.select(limit=3).fingerprint() != ds.select(skip=3).fingerprint()
+
+
+@pytest.mark.parametrize("options", [{"skip": -1}, {"stride": 0}, {"limit": 0}, {"limit": -3}])
+def test_senseless_selections_are_refused(options):
+    with pytest.raises(InputError, match="expected skip"):
+        load_dataset("digits").select(**options)
+
+
+@pytest.mark.parametrize("indices", [[], [4], [-1], [0.5], [[True]]])
+def test_senseless_indices_are_refused(indices):
+    with pytest.raises(InputError, match="ind"):
+        Dataset.from_arrays(floats(), Y).batch(indices)
+
+
+def test_it_is_a_map_style_dataset_of_torch():
+    ds = Dataset.from_arrays(floats(), Y)
+    with pytest.raises(IndexError):
+        ds[4]
+    assert len(list(ds)) == 4
+    x, y = next(iter(DataLoader(ds, batch_size=4)))
+    assert torch.equal(x, ds.batch(range(4))[0])
+    assert y.tolist() == Y.tolist()
+    again = as_dataset(TensorDataset(torch.from_numpy(floats()), torch.from_numpy(Y)), "tensors")
+    assert again.fingerprint() == ds.fingerprint()
+
+
+# ---- names --------------------------------------------------------------------------------------------------------
+
+
+def test_a_split_in_the_name(tmp_path):
+    np.savez(tmp_path / "a#test.npz", x_train=floats(), y_train=Y, x_val=floats()[:2], y_val=Y[:2])
+    path = str(tmp_path / "a#test.npz")
+    assert len(load_dataset(f"{path}#val")) == 2
+    assert len(load_dataset(path, split="train")) == 4
+    assert load_dataset(f"{path}#val").num_classes == 3  # the classes of all splits
+    with pytest.raises(InputError, match="has the splits train, val"):
+        load_dataset(path)
+    with pytest.raises(InputError, match="'val', but 'train' was asked for"):
+        load_dataset(f"{path}#val", split="train")
+    with pytest.raises(InputError, match="no split 'test'; it has train, val"):
+        load_dataset(path, split="test")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nowhere.npz", "there is no 'nowhere.npz'"),
+        ("", "there is no ''"),
+        ("no_such_module:make", "cannot import"),
+        ("math:no_such_name", "has no 'no_such_name'"),
+        ("math:pi", "gave a float"),
+        ("math:factorial", "raised TypeError"),
+        ("digits#validation", "no split 'validation'; it has train, test"),
+    ],
+)
+def test_unknown_names_are_refused(spec, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_dataset(spec)
+
+
+@pytest.mark.parametrize("spec", ["a" * 5000, "a\0b.npz", "é:x", "a:b:c", "#test", "~", "\n"])
+def test_odd_names_are_refused(spec):
+    with pytest.raises(InputError):
+        load_dataset(spec)
+
+
+@pytest.mark.parametrize("option", [{"size": 4}, {"columns": ("a", "b")}, {"layout": "NCHW"}])
+def test_an_option_that_means_nothing_is_refused(option):
+    with pytest.raises(InputError, match=f"{next(iter(option))}= means nothing"):
+        load_dataset("digits", **option)
+
+
+class Items:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_map_style_datasets_that_change_or_lie_are_refused():
+    x = floats()
+
+    class Augmented(Items):
+        def __getitem__(self, index):
+            return np.random.default_rng().random((3, 5, 5)), 0
+
+    with pytest.raises(InputError, match="another input each time"):
+        as_dataset(Augmented([0] * 4), "items")
+    lying = Items([(x[i], int(Y[i])) for i in range(4)])
+    lying.targets = [0, 1, 0, 1]
+    with pytest.raises(InputError, match="row 2 has label 2, but 0 was announced"):
+        as_dataset(lying, "items").fingerprint()
+    with pytest.raises(InputError, match="row 1 is float32 of shape"):
+        as_dataset(Items([(x[0], 0), (x[1, :, :4], 0)]), "items").fingerprint()
+    nan = Items([(x[0], 0), (x[1] * np.nan, 0)])
+    with pytest.raises(InputError, match="row 1 holds NaN"):
+        as_dataset(nan, "items").batch([0, 1])
+    with pytest.raises(InputError, match="row 0 is not a pair"):
+        as_dataset(Items([x[0]]), "items")
+    with pytest.raises(InputError, match="expected one integer"):
+        as_dataset(Items([(x[0], 0.5)]), "items")
+    with pytest.raises(InputError, match="holds no data"):
+        as_dataset(Items([]), "items")
+    with pytest.raises(InputError, match="gave a generator"):
+        as_dataset((i for i in range(3)), "items")
