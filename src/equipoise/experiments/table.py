@@ -22,6 +22,10 @@ MODULES: dict[str, str] = {
     "zero-padding": "norms.zero_padding",
     "gradient-memory": "norms.gradient_memory",
     "bound-factor": "norms.bound_factor",
+    "weierstrass-gradient": "certified.weierstrass_gradient",
+    "quantile-gradient": "certified.quantile_gradient",
+    "bonferroni-counterexample": "certified.bonferroni_counterexample",
+    "variance-hardmax": "certified.variance_hardmax",
 }
 
 
