@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from equipoise.core.timing import peak_bytes
 from equipoise.experiments.experiment import Context, Experiment, Label, Row, Verdict
 from equipoise.experiments.figures import COLOURS, canvas, legend
-from equipoise.nn.models import resnet18, resnet34, resnet50
+from equipoise.nn.models import build
 from equipoise.norms.functional import conv_norm
 from equipoise.norms.peers import complex_gram
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODELS = {"ResNet-18": resnet18, "ResNet-34": resnet34, "ResNet-50": resnet50}
+MODELS = {"ResNet-18": "resnet18", "ResNet-34": "resnet34", "ResNet-50": "resnet50"}
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,12 @@ def _backward(bound: Callable[[], Tensor]) -> None:
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per network: the largest peak over its convolutions, one convolution at a time, and the sum of all peaks."""
-    for name, build in context.steps(MODELS.items()):
+    for name, builder in context.steps(MODELS.items()):
         peaks: dict[str, list[int]] = {"explicit": [], "autodiff": []}
         seen: dict[tuple[int, ...], tuple[int, int]] = {}
-        for conv, n in context.steps(shapes(build(), settings.image)):
+        for conv, n in context.steps(
+            shapes(build(builder, stem="imagenet", input_size=settings.image), settings.image)
+        ):
             if max(conv.weight.shape[:2]) > settings.widest:
                 continue
             size = min(n // conv.stride[0], n)
