@@ -1,0 +1,135 @@
+"""What regularisation costs a training step, and what the explicit gradient saves: ratios in one run, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from equipoise.bench.norms import Goal, Layer, Row, Section, gradient_memory, resnet18
+from equipoise.bench.timing import peak_bytes, take_turns
+from equipoise.norms.functional import gram_norm
+from equipoise.norms.gram import gram_norm_plain
+from equipoise.regularizers import ActivationDecay, SpectralPenalty
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions with batch normalisation and a shortcut."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`relu(main(x) + shortcut(x))`."""
+        main = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(main + self.shortcut(x))
+
+
+def small_resnet18(width: int = 64, classes: int = 10, seed: int = 0) -> nn.Sequential:
+    """The ResNet-18 of 32×32 images: a 3×3 stem, four stages of two blocks, 20 convolutions.
+
+    >>> sum(isinstance(m, nn.Conv2d) for m in small_resnet18(width=2).modules())
+    20
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        parts: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        channels = width
+        for stage in range(4):
+            out = width * 2**stage
+            parts += [Block(channels, out, 1 if stage == 0 else 2), Block(out, out, 1)]
+            channels = out
+        return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class Step:
+    """One training step on a fixed batch: forward, loss and an extra term, backward, SGD with momentum."""
+
+    def __init__(self, width: int, x: Tensor, y: Tensor, term: Callable[[nn.Module], Callable[[], Any]] | None) -> None:
+        self.model, self.x, self.y = small_resnet18(width), x, y
+        self.term = term(self.model) if term is not None else None
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+
+    def __call__(self) -> float:
+        """The loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = cross_entropy(self.model(self.x), self.y)
+        if self.term is not None:
+            loss = loss + self.term()
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def training_step(width: int = 64, batch: int = 64, repeats: int = 5, size: int = 32, gram: bool = True) -> Section:
+    """A step with spectral regularisation of all convolutions, or with activation decay, over the plain step."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, 3, size, size, generator=generator)
+    y = torch.randint(10, (batch,), generator=generator)
+    spectral = partial(SpectralPenalty, kind="squares", only=nn.Conv2d, weight=1e-4, input_size=size)
+    terms: dict[str, Callable[[nn.Module], Callable[[], Any]] | None] = {
+        "plain": None,
+        "activation decay": partial(ActivationDecay, sigma=0.1),
+        "spectral, tracked": spectral,
+    }
+    if gram:
+        terms["spectral, gram bound"] = partial(spectral, bound="gram", iterations=4)
+        terms["spectral, gram bound every 20"] = partial(spectral, bound="gram", iterations=4, every=20)
+    steps = {name: Step(width, x, y, term) for name, term in terms.items()}
+    for step in steps.values():
+        step()  # allocate and warm up
+    contest = take_turns(steps, repeats)
+    rows: list[Row] = [
+        {"step": name, "seconds": contest.seconds[name], "ratio": contest.ratio(name, "plain")} for name in steps
+    ]
+    goals = [
+        Goal("step with spectral regularisation / plain step", contest.ratio("spectral, tracked", "plain"), 1.3),
+        Goal("step with activation decay / plain step", contest.ratio("activation decay", "plain"), 1.01),
+    ]
+    note = (
+        "median seconds; all 20 convolutions regularised on the sizes they see. tracked: a lower bound that follows the norm, "
+        "brackets proved on demand; gram: an upper bound at every step (every 20: its direction is kept in between)"
+    )
+    return Section(f"one step of a ResNet-18 of width {width}, {size}×{size}, batch {batch}", rows, goals, note)
+
+
+def explicit_memory(layers: tuple[Layer, ...], shapes: tuple[tuple[int, int], ...], iterations: int = 6) -> Section:
+    """Peak memory of value and gradient of the bound: explicit against autodiff through the iterations, t = 6."""
+    found = gradient_memory(layers)
+    rows: list[Row] = [
+        {key: row[key] for key in ("layer", "explicit MB", "autodiff MB", "ratio")} for row in found.rows
+    ]
+    for m, n in shapes:
+        W = torch.randn(m, n, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        ours = peak_bytes(lambda W=W: gram_norm(W, iterations).backward())  # type: ignore[misc]
+        W.grad = None
+        auto = peak_bytes(lambda W=W: gram_norm_plain(W, iterations).backward())  # type: ignore[misc]
+        rows.append(
+            {"layer": f"matrix {m}×{n}", "explicit MB": ours / 1e6, "autodiff MB": auto / 1e6, "ratio": ours / auto}
+        )
+    worst = max(row["ratio"] for row in found.rows)
+    goals = [Goal("explicit / autodiff, worst convolution", worst, 0.5)]
+    return Section("memory of the gradient, t = 6", rows, goals, found.note)
+
+
+def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
+    """All sections; `quick` is a tiny subset that only shows that everything runs."""
+    if quick:  # the goals speak of real sizes
+        yield replace(training_step(width=4, batch=4, repeats=1, size=16), goals=[])
+        yield replace(explicit_memory((Layer("tiny", 8, 8, 3, 1, 8),), ((40, 30),)), goals=[])
+        return
+    yield training_step(repeats=repeats)
+    chosen = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")
+    yield explicit_memory(tuple(x for x in resnet18() if x.name in chosen), ((512, 4608), (1024, 1024)))

@@ -1,0 +1,235 @@
+"""`equipoise certify`: certify a dataset, continue, re-derive, merge and export runs, or plan one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equipoise.runs import Job, Run
+    from equipoise.runs.plan import Estimate
+    from equipoise.smoothing import Certificates
+
+Targets = Annotated[list[str] | None, typer.Argument(metavar="MODEL|RUN...", help="a model, or run directories")]
+
+
+def certify(
+    targets: Targets = None,
+    data: Annotated[str | None, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")] = None,
+    split: Annotated[str | None, typer.Option(help="which part of the data; default: test")] = None,
+    sigma: Annotated[float | None, typer.Option(help="noise level, in the units of the model's input")] = None,
+    n0: Annotated[int, typer.Option(help="selection draws per input")] = 100,
+    n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
+    alpha: Annotated[float | None, typer.Option(help="risk per input; default 0.001")] = None,
+    procedure: Annotated[str | None, typer.Option(help="cohen, bonferroni, cpm (default), direct or lvm")] = None,
+    map: Annotated[str | None, typer.Option(help="lvm, direct: global, per-input, softmax:T, sparsemax:T")] = None,
+    lipschitz: Annotated[
+        str | None, typer.Option(help="of the network: auto, or your own bound (an assumption)")
+    ] = None,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="stop each input as soon as its answer is known")
+    ] = False,
+    target_radius: Annotated[float | None, typer.Option(help="adaptive: the radius to decide at")] = None,
+    limit: Annotated[int | None, typer.Option(help="at most this many inputs")] = None,
+    skip: Annotated[int, typer.Option(help="leave out the first inputs")] = 0,
+    stride: Annotated[int, typer.Option(help="take every so many-th input")] = 1,
+    seed: Annotated[int, typer.Option(help="of the noise")] = 0,
+    nonfinite: Annotated[str, typer.Option(help="NaN logits: refuse (the input fails) or miss (no vote)")] = "refuse",
+    engine: Annotated[str, typer.Option(help="local or ray")] = "local",
+    workers: Annotated[int | None, typer.Option(help="of the ray engine")] = None,
+    address: Annotated[str | None, typer.Option(help="of an existing Ray cluster")] = None,
+    device: Annotated[str, typer.Option(help="where the network runs")] = "cpu",
+    batch_size: Annotated[int | None, typer.Option(help="most draws in one forward pass (memory); at most 100")] = None,
+    run: Annotated[Path | None, typer.Option(help="run directory; default: runs/certify-<digest>")] = None,
+    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
+    epsilon: Annotated[str | None, typer.Option(help="radii for certified accuracy, e.g. 0,0.25,0.5")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="estimate time and memory, run nothing")] = False,
+    re_derive: Annotated[bool, typer.Option("--re-derive", help="other alpha or procedure, no forward pass")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="join run directories into --output")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="of --merge")] = None,
+    export: Annotated[Path | None, typer.Option(help="write the table: .tsv (Cohen's log), .csv or .parquet")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="try failed inputs again")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+) -> None:
+    """Certify the inputs of a dataset by randomized smoothing; every certificate holds with probability 1 − alpha.
+
+    MODEL is a .pt2 file, a checkpoint directory, or package.module:factory. Counts are
+    stored in a run directory, one input at a time; kill it whenever you like and run the
+    same command again to continue. Radii are derived from the counts, so alpha and the
+    procedure can be changed later. Exit code 1: some inputs failed (NaN logits, unreadable).
+
+    Examples:
+
+      equipoise certify model.pt2 --data digits --sigma 0.25 --n 10000 --run runs/a
+      equipoise certify model.pt2 --data digits --sigma 0.25 --n 100000 --plan --workers 8
+      equipoise certify runs/a --re-derive --alpha 0.01 --procedure cohen --epsilon 0.25,0.5
+      equipoise certify runs/a --export certified.tsv
+      equipoise certify --merge runs/a runs/b -o runs/ab
+    """
+    from equipoise.runs.export import check_path
+    from equipoise.runs.manifest import is_run
+
+    names, levels = list(targets or []), _epsilons(epsilon)
+    if export is not None:
+        check_path(export)
+    if merge:
+        from equipoise.runs.merge import merge_runs
+
+        if output is None:
+            raise InputError("--merge needs --output: where the joined run goes")
+        return _finish(merge_runs(names, output), None, levels, export, json)
+    if not names and run is not None and data is None:
+        return _existing(str(run), re_derive, alpha, procedure, lipschitz, target_radius, levels, export, json)
+    if len(names) != 1:
+        raise InputError(f"expected one MODEL or one run directory, got {len(names)}: see equipoise certify --help")
+    if is_run(names[0]) and data is None:
+        return _existing(names[0], re_derive, alpha, procedure, lipschitz, target_radius, levels, export, json)
+    if re_derive:
+        raise InputError(f"{names[0]} is not a run directory: --re-derive works on stored counts")
+    if data is None or sigma is None:
+        raise InputError("--data and --sigma are needed to certify a model")
+    relative = 0.1 if adaptive and target_radius is None else None
+    if target_radius is not None and not adaptive:
+        raise InputError("--target-radius goes with --adaptive")
+    job = _job(
+        names[0], weights, data, split, sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
+        procedure=procedure or "cpm", map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
+        relative=relative, limit=limit, skip=skip, stride=stride, seed=seed, device=device, batch_size=batch_size,
+        nonfinite=nonfinite,
+    )  # fmt: skip
+    if plan:
+        return _plan(job, workers, json)
+    folder = run or job.default_folder()
+    _finish(_sample(job, folder, engine, workers or 1, address, retry_failed, levels), None, levels, export, json)
+
+
+def _job(model: str, weights: Path | None, data: str, split: str | None, **settings: Any) -> Job:
+    from equipoise.checkpoints import load_model
+    from equipoise.data import load_dataset
+    from equipoise.runs import describe
+
+    shown = data if split is None else f"{data}#{split}"
+    return describe(load_model(model, weights), load_dataset(data, split), name=shown, **settings)
+
+
+def _sample(
+    job: Job, folder: Path, engine: str, workers: int, address: str | None, retry: bool, levels: list[float] | None
+) -> Run:
+    from equipoise.runs import Execution, open_run, start
+    from equipoise.runs.manifest import is_run
+    from equipoise.runs.progress import Reporter
+
+    shown = job.parameters.target_radius or (levels or [0.0])[0]
+    try:
+        with Reporter(folder, messages(), shown) as report:
+            return start(
+                job, folder, engine=engine, execution=Execution(workers, address), progress=report, retry_failed=retry
+            )
+    except KeyboardInterrupt:
+        done = len(open_run(folder).rows) if is_run(folder) else 0
+        messages().print(
+            f"interrupted: {done} of {job.manifest.total} inputs are stored in {folder}; run the same command to continue",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+
+
+def _existing(
+    folder: str, re_derive: bool, alpha: float | None, procedure: str | None, lipschitz: str | None,
+    target_radius: float | None, levels: list[float] | None, export: Path | None, json: bool,
+) -> None:  # fmt: skip
+    from equipoise.runs import open_run
+
+    found, constant = open_run(folder), _constant(lipschitz)
+    if constant == "auto":
+        raise InputError("--lipschitz auto needs the model: give the bound itself (equipoise audit computes one)")
+    changed = {"alpha": alpha, "procedure": procedure, "lipschitz": constant, "target_radius": target_radius}
+    if any(v is not None for v in changed.values()) and not re_derive:
+        raise InputError(f"{folder} is a run directory: add --re-derive to change what is derived from its counts")
+    certificates = found.certificates(**changed) if re_derive else None
+    _finish(found, certificates, levels, export, json)
+
+
+def _finish(
+    run: Run, certificates: Certificates | None, levels: list[float] | None, export: Path | None, json: bool
+) -> None:
+    """Export, print the summary, and say by the exit code whether inputs failed."""
+    found = run.certificates() if certificates is None else certificates
+    summary = run.summary(levels, certificates=found)
+    if export is not None:
+        run.export(export, certificates=found)
+    if json:
+        emit_json({"run": str(run.folder), **summary.to_dict(), "manifest": run.manifest.to_dict()})
+    else:
+        from rich.markup import escape
+
+        console = results()
+        shown = table(
+            escape(f"Run {run.folder}"), "radius ε", "certified accuracy", right=("radius ε", "certified accuracy")
+        )
+        for level, accuracy in summary.accuracy.items():
+            shown.add_row(f"{level:g}", f"{percent(accuracy)} %")
+        console.print(shown)
+        for line in summary.lines():
+            console.print(line, markup=False, soft_wrap=True)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+def _plan(job: Job, workers: int | None, json: bool) -> None:
+    from equipoise.runs.plan import estimate
+
+    counts = sorted({1, workers} if workers else {1, 2, 4, 8})
+    found = estimate(job, workers=counts)
+    if json:
+        emit_json(found.to_dict())
+    else:
+        _show_plan(found)
+
+
+def _show_plan(e: Estimate) -> None:
+    from equipoise.runs.progress import clock
+
+    console = results()
+    shown = table(f"Plan for {e.inputs} inputs (estimates)", "", "all draws", f"adaptive at ε = {e.target_radius:g}")
+    shown.add_row("draws per input", f"{e.draws_per_input:,}", f"{e.draws_per_input_adaptive:,.0f}")
+    shown.add_row(f"forward passes of {e.batch}", f"{e.forward_passes:,}", f"{e.adaptive_forward_passes:,}")
+    for k, seconds in e.seconds.items():
+        shown.add_row(f"time, {k} worker{'s' if k > 1 else ''}", clock(seconds), clock(e.adaptive_seconds[k]))
+    console.print(shown)
+    for line in e.lines():
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def percent(share: float) -> str:
+    """A share in percent, rounded down to two decimals.
+
+    >>> percent(0.2), percent(2 / 3), percent(1.0)
+    ('20.00', '66.66', '100.00')
+    """
+    return f"{math.floor(share * 1e4 + 1e-6) / 100:.2f}"
+
+
+def _epsilons(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--epsilon takes numbers like 0,0.25,0.5, got {text!r}") from error
+
+
+def _constant(text: str | None) -> Any:
+    if text is None or text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError as error:
+        raise InputError(f"--lipschitz takes a number or auto, got {text!r}") from error

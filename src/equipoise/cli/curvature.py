@@ -1,0 +1,147 @@
+"""`equipoise curvature`: how sharp is the minimum a saved network lies in?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from equipoise.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equipoise.curvature import LossHessian
+
+WHAT = ("top", "trace", "density", "sharpness")
+
+
+def curvature(
+    model: Annotated[str, typer.Argument(help="a .pt2 file, a checkpoint directory, or package.module:factory")],
+    data: Annotated[str, typer.Option(help="the data: a folder, file or name, as for `equipoise certify`")],
+    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
+    split: Annotated[str | None, typer.Option(help="part of the data, e.g. train or test")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="use the first so many samples")] = None,
+    loss: Annotated[str, typer.Option(help="ce; the mean over the samples")] = "ce",
+    layer: Annotated[str | None, typer.Option(help="only parameters whose name matches, e.g. 'fc.*'")] = None,
+    what: Annotated[str, typer.Option(help="any of top,trace,density,sharpness")] = "top,trace",
+    radius: Annotated[float, typer.Option(help="radius of the ball of the sharpness")] = 0.05,
+    double: Annotated[bool, typer.Option("--double", help="compute in float64")] = False,
+    seed: Annotated[int, typer.Option(help="of all random vectors")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+) -> None:
+    """How curved is the loss at these parameters? Hessian eigenvalue, trace, density and sharpness.
+
+    The Hessian is that of the mean loss over the data, in evaluation mode, never formed.
+    The top eigenvalue comes with its residual: within that distance there is an eigenvalue,
+    and the largest one is at least the value. Traces and densities are estimates with a
+    standard error; the sharpness is what an ascent found, a lower bound.
+
+    Examples:
+
+      equipoise curvature checkpoint/ --data digits --split test
+      equipoise curvature checkpoint/ --data digits --layer 'fc.*' --what top,trace,density --json
+    """
+    from equipoise.cli.consoles import emit_json, results, table
+
+    wanted = _parts(what)
+    report = measure(
+        _operator(model, weights, data, split, limit, loss, layer, double), wanted, radius=radius, seed=seed
+    )
+    if json:
+        emit_json({"model": model, "data": data, "split": split, "layer": layer, **report})
+        return
+    shown = table(
+        f"curvature of {model}, {report['parameters']} parameters, {report['samples']} samples, loss {report['loss']:.6g}",
+        "what",
+        "value",
+        "±",
+        "meaning",
+        right=("value", "±"),
+    )
+    for row in _rows(report):
+        shown.add_row(*row)
+    results().print(shown, markup=False)
+
+
+def measure(hessian: LossHessian, what: tuple[str, ...], *, radius: float = 0.05, seed: int = 0) -> dict[str, Any]:
+    """The numbers asked for, as plain values."""
+    from equipoise.curvature import density_of, sharpness_of, top_of, trace_of
+
+    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
+    if "top" in what:
+        report["top"] = top_of(hessian, seed=seed).to_dict()
+    if "trace" in what:
+        report["trace"] = trace_of(hessian, seed=seed).to_dict()
+    if "density" in what:
+        report["density"] = density_of(hessian, seed=seed).to_dict()
+    if "sharpness" in what:
+        report["sharpness"] = sharpness_of(hessian, radius=radius, seed=seed).to_dict()
+    return report
+
+
+def _parts(what: str) -> tuple[str, ...]:
+    wanted = tuple(part.strip() for part in what.split(",") if part.strip())
+    unknown = [part for part in wanted if part not in WHAT]
+    if unknown or not wanted:
+        raise InputError(f"--what takes any of {','.join(WHAT)}, got {what!r}")
+    return wanted
+
+
+def _operator(
+    model: str,
+    weights: Path | None,
+    data: str,
+    split: str | None,
+    limit: int | None,
+    loss: str,
+    layer: str | None,
+    double: bool,
+) -> LossHessian:
+    import torch
+
+    from equipoise.checkpoints import load_model
+    from equipoise.curvature import LossHessian
+    from equipoise.data import load_dataset
+
+    if loss != "ce":
+        raise InputError(f"--loss must be ce, the loss of data with class labels; got {loss!r}")
+    net = load_model(model, weights).module()
+    found = load_dataset(data, split=split)
+    count = len(found) if limit is None else min(limit, len(found))
+    batches = [found.batch(list(range(i, min(i + 256, count)))) for i in range(0, count, 256)]
+    try:
+        hessian = LossHessian(net, "ce", batches, layer, dtype=torch.float64 if double else None)
+        hessian.value()
+    except (RuntimeError, IndexError, TypeError) as error:
+        shape = tuple(batches[0][0].shape[1:]) if batches else ()
+        raise InputError(f"the model does not fit the data (inputs of shape {shape}): {error}") from error
+    return hessian
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    rows = []
+    if "top" in report:
+        top = report["top"]
+        rows.append(
+            (
+                "top eigenvalue",
+                f"{top['value']:.6g}",
+                f"{top['residual']:.2g}",
+                "lower bound of the largest; ± residual",
+            )
+        )
+    if "trace" in report:
+        found = report["trace"]
+        rows.append(
+            ("trace", f"{found['value']:.6g}", f"{found['standard_error']:.2g}", f"{found['method']}; ± standard error")
+        )
+    if "density" in report:
+        nodes, weights = report["density"]["nodes"], report["density"]["weights"]
+        negative = sum(w for x, w in zip(nodes, weights, strict=True) if x < 0)
+        rows.append(
+            ("share below zero", f"{negative:.3g}", "", f"estimate; nodes from {nodes[0]:.4g} to {nodes[-1]:.4g}")
+        )
+    if "sharpness" in report:
+        sharp = report["sharpness"]
+        rows.append(("sharpness", f"{sharp['value']:.6g}", "", f"lower bound, radius {sharp['radius']:g}"))
+    return rows

@@ -1,0 +1,259 @@
+"""The Hessian of a loss over a whole data set as an operator: products, never the matrix.
+
+`Hv = d/ds ∇L(θ + s·v)` at s = 0, forward over reverse, summed over the batches in a fixed order, so that two
+calls agree to the bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from equipoise.core.errors import InputError, Refused
+
+Loss = Literal["ce", "mse"] | Callable[[Tensor, Tensor], Tensor]
+Data = tuple[Tensor, Tensor] | Iterable[tuple[Tensor, Tensor]]
+Pattern = str | re.Pattern[str] | None
+Vector = NDArray[np.float64]
+
+_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ce": nn.functional.cross_entropy,
+    "mse": lambda z, y: (z - y).square().mean(),  # torch's own has no working forward derivative
+}
+#: what torch says where an operation has no forward derivative
+_NO_FORWARD = ("forward AD", "forward mode", "forward-mode", "ZeroTensors")
+
+
+class LossHessian:
+    """The Hessian of `L(θ) = mean over the data of loss(model(x), y)` for all parameters, or those a pattern names.
+
+    The model is used in evaluation mode (no dropout, running statistics), its parameters are not changed. `products` counts the
+    Hessian-vector products.
+
+    Args:
+        model: the network.
+        loss: `"ce"`, `"mse"`, or a function of outputs and labels that is a mean over the batch.
+        data: a pair of tensors `(x, y)`, or batches of such pairs; batches are read once and kept.
+        layer: glob over parameter names (`"fc.*"`; a layer's name alone means its parameters) or a compiled pattern.
+        dtype: arithmetic, by default that of the parameters (at least float32).
+        batch_size: of the batches a pair of tensors is cut into.
+        noise: `(σ, samples, seed)`: the Hessian of the loss smoothed by Gaussian noise on the chosen parameters, as a
+            mean over that many draws, which are fixed.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> H = LossHessian(model, "mse", (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
+    >>> H.matvec(np.ones(1)).tolist()  # L = mean (w·x)², so L″ = 2·mean x² = 10
+    [10.0]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        data: Data,
+        layer: Pattern = None,
+        *,
+        dtype: torch.dtype | None = None,
+        batch_size: int = 256,
+        noise: tuple[float, int, int] | None = None,
+    ) -> None:
+        self.model, self.loss = model, _loss(loss)
+        chosen = {name: p for name, p in model.named_parameters() if _matches(name, layer)}
+        if not chosen:
+            raise InputError(
+                f"no parameter of this model has a name that matches {layer!r}; see model.named_parameters()"
+            )
+        first = next(iter(chosen.values()))
+        self.dtype = dtype or (first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32)
+        if self.dtype not in (torch.float32, torch.float64):
+            raise InputError(f"dtype must be float32 or float64, got {self.dtype}")
+        self.device = first.device
+        with torch.no_grad():
+            self.parameters = {name: self._cast(p.detach()) for name, p in chosen.items()}
+            rest = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            self.constants = {name: self._cast(t.detach()) for name, t in rest.items() if name not in chosen}
+        self.slots = tensor_slots(model)
+        self.batches = _batches(data, batch_size)
+        self.count = sum(len(x) for x, _ in self.batches)
+        self.size = sum(p.numel() for p in self.parameters.values())
+        self.shifts = self._draw(noise)
+        self.products = 0
+        self._forward_mode = True
+
+    def matvec(self, v: NDArray) -> Vector:
+        """`Hv` in float64, accumulated over all batches."""
+        return self._over_batches(lambda p, x, y: self._product(p, self._unflatten(v), x, y), count=True)
+
+    def gradient(self) -> Vector:
+        """`∇L(θ)`, flat, in the order of `parameters`."""
+        return self._over_batches(lambda p, x, y: torch.func.grad(self._value)(p, x, y), count=False)
+
+    def value(self, shift: Vector | None = None) -> float:
+        """`L(θ + shift)`."""
+        point = self._moved(shift)
+        with _evaluating(self.model), torch.no_grad():
+            return sum(len(x) / self.count * float(self._value(point, *self._ready(x, y))) for x, y in self.batches)
+
+    def gradient_at(self, shift: Vector) -> Vector:
+        """`∇L(θ + shift)`."""
+        kept, self.parameters = self.parameters, self._moved(shift)
+        try:
+            return self.gradient()
+        finally:
+            self.parameters = kept
+
+    def linear_operator(self) -> LinearOperator:
+        """The same as SciPy's `LinearOperator`."""
+        return LinearOperator((self.size, self.size), matvec=lambda v: self.matvec(v.ravel()), dtype=np.float64)
+
+    def dense(self) -> Vector:
+        """The whole matrix, one product per column: for small networks."""
+        if self.size > 5000:
+            raise InputError(f"a dense Hessian of {self.size} parameters is too large; use the operator")
+        return np.stack([self.matvec(e) for e in np.eye(self.size)], axis=1)
+
+    def flat(self) -> Vector:
+        """θ, flat, in the order of `parameters`."""
+        return np.concatenate([p.double().cpu().numpy().ravel() for p in self.parameters.values()])
+
+    def _over_batches(
+        self, work: Callable[[dict[str, Tensor], Tensor, Tensor], dict[str, Tensor]], count: bool
+    ) -> Vector:
+        total = np.zeros(self.size)
+        with _evaluating(self.model), sdpa_kernel(SDPBackend.MATH):
+            for shift in self.shifts:
+                point = self.parameters if shift is None else {n: p + shift[n] for n, p in self.parameters.items()}
+                for x, y in self.batches:
+                    part = work(point, *self._ready(x, y))
+                    total += _flatten(part) * (len(x) / self.count / len(self.shifts))
+        self.products += count
+        if not np.isfinite(total).all():
+            raise Refused(
+                "the derivatives of the loss are not finite numbers at these parameters: nothing can be said of them"
+            )
+        return total
+
+    def _value(self, parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        tensors = {slot: t for name, t in {**self.constants, **parameters}.items() for slot in self.slots[name]}
+        output = torch.func.functional_call(self.model, tensors, (x,), tie_weights=False)
+        value = self.loss(output, y)
+        if value.dim() != 0:
+            raise InputError(f"the loss must be one number, a mean over the batch; got shape {tuple(value.shape)}")
+        return value
+
+    def _product(self, parameters: dict[str, Tensor], v: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        gradient = torch.func.grad(self._value)
+        if self._forward_mode:
+            try:
+                return torch.func.jvp(lambda p: gradient(p, x, y), (parameters,), (v,))[1]
+            except (NotImplementedError, RuntimeError) as error:
+                if not any(part in str(error) for part in _NO_FORWARD):
+                    raise
+                self._forward_mode = False  # an operation without forward derivative: reverse over reverse instead
+        return torch.func.vjp(lambda p: gradient(p, x, y), parameters)[1](v)[0]
+
+    def _ready(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self._cast(x), self._cast(y)
+
+    def _cast(self, t: Tensor) -> Tensor:
+        return t.to(device=self.device, dtype=self.dtype if t.is_floating_point() else t.dtype)
+
+    def _moved(self, shift: Vector | None) -> dict[str, Tensor]:
+        if shift is None:
+            return self.parameters
+        moves = self._unflatten(shift)
+        return {name: p + moves[name] for name, p in self.parameters.items()}
+
+    def _unflatten(self, v: NDArray) -> dict[str, Tensor]:
+        flat = torch.as_tensor(np.ascontiguousarray(v), dtype=self.dtype, device=self.device)
+        if flat.numel() != self.size:
+            raise InputError(f"expected a vector of {self.size} numbers, one per parameter; got {flat.numel()}")
+        pieces = flat.split([p.numel() for p in self.parameters.values()])
+        return {n: piece.reshape(p.shape) for (n, p), piece in zip(self.parameters.items(), pieces, strict=True)}
+
+    def _draw(self, noise: tuple[float, int, int] | None) -> list[dict[str, Tensor] | None]:
+        if noise is None:
+            return [None]
+        sigma, samples, seed = noise
+        if sigma < 0 or samples < 1:
+            raise InputError(f"noise takes (sigma ≥ 0, samples ≥ 1, seed), got {noise}")
+        generator = np.random.default_rng(seed)
+        return [self._unflatten(sigma * generator.standard_normal(self.size)) for _ in range(samples)]
+
+
+def tensor_slots(model: nn.Module) -> dict[str, list[str]]:
+    """For every distinct parameter and buffer, by its first name, all places that hold it, every module counted once.
+
+    `functional_call` with its own tying leaves a module that is used twice with the replaced parameters (torch 2.13); so places
+    are listed here and its tying is switched off.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> tensor_slots(nn.Sequential(layer, nn.ReLU(), layer))
+    {'0.weight': ['0.weight']}
+    """
+    first: dict[int, str] = {}
+    slots: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for local, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                full = f"{name}.{local}" if name else local
+                slots.setdefault(first.setdefault(id(tensor), full), []).append(full)
+    return slots
+
+
+def _flatten(part: dict[str, Tensor]) -> Vector:
+    return np.concatenate([t.detach().double().cpu().numpy().ravel() for t in part.values()])
+
+
+def _loss(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    if isinstance(loss, str):
+        if loss not in _LOSSES:
+            raise InputError(f"loss must be one of {', '.join(_LOSSES)} or a function, got {loss!r}")
+        return _LOSSES[loss]
+    return loss
+
+
+def _matches(name: str, layer: Pattern) -> bool:
+    if layer is None:
+        return True
+    if isinstance(layer, str):
+        return fnmatchcase(name, layer) or fnmatchcase(name, layer + ".*")
+    return layer.search(name) is not None
+
+
+def _batches(data: Data, batch_size: int) -> list[tuple[Tensor, Tensor]]:
+    if batch_size < 1:
+        raise InputError(f"batch_size must be at least 1, got {batch_size}")
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        x, y = data
+        assert isinstance(x, Tensor)
+        assert isinstance(y, Tensor)
+        if len(x) != len(y):
+            raise InputError(f"there are {len(x)} inputs and {len(y)} labels")
+        batches = list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+    else:
+        batches = [(x, y) for x, y in data]
+    if not batches or any(len(x) == 0 for x, _ in batches):
+        raise InputError("the data is empty")
+    return batches
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

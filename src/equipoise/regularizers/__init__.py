@@ -1,0 +1,49 @@
+"""Training for stability: penalties, projections, noise and flatness, each usable in three lines of a user's own loop."""
+
+from equipoise.regularizers.decay import (
+    ActivationDecay,
+    LayerwiseDecay,
+    SmoothedLoss,
+    centred_penalty,
+    jensen_penalty,
+    smoothed_cross_entropy,
+    taylor_penalty,
+)
+from equipoise.regularizers.flatness import AnticorrelatedNoise, SharpnessAware, frozen_statistics, smoothed_loss
+from equipoise.regularizers.gradients import input_gradient_penalty
+from equipoise.regularizers.huggingface import decay_in_trainer
+from equipoise.regularizers.noise import add_noise, consistency_loss, noisy_copies, smooth_adversarial
+from equipoise.regularizers.projections import after_step, clip_weights_, operator_norm, project_, weight_normalize
+from equipoise.regularizers.selection import select_layers
+from equipoise.regularizers.spectral import SpectralPenalty, layer_bound
+from equipoise.regularizers.weights import FrobeniusPenalty, OrthogonalityPenalty
+
+__all__ = [
+    "ActivationDecay",
+    "AnticorrelatedNoise",
+    "FrobeniusPenalty",
+    "LayerwiseDecay",
+    "OrthogonalityPenalty",
+    "SharpnessAware",
+    "SmoothedLoss",
+    "SpectralPenalty",
+    "add_noise",
+    "after_step",
+    "centred_penalty",
+    "clip_weights_",
+    "consistency_loss",
+    "decay_in_trainer",
+    "frozen_statistics",
+    "input_gradient_penalty",
+    "jensen_penalty",
+    "layer_bound",
+    "noisy_copies",
+    "operator_norm",
+    "project_",
+    "select_layers",
+    "smooth_adversarial",
+    "smoothed_cross_entropy",
+    "smoothed_loss",
+    "taylor_penalty",
+    "weight_normalize",
+]

@@ -1,0 +1,191 @@
+"""Training for flat minima: noise on the weights, anticorrelated noise, SAM and ASAM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError
+from equipoise.regularizers.selection import Names, name_matches
+
+
+@contextmanager
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """While inside, batch normalisation normalises by the batch but does not move its running statistics.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> with frozen_statistics(model):
+    ...     _ = model(torch.randn(8, 2))
+    >>> int(model.num_batches_tracked)
+    0
+    """
+    tracked: list[Any] = [m for m in model.modules() if m.training and getattr(m, "track_running_stats", False) is True]
+    for module in tracked:
+        module.track_running_stats = False
+    try:
+        yield
+    finally:
+        for module in tracked:
+            module.track_running_stats = True
+
+
+def smoothed_loss(
+    model: nn.Module,
+    loss: Callable[[Any], Tensor],
+    inputs: Any,
+    sigma: float,
+    *,
+    samples: int = 1,
+    names: Names = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`(1/m)·Σ_i L(θ + Δ_i)` with `Δ_i ~ N(0, σ²I)` on the chosen parameters: an unbiased estimate of the smoothed loss.
+
+    `loss` takes the model's output; the gradient reaches θ. Running statistics move once, with the first sample. `names` selects
+    parameters by their full name (`"fc.weight"`).
+
+    >>> model = nn.Linear(4, 3)
+    >>> y = torch.tensor([0, 1, 2, 0, 1])
+    >>> smoothed_loss(model, lambda z: nn.functional.cross_entropy(z, y), torch.randn(5, 4), sigma=0.1).backward()
+    """
+    if not (math.isfinite(sigma) and sigma >= 0) or samples < 1:
+        raise InputError(f"expected sigma ≥ 0 and samples ≥ 1, got {sigma} and {samples}")
+    chosen = {name: p for name, p in model.named_parameters() if name_matches(name, names)}
+    if not chosen:
+        raise InputError(f"no parameter of this model has a name that matches {names!r}; see model.named_parameters()")
+    slots, total = _slots(model), torch.zeros(())
+    for i in range(samples):
+        moved = {name: p + sigma * _noise_like(p, generator) for name, p in chosen.items()}
+        tensors = {slot: p for name, p in moved.items() for slot in slots[name]}
+        with nullcontext() if i == 0 else frozen_statistics(model):
+            value = loss(torch.func.functional_call(model, tensors, (inputs,), tie_weights=False))
+        total = value if i == 0 else total + value
+    return total / samples
+
+
+class AnticorrelatedNoise:
+    """Anti-PGD: `θ_{k+1} = θ_k − η∇L(θ_k) + (ξ_{k+1} − ξ_k)`, the noise of one step taken back in the next.
+
+    Call `step()` after `optimizer.step()`; `finish()` takes the last noise back, so that what is kept is the plain iterate.
+    Reference: Orvieto et al. 2022.
+
+    >>> model = nn.Linear(2, 2)
+    >>> before = model.weight.detach().clone()
+    >>> noise = AnticorrelatedNoise(model.parameters(), sigma=0.1)
+    >>> noise.step()
+    >>> noise.finish()
+    >>> torch.allclose(model.weight, before, atol=1e-6)
+    True
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], sigma: float, generator: torch.Generator | None = None) -> None:
+        if not (math.isfinite(sigma) and sigma >= 0):
+            raise InputError(f"sigma must be a non-negative number, got {sigma}")
+        self.parameters, self.sigma, self.generator = list(parameters), sigma, generator
+        self.noise = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Draw the next noise, take the last one back."""
+        for i, p in enumerate(self.parameters):
+            fresh = self.sigma * _noise_like(p, self.generator)
+            p.add_(fresh - self.noise[i])
+            self.noise[i] = fresh
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take the last noise back; a later `step()` starts anew."""
+        for i, p in enumerate(self.parameters):
+            p.sub_(self.noise[i])
+            self.noise[i] = torch.zeros_like(self.noise[i])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The noise that is in the parameters now."""
+        return {str(i): noise.clone() for i, noise in enumerate(self.noise)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue where `state_dict` was taken."""
+        if [tuple(state[k].shape) for k in sorted(state, key=int)] != [tuple(n.shape) for n in self.noise]:
+            raise InputError("this state belongs to other parameters: the shapes differ")
+        self.noise = [state[str(i)].clone() for i in range(len(self.noise))]
+
+
+class SharpnessAware:
+    """SAM, and ASAM with `adaptive=True`, by pytorch-optimizer, with batch-norm statistics moved once per step.
+
+    `θ ← base step with ∇L(θ + ρ·g/‖g‖)`; `closure` computes the loss and calls backward (it need not clear gradients). The second
+    pass runs under `frozen_statistics`.
+
+    References: Foret et al. 2021; Kwon et al. 2021.
+
+    >>> model = nn.Linear(4, 3)
+    >>> sam = SharpnessAware(model, torch.optim.SGD, rho=0.05, lr=0.1)
+    >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    >>> def closure():
+    ...     loss = nn.functional.cross_entropy(model(x), y)
+    ...     loss.backward()
+    ...     return loss
+    >>> loss = sam.step(closure)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base_optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+        rho: float = 0.05,
+        adaptive: bool = False,
+        **options: Any,
+    ) -> None:
+        try:
+            from pytorch_optimizer import SAM
+        except ImportError as error:
+            raise InputError("SAM needs pytorch-optimizer: pip install 'equipoise[train]'") from error
+        if not (math.isfinite(rho) and rho >= 0):
+            raise InputError(f"rho must be a non-negative number, got {rho}")
+        self.model = model
+        self.optimizer: Any = SAM(
+            (p for p in model.parameters() if p.requires_grad), base_optimizer, rho=rho, adaptive=adaptive, **options
+        )
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:
+        """Both passes and the update; returns the loss of the first pass, at θ itself."""
+        self.optimizer.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        self.optimizer.first_step(zero_grad=True)
+        with frozen_statistics(self.model), torch.enable_grad():
+            closure()
+        self.optimizer.second_step(zero_grad=True)
+        return loss.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimiser."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.optimizer.load_state_dict(state)
+
+
+def _slots(model: nn.Module) -> dict[str, list[str]]:
+    """All places that hold a parameter, by its first name, every module once: `functional_call`'s own tying leaves a module that
+    is used twice with the moved parameters (torch 2.13).
+    """
+    first: dict[int, str] = {}
+    slots: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for local, p in module._parameters.items():
+            if p is not None:
+                full = f"{name}.{local}" if name else local
+                slots.setdefault(first.setdefault(id(p), full), []).append(full)
+    return slots
+
+
+def _noise_like(p: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)

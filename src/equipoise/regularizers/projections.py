@@ -1,0 +1,160 @@
+"""What is done to the weights after a step: projection onto norm balls, clipping; and weight normalisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from equipoise.core.bounds import Bound, Kind
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import gamma, up
+from equipoise.norms.geometry import Axis, module_kind, padding_norm
+from equipoise.norms.spectral import spectral_norm
+from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, plain_weight, select_layers, weight_of
+
+Exponent = Literal[1, 2] | float
+
+
+def operator_norm(module: nn.Module, p: Exponent = 2, input_size: int | tuple[int, ...] | None = None) -> Bound:
+    """Upper bound of `‖A‖_{p→p}` of a layer's linear part, p ∈ {1, 2, ∞}, rounding included.
+
+    p = 1 is the largest column sum of |A|, p = ∞ the largest row sum: for a convolution the sum of |K| over all taps and over the
+    outputs (p = 1) or inputs (p = ∞) of one channel, times the number of copies padding makes of a pixel for p = 1. Borders and
+    strides can only lower it. p = 2 is the upper end of `equipoise.spectral_norm`.
+
+    >>> layer = nn.Linear(2, 2, bias=False)
+    >>> _ = layer.weight.data.copy_(torch.tensor([[1.0, -2.0], [0.0, 4.0]]))
+    >>> [round(float(operator_norm(layer, p)), 3) for p in (1, math.inf)]
+    [6.0, 4.0]
+    """
+    if p == 2:
+        return Bound(float(spectral_norm(module, input_size=input_size).upper), Kind.UPPER, "spectral_norm")
+    if p not in (1, math.inf):
+        raise InputError(f"p must be 1, 2 or ∞ (math.inf), got {p}")
+    kind = module_kind(module)
+    layer: Any = module
+    W = weight_of(module).detach().double().abs()
+    if not bool(W.isfinite().all()):
+        raise InputError("the weights are not finite")
+    groups = 1 if kind is nn.Linear else layer.groups
+    transposed = kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    W = W.reshape(groups, W.shape[0] // groups, *W.shape[1:]).flatten(3) if W.dim() > 2 else W[None, :, :, None]
+    over_outputs = (p == 1) != transposed  # a transposed convolution is the adjoint: rows and columns change places
+    sums = W.sum(dim=(1, 3)) if over_outputs else W.sum(dim=(2, 3))
+    value = float(up(sums.max() * (1 + gamma(W[0].numel(), torch.float64))))
+    if p == 1 and kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and layer.padding_mode != "zeros":
+        value = math.nextafter(value * _copies(layer, input_size), math.inf)
+    return Bound(value, Kind.UPPER, "column sums" if p == 1 else "row sums")
+
+
+def project_(
+    model: nn.Module,
+    p: Exponent = 2,
+    radius: float = 1.0,
+    only: Types = LINEAR_MAPS,
+    names: Names = None,
+    *,
+    input_sizes: dict[str, tuple[int, ...]] | None = None,
+) -> dict[str, Bound]:
+    """`W ← W / max(1, ‖W‖_p / λ)` for chosen layers, after an optimiser step (λ = `radius`); returns the norms it leaves.
+
+    Guarantee: every bound returned is at most λ, for the weights as stored after rounding. It is the radial projection, not
+    the nearest matrix. `input_sizes` gives the spatial input size by layer name, for p = 2; without it the bound holds for
+    every size. Reference: Gouk et al. 2021, algorithm 1.
+
+    >>> net = nn.Linear(2, 2, bias=False)
+    >>> _ = net.weight.data.copy_(torch.diag(torch.tensor([3.0, 1.0])))
+    >>> bounds = project_(net, p=2, radius=1.5)
+    >>> float(bounds[""]) <= 1.5, round(net.weight[1, 1].item(), 3)
+    (True, 0.5)
+    """
+    if not (math.isfinite(radius) and radius > 0):
+        raise InputError(f"radius must be a positive number, got {radius}")
+    sizes = input_sizes or {}
+    layers = select_layers(model, only, names)
+    weights = {name: plain_weight(name, module) for name, module in layers.items()}  # refuse before touching any
+    return {name: _shrink(module, weights[name], p, radius, sizes.get(name)) for name, module in layers.items()}
+
+
+@torch.no_grad()
+def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size: tuple[int, ...] | None) -> Bound:
+    bound, margin = operator_norm(module, p, size), 0.0
+    for _ in range(60):
+        if float(bound) <= radius:
+            return bound
+        W.mul_(radius / float(bound) * (1 - margin))
+        margin = max(
+            2 * margin, 2.0 * torch.finfo(W.dtype).eps
+        )  # rounding of the scaled weights may leave it just above
+        bound = operator_norm(module, p, size)
+    raise Refused(f"could not bring the norm of the layer below {radius}: its bound stays at {float(bound)}")
+
+
+@torch.no_grad()
+def clip_weights_(model: nn.Module, limit: float, only: Types = LINEAR_MAPS, names: Names = None) -> None:
+    """`W ← clamp(W, −c, c)` elementwise for chosen layers (Arjovsky et al. 2017).
+
+    >>> net = nn.Linear(3, 3)
+    >>> clip_weights_(net, 0.01)
+    >>> net.weight.abs().max().item() <= 0.01
+    True
+    """
+    if not (math.isfinite(limit) and limit > 0):
+        raise InputError(f"limit must be a positive number, got {limit}")
+    for name, module in select_layers(model, only, names).items():
+        W = plain_weight(name, module)
+        W.copy_(W.clamp(-limit, limit))
+        over = W.abs().double() > limit  # the limit itself may not be representable in the dtype of the weights
+        W[over] = torch.nextafter(W[over], torch.zeros_like(W[over]))
+
+
+def weight_normalize(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None) -> list[str]:
+    """Give chosen layers `W = g·V/‖V‖` per output (Salimans and Kingma 2016), by torch's own parametrisation.
+
+    >>> net = nn.Linear(3, 3)
+    >>> weight_normalize(net)
+    ['']
+    """
+    layers = select_layers(model, only, names)
+    for name, module in layers.items():
+        plain_weight(name, module)
+    for module in layers.values():
+        transposed = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
+        torch.nn.utils.parametrizations.weight_norm(module, "weight", dim=1 if transposed else 0)
+    return list(layers)
+
+
+def after_step(project: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
+    """Call `project` after every `optimizer.step()`; returns the handle whose `remove()` ends it.
+
+    >>> net = nn.Linear(2, 2)
+    >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> handle = after_step(lambda: project_(net, p=math.inf, radius=0.1), optimizer)
+    >>> net(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> float(operator_norm(net, math.inf)) <= 0.1
+    True
+    """
+
+    def hook(*_: Any) -> None:
+        project()
+
+    return optimizer.register_step_post_hook(hook)
+
+
+def _copies(layer: Any, input_size: int | tuple[int, ...] | None) -> float:
+    """How many positions of the padded input one pixel fills at most."""
+    dims = len(layer.kernel_size)
+    twice = layer._reversed_padding_repeated_twice
+    pads = [(twice[2 * i], twice[2 * i + 1]) for i in range(dims)][::-1]
+    sizes = (input_size,) * dims if isinstance(input_size, int) or input_size is None else input_size
+    axes = [
+        replace(Axis(k, s, d, left, right), size=n)
+        for k, s, d, (left, right), n in zip(layer.kernel_size, layer.stride, layer.dilation, pads, sizes, strict=True)
+    ]
+    return math.prod(float(round(padding_norm(axis, layer.padding_mode) ** 2)) for axis in axes)

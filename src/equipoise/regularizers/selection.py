@@ -1,0 +1,86 @@
+"""Which layers a regulariser speaks of: by module type, and by name pattern."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError
+
+Names = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...] | None
+Types = type[nn.Module] | tuple[type[nn.Module], ...]
+
+#: layers that are linear maps and have a `weight`
+LINEAR_MAPS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+def name_matches(name: str, names: Names) -> bool:
+    """Whether a dotted module name is meant: a string is a glob over the whole name, a compiled pattern is searched for.
+
+    >>> name_matches("layer1.0.conv1", "layer*"), name_matches("fc", re.compile(r"^layer\\d")), name_matches("fc", None)
+    (True, False, True)
+    """
+    if names is None:
+        return True
+    if isinstance(names, tuple):
+        return any(name_matches(name, one) for one in names)
+    return fnmatchcase(name, names) if isinstance(names, str) else names.search(name) is not None
+
+
+def select_layers(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None) -> dict[str, nn.Module]:
+    """The layers of `model` by name, in module order; a shared layer stands once; refused where nothing matches.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> list(select_layers(net)), list(select_layers(net, names="2"))
+    (['0', '2'], ['2'])
+    """
+    kinds = only if isinstance(only, tuple) else (only,)
+    unknown = [kind.__name__ for kind in kinds if not issubclass(kind, LINEAR_MAPS)]
+    if unknown or not kinds:
+        known = ", ".join(kind.__name__ for kind in LINEAR_MAPS)
+        raise InputError(f"only takes subclasses of {known}; got {', '.join(unknown) or 'nothing'}")
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and name_matches(name, names)
+    }
+    if not found:
+        wanted = ", ".join(kind.__name__ for kind in kinds)
+        raise InputError(f"no {wanted} of this model has a name that matches {names!r}; see model.named_modules()")
+    return found
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight the forward pass uses, with its graph."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def plain_weight(name: str, module: nn.Module) -> nn.Parameter:
+    """The weight as a parameter that can be written to; refused where it is computed from others."""
+    weight = module._parameters.get("weight")
+    if weight is None or torch.nn.utils.parametrize.is_parametrized(module, "weight"):
+        raise InputError(f"the weight of {name!r} is computed by a parametrisation and cannot be changed in place")
+    return weight
+
+
+def as_matrix(name: str, module: nn.Module) -> Tensor:
+    """The weight as a matrix with one row per output; refused for grouped layers, which are several matrices."""
+    weight = weight_of(module)
+    if getattr(module, "groups", 1) != 1:
+        raise InputError(f"{name!r} is a grouped convolution: its weight is several matrices, leave it out with names=")
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        weight = weight.transpose(0, 1)
+    return weight.flatten(1)

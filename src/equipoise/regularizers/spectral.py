@@ -1,0 +1,280 @@
+"""Spectral-norm regularisation: a penalty on the norms of chosen layers, or on their product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from equipoise.core.bounds import Bracket, Kind
+from equipoise.core.errors import InputError
+from equipoise.norms.functional import conv_norm, gram_norm
+from equipoise.norms.geometry import module_kind
+from equipoise.norms.spectral import spectral_norm
+from equipoise.regularizers.operators import SingularVectors, input_shapes
+from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, select_layers, weight_of
+
+PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
+BoundName = Literal["tracked", "gram"]
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+#: what each kind makes of the norms σ (a vector) and the target γ
+_FORMULAS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "sum": lambda s, _: s.sum(),
+    "squares": lambda s, _: s.square().sum(),
+    "log": lambda s, _: s.clamp_min(torch.finfo(s.dtype).tiny).log().sum(),
+    "hinge": lambda s, gamma: s.clamp_min(gamma).sum(),
+    "target": lambda s, gamma: (s - gamma).square().sum(),
+}
+
+
+class SpectralPenalty:
+    """`weight · penalty(σ)` of the spectral norms σ_l of chosen layers, for padding, stride and size as they are used.
+
+    | kind | penalty |
+    |---|---|
+    | `sum` | `Σ σ_l` |
+    | `squares` | `Σ σ_l²` |
+    | `log` | `log Π σ_l` |
+    | `hinge` | `Σ max(σ_l, γ)`: no pull below the target |
+    | `target` | `Σ (σ_l − γ)²`: pulls every norm to the target, from both sides |
+
+    With `scope="network"` the one number `Π σ_l` takes the place of the σ_l.
+
+    Which number stands for σ_l, `bound=`:
+
+    - `"tracked"` (default): `‖A v‖` for singular vectors that follow the layer by one step of subspace iteration per call. It
+      is a **lower** bound that is tight once settled, its gradient is that of σ₁, and it costs a few hundredths of a step.
+    - `"gram"`: `gram_norm` and `conv_norm`, an **upper** bound at every call (in float32 up to some 1e-6), at the cost of
+      Gram products. `every=k` recomputes it every k calls only; between, `s + ⟨∂s, W − W₀⟩` takes its place, which lies
+      below the bound (which is convex in W) and is an estimate.
+
+    Neither feeds a certificate; `brackets()` gives proved ones.
+
+    Args:
+        model: the module that is trained (unwrapped, for distributed training).
+        kind: see above.
+        target: γ of `hinge` and `target`.
+        only: module types.
+        names: glob or compiled pattern over module names, or several.
+        weight: factor of the penalty.
+        input_size: spatial size of the model's input; the sizes the layers see are read off one forward pass of zeros.
+        example_input: an input with batch, where zeros of that size would not do. Neither is needed for linear layers; with
+            convolutions and `bound="gram"` and neither given, the norm is the supremum over all input sizes.
+
+    >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 2))
+    >>> penalty = SpectralPenalty(net, kind="hinge", target=1.0, only=nn.Conv2d, weight=1e-2, input_size=(8, 8))
+    >>> loss = net(torch.zeros(2, 1, 8, 8)).sum() + penalty()
+    >>> loss.backward()
+
+    References: Yoshida and Miyato 2017; Ryu et al. 2019; Delattre et al. 2023, §5.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: PenaltyKind = "sum",
+        target: float = 1.0,
+        only: Types = LINEAR_MAPS,
+        names: Names = None,
+        weight: float = 1.0,
+        input_size: int | tuple[int, ...] | None = None,
+        *,
+        example_input: Tensor | None = None,
+        scope: Literal["layer", "network"] = "layer",
+        bound: BoundName = "tracked",
+        steps: int = 1,
+        vectors: int = 2,
+        iterations: int = 5,
+        grid: int = 16,
+        every: int = 1,
+        seed: int = 0,
+    ) -> None:
+        for what, value, allowed in (
+            ("kind", kind, get_args(PenaltyKind)),
+            ("bound", bound, get_args(BoundName)),
+            ("scope", scope, ("layer", "network")),
+        ):
+            if value not in allowed:
+                raise InputError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
+        if not (math.isfinite(weight) and weight >= 0 and math.isfinite(target) and target >= 0):
+            raise InputError(f"weight and target must be non-negative numbers, got {weight} and {target}")
+        if steps < 0 or vectors < 1 or every < 1:
+            raise InputError(f"expected steps ≥ 0, vectors ≥ 1, every ≥ 1; got {steps}, {vectors}, {every}")
+        self.kind, self.target, self.weight, self.scope, self.bound = kind, target, weight, scope, bound
+        self.steps, self.iterations, self.grid, self.every = steps, iterations, grid, every
+        self.layers = select_layers(model, only, names)
+        for module in self.layers.values():
+            module_kind(module)  # refuses overridden forwards and hooks: their weight says nothing about their norm
+        self.shapes = self._shapes(model, input_size, example_input)
+        self._vectors: dict[str, SingularVectors] = {}
+        if bound == "tracked":
+            self._vectors = {
+                name: SingularVectors(module, self.shapes[name], vectors, seed + i)
+                for i, (name, module) in enumerate(self.layers.items())
+            }
+            for tracked in self._vectors.values():
+                tracked.iterate(10)
+        self._kept: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # bound, its gradient, the weight it was computed at
+        self._calls = 0
+
+    @property
+    def side(self) -> Kind:
+        """On which side of the truth the norms that are penalised lie."""
+        if self.bound == "tracked":
+            return Kind.LOWER
+        return Kind.UPPER if self.every == 1 else Kind.ESTIMATE
+
+    def __call__(self) -> Tensor:
+        """The penalty, to be added to the loss; moves the tracked vectors by one step."""
+        with parametrize.cached():  # a computed weight is computed once per call, here and with its graph
+            for module in self.layers.values():
+                weight_of(module)
+            s = self._norms()
+        if self.scope == "network":
+            s = s.log().sum().exp()[None] if bool((s > 0).all()) else s.prod()[None]
+        return self.weight * _FORMULAS[self.kind](s, self.target)
+
+    def norms(self) -> dict[str, float]:
+        """The number penalised for every layer, without a gradient and without moving on; `side` says what it is."""
+        with torch.no_grad():
+            return {name: float(self._norm(name)) for name in self.layers}
+
+    def brackets(self, rtol: float = 1e-2) -> dict[str, Bracket]:
+        """A proved bracket of every layer's norm on the size it sees, by `equipoise.spectral_norm`."""
+        return {
+            name: spectral_norm(module, rtol=rtol, input_size=self._size(name)) for name, module in self.layers.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What exact resuming needs: the tracked vectors and the kept gradients."""
+        vectors = {f"vectors.{name}": tracked.V.clone() for name, tracked in self._vectors.items()}
+        kept = {f"kept.{i}.{name}": part.clone() for name, parts in self._kept.items() for i, part in enumerate(parts)}
+        return {**vectors, **kept, "calls": torch.tensor(self._calls)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        wrong = [
+            name
+            for name, tracked in self._vectors.items()
+            if f"vectors.{name}" not in state or state[f"vectors.{name}"].shape != tracked.V.shape
+        ]
+        if wrong or "calls" not in state:
+            raise InputError(f"this state belongs to another penalty: it does not fit {', '.join(wrong) or 'at all'}")
+        for name, tracked in self._vectors.items():
+            tracked.V = state[f"vectors.{name}"].clone()
+        self._kept = {
+            name: (state[f"kept.0.{name}"].clone(), state[f"kept.1.{name}"].clone(), state[f"kept.2.{name}"].clone())
+            for name in self.layers
+            if f"kept.0.{name}" in state
+        }
+        self._calls = int(state["calls"])
+
+    def _norms(self) -> Tensor:
+        if self.bound == "tracked":
+            for tracked in self._vectors.values():
+                tracked.iterate(self.steps)
+        fresh = self._calls % self.every == 0
+        self._calls += 1
+        found = [
+            self._norm(name) if fresh or self.bound == "tracked" else self._linearised(name) for name in self.layers
+        ]
+        if self.bound == "gram" and self.every > 1 and fresh:
+            self._keep(found)
+        return torch.stack([s.to(found[0].dtype) for s in found])
+
+    def _norm(self, name: str) -> Tensor:
+        if self.bound == "tracked":
+            return self._vectors[name].norm()
+        return layer_bound(self.layers[name], self._size(name), self.iterations, self.grid)
+
+    def _keep(self, found: list[Tensor]) -> None:
+        for (name, module), s in zip(self.layers.items(), found, strict=True):
+            W = weight_of(module)
+            if s.requires_grad:
+                (gradient,) = torch.autograd.grad(s, W, retain_graph=True)
+                self._kept[name] = (s.detach(), gradient.detach(), W.detach().clone())
+
+    def _linearised(self, name: str) -> Tensor:
+        if name not in self._kept:
+            return self._norm(name)
+        s, gradient, W0 = self._kept[name]
+        return s + (gradient * (weight_of(self.layers[name]) - W0)).sum()
+
+    def _size(self, name: str) -> tuple[int, ...] | None:
+        shape = self.shapes.get(name)
+        return shape[1:] if shape is not None and len(shape) > 1 else None
+
+    def _shapes(
+        self, model: nn.Module, input_size: int | tuple[int, ...] | None, example: Tensor | None
+    ) -> dict[str, tuple[int, ...]]:
+        spatial = [name for name, module in self.layers.items() if not isinstance(module, nn.Linear)]
+        linear: dict[str, tuple[int, ...]] = {
+            name: (int(module.in_features),) for name, module in self.layers.items() if isinstance(module, nn.Linear)
+        }
+        if not spatial:
+            return linear
+        if example is None and input_size is None:
+            if self.bound == "gram":
+                return linear
+            raise InputError(
+                "the norm of a convolution depends on the size of its input: give input_size=(32, 32), the size of the model's "
+                'input, or example_input=; or take bound="gram", which bounds all sizes at once'
+            )
+        if example is None:
+            assert input_size is not None
+            example = _zeros(model, input_size)
+        found = input_shapes(model, {name: self.layers[name] for name in spatial}, example)
+        return {**linear, **found}
+
+
+def layer_bound(module: nn.Module, size: tuple[int, ...] | None, iterations: int = 5, grid: int = 16) -> Tensor:
+    """Differentiable upper bound of the norm of a layer, by `gram_norm` or `conv_norm`.
+
+    >>> layer_bound(nn.Linear(2, 2, bias=False).requires_grad_(False), None).shape
+    torch.Size([])
+    """
+    layer: Any = module
+    W = weight_of(module)
+    if isinstance(module, nn.Linear):
+        return gram_norm(W, iterations)
+    dims = W.dim() - 2
+    options: dict[str, Any] = {
+        "dilation": layer.dilation,
+        "groups": layer.groups,
+        "grid": grid,
+        "iterations": iterations,
+    }
+    if isinstance(
+        module, _TRANSPOSED
+    ):  # the adjoint of the convolution with the same weight and the output as its input
+        amount = [(p, p) for p in layer.padding]
+        if size is not None:
+            size = tuple(
+                (n - 1) * s - 2 * p + d * (k - 1) + e + 1
+                for n, s, p, d, k, e in zip(
+                    size, layer.stride, layer.padding, layer.dilation, W.shape[2:], layer.output_padding, strict=True
+                )
+            )
+        return conv_norm(W, "zeros", layer.stride, size, amount=amount, **options)
+    twice = layer._reversed_padding_repeated_twice
+    amount = [(twice[2 * i], twice[2 * i + 1]) for i in range(dims)][::-1]
+    return conv_norm(W, layer.padding_mode, layer.stride, size, amount=amount, **options)
+
+
+def _zeros(model: nn.Module, input_size: int | tuple[int, ...]) -> Tensor:
+    """One image of zeros for the first convolution of the model."""
+    first = next(
+        module for module in model.modules() if isinstance(module, LINEAR_MAPS) and not isinstance(module, nn.Linear)
+    )
+    weight = weight_of(first)
+    dims = weight.dim() - 2
+    size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size)
+    if len(size) != dims or any(n < 1 for n in size):
+        raise InputError(f"input_size must be {dims} positive number(s), got {input_size}")
+    channels = getattr(first, "in_channels", 1)
+    return torch.zeros(1, int(channels), *size, device=weight.device, dtype=weight.dtype)

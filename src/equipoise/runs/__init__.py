@@ -1,0 +1,24 @@
+"""Certification runs over datasets: counts stored, radii derived, killed and continued at will."""
+
+from equipoise.runs.engine import ENGINES, Engine, Execution
+from equipoise.runs.jobs import Job, certify, describe, start
+from equipoise.runs.run import Run, open_run
+from equipoise.runs.store import AttackRow
+from equipoise.runs.summary import Summary
+from equipoise.runs.tasks import TaskSpec, Worker
+
+__all__ = [
+    "ENGINES",
+    "AttackRow",
+    "Engine",
+    "Execution",
+    "Job",
+    "Run",
+    "Summary",
+    "TaskSpec",
+    "Worker",
+    "certify",
+    "describe",
+    "open_run",
+    "start",
+]

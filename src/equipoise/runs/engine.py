@@ -1,0 +1,62 @@
+"""Engines: what turns pending inputs into rows. They never touch the store; the parent alone writes it.
+
+An engine is a function of a picklable `TaskSpec`, an iterator of inputs (pull from it only as fast as they are worked off:
+each one holds a tensor) and an `Execution`; it yields one `Row` per input, in any order. An input that is lost with its
+worker is simply computed again: rows are pure functions of the spec and the input. Closing the generator must stop the work.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from equipoise.core import InputError
+from equipoise.runs.rows import Item, Row
+from equipoise.runs.tasks import TaskSpec
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to run, never what to compute: number of workers, and the address of a cluster."""
+
+    workers: int = 1
+    address: str | None = None
+
+
+class Engine(Protocol):
+    """`engine(spec, items, execution)` yields a row for every item."""
+
+    def __call__(self, spec: TaskSpec, items: Iterator[Item], execution: Execution) -> Iterator[Row]:
+        """Yield a row for every item, in any order."""
+        ...
+
+
+def run_local(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> Iterator[Row]:
+    """In this process, one input after the other."""
+    worker = spec.worker()
+    for item in items:
+        yield worker(item)
+
+
+#: name → `module:function`; a new engine is a new row
+ENGINES: dict[str, str] = {"local": "equipoise.runs.engine:run_local", "ray": "equipoise.runs.ray_engine:run"}
+
+
+def find_engine(name: str, execution: Execution) -> Engine:
+    """The engine of that name, imported when asked for; refused if it cannot work as asked."""
+    if name not in ENGINES:
+        raise InputError(f"unknown engine {name!r}: expected one of {', '.join(ENGINES)}")
+    if execution.workers < 1:
+        raise InputError(f"the number of workers must be positive, got {execution.workers}")
+    if name == "local" and (execution.workers > 1 or execution.address is not None):
+        raise InputError("the local engine works in this process alone: for several workers use --engine ray")
+    module, _, function = ENGINES[name].partition(":")
+    try:
+        engine: Engine = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        hint = "it is not part of this installation" if missing == module else f"pip install 'equipoise[{name}]'"
+        raise InputError(f"the engine {name!r} needs {missing}: {hint}") from error
+    return engine

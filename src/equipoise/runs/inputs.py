@@ -1,0 +1,128 @@
+"""The inputs of a run: ids, labels and a fingerprint from any dataset, read one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.core import InputError
+from equipoise.runs.rows import InputId, Item, plain_id
+from equipoise.smoothing.partitions import Ints
+
+
+class MapStyle(Protocol):
+    """Anything with a length whose items are (input, label)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which inputs of the data: every `stride`-th after the first `skip`, at most `limit`."""
+
+    skip: int = 0
+    limit: int | None = None
+    stride: int = 1
+
+    def positions(self, count: int) -> Ints:
+        """Positions in the data."""
+        if self.skip < 0 or self.stride < 1 or (self.limit is not None and self.limit < 1):
+            raise InputError(
+                f"expected skip ≥ 0, stride ≥ 1 and limit ≥ 1, got skip={self.skip}, stride={self.stride}, limit={self.limit}"
+            )
+        found = np.arange(count, dtype=np.int64)[self.skip :: self.stride][: self.limit]
+        if len(found) == 0:
+            raise InputError(f"the data has {count} inputs: skip={self.skip} leaves none")
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A dataset with the ids of its inputs; labels where they are known without reading the inputs.
+
+    Accepts `equipoise.data.Dataset`, any map-style dataset of (tensor, label), or a pair of tensors (x, y).
+    """
+
+    dataset: MapStyle
+    name: str
+    ids: tuple[InputId, ...]
+    labels: tuple[int, ...] | None
+    num_classes: int | None
+
+    @classmethod
+    def of(cls, dataset: Any, name: str | None = None) -> Inputs:
+        """Read off a dataset what is there."""
+        if isinstance(dataset, tuple | list) and len(dataset) == 2 and isinstance(dataset[0], Tensor | np.ndarray):
+            x, y = (torch.as_tensor(v) for v in dataset)
+            if len(x) != len(y) or y.ndim != 1:
+                raise InputError(f"expected as many labels as inputs, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
+            dataset = torch.utils.data.TensorDataset(x, y)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise InputError(f"expected a dataset of (input, label) or a pair (x, y), got {type(dataset).__name__}")
+        if len(dataset) == 0:
+            raise InputError("the data holds no inputs")
+        names = tuple(plain_id(i) for i in getattr(dataset, "ids", range(len(dataset))))
+        if len(names) != len(dataset) or len(set(names)) != len(names):
+            raise InputError(f"the ids of the data must be distinct, one for each of the {len(dataset)} inputs")
+        labels = getattr(dataset, "labels", None)
+        known = None if labels is None else tuple(int(v) for v in labels)
+        shown = name or getattr(dataset, "name", None) or type(dataset).__name__
+        return cls(dataset, str(shown), names, known, getattr(dataset, "num_classes", None))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def item(self, position: int) -> Item:
+        """Read one input; a label that is no whole number or an input that is no float tensor is refused."""
+        found = self.dataset[position]
+        try:
+            x, y = found[0], int(found[1])
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise InputError(f"input {self.ids[position]!r} is not a pair (input, label): {error}") from error
+        x = torch.as_tensor(x)
+        if not x.is_floating_point():
+            raise InputError(f"input {self.ids[position]!r} is {x.dtype}; expected floats, e.g. x.float() / 255")
+        if not bool(torch.isfinite(x).all()):
+            raise InputError(f"input {self.ids[position]!r} holds NaN or infinity")
+        return Item(position, self.ids[position], y, x)
+
+    def fingerprint(self, positions: Ints) -> str:
+        """Of the whole data where that is cheap or the dataset knows its own; else of the selected inputs, read once."""
+        own = getattr(self.dataset, "fingerprint", None)
+        if callable(own):
+            return str(own())
+        if isinstance(self.dataset, torch.utils.data.TensorDataset):
+            positions = np.arange(len(self))
+        digest = hashlib.sha256(b"inputs")
+        for item in self.read(positions):
+            head = f"{item.id!r}|{item.label}|{item.x.dtype}|{tuple(item.x.shape)}|"
+            digest.update(head.encode())
+            digest.update(item.x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return f"sha256:{digest.hexdigest()}"
+
+    def read(self, positions: Ints) -> Iterator[Item]:
+        """The inputs at these positions, one by one."""
+        return (self.item(int(p)) for p in positions)
+
+    def check_labels(self, positions: Ints, classes: int) -> None:
+        """Refuse labels that the model has no logit for, before anything is sampled."""
+        if self.labels is not None:
+            for p in positions:
+                check_label(self.ids[p], self.labels[p], classes)
+
+
+def check_label(name: InputId, label: int, classes: int) -> None:
+    """A label must be one of the model's classes."""
+    if not 0 <= label < classes:
+        raise InputError(
+            f"input {name!r} has label {label}, but the model tells {classes} classes apart (0 … {classes - 1}): "
+            "is this the data the model was trained for?"
+        )

@@ -1,0 +1,273 @@
+"""`certify`: a model, a dataset and a directory in, a run out that can be killed, continued and re-derived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+
+from equipoise.core import EquipoiseError, InputError, Refused
+from equipoise.runs import store as store_file
+from equipoise.runs.engine import Execution, find_engine
+from equipoise.runs.inputs import Inputs, Selection, check_label
+from equipoise.runs.lock import locked
+from equipoise.runs.manifest import Manifest, is_run, read_manifest, require_same, versions
+from equipoise.runs.models import Portable, portable
+from equipoise.runs.parameters import Parameters
+from equipoise.runs.prepare import count_logits, fixed_constant, fixed_map, usable_device
+from equipoise.runs.rows import Item, Row, failed
+from equipoise.runs.run import Run, open_run
+from equipoise.runs.store import Store
+from equipoise.runs.tasks import TaskSpec
+from equipoise.smoothing import SimplexMap
+from equipoise.smoothing.partitions import Ints
+
+#: called after every stored input with the row, the number of stored inputs and of all inputs
+Progress = Callable[[Row, int, int], None]
+
+
+class Settings(TypedDict, total=False):
+    """Everything else that `certify` and `describe` take; see `Parameters` and `Selection` for their meaning."""
+
+    seed: int
+    skip: int
+    limit: int | None
+    stride: int
+    num_classes: int | None
+    batch_size: int | None
+    chunk_size: int
+    device: str
+    map: str | SimplexMap | None
+    calibration: int | None
+    lipschitz: float | Literal["auto"] | None
+    target_radius: float | None
+    relative: float | None
+    hopeless: float | None
+    nonfinite: Literal["refuse", "miss"]
+    noise_dtype: str | None
+    name: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A run that is described but not started: what `--plan` estimates and `start` executes."""
+
+    model: Portable
+    inputs: Inputs
+    positions: Ints
+    manifest: Manifest
+    batch_size: int | None
+    device: str
+
+    @property
+    def parameters(self) -> Parameters:
+        """What was asked for."""
+        return self.manifest.parameters
+
+    def default_folder(self) -> Path:
+        """`runs/certify-<digest>`: the same command finds its run again."""
+        return Path("runs") / f"certify-{self.manifest.digest()[:12]}"
+
+
+def certify(
+    model: Any,
+    dataset: Any,
+    *,
+    run_dir: str | Path,
+    sigma: float,
+    n0: int = 100,
+    n: int = 10_000,
+    alpha: float = 1e-3,
+    procedure: str = "cpm",
+    engine: str = "local",
+    workers: int = 1,
+    address: str | None = None,
+    progress: Progress | None = None,
+    retry_failed: bool = False,
+    **settings: Unpack[Settings],
+) -> Run:
+    """Certify every input of a dataset; the run survives being killed, and calling this again continues it.
+
+    Counts go to `run_dir`, one transaction per input; radii are derived from them, so `run.certificates(alpha, procedure)`
+    costs no forward pass. Guarantee: every certificate is wrong with probability at most alpha over the noise, as
+    `SmoothedClassifier.certify`; the noise depends on (seed, input id, chunk) only. A changed model, dataset or parameter is
+    refused with the difference; an input whose logits are NaN is recorded as failed, and the run goes on.
+
+    Args:
+        model: an `nn.Module` in evaluation mode, an exported program, or what `load_model` returned.
+        dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label), or a pair of tensors (x, y).
+        run_dir: made if need be.
+        sigma: noise level, in the units of the model's input.
+        n0: selection draws per input.
+        n: estimation draws per input.
+        alpha: risk per input.
+        procedure: "cohen", "bonferroni", "cpm", "direct" or "lvm".
+        engine: "local" or "ray".
+        workers: of the Ray engine.
+        address: of an existing Ray cluster.
+        progress: called after every input with (row, done, total).
+        retry_failed: try the failed inputs again.
+        **settings: see `Settings`: seed, limit, skip, stride, batch_size, device, map, lipschitz, target_radius, …
+
+    >>> import tempfile, torch
+    >>> net = torch.nn.Linear(2, 2).eval()
+    >>> x, y = torch.rand(3, 2), torch.tensor([0, 1, 0])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = certify(net, (x, y), run_dir=folder, sigma=0.5, n=200)
+    ...     len(run.certificates(alpha=0.01)), run.finished
+    (3, True)
+    """
+    job = describe(model, dataset, sigma=sigma, n0=n0, n=n, alpha=alpha, procedure=procedure, **settings)
+    execution = Execution(workers, address)
+    return start(job, run_dir, engine=engine, execution=execution, progress=progress, retry_failed=retry_failed)
+
+
+def describe(
+    model: Any,
+    dataset: Any,
+    *,
+    sigma: float,
+    n0: int = 100,
+    n: int = 10_000,
+    alpha: float = 1e-3,
+    procedure: str = "cpm",
+    seed: int = 0,
+    skip: int = 0,
+    limit: int | None = None,
+    stride: int = 1,
+    num_classes: int | None = None,
+    batch_size: int | None = None,
+    chunk_size: int = 100,
+    device: str = "cpu",
+    map: str | SimplexMap | None = None,
+    calibration: int | None = None,
+    lipschitz: float | Literal["auto"] | None = None,
+    target_radius: float | None = None,
+    relative: float | None = None,
+    hopeless: float | None = None,
+    nonfinite: Literal["refuse", "miss"] = "refuse",
+    noise_dtype: str | None = None,
+    name: str | None = None,
+) -> Job:
+    """Check everything a run needs, reading the data once for its fingerprint; nothing is written.
+
+    `batch_size` bounds the draws per forward pass (memory) and is not part of the run; the rest is in `Parameters`.
+    """
+    ported, inputs = portable(model), Inputs.of(dataset, name)
+    selection = Selection(skip, limit, stride)
+    positions = selection.positions(len(inputs))
+    if batch_size is not None and batch_size < 1:
+        raise InputError(f"batch_size must be positive, got {batch_size}")
+    where = usable_device(device)
+    classes = num_classes or count_logits(ported, inputs, positions, where)
+    if inputs.num_classes is not None and inputs.num_classes > classes:
+        raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
+    inputs.check_labels(positions, classes)
+    text = f"{map.name}:{map.temperature!r}" if isinstance(map, SimplexMap) else map
+    parameters = Parameters(
+        sigma=sigma, num_classes=classes, n0=n0, n=n, alpha=alpha, procedure=procedure, seed=seed, chunk_size=chunk_size,
+        map=text, calibration=calibration, lipschitz=lipschitz, target_radius=target_radius, relative=relative,
+        hopeless=hopeless, nonfinite=nonfinite, noise_dtype=noise_dtype, device=torch.device(where).type,
+    ).completed()  # fmt: skip
+    manifest = Manifest(
+        {"source": ported.source, "hash": ported.hash},
+        {"source": inputs.name, "fingerprint": inputs.fingerprint(positions), "inputs": len(inputs)},
+        (selection,), len(positions), parameters,
+    )  # fmt: skip
+    return Job(ported, inputs, positions, manifest, batch_size, where)
+
+
+def start(
+    job: Job,
+    run_dir: str | Path,
+    *,
+    engine: str = "local",
+    execution: Execution | None = None,
+    progress: Progress | None = None,
+    retry_failed: bool = False,
+) -> Run:
+    """Run a job in a directory, or continue it there; a finished one is only opened."""
+    execution, folder = execution or Execution(), Path(run_dir)
+    work = find_engine(engine, execution)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make {folder}: {error.strerror}") from error
+    with locked(folder):
+        manifest = _settle(job, folder)
+        with Store(folder, identity=manifest.digest(), writable=True) as store:
+            if retry_failed:
+                store.forget_failures()
+            done = store.done()
+            pending = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
+            if pending:
+                network = None if manifest.lipschitz is None else manifest.lipschitz.value
+                spec = TaskSpec(job.model, manifest.parameters, manifest.map, network, job.batch_size, job.device)
+                started = datetime.now(UTC).isoformat(timespec="seconds")
+                store.add_session(started, engine, job.device, versions())
+                reader = _Reader(job, pending)
+                rows = work(spec, reader, execution)
+                _write_all(rows, reader, store, len(done), job.manifest.total, progress)
+    return open_run(folder)
+
+
+def _write_all(
+    rows: Iterator[Row], reader: _Reader, store: Store, done: int, total: int, progress: Progress | None
+) -> None:
+    """Store every row as it comes, one transaction each; unreadable inputs as failed rows."""
+
+    def write(row: Row) -> None:
+        nonlocal done
+        store.put(row)
+        done += 1
+        if progress is not None:
+            progress(row, done, total)
+
+    try:
+        for row in rows:
+            write(row)
+            while reader.broken:
+                write(reader.broken.pop())
+        while reader.broken:
+            write(reader.broken.pop())
+    finally:
+        if isinstance(rows, Generator):
+            rows.close()
+
+
+class _Reader(Iterator[Item]):
+    """Pending inputs, read one by one; those that cannot be read are set aside as failed rows."""
+
+    def __init__(self, job: Job, pending: list[int]) -> None:
+        self.job, self.pending, self.broken = job, iter(pending), list[Row]()
+
+    def __next__(self) -> Item:
+        for position in self.pending:
+            try:
+                item = self.job.inputs.item(position)
+            except (EquipoiseError, OSError) as error:
+                label = -1 if self.job.inputs.labels is None else self.job.inputs.labels[position]
+                blank = Item(position, self.job.inputs.ids[position], label, torch.empty(0))
+                self.broken.append(failed(blank, f"it could not be read: {error}"))
+                continue
+            check_label(item.id, item.label, self.job.parameters.num_classes)
+            return item
+        raise StopIteration
+
+
+def _settle(job: Job, folder: Path) -> Manifest:
+    """The manifest on disk if it is this run's, else a new one with the map and the constant fixed now."""
+    if is_run(folder):
+        old = read_manifest(folder)
+        require_same(folder, old, job.manifest)
+        return old
+    if (folder / store_file.NAME).exists():
+        raise Refused(f"{folder} holds a store but no run.json: restore it, or use another run directory")
+    constant = fixed_constant(job)
+    manifest = replace(job.manifest, lipschitz=constant, map=fixed_map(job, constant))
+    manifest.write(folder)
+    return manifest

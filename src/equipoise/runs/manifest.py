@@ -1,0 +1,170 @@
+"""`run.json`: what a run is. Written once, before the first input; a command that means another run is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from equipoise.core import InputError, Refused
+from equipoise.core.files import write_whole
+from equipoise.runs.inputs import Selection
+from equipoise.runs.parameters import Parameters
+from equipoise.smoothing import SimplexMap
+
+NAME = "run.json"
+FORMAT = 1
+#: parameters that `--re-derive` can change on a finished run
+DERIVED = ("alpha", "procedure", "lipschitz")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A Lipschitz constant of the network and where it comes from: computed here, or claimed by the user."""
+
+    value: float
+    source: str
+
+    @property
+    def assumed(self) -> bool:
+        """Whether it is the user's claim rather than a proved bound."""
+        return self.source != "computed"
+
+    def __str__(self) -> str:
+        if self.assumed:
+            return f"{self.value:g}, given by the user: an assumption, not checked"
+        return f"{self.value:g}, computed by equipoise.lipschitz_bound"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Model, data, inputs and parameters of a run; the map and the constant fixed before it; the versions that began it."""
+
+    model: dict[str, str]
+    data: dict[str, Any]
+    selection: tuple[Selection, ...]
+    total: int
+    parameters: Parameters
+    map: SimplexMap | None = None
+    lipschitz: Constant | None = None
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change while a run is continued, flat, with readable names."""
+        plain: dict[str, Any] = {
+            "format": FORMAT,
+            "model": self.model["hash"],
+            "data": self.data["fingerprint"],
+            "inputs": [asdict(s) for s in self.selection],
+            "total": self.total,
+        }
+        return plain | self.parameters.to_dict()
+
+    def digest(self) -> str:
+        """sha256 of the identity."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `run.json` holds."""
+        return {
+            "format": FORMAT,
+            "created": self.created,
+            "model": self.model,
+            "data": self.data,
+            "inputs": {"selection": [asdict(s) for s in self.selection], "total": self.total},
+            "parameters": self.parameters.to_dict(),
+            "map": None if self.map is None else asdict(self.map),
+            "lipschitz": None if self.lipschitz is None else asdict(self.lipschitz),
+            "versions": self.versions,
+        }
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Manifest:
+        """The inverse of `to_dict`."""
+        if plain.get("format") != FORMAT:
+            raise InputError(f"run.json has format {plain.get('format')!r}, this version reads {FORMAT}")
+        chosen, constant = plain.get("map"), plain.get("lipschitz")
+        return cls(
+            plain["model"], plain["data"], tuple(Selection(**s) for s in plain["inputs"]["selection"]),
+            plain["inputs"]["total"], Parameters.from_dict(plain["parameters"]),
+            None if chosen is None else SimplexMap(**chosen), None if constant is None else Constant(**constant),
+            plain["versions"], plain["created"],
+        )  # fmt: skip
+
+    def write(self, folder: Path) -> None:
+        """Write `run.json`, whole or not at all."""
+        write_whole(folder / NAME, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a run directory."""
+    path = Path(folder) / NAME
+    try:
+        return Manifest.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"{folder} is not a run directory: no readable {NAME} ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{path} is damaged ({type(error).__name__}: {error}): restore it, or start a new run"
+        ) from error
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a directory holds a run."""
+    return (Path(folder) / NAME).is_file()
+
+
+def differences(old: Manifest, new: Manifest) -> list[str]:
+    """`name: old → new` for everything that differs.
+
+    >>> from equipoise.runs.parameters import Parameters
+    >>> one = Manifest({"hash": "a"}, {"fingerprint": "b"}, (Selection(),), 5, Parameters(0.25, 10))
+    >>> two = Manifest({"hash": "a"}, {"fingerprint": "b"}, (Selection(),), 5, Parameters(0.5, 10, n=500))
+    >>> differences(one, two)
+    ['n: 10000 → 500', 'sigma: 0.25 → 0.5']
+    """
+    before, after = old.identity(), new.identity()
+    names = sorted(set(before) | set(after))
+    return [
+        f"{k}: {_short(k, before.get(k))} → {_short(k, after.get(k))}" for k in names if before.get(k) != after.get(k)
+    ]
+
+
+def require_same(folder: Path, old: Manifest, new: Manifest) -> None:
+    """Refuse to continue a run with another model, other data or other parameters."""
+    found = differences(old, new)
+    if not found:
+        return
+    names = {line.partition(":")[0] for line in found}
+    hint = "give another --run directory"
+    if names <= set(DERIVED):
+        hint = f"to change {' and '.join(sorted(names))} without sampling: equipoise certify {folder} --re-derive"
+    raise Refused(f"{folder} holds another run ({'; '.join(found)}): {hint}")
+
+
+def _short(name: str, value: Any) -> str:
+    if name == "inputs" and isinstance(value, list):
+        return " + ".join(f"skip {s['skip']} limit {s['limit']} stride {s['stride']}" for s in value)
+    text = "unset" if value is None else str(value)
+    return text[:19] + "…" if text.startswith("sha256:") else text
+
+
+def versions() -> dict[str, str]:
+    """The software that computes."""
+    import numpy
+    import scipy
+    import torch
+
+    from equipoise import __version__
+
+    return {
+        "equipoise": __version__, "torch": torch.__version__, "numpy": numpy.__version__, "scipy": scipy.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip

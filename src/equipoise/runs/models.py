@@ -1,0 +1,202 @@
+"""A model on its way to workers: rebuilt in another process, and hashed so that a changed one is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import io
+import json
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from equipoise.checkpoints import Loaded
+from equipoise.core import InputError, Refused
+
+
+@dataclass(frozen=True, eq=False)
+class Portable:
+    """A model that can be pickled to a worker: a module as it is, an exported program as the bytes of its `.pt2`.
+
+    `batch` is the batch size a program was exported with; None: any.
+    """
+
+    payload: nn.Module | bytes
+    hash: str
+    source: str
+    batch: int | None = None
+
+    def build(self, device: str | torch.device = "cpu") -> nn.Module:
+        """The module, on a device."""
+        if isinstance(self.payload, nn.Module):
+            return self.payload.to(device)
+        module = self.program().module().to(device)
+        for part in module.modules():
+            part.training = False  # the graph is fixed; `.eval()` of an exported program raises
+        return module
+
+    def program(self) -> ExportedProgram:
+        """The exported program again, from the bytes this process wrote."""
+        assert isinstance(self.payload, bytes)
+        return torch.export.load(io.BytesIO(self.payload))
+
+
+class Batched(nn.Module):
+    """Runs a batch in pieces of at most `size` rows (of exactly `size` when `exact`), and joins the results."""
+
+    def __init__(self, model: nn.Module, size: int, exact: bool) -> None:
+        super().__init__()
+        self.model, self.size, self.exact = model, size, exact
+        self.training = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Row i of the result is the model's output for row i."""
+        parts = []
+        for piece in x.split(self.size):
+            short = self.size - len(piece)
+            if self.exact and short:
+                piece = torch.cat([piece, piece[:1].expand(short, *piece.shape[1:])])
+            parts.append(self.model(piece)[: self.size - short if self.exact else None])
+        return torch.cat(parts)
+
+
+def portable(model: Any, source: str | None = None) -> Portable:
+    """Accept a module in evaluation mode, an exported program, or what `load_model` returned."""
+    if isinstance(model, Loaded):
+        return portable(model.model, model.source)
+    if isinstance(model, ExportedProgram):
+        _require_inference(model)
+        buffer = io.BytesIO()
+        torch.export.save(model, buffer)
+        return Portable(buffer.getvalue(), hash_program(model), source or "an exported program", _batch(model))
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected an nn.Module, an exported program or a loaded model, got {type(model).__name__}")
+    training = [name or "the model itself" for name, module in model.named_modules() if module.training]
+    if training:
+        raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
+    return Portable(model, hash_module(model), source or f"{type(model).__module__}:{type(model).__qualname__}")
+
+
+def _batch(program: ExportedProgram) -> int | None:
+    names = program.graph_signature.user_inputs
+    values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
+    if len(values) != 1 or not isinstance(values[0], Tensor) or values[0].ndim < 2:
+        raise InputError("the exported program must take one tensor with a batch dimension")
+    size = values[0].shape[0]
+    return size if isinstance(size, int) else None
+
+
+def _require_inference(program: ExportedProgram) -> None:
+    """A program exported in training mode draws random numbers of its own, or mixes the inputs of a batch."""
+    flags = {"dropout": 2, "batch_norm": 5}  # where `train` stands among the arguments
+    for node in program.graph.nodes:
+        name = str(node.target).split(".")[1] if node.op == "call_function" and "." in str(node.target) else ""
+        place = flags.get(name)
+        if place is not None and len(node.args) > place and node.args[place] is True:
+            raise Refused(
+                f"the program was exported in training mode ({node.name}): call model.eval() before exporting it"
+            )
+
+
+def hash_program(program: ExportedProgram) -> str:
+    """sha256 over the graph, the weights and the constants of an exported program."""
+    digest = hashlib.sha256(b"program")
+    digest.update(program.graph_module.code.encode())
+    digest.update(str(program.graph).encode())
+    for name, value in sorted({**program.state_dict, **program.constants}.items()):
+        _add(digest, name, value)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def hash_module(model: nn.Module) -> str:
+    """sha256 over weights, buffers, the tree of modules with their settings, and the code of classes outside torch.
+
+    Settings are the public attributes holding plain values, tensors or named functions; what a forward pass reads from
+    anywhere else (files, globals, private attributes) is not seen.
+    """
+    digest = hashlib.sha256(b"module")
+    for name, value in sorted(model.state_dict().items()):
+        _add(digest, name, value)
+    seen: set[type] = set()
+    for name, module in model.named_modules():
+        kind = type(module)
+        _add(digest, name, f"{kind.__module__}.{kind.__qualname__}({module.extra_repr()})")
+        for key, value in _settings(module):
+            _add(digest, f"{name}.{key}", value)
+        if kind not in seen and not kind.__module__.startswith("torch."):
+            seen.add(kind)
+            _add(digest, kind.__qualname__, _code(kind))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for key, value in sorted(vars(module).items()):
+        if key.startswith("_") or key == "training":
+            continue
+        if isinstance(value, Tensor | np.ndarray):
+            yield key, value
+        elif callable(value) and hasattr(value, "__qualname__"):
+            yield key, f"{value.__module__}.{value.__qualname__}"
+        else:
+            try:
+                yield key, json.dumps(value, sort_keys=True, default=_describe, skipkeys=True)
+            except (TypeError, ValueError):  # keys that cannot be sorted, or a cycle
+                yield key, _kind(value)
+
+
+def _describe(value: Any) -> Any:
+    """What is the same in every process: never an address."""
+    if isinstance(value, Tensor | np.ndarray):
+        digest = hashlib.sha256()
+        _add(digest, "", value)
+        return digest.hexdigest()
+    if isinstance(value, functools.partial):
+        return [_kind(value), value.func, value.args, value.keywords]
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, types.SimpleNamespace):
+        return [_kind(value), vars(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [_kind(value), {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}]
+    return _kind(value)
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _code(kind: type) -> str:
+    """The source of a class, or its compiled methods where there is none (a class typed into a session)."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        functions = [f for _, f in sorted(vars(kind).items()) if inspect.isfunction(f)]
+        return repr([(f.__name__, f.__code__.co_code, f.__code__.co_names, _constants(f.__code__)) for f in functions])
+
+
+def _constants(code: Any) -> list[Any]:
+    return [_constants(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
+
+
+def _add(digest: Any, name: str, value: Any) -> None:
+    """Length-prefixed, so that no two lists of parts read the same."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        head, body = f"{value.dtype}{tuple(value.shape)}", value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        head, body = f"{value.dtype}{value.shape}", np.ascontiguousarray(value).tobytes()
+    else:
+        head, body = "text", str(value).encode()
+    for part in (name.encode(), head.encode(), body):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)

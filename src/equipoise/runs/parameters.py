@@ -1,0 +1,167 @@
+"""Everything a user can set that changes the numbers of a run, checked before anything is sampled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from equipoise.core import InputError, Refused
+from equipoise.smoothing import SimplexMap
+from equipoise.smoothing.procedures import Procedure, find_procedure
+
+_MAPS = ("softmax", "sparsemax", "hardmax")
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What was asked for; together with the model and the data it determines every count of the run.
+
+    Args:
+        sigma: noise level, in the units of the model's input.
+        num_classes: number of logits.
+        n0: selection draws per input.
+        n: estimation draws per input (the most, for adaptive runs).
+        alpha: risk per input.
+        procedure: a row of `smoothing.PROCEDURES`.
+        seed: of the noise.
+        chunk_size: draws per noise key; part of the key.
+        map: of soft procedures: "global" (calibrated once before the run), "per-input", or a map such as "softmax:0.5".
+        calibration: inputs the global map is calibrated on.
+        lipschitz: None, a number (the user's own claim), or "auto" (`equipoise.lipschitz_bound`).
+        target_radius: adaptive: stop an input as soon as it is certified or hopeless at this radius.
+        relative: adaptive: stop within this share of the radius that n draws could still give.
+        hopeless: adaptive: risk of giving up an input that would have been certified.
+        nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
+        noise_dtype: "float32" or "float64"; None: that of the input.
+        device: kind of device; other kinds have other generators, hence other draws.
+    """
+
+    sigma: float
+    num_classes: int
+    n0: int = 100
+    n: int = 10_000
+    alpha: float = 1e-3
+    procedure: str = "cpm"
+    seed: int = 0
+    chunk_size: int = 100
+    map: str | None = None
+    calibration: int | None = None
+    lipschitz: float | Literal["auto"] | None = None
+    target_radius: float | None = None
+    relative: float | None = None
+    hopeless: float | None = None
+    nonfinite: Literal["refuse", "miss"] = "refuse"
+    noise_dtype: str | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _positive("sigma", self.sigma)
+        for name in ("n0", "n", "chunk_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name} must be a positive whole number, got {value!r}")
+        if not 0 < self.alpha < 1:
+            raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {self.alpha}")
+        if self.num_classes < 2:
+            raise InputError(f"a classifier has at least two classes, got {self.num_classes}")
+        if self.nonfinite not in ("refuse", "miss"):
+            raise InputError(f"nonfinite must be 'refuse' or 'miss', got {self.nonfinite!r}")
+        if self.noise_dtype not in (None, "float32", "float64"):
+            raise InputError(f"noise_dtype must be 'float32' or 'float64', got {self.noise_dtype!r}")
+        self._check_adaptive()
+        self._check_soft()
+
+    def _check_adaptive(self) -> None:
+        if self.target_radius is not None and self.relative is not None:
+            raise InputError("give either target_radius or relative, not both")
+        if not self.adaptive:
+            return
+        if self.row.soft and not self.row.hard:
+            raise Refused(
+                f"adaptive runs test the majority vote, {self.procedure!r} works on soft scores: use a vote procedure "
+                "(cohen), or smoothing.certify_adaptive with a map"
+            )
+        if self.target_radius is not None:
+            _positive("target_radius", self.target_radius)
+        if self.relative is not None and not 0 < self.relative < 1:
+            raise InputError(f"relative must lie strictly between 0 and 1, got {self.relative}")
+        if self.hopeless is not None and not 0 < self.hopeless < 1:
+            raise InputError(f"hopeless must lie strictly between 0 and 1, got {self.hopeless}")
+
+    def _check_soft(self) -> None:
+        fixed = parse_map(self.map)
+        if not self.row.soft and self.map is not None:
+            raise InputError(
+                f"{self.procedure!r} counts votes and takes no map: leave map out, or use 'lvm' or 'direct'"
+            )
+        if self.lipschitz is None:
+            return
+        if self.lipschitz != "auto" and not (math.isfinite(self.lipschitz) and self.lipschitz >= 0):
+            raise InputError(f"lipschitz must be a non-negative number or 'auto', got {self.lipschitz!r}")
+        if not self.row.soft or self.adaptive or (fixed is not None and fixed.name == "hardmax"):
+            raise InputError(
+                "votes have no Lipschitz constant: --lipschitz goes with the procedures 'lvm' and 'direct'"
+            )
+
+    @property
+    def row(self) -> Procedure:
+        """The procedure."""
+        return find_procedure(self.procedure)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether inputs stop as soon as their answer is known."""
+        return self.target_radius is not None or self.relative is not None
+
+    @property
+    def soft(self) -> bool:
+        """Whether scores rather than votes are sampled (unless the map turns out to be the hardmax)."""
+        return self.row.soft and not self.adaptive
+
+    def completed(self) -> Parameters:
+        """The same with the defaults of soft and adaptive runs filled in."""
+        result = self
+        if self.soft and self.map is None:
+            result = replace(result, map="global")
+        if result.map == "global" and self.calibration is None:
+            result = replace(result, calibration=32)
+        if self.adaptive and self.hopeless is None:
+            result = replace(result, hopeless=0.05)
+        return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; settings left alone are left out."""
+        return {k: v for k, v in asdict(self).items() if v is not None}
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Parameters:
+        """The inverse of `to_dict`; unknown names are refused."""
+        unknown = set(plain) - {f.name for f in fields(cls)}
+        if unknown:
+            raise InputError(f"unknown parameters {', '.join(sorted(unknown))}: written by a newer version?")
+        return cls(**plain)
+
+
+def parse_map(text: str | None) -> SimplexMap | None:
+    """The map that a text fixes, None for "global" and "per-input".
+
+    >>> parse_map("softmax:0.5")
+    SimplexMap(name='softmax', temperature=0.5, mass=1.0)
+    """
+    if text in (None, "global", "per-input"):
+        return None
+    name, _, temperature = str(text).partition(":")
+    try:
+        if name not in _MAPS:
+            raise ValueError
+        return SimplexMap(name, float(temperature) if temperature else 1.0)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InputError(
+            f"map must be 'global', 'per-input', 'hardmax', 'softmax:T' or 'sparsemax:T' with T > 0, got {text!r}"
+        ) from error
+
+
+def _positive(name: str, value: float) -> None:
+    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise InputError(f"{name} must be a positive number, got {value!r}")

@@ -1,0 +1,347 @@
+"""Every curvature number against the dense Hessian that autograd forms, on small networks; one row adds a network."""
+
+import copy
+import functools
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import nn
+
+from equipoise import curvature
+from equipoise.core import InputError, Refused
+from equipoise.curvature import LossHessian
+
+torch_loss = {"ce": nn.functional.cross_entropy, "mse": nn.functional.mse_loss}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = x.reshape(len(x), -1, 4)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+def tied():
+    first = nn.Linear(4, 4)
+    return nn.Sequential(first, nn.Tanh(), first, nn.Tanh(), nn.Linear(4, 3))
+
+
+def tied_parameters():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    net[2].weight = net[0].weight
+    return net
+
+
+NETWORKS = {
+    "mlp-ce": (lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), (5,), "ce"),
+    "relu-ce": (lambda: nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)), (5,), "ce"),
+    "mse": (lambda: nn.Sequential(nn.Linear(4, 7), nn.Softplus(), nn.Linear(7, 2)), (4,), "mse"),
+    "convolution": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 3, 3, padding=1), nn.GELU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)
+        ),
+        (1, 4, 4),
+        "ce",
+    ),
+    "batch-norm-and-dropout": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)),
+        (4,),
+        "ce",
+    ),
+    "max-pool": (
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.SiLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)),
+        (1, 6, 6),
+        "ce",
+    ),
+    "layer-norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Sigmoid(), nn.Linear(6, 2)), (4,), "ce"),
+    "attention": (Attention, (12,), "ce"),
+    "tied": (tied, (4,), "ce"),
+    "tied-parameters": (tied_parameters, (4,), "ce"),
+}
+
+
+def build(name, n=23):
+    make, shape, loss = NETWORKS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(n, *shape, dtype=torch.float64)
+    out = model.eval()(x)
+    model.train()
+    y = torch.randint(out.shape[1], (n,)) if loss == "ce" else torch.randn_like(out)
+    return model, loss, (x, y.detach())
+
+
+def dense(model, loss, data):
+    """The slow reference: autograd's own Hessian of the mean loss, whole data at once, in evaluation mode."""
+    names = [name for name, _ in model.named_parameters()]
+    x, y = data
+    copied = copy.deepcopy(model).eval()
+    parameters = [p.detach() for p in model.parameters()]
+    flat = torch.cat([p.flatten() for p in parameters])
+
+    def value(v):
+        parts = v.split([p.numel() for p in parameters])
+        named = {n: part.reshape(p.shape) for n, part, p in zip(names, parts, parameters, strict=True)}
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return torch_loss[loss](torch.func.functional_call(copied, named, (x,)), y)
+
+    H = torch.autograd.functional.hessian(value, flat).numpy()
+    model.train()
+    return H
+
+
+@functools.cache
+def prepared(name):
+    model, loss, data = build(name)
+    return model, loss, data, dense(model, loss, data)
+
+
+@pytest.fixture(params=NETWORKS)
+def case(request):
+    return prepared(request.param)
+
+
+class Matrix:
+    """A dense symmetric matrix that answers as a `LossHessian` does: the methods are tested on it, products by products."""
+
+    def __init__(self, H):
+        self.H, self.size, self.products = (H + H.T) / 2, len(H), 0
+
+    def matvec(self, v):
+        self.products += 1
+        return self.H @ v
+
+    def dense(self):
+        return self.H
+
+    def linear_operator(self):
+        return LinearOperator(self.H.shape, matvec=self.matvec, dtype=np.float64)
+
+
+def test_products_are_those_of_the_dense_hessian(case):
+    model, loss, data, H = case
+    operator = LossHessian(model, loss, data, batch_size=7)
+    assert model.training
+    V = np.random.default_rng(0).standard_normal((3, operator.size))
+    for v in V:
+        assert np.allclose(operator.matvec(v), H @ v, atol=1e-10 * max(1, np.abs(H).max()))
+    assert np.array_equal(operator.matvec(v), operator.matvec(v))  # to the bit
+    assert model.training
+
+
+def test_gradient_and_value(case):
+    model, loss, data, _ = case
+    operator = LossHessian(model, loss, data, batch_size=5)
+    model.eval()
+    value = torch_loss[loss](model(data[0]), data[1])
+    gradient = torch.autograd.grad(value, list(model.parameters()))
+    model.train()
+    assert operator.value() == pytest.approx(value.item(), rel=1e-10)
+    assert np.allclose(operator.gradient(), torch.cat([g.flatten() for g in gradient]).numpy(), atol=1e-11)
+
+
+@pytest.mark.parametrize("which", ["LA", "SA", "LM"])
+def test_eigenvalue_with_its_residual(case, which):
+    H = case[3]
+    values = np.linalg.eigvalsh(H)
+    e = curvature.top_of(Matrix(H), which=which)
+    expected = {"LA": values[-1], "SA": values[0], "LM": values[np.abs(values).argmax()]}[which]
+    scale = np.abs(values).max()
+    assert e.value == pytest.approx(expected, abs=2e-3 * scale)
+    assert min(abs(values - e.value)) <= e.residual + 1e-9 * scale  # the interval contains an eigenvalue
+    assert values[0] - 1e-9 * scale <= e.value <= values[-1] + 1e-9 * scale
+    assert np.linalg.norm(H @ e.vector - e.value * e.vector) == pytest.approx(e.residual, abs=1e-9 * scale)
+
+
+@pytest.mark.parametrize("method", ["hutchinson", "hutch++", "xtrace"])
+def test_trace_within_its_error(case, method):
+    H = case[3]
+    t = curvature.trace_of(Matrix(H), method=method, products=30, seed=1)
+    assert abs(t.value - np.trace(H)) <= 5 * t.standard_error + 1e-9 * np.abs(H).max()
+    assert t.products <= 30
+    exact = curvature.trace_of(Matrix(H), method=method, products=1000)
+    assert exact.value == pytest.approx(np.trace(H), rel=1e-9)
+    assert exact.standard_error == 0
+
+
+def test_density_has_the_moments_and_the_ends(case):
+    H = case[3]
+    values = np.linalg.eigvalsh(H)
+    d = curvature.density_of(Matrix(H), steps=60, vectors=30)
+    assert d.weights.sum() == pytest.approx(1)
+    assert d.moment(1) == pytest.approx(np.trace(H) / len(H), abs=0.2 * np.sqrt((H**2).sum() / len(H)))
+    scale = np.abs(values).max()
+    assert d.nodes.min() >= values[0] - 1e-8 * scale
+    assert d.nodes.max() <= values[-1] + 1e-8 * scale
+    assert d.nodes.max() == pytest.approx(values[-1], rel=1e-3)
+    middle = (values[-1] + values[-2]) / 2
+    assert d.mass_below(middle) == pytest.approx((values <= middle).mean(), abs=0.05)
+
+
+def test_quadrature_is_exact_for_its_own_vectors(case):
+    H = case[3]
+    d = curvature.density_of(Matrix(H), steps=6, vectors=1, seed=4)
+    v = np.random.default_rng(4).choice((-1.0, 1.0), size=len(H))
+    v /= np.linalg.norm(v)
+    w = v.copy()
+    for k in range(1, 12):
+        w = H @ w
+        assert d.moment(k) == pytest.approx(v @ w, rel=1e-6, abs=1e-9 * np.abs(H).max() ** k)
+
+
+def test_public_functions_are_these_methods_on_the_loss_hessian():
+    model, loss, data, H = prepared("mlp-ce")
+    values = np.linalg.eigvalsh(H)
+    assert curvature.top_eigenvalue(model, loss, data).value == pytest.approx(values[-1], rel=1e-4)
+    t = curvature.trace(model, loss, data, products=20)
+    assert abs(t.value - values.sum()) <= 5 * t.standard_error
+    assert curvature.spectral_density(model, loss, data, steps=12, vectors=1).nodes.max() == pytest.approx(
+        values[-1], rel=1e-2
+    )
+
+
+def test_sharpness_is_the_slope_to_first_order(case):
+    model, loss, data, _ = case
+    s = curvature.sharpness(model, loss, data, radius=1e-3, steps=2)
+    operator = LossHessian(model, loss, data)
+    slope = np.linalg.norm(operator.gradient())
+    base = operator.value()
+    expected = 1e-3 * slope / (1 + base)  # to first order
+    assert s.value == pytest.approx(expected, rel=0.05)
+    box = curvature.sharpness(model, loss, data, radius=1e-3, ball="box", steps=2)
+    assert box.value > 0
+    assert np.array_equal(operator.flat(), LossHessian(model, loss, data).flat())  # parameters are not touched
+
+
+def test_one_layer_only():
+    model, loss, data = build("mlp-ce")
+    H = dense(model, loss, data)
+    sizes = [p.numel() for p in model.parameters()]
+    start = sizes[0] + sizes[1]
+    block = H[start:, start:]
+    v = np.arange(len(block), dtype=float)
+    for layer in ("2", "2.*", re.compile(r"^2\.")):
+        assert np.allclose(LossHessian(model, loss, data, layer).matvec(v), block @ v, atol=1e-12)
+    weight = H[start : start + sizes[2], start : start + sizes[2]]
+    e = curvature.top_eigenvalue(model, loss, data, "2.weight")
+    assert e.value == pytest.approx(np.linalg.eigvalsh(weight)[-1], rel=1e-6)
+    with pytest.raises(InputError, match="no parameter"):
+        LossHessian(model, loss, data, "fc")
+
+
+def test_batches_weights_and_iterators():
+    model, loss, (x, y) = build("mlp-ce")
+    v = np.random.default_rng(0).standard_normal(sum(p.numel() for p in model.parameters()))
+    whole = LossHessian(model, loss, (x, y)).matvec(v)
+    uneven = [(x[:3], y[:3]), (x[3:4], y[3:4]), (x[4:], y[4:])]
+    for data in (uneven, iter(uneven)):
+        operator = LossHessian(model, loss, data)
+        assert np.allclose(operator.matvec(v), whole, atol=1e-12)
+        assert np.allclose(operator.matvec(v), whole, atol=1e-12)  # an iterator is kept, not used up
+
+
+def test_float64_arithmetic_for_a_float32_model():
+    model, loss, data = build("mlp-ce")
+    H = dense(model, loss, data)
+    small = model.float()
+    data32 = (data[0].float(), data[1])
+    v = np.random.default_rng(0).standard_normal(len(H))
+    rough = LossHessian(small, loss, data32).matvec(v)
+    fine = LossHessian(small, loss, data32, dtype=torch.float64).matvec(v)
+    exact = LossHessian(copy.deepcopy(small).double(), loss, (data32[0].double(), data32[1])).matvec(v)
+    assert np.abs(fine - exact).max() < 1e-13 < np.abs(rough - exact).max()
+    assert np.allclose(rough, H @ v, atol=1e-4)
+    assert next(small.parameters()).dtype is torch.float32
+
+
+def test_an_operation_without_forward_derivative_falls_back():
+    model, loss, data = build("mlp-ce")
+    H = dense(model, loss, data)
+
+    class Backward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.tanh()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(output)
+
+        @staticmethod
+        def backward(ctx, g):
+            (t,) = ctx.saved_tensors
+            return g * (1 - t * t)
+
+    class Tanh(nn.Module):
+        def forward(self, x):
+            return Backward.apply(x)
+
+    model[1] = Tanh()
+    operator = LossHessian(model, loss, data)
+    v = np.random.default_rng(0).standard_normal(len(H))
+    assert np.allclose(operator.matvec(v), H @ v, atol=1e-10)
+    assert not operator._forward_mode
+
+
+def test_own_losses_and_refusals():
+    model, _, (x, y) = build("mlp-ce")
+    smooth = lambda z, t: nn.functional.cross_entropy(z, t, label_smoothing=0.1)  # noqa: E731 - a one-line loss
+    assert curvature.top_eigenvalue(model, smooth, (x, y)).value > 0
+    for wrong in (
+        lambda: LossHessian(model, "hinge", (x, y)),
+        lambda: LossHessian(model, "ce", (x, y[:3])),
+        lambda: LossHessian(model, "ce", []),
+        lambda: LossHessian(model, "ce", (x, y), dtype=torch.float16),
+        lambda: LossHessian(model, lambda z, t: z, (x, y)).value(),
+        lambda: curvature.trace(model, "ce", (x, y), method="exact"),
+        lambda: curvature.trace(model, "ce", (x, y), products=2),
+        lambda: curvature.sharpness(model, "ce", (x, y), radius=-1.0),
+        lambda: curvature.top_eigenvalue(model, "ce", (x, y), which="top"),
+        lambda: LossHessian(model, "ce", (x, y)).matvec(np.ones(3)),
+    ):
+        with pytest.raises(InputError):
+            wrong()
+
+
+def test_too_few_products_are_refused_not_reported():
+    flat = Matrix(np.diag(np.linspace(0.99, 1, 400)))
+    with pytest.raises(Refused, match="max_products"):
+        curvature.top_of(flat, max_products=25, tol=1e-12)
+    assert curvature.top_of(flat, max_products=20_000, tol=1e-12).value == pytest.approx(1)
+
+
+def test_infinite_losses_are_refused():
+    model = nn.Linear(2, 2).double()
+    model.weight.data.fill_(math.inf)
+    data = (torch.ones(2, 2).double(), torch.tensor([0, 1]))
+    for number in (curvature.top_eigenvalue, curvature.trace, curvature.spectral_density, curvature.sharpness):
+        with pytest.raises(Refused, match="not finite"):
+            number(model, "ce", data)
+
+
+def test_xtrace_is_far_better_than_hutchinson_on_a_decaying_spectrum():
+    Q = np.linalg.qr(np.random.default_rng(0).standard_normal((60, 60)))[0]
+    H = Q @ np.diag(10.0 ** -np.linspace(0, 12, 60)) @ Q.T
+    errors = {
+        method: np.sqrt(
+            np.mean(
+                [
+                    (curvature.trace_of(Matrix(H), method=method, products=30, seed=s).value - np.trace(H)) ** 2
+                    for s in range(20)
+                ]
+            )
+        )
+        for method in ("hutchinson", "hutch++", "xtrace")
+    }
+    assert errors["xtrace"] < 0.1 * errors["hutchinson"]
+    assert errors["hutch++"] < 0.5 * errors["hutchinson"]

@@ -1,0 +1,255 @@
+"""Activation decay: the statement it makes, where it is found, and the loops it works in."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from equipoise.core import InputError
+from equipoise.regularizers import (
+    ActivationDecay,
+    LayerwiseDecay,
+    SpectralPenalty,
+    centred_penalty,
+    jensen_penalty,
+    smoothed_cross_entropy,
+    taylor_penalty,
+)
+
+
+def mlp(seed=0, classes=5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, classes))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.01, 2.0), st.integers(2, 8), st.floats(0.1, 5.0))
+def test_the_smoothed_loss_lies_below_both_bounds(seed, sigma, classes, scale):
+    """Erratum 16: it is an upper bound by Jensen, so a gap above it may be Monte-Carlo noise only (4 standard errors)."""
+    g = torch.Generator().manual_seed(seed)
+    h = scale * torch.randn(20, 7, generator=g, dtype=torch.float64)
+    W = torch.randn(classes, 7, generator=g, dtype=torch.float64)
+    y = torch.randint(classes, (20,), generator=g)
+    z = h @ W.mT
+    mean, error = smoothed_cross_entropy(h, z, y, sigma, 2000, generator=g)
+    base = cross_entropy(z, y, reduction="none")
+    sharp = base + centred_penalty(h, sigma, classes)
+    assert (mean - 6 * error <= sharp + 1e-9).all()
+    assert (sharp <= base + jensen_penalty(h, sigma)).all()
+
+
+def test_drawing_logits_has_the_law_of_drawing_weights():
+    g = torch.Generator().manual_seed(0)
+    h, W = torch.randn(1, 4, generator=g).double(), torch.randn(3, 4, generator=g).double()
+    y, sigma, n = torch.tensor([1]), 0.7, 40_000
+    noisy = (W + sigma * torch.randn(n, 3, 4, generator=g).double()) @ h[0]
+    losses = cross_entropy(noisy, y.expand(n), reduction="none")
+    mean, error = smoothed_cross_entropy(h, h @ W.mT, y, sigma, n, generator=g)
+    direct_error = float(losses.std()) / math.sqrt(n)
+    assert abs(float(mean[0]) - float(losses.mean())) < 4 * math.hypot(direct_error, float(error[0]))
+
+
+def test_centred_bound_is_strictly_sharper_and_the_gap_is_real():
+    """With two classes and large noise the plain bound is off by a lot; the report is a gap with its standard error."""
+    h, z, y = 3 * torch.ones(1, 4).double(), torch.zeros(1, 2).double(), torch.tensor([0])
+    mean, error = smoothed_cross_entropy(h, z, y, 0.5, 20_000)
+    gap = float(cross_entropy(z, y) + jensen_penalty(h, 0.5) - mean)
+    assert gap > 100 * float(error[0]) > 0
+
+
+def test_taylor_is_second_order():
+    """The error of the second-order form falls like σ⁴: halving σ divides it by about 16."""
+    g = torch.Generator().manual_seed(1)
+    h, W = torch.randn(1, 4, generator=g).double(), torch.randn(3, 4, generator=g).double()
+    z, y = h @ W.mT, torch.tensor([2])
+    nodes, weights = torch.tensor(HERMITE[0]).double(), torch.tensor(HERMITE[1]).double()
+
+    def smoothed(sigma):
+        spread = sigma * float(h.norm())
+        total = 0.0
+        for i in range(len(nodes)):
+            for j in range(len(nodes)):
+                for k in range(len(nodes)):
+                    moved = z + spread * torch.stack([nodes[i], nodes[j], nodes[k]])
+                    total += float(weights[i] * weights[j] * weights[k] * cross_entropy(moved, y))
+        return total
+
+    errors = [smoothed(s) - float(cross_entropy(z, y)) - float(taylor_penalty(h, z, s)[0]) for s in (0.2, 0.1)]
+    assert 12 < errors[0] / errors[1] < 20
+
+
+def _hermite(n=9):
+    import numpy as np
+
+    x, w = np.polynomial.hermite_e.hermegauss(n)
+    return x.tolist(), (w / w.sum()).tolist()
+
+
+HERMITE = _hermite()
+
+
+@pytest.mark.parametrize("form", ["jensen", "centred", "taylor", "montecarlo"])
+def test_forms_in_a_plain_loop(form):
+    net = mlp()
+    x, y = torch.randn(16, 6), torch.randint(5, (16,))
+    ad = ActivationDecay(net, 0.3, form=form, samples=400, generator=torch.Generator().manual_seed(0))
+    z = net(x)
+    h = net[:4](x)
+    ad_value = _again(net, ad, x, y if form == "montecarlo" else None)
+    expected = {
+        "jensen": lambda: 0.045 * h.square().sum(1).mean(),
+        "centred": lambda: 0.8 * 0.045 * h.square().sum(1).mean(),
+        "taylor": lambda: (0.045 * h.square().sum(1) * (z.softmax(1) * (1 - z.softmax(1))).sum(1)).mean(),
+        "montecarlo": lambda: smoothed_cross_entropy(h, z, y, 0.3, 4000)[0].mean() - cross_entropy(z, y),
+    }[form]()
+    assert ad_value.item() == pytest.approx(expected.item(), rel=0.05 if form == "montecarlo" else 1e-5)
+    ad_value.backward()
+    assert net[0].weight.grad.abs().sum() > 0
+
+
+def _again(net, ad, x, targets):
+    net(x)
+    return ad(targets)
+
+
+def test_training_with_it_shrinks_what_the_last_layer_reads():
+    sizes = []
+    for sigma in (0.0, 0.5):
+        net = mlp()
+        torch.manual_seed(1)
+        x, y = torch.randn(64, 6), torch.randint(5, (64,))
+        ad, optimizer = ActivationDecay(net, sigma), torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(100):
+            optimizer.zero_grad()
+            (cross_entropy(net(x), y) + ad()).backward()
+            optimizer.step()
+        sizes.append(float(net[:4](x).detach().square().sum(1).mean()))
+    assert sizes[1] < 0.5 * sizes[0]
+
+
+class Odd(nn.Module):
+    """The last linear layer to be called is not the last to be defined."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+
+def test_the_last_layer_is_the_last_one_called_or_the_one_named():
+    net, x = Odd(), torch.randn(2, 4)
+    ad = ActivationDecay(net, 1.0)
+    net(x)
+    assert ad().item() == pytest.approx(0.5 * torch.relu(net.body(x)).square().sum(1).mean().item(), rel=1e-5)
+    assert ad.name == "head"
+    named = ActivationDecay(net, 1.0, layer="body")
+    net(x)
+    assert named().item() == pytest.approx(0.5 * x.square().sum(1).mean().item(), rel=1e-5)
+    with pytest.raises(InputError, match="'tail'"):
+        ActivationDecay(net, 1.0, layer="tail")
+
+
+def test_model_that_is_a_linear_layer():
+    net, x = nn.Linear(4, 2), torch.randn(3, 4)
+    ad = ActivationDecay(net, 1.0)
+    net(x)
+    assert ad().item() == pytest.approx(0.5 * x.square().sum(1).mean().item(), rel=1e-5)
+
+
+def test_one_penalty_per_forward_pass_and_hooks_go():
+    net, x = mlp(), torch.randn(2, 6)
+    with pytest.raises(InputError, match="call the model first"):
+        ActivationDecay(net, 0.1)()
+    with ActivationDecay(net, 0.1) as ad:
+        net(x)
+        ad()
+        with pytest.raises(InputError, match="once per pass"):
+            ad()
+        SpectralPenalty(net)  # between passes no layer carries a hook, so other tools are not disturbed
+    fresh = mlp()
+    with ActivationDecay(fresh, 0.1):
+        pass
+    assert not fresh._forward_hooks
+    assert not fresh._forward_pre_hooks
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(InputError, match="sigma"):
+            ActivationDecay(net, wrong)
+    with pytest.raises(InputError, match="form"):
+        ActivationDecay(net, form="exact")
+
+
+def test_a_failing_forward_pass_leaves_no_hooks_on_layers():
+    net = mlp()
+    ActivationDecay(net, 0.1)
+    with pytest.raises(RuntimeError):
+        net(torch.randn(2, 7))
+    assert all(not layer._forward_hooks for layer in net)
+
+
+def test_mask_counts_only_what_it_marks():
+    net = nn.Linear(4, 3)
+    ad = ActivationDecay(net, 1.0)
+    x = torch.randn(2, 5, 4)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    x[mask == 0] = 1e6  # padding must not be seen
+    net(x)
+    kept = torch.cat([x[0, :3], x[1, :1]])
+    assert ad(mask=mask).item() == pytest.approx(0.5 * kept.square().sum(1).mean().item(), rel=1e-5)
+    net(x)
+    with pytest.raises(InputError, match="mask"):
+        ad(mask=mask[:1])
+
+
+def test_autocast_computes_the_penalty_in_float32():
+    net, x = mlp(), 300 * torch.randn(4, 6)
+    ad = ActivationDecay(net, 0.1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x)
+        value = ad()
+    assert value.dtype is torch.float32
+
+
+def test_smoothed_loss_report_has_its_error():
+    net, x = mlp(), torch.randn(10, 6)
+    y = torch.randint(5, (10,))
+    ad = ActivationDecay(net, 0.2, generator=torch.Generator().manual_seed(0))
+    base = cross_entropy(net(x), y)
+    mean, error = ad.smoothed_loss(y, 2000)
+    assert float(mean.detach()) - 4 * float(error) <= float((base + ad()).detach())
+
+
+def test_layerwise_variant():
+    net, x = mlp(), torch.randn(8, 6)
+    decay = LayerwiseDecay(net, 0.2, 0.3)
+    net(x)
+    h1, h2 = net[:2](x), net[:4](x)
+    expected = 0.02 * (h1.square().sum(1).mean() + h2.square().sum(1).mean()) + 0.045 * net[4].weight.square().sum()
+    net(x)
+    assert decay().item() == pytest.approx(expected.item(), rel=1e-5)
+    decay.remove()
+    assert not net._forward_hooks
+
+
+def test_accelerate_loop():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = mlp()
+    ad = ActivationDecay(net, 0.3)
+    x, y = torch.randn(32, 6), torch.randint(5, (32,))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for xb, yb in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(xb), yb) + ad()
+        accelerator.backward(loss)
+        optimizer.step()
+    assert math.isfinite(loss.item())
+    assert ad.name == "4"

@@ -1,0 +1,19 @@
+"""The benchmark runs and has its rows; the figures themselves are measured, never asserted."""
+
+import torch
+
+from equipoise.bench.training import sections, small_resnet18
+
+
+def test_quick_sections_have_all_rows():
+    steps, memory = sections(quick=True)
+    assert [row["step"] for row in steps.rows][:3] == ["plain", "activation decay", "spectral, tracked"]
+    assert all(row["seconds"] > 0 for row in steps.rows)
+    assert all(row["explicit MB"] > 0 and row["autodiff MB"] > 0 for row in memory.rows)
+    assert steps.to_dict()["goals"] == []
+
+
+def test_the_network_is_the_one_it_is_named_after():
+    net = small_resnet18()
+    assert sum(p.numel() for p in net.parameters()) == 11_173_962  # the usual ResNet-18 for CIFAR-10
+    assert net.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)

@@ -1,0 +1,196 @@
+"""Noise on inputs and on weights, and sharpness-aware steps."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, log_softmax
+
+from equipoise.core import InputError
+from equipoise.regularizers import (
+    AnticorrelatedNoise,
+    SharpnessAware,
+    add_noise,
+    consistency_loss,
+    frozen_statistics,
+    noisy_copies,
+    smooth_adversarial,
+    smoothed_loss,
+)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def data(n=12):
+    g = torch.Generator().manual_seed(5)
+    return torch.randn(n, 4, generator=g).double(), torch.randint(3, (n,), generator=g)
+
+
+def test_noise_has_its_deviation_and_copies_differ():
+    noisy = add_noise(torch.zeros(20_000), 0.5, torch.Generator().manual_seed(0))
+    assert noisy.std().item() == pytest.approx(0.5, rel=0.03)
+    copies = noisy_copies(torch.zeros(2, 3), 1.0, 3).reshape(3, 2, 3)
+    assert not torch.equal(copies[0], copies[1])
+    for wrong in (-0.1, math.inf):
+        with pytest.raises(InputError):
+            add_noise(torch.zeros(2), wrong)
+
+
+def test_consistency_loss_is_its_formula():
+    model, (x, y) = net(), data()
+    loss = consistency_loss(
+        model, x, y, 0.5, copies=3, weight=2.0, entropy=0.7, generator=torch.Generator().manual_seed(1)
+    )
+    noisy = noisy_copies(x, 0.5, 3, torch.Generator().manual_seed(1))
+    p = model(noisy).softmax(1).reshape(3, len(x), -1)
+    mean = p.mean(0)
+    expected = cross_entropy(model(noisy), y.repeat(3))
+    expected = expected + 2.0 * sum((mean * (mean.log() - p[i].log())).sum(1).mean() for i in range(3)) / 3
+    expected = expected + 0.7 * -(mean * mean.log()).sum(1).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    with pytest.raises(InputError, match="2 noisy copies"):
+        consistency_loss(model, x, y, 0.5, copies=1)
+
+
+def test_smooth_adversarial_raises_the_smoothed_loss_inside_the_ball():
+    model, (x, y) = net(), data()
+    generator = torch.Generator().manual_seed(2)
+    noisy, labels = smooth_adversarial(model, x, y, 0.25, 0.5, steps=10, copies=8, generator=generator)
+    noise = 0.25 * torch.randn(8 * len(x), 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    delta = noisy - x.repeat(8, 1) - noise
+    assert torch.equal(labels, y.repeat(8))
+    assert delta.norm(dim=1).max() <= 0.5 * (1 + 1e-9)
+    assert torch.allclose(delta[: len(x)], delta[len(x) : 2 * len(x)])  # one perturbation for all copies
+
+    def smoothed(z):
+        log_p = log_softmax(model(z), 1).reshape(8, len(x), -1).logsumexp(0) - math.log(8)
+        return float(-log_p[torch.arange(len(x)), y].mean().detach())
+
+    assert smoothed(noisy) > smoothed(x.repeat(8, 1) + noise) + 0.05
+    assert all(p.grad is None for p in model.parameters())
+    clean, _ = smooth_adversarial(model, x, y, 0.25, 0.0)
+    assert clean.isfinite().all()
+
+
+def test_smoothed_loss_is_unbiased_and_reaches_the_parameters():
+    model = nn.Linear(3, 1, bias=False).double()
+    x = torch.eye(3).double()
+    sigma, samples = 0.5, 4000
+    value = smoothed_loss(
+        model, lambda z: z.square().sum(), x, sigma, samples=samples, generator=torch.Generator().manual_seed(0)
+    )
+    exact = model.weight.square().sum().item() + 3 * sigma**2  # E(w + δ)² = w² + σ²
+    assert value.item() == pytest.approx(exact, rel=0.1)
+    value.backward()
+    assert torch.allclose(model.weight.grad, 2 * model.weight.detach(), atol=0.1)
+    with pytest.raises(InputError, match="no parameter"):
+        smoothed_loss(model, torch.sum, x, 0.1, names="bias*")
+
+
+def test_only_named_parameters_are_moved():
+    model, (x, y) = net(), data()
+    moved = smoothed_loss(
+        model, lambda z: cross_entropy(z, y), x, 0.5, names="0.bias", generator=torch.Generator().manual_seed(0)
+    )
+    noise = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model[0].bias.data += 0.5 * noise
+    assert moved.item() == pytest.approx(cross_entropy(model(x), y).item(), rel=1e-12)
+
+
+def test_a_layer_used_twice_keeps_its_parameters():
+    first = nn.Linear(4, 4)
+    model = nn.Sequential(first, nn.Tanh(), first)
+    before, kept = first.weight.detach().clone(), first.weight
+    smoothed_loss(model, torch.sum, torch.ones(2, 4), 0.5, samples=3).backward()
+    assert first.weight is kept
+    assert torch.equal(first.weight, before)
+    assert first.weight.grad.abs().sum() > 0
+
+
+def test_anticorrelated_noise_is_taken_back():
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.zeros(2000).double())
+    noise = AnticorrelatedNoise([p], 0.3, torch.Generator().manual_seed(0))
+    for _ in range(50):
+        noise.step()
+        assert p.std().item() == pytest.approx(0.3, rel=0.1)  # a random walk would grow like √k
+    state = noise.state_dict()
+    other = AnticorrelatedNoise([p], 0.3)
+    other.load_state_dict(state)
+    other.finish()
+    assert p.abs().max() < 1e-12
+    with pytest.raises(InputError, match="shapes"):
+        AnticorrelatedNoise([nn.Parameter(torch.zeros(3))], 0.1).load_state_dict(state)
+
+
+def batch_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sharpness_aware_moves_batch_statistics_once(adaptive, momentum):
+    pytest.importorskip("pytorch_optimizer")
+    x, y = data()
+    model, plain = batch_net(), batch_net()
+    model[1].momentum = plain[1].momentum = momentum
+    sam = SharpnessAware(model, torch.optim.SGD, rho=0.5, adaptive=adaptive, lr=0.1)
+
+    def closure():
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for k in range(3):
+        plain.load_state_dict(model.state_dict())
+        sam.step(closure)
+        plain(x)  # one training pass at the same parameters
+        assert torch.equal(model[1].running_mean, plain[1].running_mean)
+        assert torch.equal(model[1].running_var, plain[1].running_var)
+        assert int(model[1].num_batches_tracked) == k + 1
+        assert model[1].track_running_stats
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sharpness_aware_step_is_its_formula(adaptive):
+    pytest.importorskip("pytorch_optimizer")
+    model, (x, y) = net(), data()
+    rho, lr = 0.3, 0.1
+    theta = [p.detach().clone() for p in model.parameters()]
+    gradient = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+    scale = [t.abs() if adaptive else torch.ones_like(t) for t in theta]
+    norm = torch.cat([(s * g).flatten() for s, g in zip(scale, gradient, strict=True)]).norm()
+    for p, s, g in zip(model.parameters(), scale, gradient, strict=True):
+        p.data += rho * s**2 * g / norm
+    second = torch.autograd.grad(cross_entropy(model(x), y), list(model.parameters()))
+    expected = [t - lr * g for t, g in zip(theta, second, strict=True)]
+    model = net()
+
+    def closure():
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    sam = SharpnessAware(model, torch.optim.SGD, rho=rho, adaptive=adaptive, lr=lr)
+    sam.load_state_dict(sam.state_dict())
+    sam.step(closure)
+    for p, e in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(p, e, atol=1e-8)
+
+
+def test_frozen_statistics_leaves_evaluation_layers_and_survives_errors():
+    model = batch_net()
+    model[1].eval()
+    x = torch.randn(5, 4).double()
+    before = model(x)
+    with frozen_statistics(model):
+        assert torch.equal(model(x), before)
+    model.train()
+    with pytest.raises(ValueError, match="stop"), frozen_statistics(model):
+        raise ValueError("stop")
+    assert model[1].track_running_stats

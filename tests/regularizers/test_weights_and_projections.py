@@ -1,0 +1,166 @@
+"""Penalties on weights, projections and clipping: against dense matrices of the operators, like an attacker."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from cases import OPERATORS
+from equipoise.core import InputError
+from equipoise.norms import operator_matrix, spectral_norm
+from equipoise.regularizers import (
+    FrobeniusPenalty,
+    OrthogonalityPenalty,
+    after_step,
+    clip_weights_,
+    input_gradient_penalty,
+    operator_norm,
+    project_,
+    weight_normalize,
+)
+
+
+def dense_norm(layer, size, p):
+    shape = (layer.in_features,) if isinstance(layer, nn.Linear) else (layer.in_channels, *size)
+    return float(torch.linalg.matrix_norm(operator_matrix(layer, shape), ord=p))
+
+
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.id)
+def test_operator_norm_is_an_upper_bound(operator, p):
+    bound = float(operator_norm(operator.layer, p, operator.size))
+    assert bound >= dense_norm(operator.layer, operator.size, p) * (1 - 1e-12)
+    if p != 2:
+        assert float(operator_norm(operator.layer, p)) >= bound * (1 - 1e-12)  # unknown size: never less
+
+
+@pytest.mark.parametrize("p", [1, math.inf])
+def test_sums_are_exact_for_stride_one_on_a_large_input(p):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+    assert float(operator_norm(layer, p)) == pytest.approx(dense_norm(layer, (7, 7), p), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+@pytest.mark.parametrize("radius", [0.1, 0.3, 1.0, 7.0])
+def test_projection_keeps_its_promise(p, radius, dtype):
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Linear(9, 7), nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.Conv2d(4, 4, 3, groups=2)
+    )
+    net.to(dtype)
+    before = [p.detach().clone() for p in net.parameters()]
+    bounds = project_(net, p, radius)
+    again = project_(net, p, radius)
+    for name, bound in bounds.items():
+        layer = net.get_submodule(name)
+        assert float(bound) <= radius
+        assert float(again[name]) == float(bound)  # a second projection changes nothing
+        assert float(operator_norm(layer, p)) <= radius
+        size = None if isinstance(layer, nn.Linear) else (6, 6)
+        assert dense_norm(layer, size, p) <= radius * (1 + 1e-12)
+    if radius == 7.0 and p == 2:
+        assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+def test_projection_refuses_before_it_changes_anything():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    torch.nn.utils.parametrizations.weight_norm(net[1])
+    before = net[0].weight.detach().clone()
+    with pytest.raises(InputError, match="parametrisation"):
+        project_(net, 2, 1e-3)
+    assert torch.equal(net[0].weight, before)
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(InputError, match="radius"):
+            project_(net, 2, wrong, names="0")
+    with pytest.raises(InputError, match="p must be"):
+        project_(net, 3, 1.0, names="0")
+
+
+def test_projection_after_every_step_of_a_plain_loop():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    handle = after_step(lambda: project_(net, 2, 0.5), optimizer)
+    x, y = torch.randn(32, 4), torch.randint(3, (32,))
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        assert all(float(spectral_norm(layer).lower) <= 0.5 for layer in (net[0], net[2]))
+    handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_clipping(dtype):
+    net = nn.Linear(30, 30).to(dtype)
+    clip_weights_(net, 0.1)
+    assert net.weight.abs().double().max().item() <= 0.1
+    assert net.weight.abs().double().max().item() > 0.098
+
+
+def test_weight_normalisation_keeps_the_function_and_gives_lengths():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ConvTranspose2d(3, 2, 3))
+    x = torch.randn(1, 2, 6, 6)
+    before = net(x).detach()
+    assert weight_normalize(net) == ["0", "1"]
+    assert torch.allclose(net(x), before, atol=1e-5)
+    assert net[0].parametrizations.weight.original0.numel() == 3
+    assert net[1].parametrizations.weight.original0.numel() == 2
+
+
+def test_frobenius_and_orthogonality():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 3), nn.Conv2d(2, 4, 3))
+    total = (net[0].weight.square().sum() + net[1].weight.square().sum()).item()
+    assert FrobeniusPenalty(net, weight=2.0)().item() == pytest.approx(2 * total, rel=1e-6)
+    W, K = net[0].weight.detach(), net[1].weight.detach().flatten(1)
+    expected = sum(float((A @ A.mT - torch.eye(len(A))).square().sum()) for A in (W, K))
+    assert OrthogonalityPenalty(net)().item() == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(InputError, match="grouped"):
+        OrthogonalityPenalty(nn.Conv2d(4, 4, 3, groups=2))
+
+
+def test_descending_the_orthogonality_penalty_makes_singular_values_one():
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4, bias=False)
+    penalty, optimizer = OrthogonalityPenalty(net), torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(300):
+        optimizer.zero_grad()
+        penalty().backward()
+        optimizer.step()
+    assert torch.allclose(torch.linalg.svdvals(net.weight.detach()), torch.ones(4), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("target", "two_sided"), [(0.0, False), (0.5, False), (0.5, True), (100.0, False), (100.0, True)]
+)
+def test_input_gradient_penalty_is_that_of_every_sample_alone(target, two_sided):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    expected = 0.0
+    for i in range(6):
+        one = x[i : i + 1].clone().requires_grad_()
+        (g,) = torch.autograd.grad(nn.functional.cross_entropy(net(one), y[i : i + 1]), one)
+        excess = float(g.norm()) - target
+        expected += (excess if two_sided else max(excess, 0.0)) ** 2 / 6
+    penalty = input_gradient_penalty(net, x, y, target=target, two_sided=two_sided)
+    assert penalty.item() == pytest.approx(expected, rel=1e-9)
+    if expected:
+        penalty.backward()
+        assert net[0].weight.grad.abs().sum() > 0
+
+
+def test_input_gradient_penalty_at_a_flat_point_has_no_nan():
+    net = nn.Linear(3, 1, bias=False)
+    net.weight.data.zero_()
+    penalty = input_gradient_penalty(net, torch.ones(2, 3), target=1.0, two_sided=True)
+    penalty.backward()
+    assert penalty.item() == 1.0
+    assert net.weight.grad.isfinite().all()
+    with pytest.raises(InputError, match="one number per sample"):
+        input_gradient_penalty(nn.Linear(3, 2), torch.ones(2, 3))

@@ -1,0 +1,96 @@
+"""Small networks and data whose certificates are neither trivial nor slow."""
+
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+SHAPE = (1, 4, 4)
+
+
+def data(count=12, classes=4, seed=0):
+    """Inputs (count, 1, 4, 4) in [0, 1] with labels."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(count, *SHAPE, generator=generator)
+    return x, (x.flatten(1) @ _directions(classes).T).argmax(dim=1)
+
+
+def _directions(classes):
+    w = torch.randn(classes, 16, generator=torch.Generator().manual_seed(1))
+    return w - w.mean(dim=1, keepdim=True)
+
+
+class Net(nn.Module):
+    """Linear logits along fixed directions: right on its own data, unsure near the boundaries."""
+
+    def __init__(self, classes=4, scale=4.0):
+        super().__init__()
+        self.linear = nn.Linear(16, classes)
+        self.scale = scale
+        with torch.no_grad():
+            self.linear.weight.copy_(_directions(classes))
+            self.linear.bias.zero_()
+
+    def forward(self, x):
+        return self.scale * self.linear(x.flatten(1))
+
+
+class Sometimes(Net):
+    """NaN for inputs whose first pixel lies above a threshold, noise included."""
+
+    def __init__(self, threshold):
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x):
+        out = super().forward(x)
+        return torch.where(x[:, 0, 0, :1] > self.threshold, torch.full_like(out, torch.nan), out)
+
+
+class Slow(Net):
+    """Takes its time, so that it can be killed in the middle."""
+
+    def forward(self, x):
+        time.sleep(0.001)
+        return super().forward(x)
+
+
+def net():
+    """The factory of the command-line tests."""
+    return Net().eval()
+
+
+def sometimes():
+    """Fails on some inputs."""
+    return Sometimes(0.999).eval()
+
+
+def slow():
+    """The slow one."""
+    return Slow().eval()
+
+
+class Items:
+    """A map-style dataset that knows nothing of itself."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], int(self.y[index])
+
+
+class Known(Items):
+    """The shape of `equipoise.data.Dataset`."""
+
+    def __init__(self, x, y, ids=None, num_classes=4):
+        super().__init__(x, y)
+        self.ids = np.arange(len(x)) + 100 if ids is None else ids
+        self.labels, self.num_classes, self.name = y.numpy(), num_classes, "known"
+
+    def fingerprint(self):
+        return f"sha256:{hash(self.x.numpy().tobytes()):x}"

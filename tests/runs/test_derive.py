@@ -1,0 +1,202 @@
+"""What is derived again from stored counts: the same as sampling with those settings, or refused with the reason."""
+
+import numpy as np
+import pytest
+import runs_nets
+
+from equipoise.core import Bound, InputError, Kind, Refused
+from equipoise.runs import certify, open_run
+from equipoise.runs.derive import derive
+from equipoise.runs.inputs import Selection
+from equipoise.runs.manifest import Manifest
+from equipoise.runs.parameters import Parameters
+from equipoise.runs.rows import Row
+from equipoise.smoothing import SimplexMap, SmoothedClassifier
+from equipoise.smoothing.adaptive import log_e_value, target_probability
+
+VOTES = ("cohen", "bonferroni", "cpm", "direct")
+
+
+class Counted(runs_nets.Net):
+    def forward(self, x):
+        self._calls = getattr(self, "_calls", 0) + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.001, 1e-9])
+@pytest.mark.parametrize("procedure", VOTES)
+def test_votes_serve_every_vote_procedure(tmp_path, xy, alpha, procedure):
+    model = Counted().eval()
+    run = certify(model, xy, run_dir=tmp_path / "a", sigma=0.3, n=400, procedure="cohen")
+    before = model._calls
+    derived = open_run(tmp_path / "a").certificates(alpha=alpha, procedure=procedure)
+    assert model._calls == before
+    smooth = SmoothedClassifier(model, 0.3, 4, map=SimplexMap("hardmax"))
+    direct = smooth.certify(xy[0], n=400, alpha=alpha, procedure=procedure)
+    assert np.array_equal(derived.radius, direct.radius)
+    assert np.array_equal(derived.prediction, direct.prediction)
+    assert (derived.alpha, derived.procedure) == (alpha, procedure)
+    assert np.array_equal(run.certificates().radius, run.certificates(0.001, "cohen").radius)
+
+
+@pytest.mark.parametrize("procedure", VOTES[:3])
+def test_a_soft_run_also_carries_the_votes_of_its_draws(tmp_path, net, xy, procedure):
+    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=400, procedure="lvm", map="softmax:1.0")
+    derived = run.certificates(procedure=procedure)
+    votes = SmoothedClassifier(net, 0.3, 4).certify(xy[0], n=400, procedure=procedure)
+    assert np.array_equal(derived.radius, votes.radius)
+    assert "majority vote" in derived.about
+    assert "softmax" in run.certificates().about
+
+
+@pytest.mark.parametrize("sampled", ["lvm", "direct"])
+def test_soft_moments_at_another_risk_keep_their_buckets(tmp_path, net, xy, sampled):
+    """A smaller risk shrinks every radius, a larger one grows it; at the run's own risk nothing changes."""
+    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=400, procedure=sampled, map="softmax:1.0")
+    radii = [run.certificates(alpha=a).radius for a in (0.2, 0.001, 1e-6)]
+    assert (radii[0] >= radii[1]).all()
+    assert (radii[1] >= radii[2]).all()
+    assert radii[0].sum() > radii[2].sum()
+    assert np.array_equal(radii[1], run.certificates().radius)
+    assert np.array_equal(run.certificates(alpha=0.2).buckets, run.certificates().buckets)
+    two_sided = run.certificates(procedure="lvm")
+    assert two_sided.procedure == "lvm"
+
+
+def test_another_constant_for_a_soft_run(tmp_path, net, xy):
+    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=400, procedure="lvm", map="softmax:4.0")
+    plain, small, large = (run.certificates(lipschitz=v) for v in (None, 5.0, 500.0))
+    assert (small.radius >= large.radius).all()
+    assert (large.radius >= plain.radius * (1 - 1e-6)).all()
+    assert small.radius.sum() > plain.radius.sum()
+    assert "assumption" in small.details["lipschitz"]
+    assert any("assumption" in note for note in run.summary(certificates=small).notes)
+    with pytest.raises(Refused, match="only estimate"):
+        run.certificates(lipschitz=Bound(5.0, Kind.ESTIMATE))
+
+
+def test_a_computed_constant_is_not_called_an_assumption(tmp_path, net, xy):
+    run = certify(
+        net, xy, run_dir=tmp_path / "a", sigma=0.3, n=200, procedure="lvm", map="softmax:4.0", lipschitz="auto"
+    )
+    assert run.manifest.lipschitz.value >= 4.0 * float(np.linalg.norm(net.linear.weight.detach().numpy(), 2)) * (
+        1 - 1e-6
+    )
+    assert "computed" in run.certificates().details["lipschitz"]
+    given = certify(
+        net, xy, run_dir=tmp_path / "b", sigma=0.3, n=200, procedure="lvm", map="softmax:4.0", lipschitz=99.0
+    )
+    assert "assumption" in given.certificates().details["lipschitz"]
+
+
+#: (run, what is asked of it, words of the refusal)
+REFUSED = [
+    ({"procedure": "cohen"}, {"procedure": "lvm"}, Refused, "stored votes only"),
+    ({"procedure": "cohen"}, {"lipschitz": 1.0}, Refused, "votes have no Lipschitz constant"),
+    ({"procedure": "cohen"}, {"alpha": 0.0}, InputError, "risk alpha"),
+    ({"procedure": "cohen"}, {"alpha": 1.0}, InputError, "risk alpha"),
+    ({"procedure": "cohen"}, {"procedure": "kohen"}, InputError, "unknown procedure"),
+    ({"procedure": "cohen"}, {"target_radius": 0.1}, InputError, "adaptive runs"),
+    ({"procedure": "lvm", "map": "softmax:1.0"}, {"procedure": "direct"}, Refused, "decided on the selection scores"),
+    ({"procedure": "lvm", "map": "softmax:1.0"}, {"procedure": "cohen", "lipschitz": 1.0}, Refused, "no Lipschitz"),
+    ({"procedure": "cohen", "target_radius": 0.1}, {"procedure": "cpm"}, Refused, "stopped each input by looking"),
+    ({"procedure": "cpm", "target_radius": 0.1}, {"procedure": "cohen"}, Refused, "stopped each input by looking"),
+    ({"procedure": "cohen", "relative": 0.3}, {"target_radius": 0.1}, Refused, "none to change"),
+]
+
+
+@pytest.mark.parametrize(("settings", "asked", "error", "words"), REFUSED)
+def test_refusals(tmp_path, net, xy, settings, asked, error, words):
+    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=150, limit=3, **settings)
+    with pytest.raises(error, match=words):
+        run.certificates(**asked)
+
+
+def stopped_run(rows, n, **settings):
+    parameters = Parameters(0.5, 2, n0=10, n=n, procedure="cohen", **settings)
+    return Manifest({"hash": ""}, {"fingerprint": ""}, (Selection(),), len(rows), parameters)
+
+
+@pytest.mark.parametrize("aimed", [0.05, 0.2])
+@pytest.mark.parametrize("asked", [0.05, 0.2])
+def test_stopped_samples_keep_the_risk_at_another_alpha(aimed, asked):
+    """Worst case p = p0: inputs that stop when e ≥ 1/aimed are certified at level `asked` no more often than that."""
+    rng, epsilon, n, step, count = np.random.default_rng(0), 0.3, 1500, 50, 1500
+    p0 = target_probability(epsilon, 0.5)
+    hits = np.cumsum(rng.binomial(step, p0, size=(count, n // step)), axis=1)
+    draws = np.arange(step, n + 1, step)
+    crossed = log_e_value(hits, draws, p0) >= np.log(1 / aimed)
+    at = np.where(crossed.any(axis=1), crossed.argmax(axis=1), len(draws) - 1)
+    rows = [
+        Row(i, i, 0, 10, int(draws[k]), np.array([10, 0]), np.array([hits[i, k], draws[k] - hits[i, k]]))
+        for i, k in enumerate(at)
+    ]
+    found = derive(stopped_run(rows, n, target_radius=epsilon), rows, alpha=asked)
+    assert (~found.abstain).mean() <= asked + 3 * np.sqrt(asked / count)
+    if asked >= aimed:
+        assert (~found.abstain).sum() >= crossed.any(axis=1).sum()
+
+
+def test_a_fixed_n_bound_on_a_stopped_sample_would_break_its_risk():
+    """Why such a derivation is refused: stop when the Clopper–Pearson bound looks good, and it is wrong far too often."""
+    from equipoise.smoothing import clopper_pearson
+
+    rng, p, n, alpha = np.random.default_rng(1), 0.7, 2000, 0.05
+    hits = np.cumsum(rng.binomial(20, p, size=(400, n // 20)), axis=1)
+    draws = np.broadcast_to(np.arange(20, n + 1, 20), hits.shape)
+    wrong = (clopper_pearson(hits, draws, alpha, "lower") > p).any(axis=1).mean()
+    assert wrong > 3 * alpha
+
+
+def test_a_target_can_be_changed_after_the_fact(tmp_path, net, xy):
+    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=1000, procedure="cohen", target_radius=0.2)
+    lower, same, higher = (run.certificates(target_radius=t) for t in (0.05, 0.2, 0.5))
+    assert set(lower.radius[~lower.abstain]) <= {0.05}
+    assert np.array_equal(same.radius, run.certificates(procedure="adaptive").radius)
+    assert list(run.summary().accuracy) == [0.2]
+    assert list(run.summary(certificates=lower).accuracy) == [0.05, 0.2]
+    assert (~lower.abstain).sum() >= (~same.abstain).sum() >= (~higher.abstain).sum()
+
+
+def test_an_empty_run_has_no_certificates_and_says_so(tmp_path, net, xy):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=150, progress=stop)
+    run = open_run(tmp_path / "a")
+    assert len(run.rows) == 1
+    (tmp_path / "a" / "store.sqlite").unlink()
+    fresh = open_run(tmp_path / "a")
+    assert fresh.rows == []
+    with pytest.raises(InputError, match="no finished inputs"):
+        fresh.certificates()
+
+
+def test_a_run_where_everything_failed_still_has_a_table(tmp_path, xy):
+    run = certify(runs_nets.Sometimes(-100.0).eval(), xy, run_dir=tmp_path / "a", sigma=0.3, n=150)
+    assert len(run.failures) == 12
+    assert run.summary([0.0]).accuracy == {0.0: 0.0}
+    adaptive = certify(
+        runs_nets.Sometimes(-100.0).eval(),
+        xy,
+        run_dir=tmp_path / "b",
+        sigma=0.3,
+        n=150,
+        procedure="cohen",
+        relative=0.5,
+    )
+    assert adaptive.certificates().abstain.all()
+
+
+@pytest.mark.parametrize("procedure", ["cpm", "direct", "lvm"])
+def test_a_row_never_depends_on_its_neighbours(tmp_path, net, xy, procedure):
+    soft = {"map": "per-input"} if procedure == "lvm" else {"map": "softmax:1.0"} if procedure == "direct" else {}
+    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=300, procedure=procedure, **soft)
+    whole = run.certificates(alpha=0.05)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        some = np.sort(rng.choice(12, size=rng.integers(1, 7), replace=False))
+        part = derive(run.manifest, [run.rows[i] for i in some], alpha=0.05)
+        for name in ("prediction", "radius", "p_lower", "p_upper", "buckets"):
+            assert np.array_equal(getattr(part, name), getattr(whole, name)[some]), name

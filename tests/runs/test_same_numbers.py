@@ -1,0 +1,190 @@
+"""A run gives the numbers of `SmoothedClassifier`, whatever the order, the batches, the shards or the restarts."""
+
+import numpy as np
+import pytest
+import runs_nets
+import torch
+from torch.utils.data import TensorDataset
+
+from equipoise.core import InputError
+from equipoise.data import Dataset
+from equipoise.runs import ENGINES, Execution, TaskSpec, certify, describe, open_run
+from equipoise.runs.export import to_csv
+from equipoise.runs.merge import merge_runs
+from equipoise.runs.models import portable
+from equipoise.runs.parameters import Parameters
+from equipoise.runs.rows import Item
+from equipoise.smoothing import SmoothedClassifier, certify_adaptive
+
+#: (procedure, settings): one row puts a kind of run through every check
+KINDS = [
+    ("cohen", {}),
+    ("bonferroni", {}),
+    ("cpm", {}),
+    ("direct", {"map": "hardmax"}),
+    ("direct", {"map": "softmax:1.0"}),
+    ("lvm", {}),
+    ("lvm", {"map": "per-input"}),
+    ("lvm", {"map": "softmax:2.0", "lipschitz": "auto"}),
+    ("lvm", {"map": "sparsemax:3.0", "lipschitz": 20.0}),
+    ("cohen", {"target_radius": 0.1}),
+    ("cohen", {"relative": 0.3}),
+]
+IDS = [f"{p}-{'-'.join(str(v) for v in s.values())}" for p, s in KINDS]
+
+
+def table(run):
+    return to_csv(run.rows, run.certificates())
+
+
+@pytest.mark.parametrize(("procedure", "settings"), KINDS, ids=IDS)
+def test_equal_to_the_classifier(tmp_path, net, xy, procedure, settings):
+    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=400, procedure=procedure, **settings)
+    ours = run.certificates()
+    smooth = SmoothedClassifier(net, 0.3, 4, map=run.manifest.map)
+    if run.manifest.parameters.adaptive:
+        theirs = certify_adaptive(smooth, xy[0], n_max=400, **settings)
+    else:
+        constant = None if run.manifest.lipschitz is None else run.manifest.lipschitz.value
+        kind = "per-input" if settings.get("map") == "per-input" else "global"
+        theirs = smooth.certify(xy[0], n=400, procedure=procedure, lipschitz=constant, map=kind)
+    for name in ("prediction", "selected", "draws"):
+        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+    if settings.get("relative"):
+        assert (ours.radius <= theirs.radius).all()  # a running maximum over time is not derived again
+        assert np.allclose(ours.radius, theirs.radius, atol=0.02)
+    else:
+        assert np.array_equal(ours.radius, theirs.radius)
+        assert np.array_equal(ours.p_lower, theirs.p_lower)
+    assert len(set(ours.radius.tolist())) > 1 or settings.get("target_radius")
+
+
+@pytest.mark.parametrize(("procedure", "settings"), KINDS, ids=IDS)
+def test_same_table_after_restarts_in_shards_and_backwards(tmp_path, net, xy, monkeypatch, procedure, settings):
+    common = {"sigma": 0.3, "n": 300, "procedure": procedure, **settings}
+    whole = table(certify(net, xy, run_dir=tmp_path / "whole", **common))
+
+    def stop(row, done, total):
+        if done in (1, 4, 9):
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            certify(net, xy, run_dir=tmp_path / "stopped", progress=stop, **common)
+    assert table(certify(net, xy, run_dir=tmp_path / "stopped", **common)) == whole
+
+    monkeypatch.setitem(ENGINES, "backwards", "runs_engines:backwards")
+    assert table(certify(net, xy, run_dir=tmp_path / "backwards", engine="backwards", **common)) == whole
+
+    for k in range(3):
+        certify(net, xy, run_dir=tmp_path / f"{k}", skip=k, stride=3, **common)
+    merged = merge_runs([tmp_path / f"{k}" for k in (2, 0, 1)], tmp_path / "merged")
+    assert merged.finished
+    assert table(merged) == whole
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_votes_do_not_depend_on_the_batch_size(tmp_path, net, xy, size):
+    one = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=250)
+    certify(net, xy, run_dir=tmp_path / "b", sigma=0.3, n=250, batch_size=size, limit=5)
+    two = certify(net, xy, run_dir=tmp_path / "c", sigma=0.3, n=250, batch_size=size)
+    assert table(one) == table(two)
+
+
+def test_the_batch_size_bounds_what_the_network_sees(tmp_path, xy):
+    class Watched(runs_nets.Net):
+        def forward(self, x):
+            seen.append(len(x))
+            return super().forward(x)
+
+    seen = []
+    certify(Watched().eval(), xy, run_dir=tmp_path / "a", sigma=0.3, n=250, batch_size=32, limit=2)
+    assert max(seen) == 32
+
+
+@pytest.mark.parametrize("batch", [1, 32, 100])
+def test_an_exported_program_with_any_batch(tmp_path, net, xy, batch):
+    program = torch.export.export(net, (torch.zeros(batch, *runs_nets.SHAPE),))
+    plain = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=150)
+    run = certify(program, xy, run_dir=tmp_path / "b", sigma=0.3, n=150)
+    assert table(run) == table(plain)
+    assert run.manifest.model["hash"] != plain.manifest.model["hash"]
+
+
+@pytest.mark.parametrize("kind", ["pair", "arrays", "tensors", "items", "dataset", "known"])
+def test_any_dataset(tmp_path, net, xy, kind):
+    x, y = xy
+    form = {
+        "pair": (x, y),
+        "arrays": (x.numpy(), y.numpy()),
+        "tensors": TensorDataset(x, y),
+        "items": runs_nets.Items(x, y),
+        "dataset": Dataset.from_arrays(x.numpy(), y.numpy(), layout="NCHW"),
+        "known": runs_nets.Known(x, y),
+    }[kind]
+    run = certify(net, form, run_dir=tmp_path / "a", sigma=0.3, n=150, skip=1, limit=4, stride=2)
+    assert run.positions.tolist() == [1, 3, 5, 7]
+    assert run.ids == [101, 103, 105, 107] if kind == "known" else [1, 3, 5, 7]
+    assert run.labels.tolist() == y[[1, 3, 5, 7]].tolist()
+    smooth = SmoothedClassifier(net, 0.3, 4).certify(x[[1, 3, 5, 7]], n=150, procedure="cpm", ids=run.ids)
+    assert np.array_equal(run.certificates().radius, smooth.radius)
+
+
+def test_names_as_ids_and_numbers_as_ids_are_told_apart(tmp_path, net, xy):
+    numbers = certify(net, runs_nets.Known(*xy, ids=list(range(12))), run_dir=tmp_path / "a", sigma=0.3, n=150)
+    names = certify(
+        net, runs_nets.Known(*xy, ids=[str(i) for i in range(12)]), run_dir=tmp_path / "b", sigma=0.3, n=150
+    )
+    assert names.ids == [str(i) for i in range(12)]
+    assert open_run(tmp_path / "a").ids == list(range(12))
+    assert table(names) != table(numbers)  # other keys, other noise
+
+
+def test_a_worker_can_be_sent_to_another_process(net, xy):
+    import pickle
+
+    spec = TaskSpec(portable(net), Parameters(0.3, 4, n=200))
+    item = Item(0, 0, int(xy[1][0]), xy[0][0])
+    here = spec.worker()(item)
+    there = pickle.loads(pickle.dumps(spec)).worker()(pickle.loads(pickle.dumps(item)))
+    assert np.array_equal(here.estimation, there.estimation)
+    program = TaskSpec(
+        portable(torch.export.export(net, (torch.zeros(100, *runs_nets.SHAPE),))), Parameters(0.3, 4, n=200)
+    )
+    assert np.array_equal(pickle.loads(pickle.dumps(program)).worker()(item).estimation, here.estimation)
+
+
+@pytest.mark.parametrize("settings", [{}, {"procedure": "lvm", "map": "softmax:1.0"}], ids=["votes", "soft"])
+def test_memory_does_not_grow_with_the_number_of_draws(net, xy, settings):
+    from equipoise.bench.timing import peak_bytes
+    from equipoise.runs.parameters import parse_map
+
+    item, peaks = Item(0, 0, 0, xy[0][0]), []
+    for n in (500, 5000):
+        p = Parameters(0.3, 4, n=n, **settings)
+        worker = TaskSpec(portable(net), p, map=parse_map(p.map)).worker()
+        worker(item)
+        peaks.append(peak_bytes(lambda worker=worker: worker(item)))
+    assert peaks[1] <= 1.1 * peaks[0]
+
+
+@pytest.mark.parametrize(("engine", "words"), [("lokal", "unknown engine"), ("absent", "needs runs_no_such_engine")])
+def test_engines_that_are_not_there(tmp_path, net, xy, monkeypatch, engine, words):
+    monkeypatch.setitem(ENGINES, "absent", "runs_no_such_engine:run")
+    with pytest.raises(InputError, match=words):
+        certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=100, engine=engine)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_local_engine_says_that_it_is_alone(tmp_path, net, xy):
+    with pytest.raises(InputError, match="--engine ray"):
+        certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=100, workers=2)
+
+
+def test_describe_writes_nothing(tmp_path, net, xy, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = describe(net, xy, sigma=0.3)
+    assert job.default_folder() == describe(net, xy, sigma=0.3).default_folder()
+    assert job.default_folder() != describe(net, xy, sigma=0.31).default_folder()
+    assert Execution().workers == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,343 @@
+"""Kills, full disks, damaged files, two processes, bad data, NaN: a clear error or a recorded failure, nothing lost."""
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs_lives
+import runs_nets
+import torch
+
+from equipoise.core import InputError, Refused
+from equipoise.data import load_dataset
+from equipoise.runs import certify, open_run
+from equipoise.runs import store as store_file
+from equipoise.runs.export import to_csv
+from equipoise.runs.lock import locked
+
+SETTINGS = {"sigma": 0.3, "n": 150}
+
+
+def table(run):
+    return to_csv(run.rows, run.certificates())
+
+
+def test_killed_at_fifty_random_moments(tmp_path):
+    """SIGKILL many times; then the table is, byte for byte, that of a run nobody disturbed."""
+    command = [sys.executable, runs_lives.__file__, str(tmp_path / "killed"), "50", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    runs, worked = (int(v) for v in done.stdout.split())
+    assert worked > 10, "too few lives got anywhere for the kills to mean much"
+    calm = table(runs_lives.run(tmp_path / "calm"))
+    for number in range(runs):
+        finished = runs_lives.run(tmp_path / "killed" / str(number))
+        assert finished.finished
+        assert table(finished) == calm
+
+
+def forked(function, *args):
+    """Run in a forked child; the sentence of the error it ended with, or "" if it did not."""
+    parent, child = multiprocessing.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # a pool of threads does not survive a fork
+            function(*args)
+            child.send("")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent shall see it
+            child.send(f"{type(error).__name__}: {error}")
+        finally:
+            os._exit(0)
+    text = parent.recv()
+    os.waitpid(pid, 0)
+    return text
+
+
+def test_disk_full(tmp_path, net):
+    data = runs_nets.data(300)
+    certify(net, data, run_dir=tmp_path / "a", limit=2, **SETTINGS)
+
+    def run_short_of_space(limit):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        certify(net, data, run_dir=tmp_path / "b", **SETTINGS)
+
+    said = forked(run_short_of_space, 120_000)
+    assert said.startswith("InputError: cannot write"), said
+    assert "free some space" in said
+    kept = open_run(tmp_path / "b")
+    assert 0 < len(kept.rows) < 300
+    whole = certify(net, data, run_dir=tmp_path / "b", **SETTINGS)
+    assert table(whole) == table(certify(net, data, run_dir=tmp_path / "c", **SETTINGS))
+
+
+def test_disk_full_before_the_first_input(tmp_path, net, xy):
+    def run_short_of_space():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+        certify(net, xy, run_dir=tmp_path / "b", **SETTINGS)
+
+    assert "InputError: cannot write" in forked(run_short_of_space)
+    assert certify(net, xy, run_dir=tmp_path / "b", **SETTINGS).finished
+
+
+def test_sqlite_says_full(tmp_path, net, monkeypatch):
+    real = store_file._connect
+
+    def small(path, writable):
+        db = real(path, writable)
+        db.execute("PRAGMA max_page_count = 10")
+        return db
+
+    monkeypatch.setattr(store_file, "_connect", small)
+    with pytest.raises(InputError, match=r"full.*free some space"):
+        certify(net, runs_nets.data(300), run_dir=tmp_path / "a", **SETTINGS)
+    monkeypatch.undo()
+    assert 0 < len(open_run(tmp_path / "a").rows) < 300
+    assert certify(net, runs_nets.data(300), run_dir=tmp_path / "a", **SETTINGS).finished
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user may enter."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    for path in [folder, *folder.rglob("*")]:
+        with contextlib.suppress(OSError):
+            path.chmod(0o755)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_read_only_folder(open_folder, net, xy):
+    """Writing is refused clearly; a finished run in a folder that cannot be written still opens."""
+    certify(net, xy, run_dir=open_folder / "done", **SETTINGS)
+    empty = open_folder / "empty"
+    empty.mkdir()
+    for path in (open_folder / "done", empty, open_folder):
+        path.chmod(0o555)
+    for path in (open_folder / "done").iterdir():
+        path.chmod(0o444)
+
+    def as_nobody(function):
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        function()
+
+    for folder in (empty, open_folder / "new"):
+        said = forked(as_nobody, lambda folder=folder: certify(net, xy, run_dir=folder, **SETTINGS))
+        assert said.startswith("InputError: cannot"), said
+
+    def read():
+        run = open_run(open_folder / "done")
+        assert run.finished
+        assert run.certificates(alpha=0.01).alpha == 0.01
+
+    assert forked(as_nobody, read) == ""
+
+
+DAMAGES = {
+    "not a database": lambda b: b"this is not a database" * 400,
+    "a page overwritten": lambda b: b[:4096] + os.urandom(4096) + b[8192:],
+    "cut in the middle": lambda b: b[: len(b) // 2 // 4096 * 4096],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_store(tmp_path, net, damage):
+    data = runs_nets.data(200)
+    certify(net, data, run_dir=tmp_path / "a", **SETTINGS)
+    path = tmp_path / "a" / store_file.NAME
+    damaged = DAMAGES[damage](path.read_bytes())
+    path.write_bytes(damaged)
+    for attempt in (
+        lambda: certify(net, data, run_dir=tmp_path / "a", **SETTINGS),
+        lambda: open_run(tmp_path / "a").rows,
+    ):
+        with pytest.raises(InputError, match="damaged"):
+            attempt()
+        assert path.read_bytes()[4096:] == damaged[4096:], "what is left of the rows must stay as it was"
+    path.unlink()
+    assert certify(net, data, run_dir=tmp_path / "a", **SETTINGS).finished
+
+
+def test_a_flipped_bit_in_a_row_is_found(tmp_path, net, xy):
+    certify(net, xy, run_dir=tmp_path / "a", **SETTINGS)
+    with sqlite3.connect(tmp_path / "a" / store_file.NAME) as db:
+        blob = bytearray(db.execute("SELECT estimation FROM inputs WHERE id = 3").fetchone()[0])
+        blob[len(blob) // 2] ^= 1
+        db.execute("UPDATE inputs SET estimation = ? WHERE id = 3", (bytes(blob),))
+    with pytest.raises(InputError, match="damaged at input 3"):
+        _ = open_run(tmp_path / "a").rows
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 99}'])
+def test_damaged_manifest(tmp_path, net, xy, text):
+    certify(net, xy, run_dir=tmp_path / "a", **SETTINGS)
+    (tmp_path / "a" / "run.json").write_text(text)
+    with pytest.raises(InputError, match=r"run\.json"):
+        certify(net, xy, run_dir=tmp_path / "a", **SETTINGS)
+
+
+def test_a_store_without_its_manifest_or_with_another_is_refused(tmp_path, net, xy):
+    certify(net, xy, run_dir=tmp_path / "a", **SETTINGS)
+    certify(net, xy, run_dir=tmp_path / "b", seed=1, **SETTINGS)
+    shutil.copy(tmp_path / "b" / "run.json", tmp_path / "a" / "run.json")
+    with pytest.raises(InputError, match="another run"):
+        certify(net, xy, run_dir=tmp_path / "a", seed=1, **SETTINGS)
+    (tmp_path / "a" / "run.json").unlink()
+    with pytest.raises(Refused, match=r"no run\.json"):
+        certify(net, xy, run_dir=tmp_path / "a", **SETTINGS)
+
+
+def test_two_processes(tmp_path, net, xy):
+    """The second is refused while the first lives; a reader is not; after a kill the lock is gone."""
+    certify(net, xy, run_dir=tmp_path / "a", **SETTINGS)
+    started, hold = multiprocessing.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        with locked(tmp_path / "a"):
+            hold.send("held")
+            signal.pause()
+    assert started.recv() == "held"
+    try:
+        with pytest.raises(Refused, match="another process"):
+            certify(net, xy, run_dir=tmp_path / "a", **SETTINGS)
+        assert open_run(tmp_path / "a").finished
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert certify(net, xy, run_dir=tmp_path / "a", **SETTINGS).finished
+
+
+def test_the_lock_holds_within_one_process_too(tmp_path):
+    with locked(tmp_path), pytest.raises(Refused, match="another process"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_nan_for_some_noise(tmp_path):
+    """The input is recorded as failed, abstains, and the run goes on; `miss` counts such draws for no class."""
+    x, y = runs_nets.data()
+    x[:, 0, 0, 0] = 0.0
+    x[5, 0, 0, 0] = 1.4  # above the threshold 2 for some noise only
+    model = runs_nets.Sometimes(2.0).eval()
+    run = certify(model, (x, y), run_dir=tmp_path / "a", **SETTINGS)
+    assert run.finished
+    assert list(run.failures) == [5]
+    assert "NaN" in run.failures[5]
+    found = run.certificates()
+    assert (found.prediction[5], found.radius[5], found.draws[5]) == (-1, 0.0, 0)
+    assert found.prediction[4] >= 0
+    summary = run.summary([0.0])
+    assert (summary.failed, summary.abstained) == (1, int(found.abstain.sum()) - 1)
+    missed = certify(model, (x, y), run_dir=tmp_path / "b", nonfinite="miss", **SETTINGS)
+    assert not missed.failures
+    assert missed.rows[5].estimation.sum() < 150
+    assert missed.certificates().p_lower[5] <= missed.rows[5].estimation.max() / 150
+    same = [i for i in range(12) if i != 5]
+    assert np.array_equal(missed.certificates().radius[same], found.radius[same])
+
+
+def test_failed_inputs_can_be_tried_again(tmp_path, xy):
+    calls = []
+
+    class Broken(runs_nets.Items):
+        def __getitem__(self, index):
+            calls.append(index)
+            if index == 3 and len(calls) < 40:
+                raise OSError("the cable is out")
+            return super().__getitem__(index)
+
+        def fingerprint(self):
+            return "sha256:0"
+
+    data, net = Broken(*xy), runs_nets.net()
+    run = certify(net, data, run_dir=tmp_path / "a", **SETTINGS)
+    assert list(run.failures) == [3]
+    assert "cable" in run.failures[3]
+    assert certify(net, data, run_dir=tmp_path / "a", **SETTINGS).failures
+    calls.extend([0] * 40)
+    again = certify(net, data, run_dir=tmp_path / "a", retry_failed=True, **SETTINGS)
+    assert not again.failures
+    assert table(again) == table(certify(net, xy, run_dir=tmp_path / "b", **SETTINGS))
+
+
+@pytest.mark.parametrize("label", [-1, 4, 1000])
+@pytest.mark.parametrize("kind", [runs_nets.Items, runs_nets.Known])
+def test_labels_out_of_range(tmp_path, net, xy, label, kind):
+    x, y = xy
+    y[7] = label
+    with pytest.raises(InputError, match=f"label {label}, but the model tells 4 classes apart"):
+        certify(net, kind(x, y), run_dir=tmp_path / "a", **SETTINGS)
+
+
+def test_data_with_more_classes_than_the_model(tmp_path, net, xy):
+    with pytest.raises(InputError, match="10 classes, the model returns 4"):
+        certify(net, runs_nets.Known(*xy, num_classes=10), run_dir=tmp_path / "a", **SETTINGS)
+
+
+def test_truncated_data_file(tmp_path):
+    np.savez(tmp_path / "d.npz", x_test=np.zeros((9, 4, 4), np.uint8), y_test=np.arange(9) % 4)
+    whole = (tmp_path / "d.npz").read_bytes()
+    (tmp_path / "d.npz").write_bytes(whole[: len(whole) - 300])
+    with pytest.raises(InputError):
+        load_dataset(tmp_path / "d.npz")
+
+
+BAD_DATA = {
+    "bytes": (lambda x, y: (x.byte(), y), "expected floats"),
+    "nan": (lambda x, y: (x * float("nan"), y), "NaN"),
+    "shape": (lambda x, y: (x[:, :, :2], y), "does not take inputs of shape"),
+    "lengths": (lambda x, y: (x, y[:3]), "as many labels"),
+    "empty": (lambda x, y: (x[:0], y[:0]), "no inputs"),
+    "text": (lambda x, y: "digits", "expected a dataset|not a pair"),
+    "nothing": (lambda x, y: None, "expected a dataset"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_DATA)
+def test_data_that_does_not_fit(tmp_path, net, xy, kind):
+    make, words = BAD_DATA[kind]
+    with pytest.raises(InputError, match=words):
+        certify(net, make(*xy), run_dir=tmp_path / "a", **SETTINGS)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_model_that_fails_in_the_middle_stops_the_run_and_keeps_it(tmp_path, xy):
+    class Fails(runs_nets.Net):
+        def forward(self, x):
+            self._calls = getattr(self, "_calls", 0) + 1
+            if self._calls == 12:
+                raise RuntimeError("out of memory\nmany lines")
+            return super().forward(x)
+
+    model = Fails().eval()
+    with pytest.raises(InputError, match=r"failed on input 3 of shape \(1, 4, 4\): out of memory$"):
+        certify(model, xy, run_dir=tmp_path / "a", **SETTINGS)
+    assert len(open_run(tmp_path / "a").rows) == 3
+    assert table(certify(model, xy, run_dir=tmp_path / "a", **SETTINGS)) == table(
+        certify(runs_nets.net(), xy, run_dir=tmp_path / "b", **SETTINGS)
+    )
+
+
+def test_training_mode_is_refused(tmp_path, xy):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 4), torch.nn.Dropout())
+    with pytest.raises(Refused, match="training mode"):
+        certify(model, xy, run_dir=tmp_path / "a", **SETTINGS)
+    with pytest.raises(Refused, match="training mode"):
+        certify(torch.export.export(model, (xy[0],)), xy, run_dir=tmp_path / "a", **SETTINGS)
