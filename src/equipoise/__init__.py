@@ -12,13 +12,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equipoise import attacks, lipschitz, smoothing
+    from equipoise import attacks, curvature, data, lipschitz, nn, regularizers, runs, smoothing, train
+    from equipoise.conversion import export, make_lipschitz
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
     from equipoise.lipschitz import lipschitz_bound, local_lipschitz
     from equipoise.norms import functional, spectral_norm
+    from equipoise.regularizers import ActivationDecay
+    from equipoise.runs import certify, open_run
 
 __version__ = "0.1.0"
 __all__ = [
+    "ActivationDecay",
     "Bound",
     "Bracket",
     "EquipoiseError",
@@ -26,12 +30,22 @@ __all__ = [
     "Kind",
     "Refused",
     "attacks",
+    "certify",
+    "curvature",
+    "data",
+    "export",
     "functional",
     "lipschitz",
     "lipschitz_bound",
     "local_lipschitz",
+    "make_lipschitz",
+    "nn",
+    "open_run",
+    "regularizers",
+    "runs",
     "smoothing",
     "spectral_norm",
+    "train",
 ]
 
 #: where each public name lives; an empty attribute is the module itself
@@ -40,13 +54,24 @@ _HOME: dict[str, tuple[str, str]] = {
         name: ("equipoise.core", name)
         for name in ("Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused")
     },
+    "ActivationDecay": ("equipoise.regularizers", "ActivationDecay"),
     "attacks": ("equipoise.attacks", ""),
+    "certify": ("equipoise.runs", "certify"),
+    "curvature": ("equipoise.curvature", ""),
+    "data": ("equipoise.data", ""),
+    "export": ("equipoise.conversion", "export"),
     "functional": ("equipoise.norms.functional", ""),
     "lipschitz": ("equipoise.lipschitz", ""),
     "lipschitz_bound": ("equipoise.lipschitz", "lipschitz_bound"),
     "local_lipschitz": ("equipoise.lipschitz", "local_lipschitz"),
+    "make_lipschitz": ("equipoise.conversion", "make_lipschitz"),
+    "nn": ("equipoise.nn", ""),
+    "open_run": ("equipoise.runs", "open_run"),
+    "regularizers": ("equipoise.regularizers", ""),
+    "runs": ("equipoise.runs", ""),
     "smoothing": ("equipoise.smoothing", ""),
     "spectral_norm": ("equipoise.norms", "spectral_norm"),
+    "train": ("equipoise.train", ""),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,10 @@ def audit(
     weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
     input_shape: Annotated[str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")] = None,
     ball: Annotated[float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")] = None,
+    rtol: Annotated[float, typer.Option(help="relative gap asked of every operator norm; smaller is slower")] = 0.05,
+    chain: Annotated[
+        str, typer.Option(help="dense layers at the end: closed, lipsdp or eclipse (these need cvxpy)")
+    ] = "closed",
     html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
@@ -34,14 +38,19 @@ def audit(
       equipoise audit package.module:factory --weights weights.safetensors --input-shape 3,32,32
       equipoise audit package.module:factory --input-shape 3,32,32 --ball 10 --json
     """
-    report = audit_report(model, weights, input_shape, ball)
+    report = audit_report(model, weights, input_shape, ball, rtol, chain)
     if html is not None:
         write_whole(html, report.to_html(f"Lipschitz audit of {model}"))
     typer.echo(report.to_json() if json else str(report))
 
 
 def audit_report(
-    model: str, weights: Path | None = None, input_shape: str | None = None, ball: float | None = None
+    model: str,
+    weights: Path | None = None,
+    input_shape: str | None = None,
+    ball: float | None = None,
+    rtol: float = 0.05,
+    chain: Any = "closed",
 ) -> Report:
     """The report of what `model` names; every failure is an `EquipoiseError` with one sentence."""
     import torch
@@ -53,12 +62,12 @@ def audit_report(
     shape = parse_shape(input_shape) if input_shape is not None else None
     loaded = load_model(model, weights)
     if isinstance(loaded.model, ExportedProgram):
-        return lipschitz_bound(loaded.model, ball=ball)
+        return lipschitz_bound(loaded.model, ball=ball, rtol=rtol, chain=chain)
     net, shape = loaded.model, shape or loaded.input_shape
     if shape is None:
         raise InputError("the bound depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32")
     parameter = next(net.parameters(), torch.zeros(()))
-    return lipschitz_bound(net, torch.zeros(1, *shape, dtype=parameter.dtype), ball=ball)
+    return lipschitz_bound(net, torch.zeros(1, *shape, dtype=parameter.dtype), ball=ball, rtol=rtol, chain=chain)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

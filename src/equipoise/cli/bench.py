@@ -9,6 +9,8 @@ import typer
 from equipoise.cli.consoles import emit_json, messages, results, table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import Console
 
     from equipoise.bench.norms import Section
@@ -39,16 +41,21 @@ def norms(
       equipoise bench norms
       equipoise bench norms --quick --json
     """
-    import torch
-
     from equipoise.bench.norms import sections
+
+    _sections(sections(quick, repeats), repeats, as_json)
+
+
+def _sections(sections: Iterable[Section], repeats: int, as_json: bool) -> None:
+    """Show sections as they are done, or all of them as one document."""
+    import torch
 
     threads = torch.get_num_threads()
     done: list[dict[str, Any]] = []
     console = results()
     if not as_json:
         console.print(f"torch {torch.__version__}, {threads} thread(s), {repeats} round(s)")
-    for section in sections(quick, repeats):
+    for section in sections:
         done.append(section.to_dict())
         if as_json:
             messages().print(f"done: {section.title}")
@@ -87,6 +94,59 @@ def lipschitz(as_json: Json = False) -> None:
     from equipoise.bench.lipschitz import rows
 
     _report("network bounds", rows(), as_json)
+
+
+@bench.command()
+def layers(
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """1-Lipschitz layers: training step and exported evaluation against nn.Conv2d, and conditioning.
+
+    64→64 3×3 on 32×32, batch 32; beside orthogonium and deel-torchlip where they are installed.
+
+    Examples:
+
+      equipoise bench layers
+      equipoise bench layers --quick --json
+    """
+    from equipoise.bench.layers import sections
+
+    _sections(sections(quick, repeats), repeats, as_json)
+
+
+@bench.command()
+def training(
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny network, seconds instead of minutes.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Training: a step with spectral regularisation or activation decay against the plain step, and memory.
+
+    Example:
+
+      equipoise bench training
+    """
+    from equipoise.bench.training import sections
+
+    _sections(sections(quick, repeats), repeats, as_json)
+
+
+@bench.command()
+def runs(
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Certification runs: the engine against the bare classifier, reading 10,000 stored inputs, Ray workers.
+
+    Example:
+
+      equipoise bench runs
+    """
+    from equipoise.bench.runs import rows
+
+    _report("certification runs", rows(repeats), as_json)
 
 
 def _report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:

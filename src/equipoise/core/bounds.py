@@ -132,8 +132,8 @@ def round_up(x: float, digits: int = 6) -> str:
 def round_down(x: float, digits: int = 6) -> str:
     """Print `x ≥ 0` with `digits` significant digits, never above its value.
 
-    >>> round_down(0.99999, 4)
-    '0.9999'
+    >>> round_down(0.99999, 4), round_down(20.0, 4)
+    ('0.9999', '20')
     """
     return _rounded(x, digits, decimal.ROUND_FLOOR)
 
@@ -141,9 +141,8 @@ def round_down(x: float, digits: int = 6) -> str:
 def _rounded(x: float, digits: int, rounding: str) -> str:
     if x == 0 or not math.isfinite(x):
         return f"{x:g}"
-    return (
-        f"{decimal.Context(prec=digits, rounding=rounding).create_decimal(decimal.Decimal(x)).normalize():.{digits}g}"
-    )
+    value = decimal.Context(prec=digits, rounding=rounding).create_decimal(decimal.Decimal(x)).normalize()
+    return f"{value:f}" if -6 < value.adjusted() < 16 else f"{value:.{digits}g}"
 
 
 def _tensor(x: Number) -> Tensor:

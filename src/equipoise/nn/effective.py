@@ -49,7 +49,7 @@ class Effective(nn.Module):
             return self._computed()
         kept = self._kept
         if kept is None or not _same(kept[0], raw):
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 copies = tuple(tensor.detach().clone() for tensor in raw)
                 kept = copies, tuple(value.detach() for value in self._computed())
             if not any(tensor.is_inference() for tensor in (*kept[0], *kept[1])):

@@ -15,7 +15,7 @@ from equipoise.runs.models import Batched, Portable
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Item, Row, Soft, failed
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map, noise_key
-from equipoise.smoothing.classifier import _votes
+from equipoise.smoothing.classifier import count_votes
 from equipoise.smoothing.maps import plan_map
 from equipoise.smoothing.partitions import Ints
 
@@ -127,7 +127,7 @@ class Tally(SmoothedClassifier):
     def logits(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Iterator[Tensor]:
         """As `SmoothedClassifier.logits`."""
         for out in super().logits(x, n, input_id=input_id, stream=stream):
-            self.votes[stream] += _votes(out).cpu().numpy()
+            self.votes[stream] += count_votes(out).cpu().numpy()
             yield out
 
 

@@ -94,7 +94,7 @@ class SmoothedClassifier:
         """Votes per class in n draws: all that hard procedures need, and it adds up over chunks."""
         total = torch.zeros(self.num_classes, dtype=torch.int64, device=x.device)
         for out in self.logits(x, n, input_id=input_id, stream=stream):
-            total += _votes(out)
+            total += count_votes(out)
         return total.cpu().numpy()
 
     def moments(
@@ -288,7 +288,7 @@ def predict_counts(counts: Any, alpha: float) -> Ints:
     return np.where(sure, array.argmax(axis=-1), ABSTAIN)
 
 
-def _votes(out: Tensor) -> Tensor:
+def count_votes(out: Tensor) -> Tensor:
     """One-hot sums of the largest logits; rows with a non-finite logit vote for nobody."""
     votes = torch.bincount(out.argmax(dim=1), minlength=out.shape[1])
     broken = ~torch.isfinite(out).all(dim=1)

@@ -1,0 +1,172 @@
+"""`equipoise train`: a recipe to a network with figures and proved bounds; a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equipoise.train import Progress, Recipe, Result
+
+
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="a YAML file, or the name of a bundled recipe")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set optimiser.lr=0.1")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run; the same command goes on where it stopped. [runs/NAME]")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Train a network by a recipe: data, model, loss, regularisers, noise, optimiser, schedule.
+
+    Measures loss, accuracy, the proved Lipschitz bound, the accuracy certified by it and the
+    norm of every layer. A run that was killed goes on with the same command, bit by bit.
+    The folder of the run is a checkpoint for `equipoise audit` and `equipoise certify`.
+
+    Examples:
+
+      equipoise train --list
+      equipoise train sll-sr-digits
+      equipoise train recipe.yaml --set optimiser.lr=0.05 --set seed=1 --run-dir runs/seed1
+      accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
+    """
+    from equipoise.train import read_recipe
+
+    if listed:
+        _list(as_json)
+        return
+    if recipe is None:
+        raise InputError("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
+    chosen = read_recipe(recipe, changes or [])
+    if show:
+        _show_recipe(chosen, as_json)
+        return
+    folder = run_dir if run_dir is not None else Path("runs") / chosen.name
+    result, main = _run(chosen, folder, cpu)
+    if not main:
+        return
+    if as_json:
+        emit_json(result.to_dict())
+    else:
+        _show(result)
+
+
+def _list(as_json: bool) -> None:
+    from equipoise.train import bundled, read_recipe
+
+    found = {name: read_recipe(name) for name in bundled()}
+    if as_json:
+        emit_json({name: {"description": r.description, "data": r.data.path} for name, r in found.items()})
+        return
+    shown = table("bundled recipes", "name", "data", "what")
+    for name, item in found.items():
+        shown.add_row(name, item.data.path, item.description)
+    results().print(shown, markup=False)
+
+
+def _show_recipe(recipe: Recipe, as_json: bool) -> None:
+    import yaml
+
+    document = recipe.to_dict()
+    if as_json:
+        emit_json(document)
+    else:
+        typer.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), nl=False)
+
+
+def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
+    """Train with a progress bar on a terminal and a line per epoch elsewhere; whether this is the process that reports."""
+    from equipoise.train import run_recipe
+
+    with progress() as bar:
+        try:
+            result = run_recipe(recipe, folder, cpu=cpu, progress=_reporter(bar, recipe))
+        except KeyboardInterrupt:
+            raise InputError(f"stopped; the same command goes on from the last checkpoint in {folder}") from None
+    from accelerate.state import PartialState
+
+    state = PartialState()
+    main = bool(state.is_main_process)
+    if state.num_processes > 1:
+        state.destroy_process_group()
+    return result, main
+
+
+def _reporter(bar: Any, recipe: Recipe) -> Callable[[Progress], None]:
+    console = messages()
+    task = bar.add_task(recipe.name, total=None)
+
+    def report(event: Progress) -> None:
+        if event.row is not None:
+            (bar.console if console.is_terminal else console).print(_line(event), markup=False, soft_wrap=True)
+        elif console.is_terminal:
+            said = "" if event.loss is None else f"  loss {event.loss:.4g}"
+            bar.update(
+                task, total=event.steps, completed=event.step,
+                description=f"{recipe.name}  epoch {event.epoch}/{event.epochs}{said}",
+            )  # fmt: skip
+
+    return report
+
+
+def _line(event: Progress) -> str:
+    from equipoise.core.bounds import round_up
+
+    row = dict(event.row or {})
+    parts = [f"epoch {event.epoch}/{event.epochs}", f"train loss {row['train_loss']:.4f}"]
+    if row.get("accuracy") is not None:
+        parts.append(f"{row.get('split', 'test')} accuracy {row['accuracy']:.2%}")
+    parts += [f"certified at {e}: {_down(a)}" for e, a in row.get("certified_accuracy", {}).items()]
+    if row.get("bound") is not None:
+        parts.append(f"bound {round_up(row['bound'], 4)}")
+    return "  ".join([*parts, f"{row['seconds']:.1f} s"])
+
+
+def _down(share: float) -> str:
+    """A percentage rounded down: a certified share is never shown larger than it is.
+
+    >>> _down(0.99999), _down(0.29)
+    ('99.99%', '29.00%')
+    """
+    return f"{math.floor(share * 1e4 + 1e-9) / 1e4:.2%}"
+
+
+def _show(result: Result) -> None:
+    from equipoise.core.bounds import round_up
+
+    final = result.final
+    shown = table(f"{result.recipe.name} → {result.folder}", "figure", "value", right=("value",))
+    shown.add_row("epochs", str(final["epoch"]))
+    for name in ("train_loss", "train_accuracy", "loss", "accuracy"):
+        if final.get(name) is not None:
+            label = name if name.startswith("train") else f"{final.get('split', 'test')} {name}"
+            shown.add_row(label.replace("_", " "), f"{final[name]:.2%}" if "accuracy" in name else f"{final[name]:.4f}")
+    for epsilon, value in final.get("certified_accuracy", {}).items():
+        shown.add_row(f"certified accuracy at ε = {epsilon}", _down(value))
+    if final.get("bound") is not None:
+        shown.add_row("Lipschitz bound (ℓ2, proved)", round_up(final["bound"], 5))
+    elif final.get("bound_reason"):
+        shown.add_row("Lipschitz bound", f"refused: {final['bound_reason']}")
+    for name, value in (final.get("test") or {}).items():
+        if isinstance(value, float):
+            shown.add_row(f"test {name}", f"{value:.2%}" if "accuracy" in name else f"{value:.4f}")
+    results().print(shown, markup=False)
+    factory = result.recipe.model.factory
+    if factory.startswith("equipoise."):
+        results().print(f"Next: equipoise audit {result.folder}", markup=False)
+    else:
+        results().print(f"Next: equipoise audit {factory} --weights {result.folder}/model.safetensors", markup=False)

@@ -1,0 +1,263 @@
+"""Whole networks: `make_lipschitz` turns an existing one into one of a chosen constant, `export` into plain modules."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import down, up
+from equipoise.lipschitz import lipschitz_bound
+from equipoise.lipschitz.report import Report
+from equipoise.nn.constants import known_constant
+from equipoise.nn.convert import Change, convert
+from equipoise.nn.effective import Effective
+from equipoise.nn.export import ROUNDING, Certificate, plain
+
+
+class Rescaled(nn.Module):
+    """`factor·f` with the factor chosen so that the proved bound of the whole is the constant asked for.
+
+    The factor belongs to the weights f had when `rescale` was called. The layers of f stay 1-Lipschitz under
+    training, but a bound below 1 can grow towards 1, and so can that of plain layers that were left: call `rescale`
+    again after training; `current` says whether that is due.
+    """
+
+    factor: Tensor
+
+    def __init__(self, module: nn.Module, constant: float) -> None:
+        super().__init__()
+        self.module, self.constant = module, float(constant)
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+        self._fingerprint = ""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The scaled output."""
+        out = self.module(*inputs)
+        if not isinstance(out, Tensor):
+            raise InputError(f"a network to be scaled must return one tensor, got {type(out).__name__}")
+        return out * self.factor
+
+    @property
+    def current(self) -> bool:
+        """Whether the weights are those of the last `rescale`."""
+        return self._fingerprint == fingerprint(self.module)
+
+    def rescale(self, example_input: Any, *, rtol: float = 1e-3, ball: float | None = None) -> Report:
+        """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`."""
+        with evaluating(self):
+            self.factor.fill_(1.0)
+            stored = measurable(
+                self, example_input
+            )  # the same map: effective weights as constants, captured in no time
+            assert isinstance(stored, Rescaled)
+            for _ in range(6):  # once more with the factor, since the last layer's norm is measured with it
+                report = lipschitz_bound(stored, example_input, rtol=rtol, ball=ball)
+                if not report.upper > 0 or not math.isfinite(report.upper):
+                    raise Refused(f"the network's bound is {report.upper:g}: no factor makes it {self.constant:g}")
+                if (1 - 1e-4) * self.constant <= report.upper <= self.constant:
+                    break
+                stored.factor.mul_(self.constant / report.upper * (1 - 1e-6))
+            self.factor.copy_(stored.factor)
+            if report.upper > self.constant:
+                raise Refused(f"the bound stays above {self.constant:g}: {report.upper!r}; ask for a larger rtol")
+        self._fingerprint = fingerprint(self.module)
+        return report
+
+    def extra_repr(self) -> str:
+        """The constant and the factor."""
+        return f"constant={self.constant:g}, factor={float(self.factor):.6g}"
+
+
+def measurable(model: nn.Module, example_input: Any) -> nn.Module:
+    """The network with plain modules for the sizes of this input."""
+    with torch.no_grad():  # layers whose weights depend on the image size are exported for the size they last saw
+        model(*(x[:1] for x in (example_input if isinstance(example_input, tuple | list) else (example_input,))))
+    return plain(model)[0]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, every module's own mode restored after."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of all parameters and buffers.
+
+    >>> fingerprint(nn.ReLU()) == fingerprint(nn.ReLU())
+    True
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The converted network, what became of every module, and the bound of the whole (None: by construction only)."""
+
+    model: nn.Module
+    rows: tuple[Change, ...]
+    constant: float
+    report: Report | None
+
+    @property
+    def left(self) -> tuple[Change, ...]:
+        """The modules that could not be converted."""
+        return tuple(row for row in self.rows if row.action == "left")
+
+    def __str__(self) -> str:
+        head = ("module", "was", "now", "action", "note")
+        body = [(r.name, r.was, r.now, r.action, r.note) for r in self.rows]
+        widths = [max(len(r[i]) for r in [head, *body]) for i in range(4)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(r[:4], widths, strict=True)), r[4]]).rstrip() for r in [head, *body]
+        ]
+        measured = "by construction" if self.report is None else f"proved: at most {self.report.upper:.6g}"
+        return "\n".join([*lines, "", f"Lipschitz constant {self.constant:g} ({measured})"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        report = None if self.report is None else self.report.to_dict()
+        return {"constant": self.constant, "modules": [vars(row) for row in self.rows], "report": report}
+
+
+def make_lipschitz(
+    model: nn.Module,
+    constant: float = 1.0,
+    method: str = "sr",
+    *,
+    example_input: Any = None,
+    ball: float | None = None,
+    rtol: float = 1e-3,
+    **options: Any,
+) -> Converted:
+    """The network with every layer that has a 1-Lipschitz form converted to it, scaled to a proved constant.
+
+    Linear and convolutional layers get the parametrisation of `method`, starting from their weights; batch norm
+    becomes centring, overlapping max pooling disjoint, steep activations are divided by their constant
+    (`nn.convert.convert`). What is left (layer norm, attention, plain sums of branches in a `forward`) is counted:
+    the result is `factor·f` with `lipschitz_bound(result).upper` between `0.999·constant` and `constant`. The
+    function changes, so train it further; then `result.model.rescale(example_input)` sets the factor again.
+
+    Guarantee: `lipschitz_bound(result.model, example_input).upper ≤ constant`. Without an example the shape is read
+    off a first dense layer; where that cannot be done the constant must follow from the construction of every module,
+    and is then an upper bound for all input sizes, else the call is refused.
+
+    Args:
+        model: any module; it is not changed.
+        constant: the Lipschitz constant in ℓ2 to reach.
+        method: sr, aol, sn, rko, cayley, … (`nn.convert.methods()`).
+        example_input: a batch of inputs (only the shape matters).
+        ball: as in `lipschitz_bound`.
+        rtol: as in `lipschitz_bound`.
+        options: for every layer, e.g. `t=3`.
+
+    >>> found = make_lipschitz(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), constant=2.0)
+    >>> 1.998 <= lipschitz_bound(found.model.eval(), torch.zeros(1, 4)).upper <= 2.0
+    True
+    """
+    if not (constant > 0 and math.isfinite(constant)):
+        raise InputError(f"the constant must be a positive number, got {constant}")
+    new, rows = convert(model, method, **options)
+    scaled = Rescaled(new, constant)
+    example = first_input(new) if example_input is None else example_input
+    report = None
+    if example is not None:
+        report = scaled.rescale(example, rtol=rtol, ball=ball)
+    else:
+        known = known_constant(new)
+        if known is None:
+            why = next((f": {r.name} ({r.was}): {r.note}" for r in rows if r.action == "left"), "")
+            raise Refused(
+                f"the converted network's constant does not follow from its construction{why}; pass example_input, so that "
+                "it can be bounded"
+            )
+        scaled.factor.fill_(down(constant / max(known, 1.0)))
+    scaled.training = model.training
+    return Converted(scaled, rows, float(constant), report)
+
+
+def first_input(model: nn.Module) -> Tensor | None:
+    """Zeros of the input's shape where the first thing a chain of modules does is a dense layer; None elsewhere.
+
+    >>> first_input(nn.Sequential(nn.Flatten(), nn.Linear(5, 2))).shape
+    torch.Size([1, 5])
+    """
+    while type(model) is nn.Sequential and len(model):
+        kept = [part for part in model if not isinstance(part, nn.Flatten | nn.Identity | nn.Dropout)]
+        if not kept:
+            return None
+        model = kept[0]
+    features = getattr(model, "in_features", None)
+    if isinstance(model, nn.Linear | Effective) and isinstance(features, int):
+        weight = next(model.parameters())
+        return torch.zeros(1, features, dtype=weight.dtype, device=weight.device)
+    return None
+
+
+def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, ball: float | None = None) -> nn.Module:
+    """Plain modules with the effective weights: same outputs, no overhead, ready for `torch.export` and ONNX.
+
+    A deep copy in evaluation mode; the attribute `certificate` says what was proved of it: a bound per layer, and one
+    of the whole from `lipschitz_bound` on the example (or from the construction, without one).
+
+    >>> from equipoise.nn.named import SRLinear
+    >>> net = export(nn.Sequential(SRLinear(4, 4), nn.ReLU()), torch.zeros(1, 4))
+    >>> type(net[0]).__name__, net.certificate.upper <= 1.00001
+    ('Linear', True)
+    """
+    if example_input is not None:
+        with evaluating(model):
+            measurable(model, example_input)
+    new, rows = plain(model)
+    new.eval()
+    certificate = Certificate(rows)
+    known = known_constant(model)
+    if known is not None:
+        upper = up(known * ROUNDING ** len(rows))
+        certificate = replace(certificate, upper=upper, source="construction")
+    if example_input is not None:
+        bound = lipschitz_bound(new, example_input, rtol=rtol, ball=ball).upper
+        if certificate.upper is None or bound <= certificate.upper:
+            certificate = replace(certificate, upper=bound, source="lipschitz_bound of the exported network")
+    new.certificate = certificate  # type: ignore[assignment]
+    return new
+
+
+def converted(
+    *,
+    base: str,
+    arguments: dict[str, Any] | None = None,
+    constant: float = 1.0,
+    method: str = "sr",
+    options: dict[str, Any] | None = None,
+) -> Rescaled:
+    """A converted network of `nn.models` to load a checkpoint into: the factor comes with the state, or from `rescale`.
+
+    The factory of checkpoints of converted networks: `equipoise.conversion:converted`.
+
+    >>> model = converted(base="mlp", arguments={"widths": [8]})
+    >>> type(model.module[1]).__name__
+    'SRLinear'
+    """
+    from equipoise.nn.models import build
+
+    return Rescaled(convert(build(base, **(arguments or {})), method, **(options or {}))[0], constant)

@@ -1,0 +1,236 @@
+"""Activations that are 1-Lipschitz, and what is known of the slopes of PyTorch's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.bounds import Bound, Kind
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import down, up
+
+
+class MaxMin(nn.Module):
+    """`(a, b) → (max(a, b), min(a, b))` on pairs of channels, the first half against the second: a reordering.
+
+    Guarantee: 1-Lipschitz and norm preserving, in every dtype (nothing is rounded).
+
+    Reference: Anil, Lucas, Grosse (2019), Sorting out Lipschitz function approximation; there GroupSort of size 2.
+
+    >>> MaxMin()(torch.tensor([[1.0, 5.0, 3.0, 4.0]]))
+    tensor([[3., 5., 1., 4.]])
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sorted pairs."""
+        _divisible(x, self.dim, 2, "MaxMin")
+        a, b = x.chunk(2, self.dim)
+        return torch.cat([torch.maximum(a, b), torch.minimum(a, b)], self.dim)
+
+    def extra_repr(self) -> str:
+        """The dimension."""
+        return f"dim={self.dim}"
+
+
+class GroupSort(nn.Module):
+    """Sorts every group of `size` neighbouring channels in increasing order; all of them where `size` is None.
+
+    Guarantee: 1-Lipschitz (sorting is a contraction) and norm preserving, in every dtype.
+
+    Reference: Anil, Lucas, Grosse (2019), §4.1.
+
+    >>> GroupSort(3)(torch.tensor([[3.0, 1.0, 2.0, 9.0, 8.0, 7.0]]))
+    tensor([[1., 2., 3., 7., 8., 9.]])
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(self, size: int | None = 2, dim: int = 1) -> None:
+        super().__init__()
+        if size is not None and size < 1:
+            raise InputError(f"the group size must be at least 1, got {size}")
+        self.size, self.dim = size, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sorted groups."""
+        if self.size is None:
+            return x.sort(self.dim).values
+        _divisible(x, self.dim, self.size, "GroupSort")
+        dim = self.dim % x.dim()
+        shape = (*x.shape[:dim], x.shape[dim] // self.size, self.size, *x.shape[dim + 1 :])
+        return x.reshape(shape).sort(dim + 1).values.reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        """Group size and dimension."""
+        return f"size={self.size}, dim={self.dim}"
+
+
+class HouseholderActivation(nn.Module):
+    """`z → z − 2·min(vᵀz, 0)·v`, `v = (sin θ/2, −cos θ/2)`, on pairs of channels (first half, second half), θ learned.
+
+    Pairs on one side of the line through the origin at angle θ/2 stay, those on the other side are reflected on it:
+    the Jacobian is the identity or a Householder reflection. θ = π/2 at the start, which is MaxMin.
+
+    Guarantee: 1-Lipschitz for every θ and norm preserving (`‖σ(z)‖ = ‖z‖`: there is no factor 1/√2 in it), up to the
+    rounding of v: v is a unit vector by construction, whatever θ is, and not a learned vector that has to be divided
+    by its norm.
+
+    Reference: Singla, Singla, Feizi (2022), Improved deterministic ℓ2 robustness on CIFAR-10 and CIFAR-100, §4.
+
+    >>> HouseholderActivation(4)(torch.tensor([[1.0, 5.0, 3.0, 4.0]])).round(decimals=4)
+    tensor([[3., 5., 1., 4.]], grad_fn=<RoundBackward1>)
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(
+        self, channels: int, dim: int = 1, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        if channels < 2 or channels % 2:
+            raise InputError(f"Householder works on pairs: the number of channels must be even, got {channels}")
+        self.channels, self.dim = channels, dim
+        self.theta = nn.Parameter(torch.full((channels // 2,), math.pi / 2, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The reflected pairs."""
+        if x.shape[self.dim] != self.channels:
+            raise InputError(f"expected {self.channels} channels in dimension {self.dim}, got {tuple(x.shape)}")
+        shape = [1] * x.dim()
+        shape[self.dim] = self.channels // 2
+        half = self.theta.reshape(shape) / 2
+        s, c = half.sin(), -half.cos()
+        a, b = x.chunk(2, self.dim)
+        t = 2 * (s * a + c * b).clamp(max=0)
+        return torch.cat([a - t * s, b - t * c], self.dim)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """`max(1, 2‖v‖² − 1)` with v as it was rounded: 1 up to a few units in the last place."""
+        half = self.theta.detach() / 2
+        square = half.sin().double().square() + half.cos().double().square()
+        return Bound(up(max(1.0, 2 * float(square.max()) - 1)), Kind.UPPER, "reflections")
+
+    def extra_repr(self) -> str:
+        """Channels and dimension."""
+        return f"{self.channels}, dim={self.dim}"
+
+
+class Contracted(nn.Module):
+    """`φ(x)/L` for an activation φ whose slopes go beyond 1 (GELU, SiLU, Mish, …), with L its exact constant, rounded
+    up.
+
+    >>> x = torch.linspace(1.3, 1.5, 50, dtype=torch.float64)
+    >>> y = Contracted(nn.GELU())(x)
+    >>> bool(((y[1:] - y[:-1]) <= (x[1:] - x[:-1])).all())
+    True
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        found = slopes(activation)
+        if found is None:
+            raise Refused(
+                f"the slopes of {type(activation).__name__} are not known here, so there is nothing to divide by"
+            )
+        self.activation = activation
+        self.factor = down(1 / max(1.0, *map(abs, found)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation, shrunk."""
+        return self.activation(x) * self.factor
+
+    def extra_repr(self) -> str:
+        """The factor."""
+        return f"factor={self.factor:.6g}"
+
+
+def _divisible(x: Tensor, dim: int, size: int, name: str) -> None:
+    if x.shape[dim] % size:
+        raise InputError(
+            f"{name} needs a number of channels divisible by {size}, got {x.shape[dim]} in dimension {dim} of {tuple(x.shape)}"
+        )
+
+
+#: (lowest, largest) slope, rounded outward, of modules without parameters that matter
+_SLOPES: dict[type[nn.Module], tuple[float, float]] = {
+    nn.Identity: (1, 1),
+    nn.ReLU: (0, 1),
+    nn.ReLU6: (0, 1),
+    nn.Hardtanh: (0, 1),
+    nn.Tanh: (0, 1),
+    nn.Sigmoid: (0, 0.25),
+    nn.Softsign: (0, 1),
+    nn.Softplus: (0, 1),
+    nn.LogSigmoid: (0, 1),
+    nn.Softshrink: (0, 1),
+    nn.CELU: (0, 1),
+    nn.Hardsigmoid: (0, 0.16666668),
+    nn.SiLU: (-0.09984, 1.09984),
+    nn.Mish: (-0.11253, 1.0884983),
+    nn.SELU: (0, 1.7580995),
+    nn.Hardswish: (-0.5000001, 1.5000001),
+    nn.Tanhshrink: (0, 1),
+}
+
+
+def slopes(activation: nn.Module) -> tuple[float, float] | None:
+    """The interval of slopes of a pointwise activation, rounded outward; None where it is not known.
+
+    >>> slopes(nn.ReLU()), slopes(nn.LeakyReLU(0.1)), slopes(nn.GELU())[1] > 1.1289, slopes(nn.Linear(1, 1))
+    ((0, 1), (0.1, 1.0), True, None)
+    """
+    kind = type(activation)  # exact: a subclass may have another forward
+    if isinstance(activation, nn.LeakyReLU) and kind is nn.LeakyReLU:
+        return min(activation.negative_slope, 1.0), max(activation.negative_slope, 1.0)
+    if isinstance(activation, nn.ELU) and kind is nn.ELU:
+        alpha = float(activation.alpha)
+        return min(0.0, alpha), max(1.0, alpha)
+    if isinstance(activation, nn.GELU) and kind is nn.GELU:
+        top = 1.1289932 if activation.approximate == "tanh" else 1.1289042
+        return 1 - top, top
+    if isinstance(activation, nn.Softplus) and (activation.threshold < 15 or activation.beta <= 0):
+        return None  # PyTorch switches to x with a jump
+    if isinstance(activation, nn.CELU) and activation.alpha <= 0:
+        return None
+    if isinstance(activation, Contracted):
+        inner = slopes(activation.activation)
+        return None if inner is None else (inner[0] * activation.factor, min(1.0, inner[1] * activation.factor))
+    return _SLOPES.get(kind)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": lambda: nn.LeakyReLU(0.1),
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "softplus": nn.Softplus,
+    "elu": nn.ELU,
+    "identity": nn.Identity,
+    "maxmin": MaxMin,
+    "groupsort": GroupSort,
+}
+
+
+def activation(name: str) -> nn.Module:
+    """An activation by the name that recipes use.
+
+    >>> activation("maxmin")
+    MaxMin(dim=1)
+    """
+    if name not in ACTIVATIONS:
+        raise InputError(f"there is no activation {name!r}; there are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]()

@@ -1,0 +1,101 @@
+"""What is known of a module's Lipschitz constant by its construction, whatever its parameters are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from equipoise.core.precision import up
+from equipoise.nn.activations import slopes
+from equipoise.nn.effective import Effective
+
+_ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
+_RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_MEAN = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+_ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+
+
+def known_constant(module: nn.Module) -> float | None:
+    """An upper bound of the module's ℓ2 constant in evaluation mode that holds for all values of its parameters, or
+    None.
+
+    It is read off the construction: equipoise's layers have 1, compositions multiply, activations and pooling come
+    from tables. A module of yours can state its own in an attribute `lipschitz_constant`; that is your claim. Plain
+    weights, batch norm, modules with hooks and other forwards give None: `equipoise.lipschitz_bound` bounds those,
+    for the weights they have now.
+
+    In exact arithmetic; the rounding of effective weights adds at most 1e-5 per layer.
+
+    >>> known_constant(nn.Sequential(nn.Flatten(), nn.ReLU())), known_constant(nn.MaxPool2d(3, 2, 1))
+    (1.0, 2.0)
+    """
+    if hooked(module):
+        return None
+    if "lipschitz_constant" in vars(module):
+        return float(vars(module)["lipschitz_constant"])
+    maker, claimer = _owner(module, "forward"), _owner(module, "lipschitz_constant")
+    if claimer is not None:  # a subclass with another forward does not inherit the claim
+        stated = module.lipschitz_constant if claimer is maker else None
+        return None if stated is None else float(stated)  # type: ignore[arg-type]
+    if isinstance(module, Effective):
+        own = maker is not None and maker.__module__.startswith("equipoise.")
+        return 1.0 if own and getattr(module, "certified", True) else None
+    if type(module) is nn.Sequential:
+        total = 1.0
+        for part in module:
+            constant = known_constant(part)
+            if constant is None:
+                return None
+            total = total if constant == 1 else up(total * constant)
+        return total
+    return _plain(module)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of the module or of a part of it does more than its class says: hooks, or a patched forward.
+
+    >>> hooked(nn.ReLU())
+    False
+    """
+    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
+
+
+def _owner(module: nn.Module, name: str) -> type | None:
+    """The class that defines an attribute."""
+    return next((c for c in type(module).__mro__ if name in vars(c)), None)
+
+
+def _plain(module: nn.Module) -> float | None:
+    """PyTorch's own modules, by exact type: a subclass may have another forward."""
+    kind = type(module)
+    if kind in _ISOMETRIES or kind in _RANDOM:
+        return 1.0
+    if kind in _MAX:
+        return overlap(module)
+    if kind in _MEAN:
+        plain = getattr(module, "count_include_pad", True) and not module.ceil_mode
+        return 1.0 if plain and getattr(module, "divisor_override", None) is None else None
+    if kind in _ADAPTIVE:
+        size = module.output_size
+        return 1.0 if size == 1 or (isinstance(size, tuple) and set(size) == {1}) else None
+    found = slopes(module)
+    return None if found is None else max(abs(found[0]), abs(found[1]))
+
+
+def overlap(pool: Any) -> float:
+    """`√Π ⌈k·gcd(s, d)/s⌉` of a max pooling: the number of windows that one pixel reaches, 1 without overlap.
+
+    >>> overlap(nn.MaxPool2d(3, 2, 1)), overlap(nn.MaxPool2d(2))
+    (2.0, 1.0)
+    """
+    dims = int(type(pool).__name__[-2])
+    k, s, d = (
+        (v,) * dims if isinstance(v, int) else tuple(v)
+        for v in (pool.kernel_size, pool.stride if pool.stride is not None else pool.kernel_size, pool.dilation)
+    )
+    windows = math.prod(-(-a * math.gcd(b, c) // b) for a, b, c in zip(k, s, d, strict=True))
+    whole = math.isqrt(windows)
+    return float(whole) if whole * whole == windows else up(math.sqrt(windows))

@@ -1,0 +1,110 @@
+"""A trained network without the training: plain modules with the effective weights, and what is known of their norms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import up
+from equipoise.nn.constants import hooked, known_constant
+from equipoise.nn.effective import Effective
+from equipoise.norms import spectral_norm
+
+#: what the rounding of a layer's effective weights may add to its constant
+ROUNDING = 1 + 1e-5
+
+
+@dataclass(frozen=True)
+class LayerNorm2:
+    """Upper bound of one exported layer's ℓ2 constant: `spectral norm` for the stored weights, or `construction`."""
+
+    name: str
+    layer: str
+    upper: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was proved when a network was exported: a bound per layer, and one of the whole where it could be had.
+
+    It speaks of the stored weights; changing them makes it void.
+    """
+
+    layers: tuple[LayerNorm2, ...]
+    upper: float | None = None
+    source: str = ""
+    norm: str = "l2"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
+    """A deep copy with `layer.export()` in place of every layer that has effective weights, and their norms.
+
+    Modules used twice stay one module. Outputs are equal up to the rounding of one product (≤ 1e-6 relative).
+
+    >>> from equipoise.nn.named import SRLinear
+    >>> net, rows = plain(nn.Sequential(SRLinear(4, 4), nn.ReLU()))
+    >>> type(net[0]).__name__, rows[0].upper <= 1.00001
+    ('Linear', True)
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected an nn.Module, got {type(model).__name__}")
+    rows: list[LayerNorm2] = []
+    memo: dict[int, Any] = {}
+    for path, layer in _outermost(model, ""):
+        if id(layer) in memo:
+            continue
+        make = getattr(layer, "export", None)
+        if make is None:
+            raise Refused(f"{path or 'the model'} ({type(layer).__name__}) does not say how it is exported")
+        if hooked(layer):
+            raise Refused(
+                f"{path or 'the model'} ({type(layer).__name__}) has hooks or a patched forward; remove them first"
+            )
+        new: nn.Module = copy.deepcopy(make())
+        memo[id(layer)] = new.train(layer.training)
+        rows.append(_norm(path, layer, new))
+    return copy.deepcopy(model, memo), tuple(rows)  # what is in the memo is taken from there, wherever it is used
+
+
+def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, Effective]]:
+    """Layers with effective weights that are not part of another one."""
+    if isinstance(module, Effective):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _outermost(child, f"{path}.{name}" if path else name)
+
+
+def _norm(path: str, layer: Effective, new: nn.Module) -> LayerNorm2:
+    name = path or "(the model)"
+    try:
+        upper = spectral_norm(new, rtol=1e-4).upper
+    except (Refused, InputError):
+        constant = known_constant(layer)
+        return LayerNorm2(
+            name, type(layer).__name__, None if constant is None else up(constant * ROUNDING), "construction"
+        )
+    top = float(upper.max()) if isinstance(upper, Tensor) else float(upper)
+    return LayerNorm2(name, type(layer).__name__, top, "spectral norm, all input sizes")
+
+
+def largest_difference(a: nn.Module, b: nn.Module, x: Tensor) -> float:
+    """Largest difference of two networks' outputs relative to the largest output, in evaluation mode as they are.
+
+    >>> largest_difference(nn.ReLU(), nn.ReLU(), torch.ones(1, 2))
+    0.0
+    """
+    with torch.no_grad():
+        one, two = a(x), b(x)
+    return float((one - two).abs().max() / one.abs().max().clamp_min(torch.finfo(one.dtype).tiny))

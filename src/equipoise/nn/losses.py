@@ -1,0 +1,214 @@
+"""Losses that ask for a margin: `z` are logits (batch, classes), `y` labels, `L` a Lipschitz constant of the logit map.
+
+`K_ij` bounds the Lipschitz constant of `z_i − z_j`: `√2·L` for any pair, `L_trunk·‖w_i − w_j‖₂` where the last layer
+W is known. Both may be tensors with a graph; then the constants are trained as well.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.core.errors import InputError
+
+#: 3/2·√2: the offset of the thesis, in units of the constant
+OFFSET = 1.5 * math.sqrt(2)
+
+
+def offset_cross_entropy(
+    z: Tensor, y: Tensor, temperature: float = 0.25, offset: float = OFFSET, lipschitz: float = 1.0
+) -> Tensor:
+    """`t·CE((z − u·e_y)/t, y)` with temperature t and offset `u = offset·L`: the true logit has to win by u before
+    the loss is small.
+
+    Reference: Prach, Lampert (2022), Almost-orthogonal layers for efficient general-purpose Lipschitz networks, §5
+    (there u = √2, t = 1/4).
+
+    >>> z = torch.tensor([[3.0, 0.0]])
+    >>> float(offset_cross_entropy(z, torch.tensor([0]))) < float(offset_cross_entropy(z, torch.tensor([1])))
+    True
+    """
+    _check(z, y)
+    if not temperature > 0:
+        raise InputError(f"the temperature must be positive, got {temperature}")
+    shifted = z - offset * lipschitz * _one_hot(z, y)
+    return temperature * functional.cross_entropy(shifted / temperature, y)
+
+
+def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor | float = 1.0) -> Tensor:
+    """`mean max(0, √2·L·ε − (z_y − max_{k≠y} z_k))`: zero exactly where every input is certified at radius ε.
+
+    >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
+    0.0
+    """
+    _check(z, y)
+    return functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(z, y)).mean()
+
+
+def margin(z: Tensor, y: Tensor) -> Tensor:
+    """`z_y − max_{k≠y} z_k`, differentiable.
+
+    >>> margin(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]))
+    tensor([1.])
+    """
+    _check(z, y)
+    own = _one_hot(z, y).bool()
+    return z.gather(1, y[:, None])[:, 0] - z.masked_fill(own, -math.inf).amax(1)
+
+
+def pair_constants(
+    y: Tensor, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None, classes: int | None = None
+) -> Tensor:
+    """`K_{y,k}` (batch, classes) with 0 at k = y: `√2·L`, or `L·‖w_y − w_k‖` where the last layer's weight is given.
+
+    >>> pair_constants(torch.tensor([1]), 2.0, torch.eye(2)).round(decimals=4)
+    tensor([[2.8284, 0.0000]])
+    """
+    if weight is not None:
+        gap = (weight[y][:, None, :] - weight[None]).square().sum(-1)
+        own = functional.one_hot(y, len(weight)).bool()
+        distance = gap.masked_fill(own, 1.0).sqrt()  # the root has no gradient at 0
+        return (lipschitz * distance).masked_fill(own, 0.0)
+    if classes is None:
+        raise InputError("pair_constants needs the number of classes or the last layer's weight")
+    own = functional.one_hot(y, classes).bool()
+    every = torch.as_tensor(math.sqrt(2) * lipschitz, device=y.device).expand(len(y), classes)
+    return every.masked_fill(own, 0.0)
+
+
+def lipschitz_margin(
+    z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None
+) -> Tensor:
+    """`CE(z + ε·K_y, y)`: every wrong logit is lifted by what an attacker of radius ε could win against the true one
+    (LMT).
+
+    Reference: Tsuzuku, Sato, Sugiyama (2018), Lipschitz-margin training, Algorithm 1.
+
+    >>> z, y = torch.tensor([[3.0, 0.0]]), torch.tensor([0])
+    >>> bool(lipschitz_margin(z, y, 0.5) > functional.cross_entropy(z, y))
+    True
+    """
+    _check(z, y)
+    return functional.cross_entropy(z + epsilon * pair_constants(y, lipschitz, weight, z.shape[1]).to(z.dtype), y)
+
+
+def gloro_logits(z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None) -> Tensor:
+    """`(z, z_⊥)` with `z_⊥ = max_{k≠j} (z_k + ε·K_{jk})`, j the predicted class: ⊥ wins exactly where radius ε is not
+    certified.
+
+    Reference: Leino, Wang, Fredrikson (2021), Globally-robust neural networks, §3.
+
+    >>> gloro_logits(torch.tensor([[3.0, 0.0]]), 1.0).argmax(1), gloro_logits(torch.tensor([[1.0, 0.0]]), 1.0).argmax(1)
+    (tensor([0]), tensor([2]))
+    """
+    j = z.argmax(1)
+    lifted = z + epsilon * pair_constants(j, lipschitz, weight, z.shape[1]).to(z.dtype)
+    bottom = lifted.masked_fill(_one_hot(z, j).bool(), -math.inf).amax(1, keepdim=True)
+    return torch.cat([z, bottom], 1)
+
+
+def gloro(
+    z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None
+) -> Tensor:
+    """Cross-entropy with the extra class ⊥ of `gloro_logits`: the loss is small only where y wins by a certified
+    margin.
+
+    >>> float(gloro(torch.tensor([[9.0, 0.0]]), torch.tensor([0]), 1.0)) < 0.01
+    True
+    """
+    _check(z, y)
+    return functional.cross_entropy(gloro_logits(z, epsilon, lipschitz, weight), y)
+
+
+def gloro_trades(
+    z: Tensor,
+    y: Tensor,
+    epsilon: float,
+    lipschitz: Tensor | float = 1.0,
+    weight: Tensor | None = None,
+    beta: float = 1.2,
+) -> Tensor:
+    """`CE(z, y) + β·KL(p ‖ p_⊥)`: accuracy, plus what the class ⊥ takes from the prediction (p has probability 0 at ⊥).
+
+    Reference: Leino, Wang, Fredrikson (2021), appendix (the TRADES-like variant).
+
+    >>> z, y = torch.tensor([[3.0, 0.0]]), torch.tensor([0])
+    >>> bool(gloro_trades(z, y, 0.5) > functional.cross_entropy(z, y))
+    True
+    """
+    _check(z, y)
+    log_p = z.log_softmax(1)
+    log_q = gloro_logits(z, epsilon, lipschitz, weight).log_softmax(1)[:, :-1]
+    divergence = (log_p.exp() * (log_p - log_q)).sum(1).mean()
+    return functional.cross_entropy(z, y) + beta * divergence
+
+
+def emma(z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None) -> Tensor:
+    """`CE(z_k + ε_k·K_{yk}, y)` with `ε_k = clip((z_y − z_k)/K_{yk}, 0, ε)`, no gradient through ε_k.
+
+    Every wrong class is lifted only as far as the margin reached so far, at most to radius ε: efficient margin
+    maximisation.
+
+    Reference: Hu, Zou, Wang, Leino, Fredrikson (2023), Unlocking deterministic robustness certification on ImageNet,
+    §4.
+
+    >>> z, y = torch.tensor([[0.0, 3.0]]), torch.tensor([0])
+    >>> torch.allclose(emma(z, y, 1.0), functional.cross_entropy(z, y))  # a wrong class that wins is not lifted
+    True
+    """
+    _check(z, y)
+    K = pair_constants(y, lipschitz, weight, z.shape[1]).to(z.dtype)
+    with torch.no_grad():
+        reached = (z.gather(1, y[:, None]) - z) / K.clamp_min(torch.finfo(z.dtype).tiny)
+        radius = reached.clamp(0, epsilon)
+    return functional.cross_entropy(z + radius * K, y)
+
+
+class OffsetCrossEntropy(nn.Module):
+    """`offset_cross_entropy` as a module.
+
+    >>> OffsetCrossEntropy()(torch.zeros(2, 3), torch.tensor([0, 1])).shape
+    torch.Size([])
+    """
+
+    def __init__(self, temperature: float = 0.25, offset: float = OFFSET, lipschitz: float = 1.0) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise InputError(f"the temperature must be positive, got {temperature}")
+        self.temperature, self.offset, self.lipschitz = temperature, offset, lipschitz
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        """The loss."""
+        return offset_cross_entropy(z, y, self.temperature, self.offset, self.lipschitz)
+
+    def extra_repr(self) -> str:
+        """The constants."""
+        return f"temperature={self.temperature}, offset={self.offset:.6g}, lipschitz={self.lipschitz}"
+
+
+def _one_hot(z: Tensor, y: Tensor) -> Tensor:
+    return functional.one_hot(y, z.shape[1]).to(z.dtype)
+
+
+def _check(z: Tensor, y: Tensor) -> None:
+    if z.dim() != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or y.is_floating_point():
+        raise InputError(
+            f"expected logits (batch, classes ≥ 2) and integer labels (batch,), got {tuple(z.shape)} and "
+            f"{tuple(y.shape)} {y.dtype}"
+        )
+
+
+#: losses by the name that recipes use; those in MARGIN_LOSSES take `epsilon`, `lipschitz` and `weight`
+LOSSES = {
+    "cross_entropy": functional.cross_entropy,
+    "offset_cross_entropy": offset_cross_entropy,
+    "margin_hinge": margin_hinge,
+    "lmt": lipschitz_margin,
+    "gloro": gloro,
+    "gloro_trades": gloro_trades,
+    "emma": emma,
+}
+MARGIN_LOSSES = ("lmt", "gloro", "gloro_trades", "emma")

@@ -1,0 +1,96 @@
+"""Networks by name: every builder takes keyword arguments that JSON can hold, so that a checkpoint can rebuild its model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from equipoise.core.errors import InputError
+from equipoise.nn.models.lipschitz import (
+    liresnet,
+    orthogonal_cnn,
+    sandwich_cnn,
+    sandwich_mlp,
+    sll,
+    sll_medium,
+    sll_small,
+    sll_tiny,
+)
+from equipoise.nn.models.plain import cnn, mlp, mlp_mixer, vgg16, vgg19
+from equipoise.nn.models.resnets import (
+    cifar_resnet,
+    cifar_resnet20,
+    cifar_resnet56,
+    cifar_resnet110,
+    resnet18,
+    resnet34,
+    resnet50,
+    wide_resnet,
+)
+
+Builder = Callable[..., nn.Module]
+
+#: networks without a constraint
+PLAIN: dict[str, Builder] = {
+    builder.__name__: builder
+    for builder in (
+        mlp, cnn, mlp_mixer, vgg16, vgg19, resnet18, resnet34, resnet50, cifar_resnet, cifar_resnet20, cifar_resnet56,
+        cifar_resnet110, wide_resnet,
+    )
+}  # fmt: skip
+#: networks whose constant is 1, or the argument `constant`
+LIPSCHITZ: dict[str, Builder] = {
+    builder.__name__: builder
+    for builder in (sll, sll_tiny, sll_small, sll_medium, liresnet, orthogonal_cnn, sandwich_cnn, sandwich_mlp)
+}
+#: all builders by name
+MODELS: dict[str, Builder] = {**PLAIN, **LIPSCHITZ}
+
+
+def build(name: str, **arguments: Any) -> nn.Module:
+    """The network of that name; unknown names and arguments are refused with what there is.
+
+    >>> build("mlp", widths=[8]).__class__.__name__
+    'Sequential'
+    """
+    if name not in MODELS:
+        raise InputError(f"there is no model {name!r}; there are {', '.join(sorted(MODELS))}")
+    known = inspect.signature(MODELS[name]).parameters
+    unknown = [key for key in arguments if key not in known]
+    if unknown:
+        raise InputError(f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(known)}")
+    return MODELS[name](**arguments)
+
+
+def factory(name: str) -> str:
+    """What a checkpoint's `config.json` calls the builder.
+
+    >>> factory("mlp")
+    'equipoise.nn.models:mlp'
+    """
+    if name not in MODELS:
+        raise InputError(f"there is no model {name!r}; there are {', '.join(sorted(MODELS))}")
+    return f"{__name__}:{name}"
+
+
+def input_shape(name: str, **arguments: Any) -> tuple[int, ...]:
+    """The shape of one input of the model built with these arguments.
+
+    >>> input_shape("cnn"), input_shape("mlp", in_channels=1, input_size=[4, 6])
+    ((3, 32, 32), (1, 4, 6))
+    """
+    if name not in MODELS:
+        raise InputError(f"there is no model {name!r}; there are {', '.join(sorted(MODELS))}")
+    defaults = {k: p.default for k, p in inspect.signature(MODELS[name]).parameters.items()}
+    values = {**defaults, **arguments}
+    if values.get("in_features") is not None:
+        return (int(values["in_features"]),)
+    size = values["input_size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(values["in_channels"]), int(height), int(width)
+
+
+__all__ = ["LIPSCHITZ", "MODELS", "PLAIN", "build", "factory", "input_shape", *MODELS]

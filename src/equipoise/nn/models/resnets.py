@@ -1,0 +1,288 @@
+"""Residual networks: ResNet-18/34/50, the CIFAR ResNets of depth 6n + 2, wide ResNets. Layer names are the customary ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.core.errors import InputError
+from equipoise.nn.models.parts import IMAGENET_MEAN, IMAGENET_STD, Size, normalising, pair
+
+
+def _conv(i: int, o: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(i, o, kernel, stride, kernel // 2, bias=False)
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions; the shortcut is the identity, a projection ("B"), or subsampling with zero channels ("A")."""
+
+    expansion: ClassVar[int] = 1
+
+    def __init__(self, i: int, width: int, stride: int = 1, option: Literal["A", "B"] = "B") -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(i, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width), nn.BatchNorm2d(width)
+        self.stride, self.extra = stride, width - i
+        projected = option == "B" and (stride != 1 or i != width)
+        self.downsample = _projection(i, width, stride) if projected else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block."""
+        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        if self.downsample is not None:
+            x = self.downsample(x)
+        elif self.stride != 1 or self.extra:
+            before = self.extra // 2
+            x = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, self.extra - before))
+        return functional.relu(x + y)
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3, 1×1 convolutions with four times as many channels at the end; a projection where the shape changes."""
+
+    expansion: ClassVar[int] = 4
+
+    def __init__(self, i: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        o = 4 * width
+        self.conv1, self.bn1 = _conv(i, width, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = _conv(width, o, 1), nn.BatchNorm2d(o)
+        self.downsample = _projection(i, o, stride) if stride != 1 or i != o else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block."""
+        y = functional.relu(self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x))))))
+        y = self.bn3(self.conv3(y))
+        return functional.relu((x if self.downsample is None else self.downsample(x)) + y)
+
+
+def _projection(i: int, o: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(_conv(i, o, 1, stride), nn.BatchNorm2d(o))
+
+
+class ResNet(nn.Module):
+    """Stem, four stages that halve the image, mean over pixels, dense head `fc`."""
+
+    def __init__(self, block: type[BasicBlock] | type[Bottleneck], counts: Sequence[int], num_classes: int,
+                 in_channels: int, width: int, stem: str, normalise: list[nn.Module]) -> None:  # fmt: skip
+        super().__init__()
+        if stem not in ("imagenet", "cifar"):
+            raise InputError(f"stem is 'imagenet' (7×7, stride 2, max pooling) or 'cifar' (3×3), got {stem!r}")
+        small = stem == "cifar"
+        self.normalise = nn.Sequential(*normalise)
+        self.conv1 = _conv(in_channels, width) if small else _conv(in_channels, width, 7, 2)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.maxpool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
+        channels = width
+        for stage, count in enumerate(counts):
+            blocks = []
+            for index in range(count):
+                blocks.append(block(channels, width * 2**stage, 2 if stage and not index else 1))
+                channels = width * 2**stage * block.expansion
+            self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        y = self.maxpool(functional.relu(self.bn1(self.conv1(self.normalise(x)))))
+        for stage in (1, 2, 3, 4):
+            y = self.get_submodule(f"layer{stage}")(y)
+        return self.fc(y.mean((2, 3)))
+
+
+class CifarResNet(nn.Module):
+    """The CIFAR ResNet of depth 6n + 2: three stages of n option-A blocks with 16, 32, 64 channels, dense head `linear`."""
+
+    def __init__(self, depth: int, num_classes: int, in_channels: int, width: int, normalise: list[nn.Module]) -> None:
+        super().__init__()
+        if depth < 8 or (depth - 2) % 6:
+            raise InputError(f"a CIFAR ResNet has depth 6n + 2 (8, 14, 20, …, 56, …, 110), got {depth}")
+        n = (depth - 2) // 6
+        self.normalise = nn.Sequential(*normalise)
+        self.conv1, self.bn1 = _conv(in_channels, width), nn.BatchNorm2d(width)
+        channels = width
+        for stage in range(3):
+            out = width * 2**stage
+            first = BasicBlock(channels, out, 2 if stage else 1, "A")
+            self.add_module(f"layer{stage + 1}", nn.Sequential(first, *(BasicBlock(out, out) for _ in range(n - 1))))
+            channels = out
+        self.linear = nn.Linear(channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        y = functional.relu(self.bn1(self.conv1(self.normalise(x))))
+        for stage in (1, 2, 3):
+            y = self.get_submodule(f"layer{stage}")(y)
+        return self.linear(y.mean((2, 3)))
+
+
+Stem = Literal["imagenet", "cifar"]
+
+
+def resnet18(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    width: int = 64,
+    stem: Stem = "cifar",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> ResNet:
+    """ResNet-18; `stem="imagenet", num_classes=1000, input_size=224` is the original, whose state-dict names it has.
+
+    Reference: He et al. (2016), Deep residual learning for image recognition.
+
+    >>> import torch
+    >>> resnet18(width=4, in_channels=1)(torch.zeros(2, 1, 16, 16)).shape
+    torch.Size([2, 10])
+    """
+    pair(input_size)
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, width, stem, normalising(mean, std))
+
+
+def resnet34(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    width: int = 64,
+    stem: Stem = "cifar",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> ResNet:
+    """ResNet-34, as `resnet18`."""
+    pair(input_size)
+    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, width, stem, normalising(mean, std))
+
+
+def resnet50(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    width: int = 64,
+    stem: Stem = "cifar",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> ResNet:
+    """ResNet-50 with bottleneck blocks, as `resnet18`."""
+    pair(input_size)
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, width, stem, normalising(mean, std))
+
+
+def cifar_resnet(
+    *,
+    depth: int = 20,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    width: int = 16,
+    mean: Sequence[float] | None = IMAGENET_MEAN,
+    std: Sequence[float] | None = IMAGENET_STD,
+) -> CifarResNet:
+    """CIFAR ResNet of depth 6n + 2 with option-A shortcuts; takes pixels in [0, 1] and normalises them itself.
+
+    Reference: He et al. (2016), §4.2.
+
+    >>> sum(p.numel() for p in cifar_resnet().parameters())
+    269722
+    """
+    pair(input_size)
+    return CifarResNet(depth, num_classes, in_channels, width, normalising(mean, std))
+
+
+def cifar_resnet20(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    mean: Sequence[float] | None = IMAGENET_MEAN,
+    std: Sequence[float] | None = IMAGENET_STD,
+) -> CifarResNet:
+    """CIFAR ResNet-20."""
+    return cifar_resnet(
+        depth=20, num_classes=num_classes, in_channels=in_channels, input_size=input_size, mean=mean, std=std
+    )
+
+
+def cifar_resnet56(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    mean: Sequence[float] | None = IMAGENET_MEAN,
+    std: Sequence[float] | None = IMAGENET_STD,
+) -> CifarResNet:
+    """CIFAR ResNet-56."""
+    return cifar_resnet(
+        depth=56, num_classes=num_classes, in_channels=in_channels, input_size=input_size, mean=mean, std=std
+    )
+
+
+def cifar_resnet110(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    mean: Sequence[float] | None = IMAGENET_MEAN,
+    std: Sequence[float] | None = IMAGENET_STD,
+) -> CifarResNet:
+    """CIFAR ResNet-110."""
+    return cifar_resnet(
+        depth=110, num_classes=num_classes, in_channels=in_channels, input_size=input_size, mean=mean, std=std
+    )
+
+
+class WideBlock(nn.Module):
+    """Pre-activation block: batch norm, ReLU and 3×3 convolution, twice; 1×1 projection where the shape changes."""
+
+    def __init__(self, i: int, o: int, stride: int, dropout: float) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(i), _conv(i, o, 3, stride)
+        self.bn2, self.conv2 = nn.BatchNorm2d(o), _conv(o, o)
+        self.dropout = nn.Dropout(dropout)
+        self.shortcut = _conv(i, o, 1, stride) if stride != 1 or i != o else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block."""
+        y = functional.relu(self.bn1(x))
+        skip = x if self.shortcut is None else self.shortcut(y)
+        return skip + self.conv2(self.dropout(functional.relu(self.bn2(self.conv1(y)))))
+
+
+def wide_resnet(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    depth: int = 28,
+    widen: int = 10,
+    width: int = 16,
+    dropout: float = 0.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> nn.Sequential:
+    """WideResNet-depth-widen.
+
+    Reference: Zagoruyko, Komodakis (2016).
+
+    >>> import torch
+    >>> wide_resnet(depth=10, widen=1, in_channels=1)(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 10])
+    """
+    pair(input_size)
+    if depth < 10 or (depth - 4) % 6:
+        raise InputError(f"a wide ResNet has depth 6n + 4 (10, 16, 22, 28, 40, …), got {depth}")
+    layers, channels = [*normalising(mean, std), _conv(in_channels, width)], width
+    for stage in range(3):
+        for index in range((depth - 4) // 6):
+            out = width * widen * 2**stage
+            layers.append(WideBlock(channels, out, 2 if stage and not index else 1, dropout))
+            channels = out
+    layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(channels, num_classes))

@@ -1,0 +1,183 @@
+"""What may stand where batch norm stood: centring, which does not stretch; and the last layer with rows of norm 1."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.core.bounds import Number
+from equipoise.core.errors import InputError
+from equipoise.core.precision import gamma, up
+from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
+
+
+class BatchCentering(nn.Module):
+    """`x − mean + bias` per channel: batch norm without the division.
+
+    * Evaluation: the running mean is a constant, so the layer is a shift: an isometry of every sample. Certificates
+      speak of this mode.
+    * Training: the batch's own mean is subtracted. On the whole batch, per channel, that is `(I − 11ᵀ/n)x + b`, n the
+      number of samples times pixels: an orthogonal projection and a shift, norm 1 (0 for n = 1) on the *batch*
+      tensor. It mixes samples: a change of one sample moves the outputs of the others too, by at most its own norm in
+      total.
+
+    The running mean follows `m ← (1 − momentum)·m + momentum·batch mean`. With several processes every one centres by
+    its own part.
+
+    Reference: the batch norm without variance of 1-Lipschitz libraries; the projection is elementary.
+
+    >>> layer = BatchCentering(2)
+    >>> layer(torch.tensor([[1.0, 2.0], [3.0, 6.0]])).tolist()
+    [[-1.0, -2.0], [1.0, 2.0]]
+    >>> layer.running_mean
+    tensor([0.2000, 0.4000])
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    running_mean: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_features: int,
+        momentum: float = 0.1,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 < momentum <= 1:
+            raise InputError(f"momentum must lie in (0, 1], got {momentum}")
+        self.num_features, self.momentum = num_features, momentum
+        self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
+        shift = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The centred batch."""
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            raise InputError(f"expected (batch, {self.num_features}, …), got {tuple(x.shape)}")
+        mean = self.running_mean
+        if self.training:
+            mean = x.mean([d for d in range(x.dim()) if d != 1])
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), self.momentum)
+        shift = -mean if self.bias is None else self.bias - mean
+        return x + shift.reshape(1, -1, *[1] * (x.dim() - 2))
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"{self.num_features}, momentum={self.momentum}"
+
+
+class LayerCentering(nn.Module):
+    """`x − mean(x)` over all entries of a sample: layer norm without the division, an orthogonal projection in both
+    modes.
+
+    >>> LayerCentering()(torch.tensor([[1.0, 3.0]]))
+    tensor([[-1.,  1.]])
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The centred samples."""
+        return x - x.mean(list(range(1, x.dim())), keepdim=True)
+
+
+class LastLayerNormalised(Effective):
+    """`z = Ŵx + b` with rows `ŵ_i = w_i/‖w_i‖`: logits of equal steepness, with the margin bound `‖ŵ_i − ŵ_j‖ ≤ 2`
+    per pair.
+
+    Every logit is 1-Lipschitz; the vector of logits need not be (its constant is ‖Ŵ‖ ≤ √classes). Certificates use
+    the pairs: `z_i − z_j` is exactly `‖ŵ_i − ŵ_j‖`-Lipschitz in x, see `pairwise` and `metrics.certified_radius(...,
+    weight=layer.weight)`.
+
+    Reference: Singla, Singla, Feizi (2022), §5 (last layer normalisation).
+
+    >>> layer = LastLayerNormalised(5, 3)
+    >>> layer.weight.norm(dim=1).round(decimals=5).tolist()
+    [1.0, 1.0, 1.0]
+    """
+
+    bias: nn.Parameter | None
+
+    @property
+    def lipschitz_constant(self) -> float:
+        """`√classes`, for every value of the weights; `lipschitz()` measures those that are there."""
+        return up(math.sqrt(self.out_features))
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        plain = nn.Linear(in_features, out_features, bias, device, dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self.raw, self.bias = plain.weight, plain.bias
+
+    def compute(self) -> Tensors:
+        """(Ŵ,); a row of zeros stays one."""
+        largest = self.raw.detach().abs().amax(1, keepdim=True)
+        w = self.raw / torch.where(
+            largest == 0, torch.ones_like(largest), largest
+        )  # squares neither overflow nor vanish
+        squares = w.square().sum(1, keepdim=True)
+        return (w / torch.where(squares == 0, torch.ones_like(squares), squares).sqrt(),)
+
+    @property
+    def weight(self) -> Tensor:
+        """The normalised rows, differentiable."""
+        return self.effective()[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits."""
+        weight = self.weight
+        x = as_weight(x, weight)
+        with uncast(x.device.type):
+            return functional.linear(x, weight, self.bias)
+
+    def pairwise(self) -> Tensor:
+        """Upper bounds of `‖ŵ_i − ŵ_j‖₂`, float64, (classes, classes)."""
+        return pairwise_distances(self.weight)
+
+    def lipschitz(self) -> Number:
+        """Upper bound of ‖Ŵ‖₂ for the weights as they are now."""
+        from equipoise.norms import spectral_norm
+
+        return spectral_norm(self.weight.detach(), rtol=1e-6).upper
+
+    def export(self) -> nn.Linear:
+        """The plain layer with the normalised rows."""
+        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, self.raw.device, self.raw.dtype)
+        with torch.no_grad():
+            plain.weight.copy_(self.weight)
+            if self.bias is not None:
+                plain.bias.copy_(self.bias)
+        return plain.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def pairwise_distances(weight: Tensor) -> Tensor:
+    """Upper bounds of `‖w_i − w_j‖₂` for all pairs of rows, in float64, rounded up.
+
+    Differences of rows rather than the Gram matrix: no cancellation. `γ` covers the sum of squares.
+
+    >>> pairwise_distances(torch.eye(2))[0, 1] >= 2**0.5
+    tensor(True)
+    """
+    w = weight.detach().double()
+    found = torch.stack([torch.linalg.vector_norm(w - row, dim=1) for row in w])
+    return up(found * (1 + gamma(w.shape[1] + 4, torch.float64)))

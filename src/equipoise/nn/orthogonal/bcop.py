@@ -1,0 +1,137 @@
+"""BCOP: convolutions that are orthogonal at every frequency, as products of projections.
+
+For a symmetric P with `0 ⪯ P ⪯ I` the two-tap kernel `(P, I − P)` has the symbol `P + (I − P)e^{−iω}`, whose
+eigenvalues are convex combinations of 1 and e^{−iω}: norm at most 1, and unitary where P is a projection. Products of
+such kernels along both axes, times a matrix H with orthonormal rows or columns, have as many taps as one likes:
+
+    K = H · Π_j (P_j, I − P_j)_vertical · Π_j (Q_j, I − Q_j)_horizontal,      sup_ω ‖K(ω)‖ ≤ 1,
+
+so that the guarantee holds with zero padding (errata 7) on every input size, also before P has become a projection.
+
+Stride s: H reads s×s patches that do not overlap (it is orthogonal as a strided convolution), the two-tap kernels stand
+before it: a composition of contractions with k taps. Circular padding on sizes that s does not divide lets such patches
+meet, so there the stride-1 kernel is taken and outputs are left out; the same with stride and dilation together.
+
+References: Li et al. 2019 (BCOP); Xiao et al. 2018; Boissin et al. 2025 (stride by composition).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.precision import unit_roundoff
+from equipoise.nn.layers import Conv1dLayer, Conv2dLayer, ConvTranspose2dLayer, LinearLayer
+from equipoise.nn.method import Kernel, Method
+from equipoise.nn.orthogonal.polar import orthonormal
+
+
+class BCOP(Method):
+    """`K = H·Π(P, I − P)` with `H = orthonormal(raw)` and `P = VVᵀ`, `V = orthonormal(projections)` of half rank; dense: `K = H`.
+
+    Guarantee: `sup_ω ‖K(ω)‖ ≤ 1` for every raw weight. For stride 1 all singular values of the symbol are 1 (where raw
+    weights are not deficient), so with circular padding the layer is orthogonal: norm-preserving if out ≥ in, and its
+    adjoint is if out ≤ in.
+    """
+
+    name = "bcop"
+    projections: nn.Parameter | None
+
+    def __init__(self, kernel: Kernel, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(kernel, device=device, dtype=dtype)
+        self.core = core_taps(kernel)
+        self.factors = sum(k - m for k, m in zip(kernel.shape[2:], self.core, strict=True))
+        out, ins = kernel.shape[0] // kernel.groups, kernel.shape[1]
+        #: the projections stand on the wider side, where there are more of them
+        self.outside = out > ins and math.prod(self.core) == 1
+        side = out if self.outside else ins
+        self.register_parameter("projections", None)
+        if self.factors:
+            V = torch.randn(self.factors, kernel.groups, side, max(1, side // 2), dtype=torch.float64)
+            V = torch.linalg.qr(V)[0].to(device=device, dtype=dtype or torch.get_default_dtype())
+            self.projections = nn.Parameter(V)
+
+    def initial(self, raw: Tensor) -> Tensor:
+        """The taps that H has room for, made orthogonal."""
+        K = self.kernel.grouped(raw)
+        for axis, m in enumerate(self.core):
+            K = K.narrow(3 + axis, (K.shape[3 + axis] - m) // 2, m)
+        U, _, Vh = torch.linalg.svd(K.flatten(2).double(), full_matrices=False)
+        return (U @ Vh).to(raw.dtype)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """What `torch.nn.utils.parametrize` stores for a given weight: an orthogonal layer near it, not the weight itself."""
+        return self.initial(weight)
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """The effective weight."""
+        H = orthonormal(raw)
+        if not self.kernel.dims:
+            return H.reshape(self.kernel.shape)
+        H = H.double().reshape(*H.shape[:2], -1, *self.core)
+        K = H.transpose(1, 2) if self.outside else H
+        if self.projections is not None:
+            V = orthonormal(self.projections).double()
+            P = V @ V.mT
+            j = 0
+            for axis, (k, m) in enumerate(zip(self.kernel.shape[2:], self.core, strict=True)):
+                for _ in range(k - m):
+                    K = two_taps(K, P[j], 3 + axis)
+                    j += 1
+        K = K.transpose(1, 2) if self.outside else K
+        return (K * (1 - self._rounding(raw.dtype))).reshape(self.kernel.shape).to(raw.dtype)
+
+    def _rounding(self, dtype: torch.dtype) -> float:
+        """`Σ_a ‖ΔK_a‖ ≤ u·√taps·‖K‖_F ≤ u·√(taps·c)`, c the smaller number of channels, and float64 products of the kernels."""
+        taps, (out, ins) = math.prod(self.kernel.shape[2:]), self.kernel.shape[:2]
+        narrow = min(out // self.kernel.groups, ins * math.prod(self.core))
+        length = 8 * (self.factors + 2) * (max(out, ins) + 8)
+        products = length * taps * narrow * unit_roundoff(torch.float64)
+        return 1.5 * unit_roundoff(dtype) * math.sqrt(taps * narrow) + products
+
+
+def core_taps(kernel: Kernel) -> tuple[int, ...]:
+    """Taps of H along each axis: min(k, s) with zero padding and no dilation, else 1."""
+    plain = kernel.padding_mode == "zeros" and all(d == 1 for d in kernel.dilation)
+    return tuple(min(k, s) if plain else 1 for k, s in zip(kernel.shape[2:], kernel.stride, strict=True))
+
+
+def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
+    """`K ⊠ (P, I − P)` along an axis of `K (g, m, c, *taps)`: tap a becomes `K_a·P + K_{a−1}(I − P)`."""
+    none = torch.zeros_like(K.narrow(axis, 0, 1))
+    now, before = torch.cat([K, none], axis), torch.cat([none, K], axis)
+    moved = (now - before).movedim(2, -1)  # channels last: one product for all taps
+    flat = moved.flatten(1, -2) @ P
+    return flat.reshape(moved.shape).movedim(-1, 2) + before
+
+
+class BCOPLinear(LinearLayer):
+    """`nn.Linear` with an orthogonal matrix: BCOP without taps."""
+
+    method_type = BCOP
+
+
+class BCOPConv1d(Conv1dLayer):
+    """`nn.Conv1d`, orthogonal at every frequency."""
+
+    method_type = BCOP
+
+
+class BCOPConv2d(Conv2dLayer):
+    """`nn.Conv2d`, orthogonal at every frequency: 1-Lipschitz with zero and circular padding, on every input size.
+
+    >>> layer = BCOPConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)
+    >>> x = torch.randn(1, 4, 8, 8)
+    >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-5)
+    True
+    """
+
+    method_type = BCOP
+
+
+class BCOPConvTranspose2d(ConvTranspose2dLayer):
+    """`nn.ConvTranspose2d`: the adjoint of `BCOPConv2d`."""
+
+    method_type = BCOP

@@ -1,0 +1,251 @@
+"""Cayley transforms: dense matrices, and convolutions at every frequency of the image at hand.
+
+For `Z = X − X* + Y*Y` the matrix I + Z is invertible (its Hermitian part is at least I), and the block column
+
+    C(X, Y) = [ 2(I + Z)⁻¹ − I ;  −2Y(I + Z)⁻¹ ]
+
+has orthonormal columns. A convolution on a circle is a matrix per frequency, so C of each gives an orthogonal
+convolution. It is one on the grid of that image size only: the layer's weight depends on the size, and the same kernel
+with zero padding would be no contraction (errata 7). With `padding_mode="zeros"` the image is therefore put among zeros
+on a larger circle and the result cut out, a part of an orthogonal operator.
+
+Rounding. The inverse is computed in the parameters' dtype; then an upper bound of its norm, from `W*W − μI` in float64,
+is taken at every frequency, and W divided by it.
+
+References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023, §4.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.bounds import Bound, Kind
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import gamma, unit_roundoff
+from equipoise.nn.effective import Tensors, uncast
+from equipoise.nn.layers import LinearLayer
+from equipoise.nn.method import Kernel, Method
+from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
+from equipoise.nn.orthogonal.polar import last_step
+
+
+def cayley(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+    """The two blocks of `C(X, Y)`, `X (..., n, n)` and `Y (..., m, n)`, real or complex: `A*A + B*B = I` up to rounding.
+
+    >>> A, B = cayley(torch.randn(3, 3), torch.randn(2, 3))
+    >>> bool((A.mT @ A + B.mT @ B - torch.eye(3)).abs().max() < 1e-5)
+    True
+    """
+    identity = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
+    inverse = torch.linalg.inv_ex(identity + X - X.mH + Y.mH @ Y)[0]
+    return 2 * inverse - identity, -2 * Y @ inverse
+
+
+def capped(*kernels: Tensor, taps: int, channels: int) -> list[Tensor]:
+    """Raw kernels, shrunk where `√taps·‖·‖_F`, a bound of their symbols, exceeds 16·√(channels/64) (at least 16).
+
+    Beyond it `C` hardly moves, and the inverse would lose its digits.
+    """
+    cap = 16.0 * max(1.0, math.sqrt(channels / 64))
+    parts = [k for k in kernels if k.numel()]
+    largest = torch.stack([k.detach().abs().amax() for k in parts]).amax()
+    largest = torch.where(largest > 0, largest, torch.ones_like(largest))
+    unit = [k / largest for k in kernels]
+    total = torch.stack([k.square().sum() for k in unit]).sum().clamp_min(1.0)
+    return [k * (cap / torch.maximum(total.sqrt() * math.sqrt(taps), cap / largest)) for k in unit]
+
+
+def isometry_bound(*blocks: Tensor) -> Tensor:
+    """Upper bound of the norm of the block column of `blocks (..., m_i, n)`, tight where it is nearly a multiple of an isometry.
+
+    `σ² ≤ μ + ‖G − μI‖_F` with `G = Σ W_i*W_i` and μ the mean of its diagonal, in float64, rounded up.
+    """
+    wide = [W.detach().to(torch.complex128 if W.is_complex() else torch.float64) for W in blocks]
+    if len(wide) == 1 and wide[0].shape[-2] < wide[0].shape[-1]:
+        wide = [wide[0].mH]
+    G = wide[0].mH @ wide[0]
+    for W in wide[1:]:
+        G = G + W.mH @ W
+    n, length = G.shape[-1], sum(W.shape[-2] for W in wide)
+    mu = torch.diagonal(G, dim1=-2, dim2=-1).real.mean(-1)
+    residual = torch.linalg.matrix_norm(G - mu[..., None, None] * torch.eye(n, dtype=G.dtype, device=G.device))
+    found = mu + residual * (1 + 1e-9) + gamma(4 * length + 64, torch.float64) * n * mu
+    return found.sqrt() * (1 + 1e-12)
+
+
+def contracted(*blocks: Tensor) -> list[Tensor]:
+    """Blocks over their `isometry_bound`, so that the column has norm at most 1 also after rounding to its dtype."""
+    columns = min(blocks[0].shape[-1], sum(W.shape[-2] for W in blocks))
+    margin = 1 + 4 * unit_roundoff(blocks[0].dtype) * math.sqrt(columns)
+    scale = (isometry_bound(*blocks) * margin)[..., None, None]
+    real = torch.float64 if blocks[0].dtype in (torch.float64, torch.complex128) else torch.float32
+    return [W / scale.to(real) for W in blocks]
+
+
+class Cayley(Method):
+    """`W = C(X, Y)`, X the square part of the raw matrix and Y the rest (transposed where it is wide).
+
+    Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns.
+    """
+
+    name = "cayley"
+
+    @classmethod
+    def check(cls, kernel: Kernel) -> None:
+        """Dense layers only: the convolution's weight depends on the image size, so it is no `Method`."""
+        super().check(kernel)
+        if kernel.dims:
+            raise Refused("the Cayley transform of a convolution depends on the image size; use CayleyConv2d")
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """The effective weight."""
+        tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
+        n = tall.shape[1]
+        X, Y = capped(tall[:n], tall[n:], taps=1, channels=n)
+        W = last_step(torch.cat(cayley(X, Y)).mT).to(raw.dtype)
+        return W.mT if raw.shape[0] >= raw.shape[1] else W
+
+
+class CayleyLinear(LinearLayer):
+    """`nn.Linear` with an orthogonal matrix by the Cayley transform.
+
+    >>> W = CayleyLinear(6, 4).weight
+    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
+    True
+    """
+
+    method_type = Cayley
+
+
+def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
+    """`E(ω) = Σ_a K_a e^{iω·(d·a − centre)}` of `K (g, m, n, *k)` on the half grid of a real image: (g, frequencies, m, n)."""
+    angles = []
+    for axis, (n, count) in enumerate(zip(size, (size[0], size[1] // 2 + 1), strict=True)):
+        k, d = kernel.shape[3 + axis], dilation[axis]
+        place = torch.arange(k, device=kernel.device) * d - d * (k - 1) // 2
+        turns = torch.arange(count, device=kernel.device)[:, None] * place % n
+        angles.append(turns.double() * (2 * math.pi / n))
+    angle = angles[0][:, None, :, None] + angles[1][None, :, None, :]
+    angle = angle.reshape(angle.shape[0] * angle.shape[1], -1)
+    flat = kernel.flatten(3).movedim(3, 1)  # (g, taps, m, n)
+    g, _, m, n = flat.shape
+    flat = flat.reshape(g, -1, m * n)
+    E = torch.complex(angle.cos().to(kernel.dtype) @ flat, angle.sin().to(kernel.dtype) @ flat)
+    return E.reshape(g, -1, m, n)
+
+
+def transform(x: Tensor, groups: int) -> Tensor:
+    """`(b, g·c, h, w)` real → `(g, frequencies, c, b)`: images beside each other, one matrix product per frequency."""
+    b, channels = x.shape[:2]
+    return torch.fft.rfft2(x, norm="ortho").reshape(b, groups, channels // groups, -1).permute(1, 3, 2, 0)
+
+
+def back(X: Tensor, size: Size) -> Tensor:
+    """The inverse of `transform`."""
+    g, _, c, b = X.shape
+    spectrum = X.permute(3, 0, 2, 1).reshape(b, g * c, size[0], size[1] // 2 + 1)
+    return torch.fft.irfft2(spectrum, s=size, norm="ortho")
+
+
+class SpectralConv2d(nn.Module):
+    """What `CayleyConv2d` exports: one matrix per frequency of one image size, kept as real and imaginary parts."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, frame: Frame, size: Size, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.frame, self.size = frame, size
+        self.weight = nn.Parameter(torch.view_as_real(weight.detach().resolve_conj()).clone())
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The convolution, through Fourier space."""
+        return _apply(self.frame, x, torch.view_as_complex(self.weight), self.bias, self.size)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The largest norm over the frequencies, from the stored matrices."""
+        return _bound(torch.view_as_complex(self.weight))
+
+
+class CayleyConv2d(SizedConv2d):
+    """`nn.Conv2d` that is orthogonal on the circle of the image at hand: Cayley transform at every frequency.
+
+    Guarantee: 1-Lipschitz on every input size, for every raw weight. With circular padding and stride 1 all singular
+    values are 1; zero padding embeds the image in zeros on a larger circle (a part of an orthogonal operator); stride
+    is space-to-depth before. The operator depends on the image size, so `export(input_size)` is for one size.
+
+    >>> layer = CayleyConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)
+    >>> x = torch.randn(1, 4, 6, 6)
+    >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
+    True
+    """
+
+    def build(self, plain: nn.Conv2d, **options: Any) -> None:
+        """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""
+        self.frame = frame_of(plain, embed=True)
+        frame = self.frame
+        if tuple(plain.weight.shape[2:]) == frame.taps and frame.stride == (1, 1):
+            raw = plain.weight.detach().clone()
+        else:
+            coarse = nn.Conv2d(frame.ins, frame.groups * frame.out, frame.taps)
+            raw = coarse.weight.detach().to(plain.weight)
+        self.raw = nn.Parameter(raw)
+
+    def compute_at(self, size: Size) -> Tensors:
+        """(weight,), the matrices of the half grid: (groups, frequencies, out, in)."""
+        K = self.raw.reshape(self.frame.groups, self.frame.out, *self.raw.shape[1:])
+        n = min(K.shape[1:3])
+        (K,) = capped(K, taps=K.shape[3] * K.shape[4], channels=n)
+        E = symbol(K, size, self.frame.dilation)
+        wide = E.shape[-2] < E.shape[-1]
+        E = E.mH if wide else E
+        W = torch.cat(cayley(E[..., :n, :], E[..., n:, :]), -2) if E.shape[-2] > n else cayley(E, E[..., :0, :])[0]
+        (W,) = contracted(W)
+        return ((W.mH if wide else W).resolve_conj(),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The convolution, through Fourier space."""
+        x = x.to(self.raw.dtype) if torch.is_autocast_enabled(x.device.type) else x
+        size = self.frame.size((x.shape[-2], x.shape[-1]))
+        (weight,) = self.effective_at(size)
+        with uncast(x.device.type):
+            return _apply(self.frame, x, weight, self.bias, size)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The largest norm over the frequencies of this image size, from the effective weights."""
+        return _bound(self.effective_at(self.frame.size((input_shape[-2], input_shape[-1])))[0])
+
+    def export(self, input_size: int | Size | None = None) -> nn.Module:
+        """The plain module for one image size (by default the one this layer was evaluated at)."""
+        size = self.known_size(input_size)
+        with torch.no_grad():
+            (weight,) = self.effective_at(size)
+        return SpectralConv2d(self.frame, size, weight, self.bias).train(self.training)
+
+
+def _apply(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None, size: Size) -> Tensor:
+    x, single = batched(x)
+    image = frame.enter(x)
+    if tuple(image.shape[-2:]) != size:
+        raise_size(size, image)
+    y = back(weight @ transform(image, frame.groups), size)
+    y = frame.leave(y, (x.shape[-2], x.shape[-1]))
+    y = y if bias is None else y + bias[:, None, None]
+    return y[0] if single else y
+
+
+def raise_size(size: Size, image: Tensor) -> None:
+    """An exported layer is for one size."""
+
+    raise InputError(
+        f"this layer was exported for images of {size[0]}×{size[1]} (padding included), got {tuple(image.shape[-2:])}; "
+        "export it for that size"
+    )
+
+
+def _bound(weight: Tensor) -> Bound:
+    return Bound(float(isometry_bound(weight).amax()), Kind.UPPER, "residual at every frequency")

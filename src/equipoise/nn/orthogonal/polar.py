@@ -1,0 +1,91 @@
+"""Orthogonal factors by matrix products, and the last step that makes any matrix a contraction.
+
+One step of Björck & Bowie is `f(W) = (3/2)W − (1/2)WWᵀW`: each singular value σ becomes `f(σ) = σ(3 − σ²)/2`. On [0, 2]
+we have `|f(σ)| ≤ 1`, with f(1) = 1 and f'(1) = 0. Two things follow:
+
+* the iteration needs no proof of convergence to be sound: whatever came before, **one last step** taken in float64
+  leaves a matrix of norm at most 1, as long as it started from norm at most 2, which a Frobenius or row-sum bound of
+  the Gram matrix ensures (`last_step`);
+* the steps before may run in float32 (large matrices do), with scalings that converge faster than the classical ones
+  (`scaled_steps`).
+
+References: Björck & Bowie 1971; Anil et al. 2019; Chen & Chow 2014 (scaling of Newton–Schulz).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import unit_roundoff
+
+#: singular values above this part of the largest are brought to 1 by `orthonormal`; smaller ones grow, and stay below 1
+SMALLEST = 1e-4
+
+
+#: matrices with at most this many rows take all steps in float64: they cost nothing, and gradients keep their digits
+FEW_ROWS = 128
+
+
+def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Tensor:
+    """`scale` times the nearest matrix with orthonormal rows or columns, `U·Vᵀ` of `raw = U·Σ·Vᵀ (..., m, n)`: norm at
+    most `scale` in any case.
+
+    `steps = None` takes the scaled steps that converge for σ_min ≥ 1e-4·σ_max; a number takes so many classical steps.
+    Directions in which the raw matrix vanishes stay zero: the result is then a contraction, not an isometry.
+
+    >>> orthonormal(torch.tensor([[3.0, 0.0], [0.0, 1e-2]])).round(decimals=5).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    tall = raw.shape[-2] > raw.shape[-1]
+    W = raw.mT if tall else raw
+    W = normalised(W.double() if W.shape[-2] <= FEW_ROWS else W)
+    for alpha in scaled_steps() if steps is None else (1.0,) * (steps - 1):
+        W = _step(W, alpha)
+    W = last_step(W, raw.dtype) * scale
+    return (W.mT if tall else W).to(raw.dtype)
+
+
+def normalised(raw: Tensor) -> Tensor:
+    """`raw/s` with `s = ‖WWᵀ‖_F^(1/2) ≥ σ_max`; the result does not depend on the size of raw, from 1e-37 to 1e37."""
+    largest = raw.detach().abs().amax((-2, -1), keepdim=True)
+    W = raw / torch.where(largest > 0, largest, torch.ones_like(largest))
+    size = (W @ W.mT).square().sum((-2, -1), keepdim=True).clamp_min(1.0)  # at least 1 unless W = 0
+    return W / size.sqrt().sqrt()
+
+
+def _step(W: Tensor, alpha: float) -> Tensor:
+    """`f(αW)` for matrices with no more rows than columns."""
+    return 1.5 * alpha * W - (0.5 * alpha**3) * (W @ W.mT @ W)
+
+
+@functools.cache
+def scaled_steps(smallest: float = SMALLEST) -> tuple[float, ...]:
+    """Scalings α_k ≤ √3 with which `f(α_k·)` takes [ℓ, 1] to [ℓ', 1] with the largest ℓ', from ℓ = `smallest` up to 1 − 1e-9."""
+    found, low = [], smallest
+    while low < 1 - 1e-5:  # the last step squares what is left
+        alpha = math.sqrt(3 / (1 + low + low * low))
+        low = alpha * low * (3 - (alpha * low) ** 2) / 2
+        found.append(alpha)
+    return tuple(found)
+
+
+def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`f(W)` in float64 for any W with no more rows than columns: norm at most 1, also once it is rounded to `dtype` (that of W).
+
+    The norm is first brought to at most 2 with `σ² ≤ min(‖WWᵀ‖_F, ‖WWᵀ‖_∞)`, which changes nothing near convergence.
+    Rounding the result to unit roundoff u moves the norm by at most `u·√m`, rounding in float64 by far less: the result
+    is multiplied by 1 minus both.
+    """
+    dtype = dtype or W.dtype
+    W = W.to(torch.complex128 if W.is_complex() else torch.float64)
+    m, n = W.shape[-2:]
+    G = W @ W.mH
+    bound = torch.minimum(torch.linalg.matrix_norm(G), G.abs().sum(-1).amax(-1))[..., None, None]
+    c2 = (bound / 3.9).clamp_min(1.0)
+    W, G = W / c2.sqrt(), G / c2
+    margin = 1.5 * unit_roundoff(dtype) * math.sqrt(m) + (4 * n + 64) * m * unit_roundoff(torch.float64)
+    return (1.5 * W - 0.5 * (G @ W)) * (1 - margin)

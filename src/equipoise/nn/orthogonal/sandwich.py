@@ -1,0 +1,272 @@
+"""The sandwich layer of Wang & Manchester: two matrices around an activation, 1-Lipschitz together.
+
+    y = √2·A*Ψ act(√2·Ψ⁻¹B x + b),      ‖[A B]‖ ≤ 1,   Ψ > 0 diagonal,   slopes of act in [0, 1].
+
+Its Jacobian is `2A*JB` with a diagonal J in [0, 1]: Ψ commutes with J and drops out. For unit vectors u, v with p = Au
+and q = Bv,
+
+    2·p*Jq ≤ 2·Σ max(0, p_i q_i) ≤ ½‖p + q‖² ≤ ½‖[A B]‖²·‖(u, v)‖² = ‖[A B]‖²,
+
+so **the Lipschitz constant is at most ‖[A B]‖²**, whatever the rounding did to A and B. `[A B]* = C(X, Y)` is a Cayley
+transform; for a convolution, one per frequency of the image at hand, with the circle and the zero padding of
+`CayleyConv2d`.
+
+Reference: Wang & Manchester 2023, Theorem 3.2 and §4.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.core.bounds import Bound, Kind
+from equipoise.core.errors import Refused
+from equipoise.core.precision import unit_roundoff
+from equipoise.nn.activations import slopes
+from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
+from equipoise.nn.orthogonal.cayley import (
+    back,
+    capped,
+    cayley,
+    contracted,
+    isometry_bound,
+    raise_size,
+    symbol,
+    transform,
+)
+from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
+from equipoise.nn.orthogonal.polar import last_step
+
+#: |log ψ| stays below this
+LOG_PSI = 8.0
+
+
+def monotone(activation: nn.Module) -> nn.Module:
+    """The activation, refused unless its slopes are known to lie in [0, 1]."""
+    own = type(activation).__module__.split(".")[0] in ("torch", "equipoise")  # a subclass may have another forward
+    found = slopes(activation) if own else None
+    if found is None or found[0] < 0 or found[1] > 1:
+        what = "whose slopes are not known here" if found is None else f"with slopes in [{found[0]:g}, {found[1]:g}]"
+        raise Refused(
+            f"a sandwich layer needs a pointwise activation with slopes in [0, 1], got {type(activation).__name__} {what}; "
+            "use ReLU, LeakyReLU, Tanh, Softplus, …"
+        )
+    return activation
+
+
+def positive(log_psi: Tensor) -> Tensor:
+    """`ψ = exp(8·tanh(log ψ/8))`: positive and far from overflow for every raw value."""
+    return torch.exp(LOG_PSI * torch.tanh(log_psi / LOG_PSI))
+
+
+def sandwich_bound(first: Tensor, second: Tensor, psi: Tensor) -> Bound:
+    """`‖[A B]‖²` from the weights `first = √2·Ψ⁻¹B (..., h, n)` and `second = √2·A*Ψ (..., m, h)` as they are stored.
+
+    Any positive psi gives a valid bound: it drops out of the Jacobian.
+    """
+    psi = psi.detach().double()
+    kind = torch.complex128 if first.is_complex() else torch.float64
+    A = second.detach().to(kind) / psi[..., None, :] / math.sqrt(2)
+    B = (first.detach().to(kind) * psi[..., :, None] / math.sqrt(2)).mH
+    return Bound(float(isometry_bound(A, B).amax() ** 2) * (1 + 1e-13), Kind.UPPER, "norm of [A B]")
+
+
+class Sandwich(nn.Module):
+    """What `SandwichLinear` exports: `nn.Linear`, activation, `nn.Linear`."""
+
+    def __init__(self, first: nn.Linear, activation: nn.Module, second: nn.Linear, psi: Tensor) -> None:
+        super().__init__()
+        self.first, self.activation, self.second = first, activation, second
+        self.register_buffer("psi", psi.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`second(activation(first(x)))`."""
+        return self.second(self.activation(self.first(x)))
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """`‖[A B]‖²` from the stored weights."""
+        monotone(self.activation)
+        return sandwich_bound(self.first.weight, self.second.weight, self.get_buffer("psi"))
+
+
+class SandwichLinear(Effective):
+    """A dense layer with its activation, `√2·AᵀΨ act(√2·Ψ⁻¹B x + b)`, 1-Lipschitz for every raw weight.
+
+    Guarantee: `‖[A B]‖ ≤ 1`, hence constant at most 1, for activations with slopes in [0, 1] (others are refused).
+
+    >>> layer = SandwichLinear(4, 3)
+    >>> layer(torch.randn(2, 4)).shape, float(layer.lipschitz_upper((4,))) < 1.00001
+    (torch.Size([2, 3]), True)
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self._start(nn.Linear(in_features, out_features, bias, device, dtype), activation)
+
+    @classmethod
+    def from_plain(cls, plain: nn.Linear, *, activation: nn.Module | None = None) -> SandwichLinear:
+        """This layer with the hyper-parameters of an `nn.Linear`, B starting from its weight."""
+        layer = cls.__new__(cls)
+        Effective.__init__(layer)
+        layer._start(plain, activation)
+        return layer.train(plain.training)
+
+    def _start(self, plain: nn.Linear, activation: nn.Module | None) -> None:
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.activation = monotone(nn.ReLU() if activation is None else activation)
+        weight, out = plain.weight.detach(), plain.out_features
+        self.raw = nn.Parameter(weight.mT.clone())
+        self.square = nn.Parameter(torch.empty_like(weight, memory_format=torch.contiguous_format).new_empty(out, out))
+        nn.init.xavier_normal_(self.square)
+        self.log_psi = nn.Parameter(weight.new_zeros(out))
+        bias = plain.bias
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+
+    def compute(self) -> Tensors:
+        """(first, second, psi)."""
+        dtype = self.raw.dtype
+        X, Y = capped(self.square, self.raw, taps=1, channels=self.out_features)
+        C = last_step(torch.cat(cayley(X, Y)).mT).mT
+        C = C * (math.sqrt(2) * (1 - 4 * unit_roundoff(dtype) * math.sqrt(self.out_features)))
+        psi = positive(self.log_psi)
+        A, B = C[: self.out_features], C[self.out_features :]
+        wide = psi.double()
+        return (B.mT / wide[:, None]).to(dtype), (A * wide).to(dtype), psi
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer with its activation."""
+        first, second, _ = self.effective()
+        x = as_weight(x, first)
+        with uncast(x.device.type):
+            return functional.linear(self.activation(functional.linear(x, first, self.bias)), second)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """`‖[A B]‖²` from the effective weights."""
+        monotone(self.activation)
+        with torch.no_grad():
+            return sandwich_bound(*self.effective())
+
+    def export(self) -> nn.Module:
+        """`nn.Linear`, activation, `nn.Linear`."""
+        with torch.no_grad():
+            first, second, psi = self.effective()
+            one = nn.utils.skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None)
+            two = nn.utils.skip_init(nn.Linear, self.out_features, self.out_features, bias=False)
+            one.weight, two.weight = nn.Parameter(first.clone()), nn.Parameter(second.clone())
+            if self.bias is not None:
+                one.bias = nn.Parameter(self.bias.detach().clone())
+        return Sandwich(one, self.activation, two, psi).train(self.training)
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class SpectralSandwich2d(nn.Module):
+    """What `SandwichConv2d` exports: two matrices per frequency of one image size, and the activation between."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, frame: Frame, size: Size, weights: Tensors, bias: Tensor | None, activation: nn.Module) -> None:
+        super().__init__()
+        self.frame, self.size, self.activation = frame, size, activation
+        first, second, psi = (w.detach().resolve_conj() for w in weights)
+        self.first = nn.Parameter(torch.view_as_real(first).clone())
+        self.second = nn.Parameter(torch.view_as_real(second).clone())
+        self.register_buffer("psi", psi.clone())
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer, through Fourier space."""
+        first, second = torch.view_as_complex(self.first), torch.view_as_complex(self.second)
+        return _apply(self.frame, x, first, second, self.bias, self.activation, self.size)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """`‖[A B]‖²` over the frequencies, from the stored matrices."""
+        monotone(self.activation)
+        first, second = torch.view_as_complex(self.first), torch.view_as_complex(self.second)
+        return sandwich_bound(first, second, self.get_buffer("psi"))
+
+
+class SandwichConv2d(SizedConv2d):
+    """A convolution with its activation, `√2·A*Ψ act(√2·Ψ⁻¹B x + b)` with A and B per frequency of the image at hand.
+
+    Guarantee: 1-Lipschitz for every raw weight and input size, for activations with slopes in [0, 1]. Padding and
+    stride as in `CayleyConv2d`; the operator depends on the image size.
+
+    >>> layer = SandwichConv2d(3, 4, 3, padding=1)
+    >>> layer(torch.randn(2, 3, 6, 6)).shape, float(layer.lipschitz_upper((3, 6, 6))) < 1.00001
+    (torch.Size([2, 4, 6, 6]), True)
+    """
+
+    def build(self, plain: nn.Conv2d, *, activation: nn.Module | None = None, **options: Any) -> None:
+        """Raw kernels of X (out, out) and Y (in, out), and log ψ per output channel."""
+        self.frame = frame_of(plain, embed=True)
+        self.activation = monotone(nn.ReLU() if activation is None else activation)
+        g, ins, out, taps = self.frame.groups, self.frame.ins, self.frame.out, self.frame.taps
+        std = 1 / math.sqrt(taps[0] * taps[1] * (ins + out))
+        like = plain.weight.detach()
+        start = torch.randn(g, ins + out, out, *taps, dtype=torch.float64) * std
+        self.raw = nn.Parameter(start[:, out:].to(like))
+        self.square = nn.Parameter(start[:, :out].to(like))
+        self.log_psi = nn.Parameter(like.new_zeros(g, out))
+
+    def compute_at(self, size: Size) -> Tensors:
+        """(first, second, psi): matrices of the half grid (groups, frequencies, ·, ·) and ψ (groups, 1, out)."""
+        out, taps = self.frame.out, self.frame.taps
+        X, Y = capped(self.square, self.raw, taps=taps[0] * taps[1], channels=out)
+        E = symbol(torch.cat([X, Y], 1), size, self.frame.dilation)
+        A, B = contracted(*cayley(E[..., :out, :], E[..., out:, :]))
+        psi = positive(self.log_psi)[:, None]
+        scale = math.sqrt(2) * (1 - 8 * unit_roundoff(psi.dtype) * math.sqrt(out))
+        first = B.mH / psi[..., None] * scale
+        return first.resolve_conj(), A * (psi[..., None, :] * scale), psi
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer, through Fourier space."""
+        x = x.to(self.raw.dtype) if torch.is_autocast_enabled(x.device.type) else x
+        size = self.frame.size((x.shape[-2], x.shape[-1]))
+        first, second, _ = self.effective_at(size)
+        with uncast(x.device.type):
+            return _apply(self.frame, x, first, second, self.bias, self.activation, size)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """`‖[A B]‖²` over the frequencies of this image size, from the effective weights."""
+        monotone(self.activation)
+        with torch.no_grad():
+            return sandwich_bound(*self.effective_at(self.frame.size((input_shape[-2], input_shape[-1]))))
+
+    def export(self, input_size: int | Size | None = None) -> nn.Module:
+        """The plain module for one image size (by default the one this layer was evaluated at)."""
+        size = self.known_size(input_size)
+        with torch.no_grad():
+            weights = self.effective_at(size)
+        return SpectralSandwich2d(self.frame, size, weights, self.bias, self.activation).train(self.training)
+
+
+def _apply(
+    frame: Frame, x: Tensor, first: Tensor, second: Tensor, bias: Tensor | None, activation: nn.Module, size: Size
+) -> Tensor:
+    x, single = batched(x)
+    image = frame.enter(x)
+    if tuple(image.shape[-2:]) != size:
+        raise_size(size, image)
+    hidden = back(first @ transform(image, frame.groups), size)
+    hidden = activation(hidden if bias is None else hidden + bias[:, None, None])
+    y = frame.leave(back(second @ transform(hidden, frame.groups), size), (x.shape[-2], x.shape[-1]))
+    return y[0] if single else y

@@ -1,0 +1,213 @@
+"""Down- and upsampling of norm at most 1: pooling without overlap, rearrangements of pixels, channels of zeros."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import down
+
+Sizes = int | tuple[int, int]
+
+
+def _pair(value: Sizes, what: str) -> tuple[int, int]:
+    found = (value, value) if isinstance(value, int) else tuple(value)
+    if len(found) != 2 or min(found) < 0:
+        raise InputError(f"{what} must be a number or a pair of them, got {value}")
+    return found[0], found[1]
+
+
+def _windows(kernel_size: Sizes, stride: Sizes | None, name: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    kernel = _pair(kernel_size, "kernel_size")
+    step = kernel if stride is None else _pair(stride, "stride")
+    if min(kernel) < 1 or any(s < k for s, k in zip(step, kernel, strict=True)):
+        count = math.prod(-(-k // max(s, 1)) for s, k in zip(step, kernel, strict=True))
+        raise Refused(
+            f"{name} with kernel {kernel} and stride {step} overlaps: one pixel reaches {count} windows, which has constant "
+            f"√{count}, not 1; use a stride of at least the kernel size"
+        )
+    return kernel, step
+
+
+class MaxPool2d(nn.Module):
+    """Max pooling over windows that do not overlap: 1-Lipschitz. Overlap is refused (3×3 with stride 2 has constant 2).
+
+    >>> import torch
+    >>> MaxPool2d(2)(torch.arange(16.0).reshape(1, 1, 4, 4)).flatten().tolist()
+    [5.0, 7.0, 13.0, 15.0]
+    >>> MaxPool2d(3, 2)
+    Traceback (most recent call last):
+    ...
+    equipoise.core.errors.Refused: MaxPool2d with kernel (3, 3) and stride (2, 2) overlaps: one pixel reaches 4
+    windows, ...
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(
+        self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False
+    ) -> None:
+        super().__init__()
+        self.kernel_size, self.stride = _windows(kernel_size, stride, "MaxPool2d")
+        self.padding, self.ceil_mode = _pair(padding, "padding"), ceil_mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The maxima."""
+        return functional.max_pool2d(x, self.kernel_size, self.stride, self.padding, ceil_mode=self.ceil_mode)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+
+
+class ScaledAvgPool2d(nn.Module):
+    """`y = (1/√k)·Σ x` over windows of k pixels that do not overlap: norm exactly 1.
+
+    The mean over k pixels is `x → (1/k)·1ᵀx`, of norm `‖1‖/k = 1/√k`: plain average pooling loses a factor √k, and √k
+    times it has orthonormal rows (the windows are disjoint). Rounding of √k is downward.
+
+    >>> import torch
+    >>> ScaledAvgPool2d(2)(torch.ones(1, 1, 4, 4)).flatten().tolist()
+    [2.0, 2.0, 2.0, 2.0]
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
+        super().__init__()
+        self.kernel_size, self.stride = _windows(kernel_size, stride, "ScaledAvgPool2d")
+        self.scale = _root(math.prod(self.kernel_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scaled means."""
+        return functional.avg_pool2d(x, self.kernel_size, self.stride) * self.scale
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}"
+
+
+class ScaledGlobalAvgPool2d(nn.Module):
+    """`(1/√(h·w))·Σ x` over all pixels, flattened to (batch, channels): norm exactly 1.
+
+    >>> import torch
+    >>> ScaledGlobalAvgPool2d()(torch.ones(1, 2, 3, 3)).tolist()
+    [[3.0, 3.0]]
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scaled means."""
+        return x.mean((2, 3)) * _root(x.shape[2] * x.shape[3])
+
+
+def _root(n: int) -> float:
+    whole = math.isqrt(n)
+    return float(whole) if whole * whole == n else down(math.sqrt(n))
+
+
+class SpaceToDepth(nn.Module):
+    """Every r×r block of pixels becomes r² channels: an isometry, the invertible downsampling.
+
+    >>> import torch
+    >>> SpaceToDepth(2)(torch.zeros(1, 3, 8, 8)).shape
+    torch.Size([1, 12, 4, 4])
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(self, block: int = 2) -> None:
+        super().__init__()
+        if block < 1:
+            raise InputError(f"the block must be at least 1 pixel wide, got {block}")
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rearranged image."""
+        return functional.pixel_unshuffle(x, self.block)
+
+    def extra_repr(self) -> str:
+        """The block."""
+        return f"block={self.block}"
+
+
+class DepthToSpace(nn.Module):
+    """The inverse of `SpaceToDepth`: r² channels become r×r pixels; an isometry.
+
+    >>> import torch
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> torch.equal(DepthToSpace(2)(SpaceToDepth(2)(x)), x)
+    True
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(self, block: int = 2) -> None:
+        super().__init__()
+        if block < 1:
+            raise InputError(f"the block must be at least 1 pixel wide, got {block}")
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rearranged image."""
+        return functional.pixel_shuffle(x, self.block)
+
+    def extra_repr(self) -> str:
+        """The block."""
+        return f"block={self.block}"
+
+
+class PadChannels(nn.Module):
+    """Appends channels of zeros up to `channels`: an isometry onto its image, where a residual network starts.
+
+    >>> import torch
+    >>> PadChannels(8)(torch.ones(1, 3, 2, 2)).sum()
+    tensor(12.)
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The image with more channels."""
+        extra = self.channels - x.shape[1]
+        if extra < 0:
+            raise InputError(f"{x.shape[1]} channels do not fit into {self.channels}")
+        return functional.pad(x, (0, 0) * (x.dim() - 2) + (0, extra))
+
+    def extra_repr(self) -> str:
+        """The number of channels."""
+        return str(self.channels)
+
+
+class FirstFeatures(nn.Module):
+    """The first `features` entries of (batch, n): a contraction, the plainest way from wide features to logits.
+
+    >>> import torch
+    >>> FirstFeatures(2)(torch.arange(4.0)[None])
+    tensor([[0., 1.]])
+    """
+
+    lipschitz_constant: ClassVar[float] = 1.0
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first features."""
+        if x.shape[-1] < self.features:
+            raise InputError(f"{x.shape[-1]} features are fewer than the {self.features} asked for")
+        return x[..., : self.features]
+
+    def extra_repr(self) -> str:
+        """The number of features."""
+        return str(self.features)

@@ -1,0 +1,110 @@
+"""Modules around modules: a chosen constant for the whole, and skip connections that do not add up to 2."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import down, up
+from equipoise.nn.constants import known_constant
+
+
+class Lipschitz(nn.Module):
+    """`k·f`: a network of constant k from a 1-Lipschitz f; one multiplication at the end, after everything that f is
+    made of.
+
+    The factor is part of the forward pass (`lipschitz_bound`, `torch.export` and `export` see it) and not a wish
+    handed down to layers that were built before. An f of known constant c > 1, such as another `Lipschitz`, is scaled
+    by k/c.
+
+    Guarantee: k-Lipschitz, for every value of the parameters. An f whose constant does not follow from its
+    construction is refused, unless the caller states it (`inner`).
+
+    >>> from torch import nn
+    >>> f = nn.Sequential(nn.Flatten(), nn.ReLU())
+    >>> Lipschitz(3.0, f)(torch.ones(1, 2))
+    tensor([[3., 3.]])
+    >>> Lipschitz(3.0, Lipschitz(5.0, f))(torch.ones(1, 2))
+    tensor([[3., 3.]])
+    """
+
+    def __init__(self, constant: float, module: nn.Module, inner: float | None = None) -> None:
+        super().__init__()
+        if not (constant > 0 and math.isfinite(constant)):
+            raise InputError(f"the constant must be a positive number, got {constant}")
+        known = known_constant(module) if inner is None else inner
+        if known is None:
+            raise Refused(
+                f"the constant of {type(module).__name__} does not follow from its construction, so {constant:g} could not be "
+                "guaranteed; convert it with equipoise.make_lipschitz, or state its own constant with inner="
+            )
+        if not (known >= 0 and math.isfinite(known)):
+            raise InputError(f"the inner constant must be a non-negative number, got {known}")
+        self.constant, self.inner = float(constant), inner
+        self.scale = float(constant) if known <= 1 else down(constant / known)
+        self.module = module
+
+    @property
+    def lipschitz_constant(self) -> float | None:
+        """The constant, as long as the module is what it was; else what follows from the module that is there now."""
+        known = known_constant(self.module) if self.inner is None else self.inner
+        if known is None:
+            return None
+        return self.constant if known <= 1 or up(self.scale * known) <= up(self.constant) else up(self.scale * known)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scaled map."""
+        return self.module(x) * self.scale
+
+    def extra_repr(self) -> str:
+        """The constant."""
+        return f"constant={self.constant:g}"
+
+
+class ConvexResidual(nn.Module):
+    """`α·x + (1 − α)·f(x)`, α in [0, 1]: a skip connection of constant `α + (1 − α)·Lip(f)`, 1 for a 1-Lipschitz f.
+
+    A plain `x + f(x)` has constant 2. With `learnable=True` α is the sigmoid of a parameter.
+
+    >>> ConvexResidual(nn.ReLU(), 0.25)(torch.tensor([[-4.0, 4.0]]))
+    tensor([[-1.,  4.]])
+    """
+
+    def __init__(self, module: nn.Module, alpha: float = 0.5, learnable: bool = False) -> None:
+        super().__init__()
+        if not 0 <= alpha <= 1 or (learnable and alpha in (0, 1)):
+            inside = "(0, 1)" if learnable else "[0, 1]"
+            raise InputError(f"alpha must lie in {inside} for a convex combination, got {alpha}")
+        self.module = module
+        self.fixed = None if learnable else float(alpha)
+        self.logit = nn.Parameter(torch.tensor(math.log(alpha / (1 - alpha)))) if learnable else None
+
+    @property
+    def alpha(self) -> Tensor | float:
+        """The weight of the identity."""
+        if self.logit is not None:
+            return self.logit.sigmoid()
+        assert self.fixed is not None
+        return self.fixed
+
+    @property
+    def lipschitz_constant(self) -> float | None:
+        """`max(1, Lip(f))`, which bounds every convex combination; None where Lip(f) is not known."""
+        inner = known_constant(self.module)
+        if inner is None or inner <= 1:
+            return None if inner is None else 1.0
+        return inner if self.fixed is None else up(self.fixed + (1 - self.fixed) * inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The combination."""
+        y = self.module(x)
+        if y.shape != x.shape:
+            raise InputError(f"a skip connection needs equal shapes, got {tuple(x.shape)} and {tuple(y.shape)}")
+        return self.alpha * x + (1 - self.alpha) * y
+
+    def extra_repr(self) -> str:
+        """The weight."""
+        return "alpha learned" if self.fixed is None else f"alpha={self.fixed:g}"

@@ -1,0 +1,102 @@
+"""The table of 1-Lipschitz layers: one row adds a layer to every check of `test_effective*.py` and `test_rescaling_attack.py`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import equipoise.nn as eqn
+
+Builder = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer that claims to be 1-Lipschitz.
+
+    `build(kind, inputs, outputs, **options)` with kind in `kinds` (linear, conv1d, conv2d, transpose2d) makes it.
+    `square`: it needs as many outputs as inputs; `affine`: it is one affine map, so its operator can be materialised;
+    `strides`, `paddings`, `groups`: what the convolution accepts.
+    """
+
+    name: str
+    build: Builder
+    kinds: tuple[str, ...] = ("linear", "conv2d")
+    square: bool = False
+    affine: bool = True
+    strides: tuple[int, ...] = (1, 2)
+    paddings: tuple[str, ...] = ("zeros", "circular")
+    groups: tuple[int, ...] = (1, 2)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, kind: str, inputs: int = 4, outputs: int = 4, **options: Any) -> nn.Module:
+        """The layer; convolutions are 3×3 (or 3) with padding 1 unless told otherwise."""
+        if kind != "linear":
+            options = {"kernel_size": 3, "padding": 1, **options}
+        if kind == "transpose2d" and options.get("stride", 1) > 1:
+            options["output_padding"] = options["stride"] - 1
+        return self.build(kind, inputs, outputs, **{**self.options, **options})
+
+
+_SUFFIX = {"linear": "Linear", "conv1d": "Conv1d", "conv2d": "Conv2d", "transpose2d": "ConvTranspose2d"}
+
+
+def by_name(prefix: str) -> Builder:
+    """The classes `eqn.<prefix>Linear`, `eqn.<prefix>Conv2d`, …"""
+    return lambda kind, inputs, outputs, **options: getattr(eqn, prefix + _SUFFIX[kind])(inputs, outputs, **options)
+
+
+ALL_KINDS = tuple(_SUFFIX)
+BLOCK: dict[str, Any] = {"square": True, "affine": False, "strides": (1,)}
+
+CASES: list[LayerCase] = [
+    LayerCase("sn", by_name("SN"), ALL_KINDS),
+    LayerCase("aol", by_name("AOL"), ALL_KINDS),
+    LayerCase("sr1", by_name("SR"), ALL_KINDS, options={"t": 1}),
+    LayerCase("sr2", by_name("SR"), ALL_KINDS, options={"t": 2}),
+    LayerCase("sr4", by_name("SR"), ALL_KINDS, options={"t": 4}),
+    LayerCase("rlb", by_name("RLB"), square=True, strides=(1,)),
+    LayerCase("cpl", by_name("CPL"), **BLOCK),
+    LayerCase("sll", by_name("SLL"), **BLOCK),
+    LayerCase("sll-sr", by_name("SLL"), options={"rescaling": "sr", "t": 3}, **BLOCK),
+    LayerCase("sll-tanh", by_name("SLL"), options={"activation": nn.Tanh()}, **BLOCK),
+    LayerCase("bcop", by_name("BCOP"), ALL_KINDS),
+    LayerCase("rko", by_name("RKO"), ALL_KINDS),
+    LayerCase("bjorck", by_name("Bjorck")),
+    LayerCase("soc", by_name("SOC")),
+    LayerCase("cayley", by_name("Cayley"), ("linear",)),  # the convolution's weight depends on the size: own tests
+    LayerCase("householder", by_name("Householder"), ("linear",)),
+    LayerCase("sandwich", by_name("Sandwich"), ("linear",), affine=False),
+]
+
+
+def inputs_for(kind: str, channels: int = 4, size: int = 6, batch: int = 3, dtype: torch.dtype = torch.float32):
+    """A batch of random inputs for a layer of this kind."""
+    shape = {"linear": (), "conv1d": (size,)}.get(kind, (size, size + 1))
+    return torch.randn(batch, channels, *shape, dtype=dtype)
+
+
+def rows(affine: bool | None = None) -> list[tuple[LayerCase, str]]:
+    """Every (case, kind), all or only (non-)affine ones."""
+    return [(case, kind) for case in CASES if affine in (None, case.affine) for kind in case.kinds]
+
+
+def row_id(value: Any) -> str | None:
+    """Names for pytest."""
+    return value.name if isinstance(value, LayerCase) else None
+
+
+def geometries(case: LayerCase, kind: str) -> list[dict[str, Any]]:
+    """Padding mode × stride × groups as far as the case accepts them; one empty row for dense layers."""
+    if kind == "linear":
+        return [{}]
+    modes = case.paddings if kind != "transpose2d" else ("zeros",)
+    return [
+        {"stride": stride, "padding_mode": mode, "groups": groups}
+        for stride, mode, groups in itertools.product(case.strides, modes, case.groups)
+    ]

@@ -1,0 +1,246 @@
+"""What every layer of the table owes: no stale weight, gradients in eval, and all of PyTorch's machinery."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from layer_cases import CASES, LayerCase, inputs_for, row_id, rows
+from torch import nn
+
+import equipoise.nn as eqn
+from equipoise.core.errors import Refused
+from equipoise.norms import spectral_norm
+
+ROWS = pytest.mark.parametrize(("case", "kind"), rows(), ids=row_id)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def shaken(case: LayerCase, kind: str, **options: object) -> nn.Module:
+    """A layer whose parameters all have moved from their start."""
+    layer = case.make(kind, **options)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return layer
+
+
+@ROWS
+def test_train_and_eval_agree_and_eval_changes_nothing(case, kind):
+    layer, x = shaken(case, kind), inputs_for(kind)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    trained = layer(x)
+    layer.eval()
+    for _ in range(2):
+        torch.testing.assert_close(layer(x), trained, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(before[k], v) for k, v in layer.state_dict().items())
+
+
+@ROWS
+def test_eval_computes_once_and_never_stale(case, kind):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    calls = 0
+    own = layer.compute
+
+    def counted():
+        nonlocal calls
+        calls += 1
+        return own()
+
+    layer.compute = counted
+    with torch.no_grad():
+        for _ in range(3):
+            layer(x)
+    with torch.inference_mode():
+        layer(x)
+    assert calls == 1
+    other = shaken(case, kind).eval()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.7)
+    layer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(layer(x), other(x), rtol=0, atol=0)  # the peers' failure: 4.6 after loading
+    for p in layer.parameters():
+        p.data = p.data * 0.5 + 0.1
+    fresh = copy.deepcopy(layer)
+    torch.testing.assert_close(layer(x), fresh(x), rtol=0, atol=0)
+
+
+@ROWS
+def test_inference_mode_keeps_what_it_computed(case, kind):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    calls = 0
+    own = layer.compute
+
+    def counted():
+        nonlocal calls
+        calls += 1
+        return own()
+
+    layer.compute = counted
+    with torch.inference_mode():
+        layer(x)
+        layer(x)
+    assert calls == 1
+    layer(x).sum().backward()  # what was kept is no inference tensor
+
+
+@ROWS
+def test_gradients_flow_in_eval_and_equal_those_of_training(case, kind):
+    layer = shaken(case, kind).double()
+    x = inputs_for(kind, dtype=torch.float64)
+    found = []
+    for mode in (True, False):
+        layer.train(mode).zero_grad()
+        layer(x).square().sum().backward()
+        found.append([p.grad.clone() for p in layer.parameters()])
+        assert all(g.isfinite().all() for g in found[-1])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    assert any(g.abs().max() > 1e-8 for g in found[0])
+
+
+@ROWS
+def test_export_is_plain_and_equal(case, kind):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    plain = layer.export()
+    torch.testing.assert_close(plain(x), layer(x), rtol=1e-6, atol=1e-6)
+    assert not plain.training
+    assert not any(isinstance(m, eqn.Effective) for m in plain.modules())
+
+
+@ROWS
+def test_copies_and_pickles_are_whole(case, kind):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    expected = layer(x)
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(buffer, weights_only=False)):
+        torch.testing.assert_close(other(x), expected, rtol=0, atol=0)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.add_(0.1)
+        assert torch.equal(layer(x), expected)
+
+
+@ROWS
+def test_functional_transforms(case, kind):
+    layer, x = shaken(case, kind), inputs_for(kind)
+    parameters = dict(layer.named_parameters())
+    for mode in (True, False):
+        layer.train(mode)
+
+        def loss(parameters, x):
+            return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+        gradient = torch.func.grad(loss)(parameters, x)
+        layer.zero_grad()
+        loss(parameters, x).backward()
+        for name, p in layer.named_parameters():
+            torch.testing.assert_close(gradient[name], p.grad, rtol=1e-4, atol=1e-5)
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None])
+        total = {name: value.sum(0) for name, value in each.items()}
+        for name, value in total.items():
+            torch.testing.assert_close(value, gradient[name], rtol=1e-3, atol=1e-4)
+        torch.func.jacrev(lambda v: torch.func.functional_call(layer, parameters, (v,)))(x[:1])
+
+
+@ROWS
+def test_torch_export(case, kind):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    program = torch.export.export(layer, (x,))
+    torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def _compiled_rows():
+    """Tracing takes seconds a row: a few rows always, the others in the slow run."""
+    quick = {("sn", "linear"), ("aol", "conv2d"), ("sr1", "linear"), ("sll", "linear")}
+    return [
+        pytest.param(case, kind, marks=() if (case.name, kind) in quick else pytest.mark.slow, id=f"{case.name}-{kind}")
+        for case, kind in rows()
+    ]
+
+
+@pytest.mark.parametrize(("case", "kind"), _compiled_rows())
+def test_fullgraph_compile(case, kind):
+    layer, x = shaken(case, kind), inputs_for(kind)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    out = compiled(x)
+    torch.testing.assert_close(out, layer(x), rtol=1e-5, atol=1e-5)
+    out.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.1)
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@ROWS
+def test_autocast_stays_in_full_precision(case, kind):
+    layer, x = shaken(case, kind), inputs_for(kind)
+    for mode in (True, False):
+        layer.train(mode)
+        expected = layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = layer(x)
+            half = layer(x.bfloat16())
+        assert out.dtype is torch.float32
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        assert half.dtype is torch.float32
+
+
+@ROWS
+def test_half_precision_parameters_are_refused(case, kind):
+    layer = case.make(kind).bfloat16()
+    with pytest.raises(Refused, match="bfloat16"):
+        layer(inputs_for(kind).bfloat16())
+
+
+@ROWS
+def test_signature_takes_device_dtype_bias(case, kind):
+    layer = case.make(kind, bias=False, dtype=torch.float64, device="cpu")
+    assert all(p.dtype is torch.float64 for p in layer.parameters())
+    assert layer.bias is None
+    assert layer(inputs_for(kind, dtype=torch.float64)).dtype is torch.float64
+    with pytest.raises(RuntimeError):
+        layer(inputs_for(kind))  # as in nn.Linear: another dtype is an error
+
+
+def test_parametrize_keeps_the_guarantee():
+    conv = nn.Conv2d(3, 5, 3, padding=1, groups=1)
+    kernel = eqn.Kernel(tuple(conv.weight.shape), 1, conv.stride, conv.dilation, conv.padding_mode)
+    nn.utils.parametrize.register_parametrization(conv, "weight", eqn.SR(kernel, t=2))
+    assert spectral_norm(conv, input_size=(8, 8)).upper <= 1.001
+    conv(torch.randn(1, 3, 8, 8)).sum().backward()
+    assert conv.parametrizations.weight.original.grad is not None
+
+
+def test_kept_weight_follows_the_device_and_dtype():
+    layer = eqn.SRLinear(4, 4).eval()
+    layer(torch.zeros(1, 4))
+    layer.double()
+    assert layer(torch.zeros(1, 4, dtype=torch.float64)).dtype is torch.float64
+
+
+def test_second_derivative_in_eval():
+    layer = eqn.SRLinear(3, 3).double().eval()
+    x = torch.randn(2, 3, dtype=torch.float64)
+    (g,) = torch.autograd.grad(layer(x).square().sum(), layer.raw, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), layer.raw)
+    layer.train()
+    (g2,) = torch.autograd.grad(layer(x).square().sum(), layer.raw, create_graph=True)
+    (h2,) = torch.autograd.grad(g2.square().sum(), layer.raw)
+    torch.testing.assert_close(h, h2)
+
+
+def test_names_are_unique():
+    assert len({case.name for case in CASES}) == len(CASES)

@@ -1,0 +1,119 @@
+"""export: plain modules, the same outputs, and round trips through torch.export and ONNX."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from equipoise.conversion import export, make_lipschitz
+from equipoise.core.errors import Refused
+from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn.activations import HouseholderActivation, MaxMin
+from equipoise.nn.effective import Effective
+from equipoise.nn.export import largest_difference
+from equipoise.nn.models import build, input_shape
+from equipoise.nn.named import SRConv2d, SRLinear
+from equipoise.nn.normalise import BatchCentering, LastLayerNormalised
+from equipoise.nn.pooling import ScaledAvgPool2d, SpaceToDepth
+
+SLL = {"in_channels": 1, "input_size": 8, "channels": 4, "depth": 2, "dense_depth": 1, "hidden": 8, "num_classes": 3}
+ORTHOGONAL = {"in_channels": 1, "input_size": 8, "channels": [2], "hidden": 8, "num_classes": 3}
+
+
+def parts():
+    return nn.Sequential(
+        SRConv2d(1, 4, 3, padding=1), MaxMin(), BatchCentering(4), SpaceToDepth(2), HouseholderActivation(16), ScaledAvgPool2d(2),
+        nn.Flatten(), SRLinear(64, 6, t=3), MaxMin(), LastLayerNormalised(6, 3),
+    )  # fmt: skip
+
+
+NETS = {
+    "parts": (parts, (1, 8, 8)),
+    "sll": (lambda: build("sll", **SLL), input_shape("sll", **SLL)),
+    "orthogonal": (lambda: build("orthogonal_cnn", **ORTHOGONAL), (1, 8, 8)),
+    "sandwich mlp": (lambda: build("sandwich_mlp", widths=[8], num_classes=3, constant=2.0), (1, 8, 8)),
+    "converted": (lambda: make_lipschitz(build("mlp", widths=[8], num_classes=3)).model, (1, 8, 8)),
+}
+SPECTRAL = {
+    "sandwich cnn": (lambda: build("sandwich_cnn", in_channels=1, input_size=8, channels=[2], hidden=8), (1, 8, 8))
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    build_net, shape = {**NETS, **SPECTRAL}[name]
+    net, x = build_net(), torch.randn(3, *shape)
+    net(x)  # batch statistics
+    return net.eval(), x
+
+
+@pytest.mark.parametrize("name", {**NETS, **SPECTRAL})
+def test_outputs_are_equal_and_nothing_is_recomputed(name):
+    net, x = make(name)
+    plain = export(net, x)
+    assert not any(isinstance(m, Effective) for m in plain.modules())
+    assert any(isinstance(m, Effective) for m in net.modules())  # the original stays
+    assert largest_difference(net, plain, x) <= 1e-6
+    assert plain.certificate.layers
+    assert all(row.upper is not None and row.upper <= 3 for row in plain.certificate.layers)
+    assert plain.certificate.upper <= lipschitz_bound(plain, x).upper * (1 + 1e-6)
+    for other in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
+        assert other.certificate == plain.certificate
+        assert torch.equal(other(x), plain(x))
+    assert plain.certificate.to_dict()["norm"] == "l2"
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_torch_export_round_trip(name):
+    net, x = make(name)
+    plain = export(net)
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(plain, (x,)), buffer)
+    buffer.seek(0)
+    again = torch.export.load(buffer).module()
+    assert float((again(x) - net(x)).detach().abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_onnx_round_trip(name, tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    net, x = make(name)
+    path = str(tmp_path / "net.onnx")
+    torch.onnx.export(export(net), (x,), path, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert float(np.abs(found - net(x).detach().numpy()).max()) <= 1e-5
+
+
+def test_hooks_are_refused():
+    net = nn.Sequential(SRLinear(4, 4))
+    net[0].register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(Refused, match="hooks"):
+        export(net)
+
+
+def test_modules_used_twice_stay_one_module():
+    layer = SRLinear(4, 4)
+    net = nn.Sequential(layer, nn.ReLU(), nn.ModuleDict({"again": layer})["again"])
+    plain = export(net)
+    assert plain[0] is plain[2]
+    assert type(plain[0]) is nn.Linear
+    assert len(plain.certificate.layers) == 1
+    assert isinstance(export(layer), nn.Linear)
+
+
+def test_the_certificate_without_an_example_is_that_of_the_construction():
+    net = nn.Sequential(SRLinear(4, 4), nn.ReLU(), SRLinear(4, 4))
+    certificate = export(net).certificate
+    assert certificate.source == "construction"
+    assert 1 <= certificate.upper <= 1.0001
+    assert export(nn.Sequential(SRLinear(4, 4), nn.Linear(4, 4))).certificate.upper is None
+    x = torch.zeros(1, 4)
+    assert export(net, x).certificate.upper == pytest.approx(lipschitz_bound(export(net), x).upper)

@@ -1,0 +1,168 @@
+"""Losses against their formulas written out, and certified radii against attacks on a network of known constant."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from equipoise.core import Bound, Bracket, Kind
+from equipoise.core.errors import InputError, Refused
+from equipoise.nn import losses
+from equipoise.nn.metrics import CertifiedAccuracy, certified_accuracy, certified_radius
+
+Z = torch.tensor([[2.0, -1.0, 0.5], [0.1, 0.3, 4.0], [1.0, 1.0, -2.0]], dtype=torch.float64)
+Y = torch.tensor([0, 1, 0])
+
+
+def cross_entropy(z, y):
+    return float(torch.stack([torch.logsumexp(row, 0) - row[k] for row, k in zip(z, y, strict=True)]).mean())
+
+
+def test_offset_cross_entropy_is_the_formula():
+    t, u = 0.25, 1.5 * math.sqrt(2) * 3.0
+    shifted = Z.clone()
+    shifted[range(3), Y] -= u
+    assert float(losses.offset_cross_entropy(Z, Y, lipschitz=3.0)) == pytest.approx(t * cross_entropy(shifted / t, Y))
+    assert float(losses.OffsetCrossEntropy(lipschitz=3.0)(Z, Y)) == pytest.approx(t * cross_entropy(shifted / t, Y))
+
+
+def test_margin_hinge_is_zero_exactly_where_all_are_certified():
+    z = torch.tensor([[3.0, 0.0, 0.0]], dtype=torch.float64)
+    y = torch.tensor([0])
+    edge = float(certified_radius(z, y, 1.5)[0])
+    assert float(losses.margin_hinge(z, y, edge * 0.999, 1.5)) == 0
+    assert float(losses.margin_hinge(z, y, edge * 1.001, 1.5)) > 0
+    assert losses.margin(Z, Y).tolist() == pytest.approx([1.5, -3.7, 0.0])
+
+
+def test_lipschitz_margin_lifts_the_other_logits():
+    lifted = Z + 0.3 * math.sqrt(2) * 2
+    lifted[range(3), Y] = Z[range(3), Y]
+    assert float(losses.lipschitz_margin(Z, Y, 0.3, 2.0)) == pytest.approx(cross_entropy(lifted, Y))
+
+
+def test_known_last_layer_uses_pairwise_distances():
+    W = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    K = losses.pair_constants(Y, 2.0, W)
+    for i, y in enumerate(Y):
+        assert K[i].tolist() == pytest.approx([2 * float((W[y] - w).norm()) for w in W])
+
+
+def test_gloro_bottom_wins_exactly_where_the_radius_is_not_certified():
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(200, 5, generator=generator, dtype=torch.float64)
+    W = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    for weight in (None, W):
+        bottom = losses.gloro_logits(z, 0.2, 0.7, weight).argmax(1) == 5
+        certified = certified_radius(z, z.argmax(1), 0.7, weight) >= 0.2
+        assert bool((bottom ^ certified).all())
+        assert 0 < int(bottom.sum()) < 200
+    plain = functional.cross_entropy(z, z.argmax(1))
+    assert losses.gloro(z, z.argmax(1), 0.2) > plain
+    assert losses.gloro_trades(z, z.argmax(1), 0.2) > plain
+    none = losses.gloro_trades(z * 100, z.argmax(1), 1e-9)
+    assert float(none - functional.cross_entropy(z * 100, z.argmax(1))) < 1
+
+
+def test_emma_lifts_to_the_margin_reached_at_most_to_epsilon():
+    K = 2 * math.sqrt(2)
+    expected = Z.clone()
+    for i, y in enumerate(Y):
+        for k in range(3):
+            if k != y:
+                expected[i, k] += K * min(max(float(Z[i, y] - Z[i, k]) / K, 0), 0.3)
+    assert float(losses.emma(Z, Y, 0.3, 2.0)) == pytest.approx(cross_entropy(expected, Y))
+    z = Z.clone().requires_grad_()
+    losses.emma(z, Y, 0.3, 2.0).backward()  # the lift carries no gradient: that of a cross-entropy at the lifted logits
+    softmax = expected.softmax(1)
+    softmax[range(3), Y] -= 1
+    assert torch.allclose(z.grad, softmax / 3)
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_every_loss_has_a_gradient_also_for_the_constant(name):
+    z = Z.clone().requires_grad_()
+    arguments = (0.5,) if name in losses.MARGIN_LOSSES else ()
+    losses.LOSSES[name](z, Y, *arguments).backward()
+    assert bool(torch.isfinite(z.grad).all())
+    assert float(z.grad.abs().sum()) > 0
+    if name in losses.MARGIN_LOSSES:
+        W = torch.randn(3, 4, dtype=torch.float64).requires_grad_()
+        L = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+        losses.LOSSES[name](Z, Y, 0.5, L, W).backward()
+        assert bool(torch.isfinite(W.grad).all())
+        assert float(L.grad.abs()) > 0
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=3), st.floats(1e-3, 1e3))
+@settings(max_examples=200, deadline=None)
+def test_radii_are_rounded_down(row, lipschitz):
+    from fractions import Fraction
+
+    z = torch.tensor([row], dtype=torch.float64)
+    found = float(certified_radius(z, torch.tensor([0]), lipschitz)[0])
+    gap = min(Fraction(row[0]) - Fraction(v) for v in row[1:])
+    exact = Fraction(found) ** 2 * 2 * Fraction(lipschitz) ** 2
+    assert found == 0 if gap <= 0 else exact <= gap**2
+    assert gap <= 1e-9 or found >= float(gap) / (math.sqrt(2) * lipschitz) * (1 - 1e-9)
+
+
+def test_no_attack_inside_the_radius_changes_a_linear_decision():
+    generator = torch.Generator().manual_seed(0)
+    W = torch.randn(4, 6, dtype=torch.float64, generator=generator)
+    x = torch.randn(100, 6, dtype=torch.float64, generator=generator)
+    z = x @ W.mT
+    y = z.argmax(1)
+    norm = float(torch.linalg.matrix_norm(W, ord=2)) * (1 + 1e-12)
+    whole, pairs = certified_radius(z, y, norm), certified_radius(z, y, 1.0, W)
+    assert bool((pairs >= whole * (1 - 1e-12)).all())
+    for k in range(4):  # the best attack against class k, of the certified size
+        d = W[k] - W[y]
+        moved = (x + d / d.norm(dim=1, keepdim=True).clamp_min(1e-9) * pairs[:, None]) @ W.mT
+        assert bool((moved.gather(1, y[:, None])[:, 0] >= moved[:, k] - 1e-9).all())
+
+
+def test_only_upper_bounds_feed_a_certificate():
+    z, y = Z[:1], Y[:1]
+    assert float(certified_radius(z, y, Bracket(1.0, 2.0))[0]) == float(certified_radius(z, y, 2.0)[0])
+    with pytest.raises(Refused, match="upper bound"):
+        certified_radius(z, y, Bound(1.0, Kind.ESTIMATE))
+    for bad in (math.nan, -1.0):
+        with pytest.raises(InputError):
+            certified_radius(z, y, bad)
+    with pytest.raises(InputError, match="NaN"):
+        certified_radius(z * math.nan, y)
+    with pytest.raises(InputError, match="labels must lie"):
+        certified_radius(z, torch.tensor([3]))
+    with pytest.raises(InputError, match="last layer"):
+        certified_radius(z, y, 1.0, torch.ones(2, 2))
+    assert float(certified_radius(z, y, tolerance=0.5)[0]) < float(certified_radius(z, y)[0])
+
+
+def test_counts_merge():
+    z = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.randint(0, 4, (50,), generator=torch.Generator().manual_seed(1))
+    whole, one, two = (CertifiedAccuracy((0.1, 0.5)) for _ in range(3))
+    whole.update(z, y)
+    one.update(z[:20], y[:20])
+    two.update(z[20:], y[20:])
+    one.merge(two)
+    assert one.compute() == whole.compute()
+    assert whole.compute()["certified"][0.5] == certified_accuracy(z, y, 0.5)
+    with pytest.raises(InputError, match="no sample"):
+        CertifiedAccuracy().compute()
+    with pytest.raises(InputError, match="cannot merge"):
+        one.merge(CertifiedAccuracy((0.2,)))
+
+
+def test_bad_input():
+    for z, y in [(Z[0], Y), (Z, Y[:2]), (Z, Y.double()), (Z[:, :1], Y)]:
+        with pytest.raises(InputError, match="expected logits"):
+            losses.offset_cross_entropy(z, y)
+    with pytest.raises(InputError, match="temperature"):
+        losses.offset_cross_entropy(Z, Y, temperature=0)

@@ -1,0 +1,200 @@
+"""Builders: shapes, checkpoints that rebuild them, trained weights on real images, and constants that are what they say."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from nn_parts import worst_ratio
+
+from equipoise.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from equipoise.conversion import export
+from equipoise.core.errors import InputError
+from equipoise.data.digits import load_digits
+from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn.constants import known_constant
+from equipoise.nn.losses import offset_cross_entropy
+from equipoise.nn.models import LIPSCHITZ, MODELS, PLAIN, build, factory, input_shape
+
+#: small arguments for every builder: (name → arguments)
+SMALL = {
+    "mlp": {"widths": [16], "activation": "gelu", "dropout": 0.1},
+    "cnn": {"in_channels": 1, "input_size": 8, "channels": [4, 8], "hidden": 8, "mean": [0.5], "std": [0.25]},
+    "mlp_mixer": {
+        "in_channels": 1,
+        "input_size": [8, 12],
+        "width": 8,
+        "depth": 2,
+        "token_hidden": 4,
+        "channel_hidden": 8,
+    },
+    "vgg16": {"width": 2, "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},
+    "vgg19": {"width": 2, "hidden": 4},
+    "resnet18": {"width": 4, "input_size": 16},
+    "resnet34": {"width": 4, "input_size": 16, "in_channels": 1},
+    "resnet50": {"width": 4, "stem": "imagenet", "input_size": 64},
+    "cifar_resnet": {"depth": 8, "input_size": 16, "width": 4},
+    "cifar_resnet20": {"input_size": 8},
+    "cifar_resnet56": {"input_size": 8},
+    "cifar_resnet110": {"input_size": 8},
+    "wide_resnet": {"depth": 10, "widen": 1, "input_size": 8, "width": 4, "dropout": 0.1},
+    "sll": {
+        "in_channels": 1,
+        "input_size": 8,
+        "channels": 8,
+        "depth": 3,
+        "dense_depth": 1,
+        "hidden": 16,
+        "constant": 2.0,
+    },
+    "sll_tiny": {"in_channels": 1, "input_size": 8},
+    "orthogonal_cnn": {"in_channels": 1, "input_size": 8, "channels": [4, 4], "hidden": 12, "head": "first"},
+    "sandwich_cnn": {"in_channels": 1, "input_size": 8, "channels": [4], "hidden": 12, "constant": 3.0},
+    "sandwich_mlp": {"widths": [16], "head": "aol"},
+    "liresnet": {
+        "in_channels": 1,
+        "input_size": 8,
+        "channels": 8,
+        "depth": 2,
+        "dense_depth": 1,
+        "hidden": 16,
+        "head": "sr",
+    },
+}
+LARGE = {"sll_small", "sll_medium"}  # checked by their number of blocks only
+
+
+def example(name, batch=2):
+    torch.manual_seed(0)
+    return torch.rand(batch, *input_shape(name, **SMALL[name]))
+
+
+def bound(net, x):
+    """Proved bound of the exported network, which knows nothing of how its weights came about."""
+    with torch.no_grad():
+        net(x)  # layers whose weights depend on the image size are exported for the last one
+    return lipschitz_bound(export(net), x, rtol=1e-5).upper
+
+
+def test_every_builder_has_a_case():
+    assert set(MODELS) == set(SMALL) | LARGE
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_checkpoint_rebuilds_the_model(name, tmp_path):
+    torch.manual_seed(1)
+    arguments = json.loads(json.dumps({**SMALL[name], "num_classes": 7}))
+    net = build(name, **arguments).train()
+    x = example(name)
+    net(x).sum().backward()  # batch statistics and parameters that are not the initial ones
+    assert all(p.grad is not None for p in net.parameters())
+    net.eval()
+    shape = input_shape(name, **arguments)
+    save_checkpoint(tmp_path / name, net, factory(name), arguments, shape)
+    back, found = load_checkpoint(tmp_path / name)
+    assert found == shape
+    with torch.no_grad():
+        assert torch.equal(back(x), net(x))
+        assert back(x).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if n in LIPSCHITZ])
+def test_the_constant_is_what_it_says(name):
+    torch.manual_seed(2)
+    net = build(name, **SMALL[name]).eval()
+    constant = SMALL[name].get("constant", 1.0)
+    x = example(name, 1)
+    assert known_constant(net) == pytest.approx(constant, rel=1e-9)
+    assert bound(net, x) <= constant * (1 + 1e-4)
+    assert worst_ratio(net, tuple(x.shape[1:]), torch.float32, pairs=20) <= constant * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if n in LIPSCHITZ])
+def test_the_constant_survives_training(name):
+    torch.manual_seed(3)
+    net = build(name, **SMALL[name])
+    x = example(name, 8)
+    optimiser = torch.optim.SGD(net.parameters(), lr=1.0)
+    for _ in range(4):  # maximise the stretch between two batches
+        optimiser.zero_grad()
+        (-(net(x) - net(x + 0.1 * torch.randn_like(x))).square().sum()).backward()
+        optimiser.step()
+    constant = SMALL[name].get("constant", 1.0)
+    assert bound(net.eval(), x[:1]) <= constant * (1 + 1e-4)
+
+
+def test_head_lln_is_certified_by_pairs():
+    net = build("sll", **{**SMALL["sll"], "constant": 1.0, "head": "lln"}).eval()
+    assert known_constant(net) == pytest.approx(10**0.5)
+    assert bound(net[:-1], example("sll", 1)) <= 1 + 1e-4
+
+
+def test_two_hundred_blocks_train_without_normalisation():
+    torch.manual_seed(0)
+    train, test = load_digits(split="train"), load_digits(split="test")
+    arguments = {"in_channels": 1, "input_size": 8, "channels": 1, "pool": 1, "head": "first"}
+    net = build("sll", **arguments, depth=0, dense_depth=200, hidden=16, rescaling="aol", threshold=1.0)
+    optimiser = torch.optim.Adam(net.parameters(), lr=3e-3)
+    for _ in range(12):
+        x, y = train.batch(torch.randint(0, len(train), (128,)))
+        optimiser.zero_grad()
+        offset_cross_entropy(net(x), y).backward()
+        assert all(bool(torch.isfinite(p.grad).all()) for p in net.parameters())
+        optimiser.step()
+    x, y = test.batch(range(len(test)))
+    with torch.no_grad():
+        assert float((net.eval()(x).argmax(1) == y).float().mean()) > 0.45  # 0.1 by chance
+
+
+def test_sizes_of_the_published_sll_networks():
+    small, medium = build("sll_small", input_size=8), build("sll_medium", input_size=8)
+    for net, conv, dense in ((small, 20, 7), (medium, 30, 10)):
+        names = [type(m).__name__ for m in net]
+        assert (names.count("SLLConv2d"), names.count("SLLLinear")) == (conv, dense)
+
+
+def test_plain_networks_have_the_published_sizes():
+    sizes = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032}
+    for name, size in sizes.items():
+        net = build(name, stem="imagenet", num_classes=1000)
+        assert sum(p.numel() for p in net.parameters()) == size
+    assert sum(p.numel() for p in build("vgg16", hidden=4096, num_classes=1000).parameters()) == 138_365_992
+    assert sum(p.numel() for p in build("wide_resnet", depth=16, widen=4).parameters()) == 2_748_890
+    assert "layer4.0.downsample.1.running_var" in build("resnet18", stem="imagenet").state_dict()
+
+
+@pytest.mark.parametrize(("depth", "accuracy"), [(20, 0.917), (56, 0.934)])
+def test_trained_cifar_networks_on_real_images(data_dir, depth, accuracy):
+    net = load_weights(build(f"cifar_resnet{depth}"), data_dir / f"cifar10-resnet{depth}.safetensors")
+    archive = np.load(data_dir / "cifar10.npz")
+    x = torch.from_numpy(archive["x_test"][:300]).permute(0, 3, 1, 2).float() / 255
+    y = torch.from_numpy(archive["y_test"][:300]).long().flatten()
+    with torch.no_grad():
+        found = float((net(x).argmax(1) == y).float().mean())
+    assert abs(found - accuracy) < 0.05
+
+
+def test_refusals():
+    with pytest.raises(InputError, match="no model 'resnet19'"):
+        build("resnet19")
+    with pytest.raises(InputError, match="takes no argument 'depth'"):
+        build("resnet18", depth=3)
+    for name, arguments, message in [
+        ("cifar_resnet", {"depth": 21}, "6n . 2"),
+        ("wide_resnet", {"depth": 11}, "6n . 4"),
+        ("vgg16", {"input_size": 16}, "32×32"),
+        ("mlp_mixer", {"input_size": 10}, "tile"),
+        ("sll", {"channels": 2}, "fewer"),
+        ("sll", {"input_size": 2}, "does not fit"),
+        ("orthogonal_cnn", {"input_size": 6}, "divisible"),
+        ("sll", {"head": "softmax"}, "head is one of"),
+        ("resnet18", {"stem": "x"}, "stem"),
+        ("cnn", {"mean": [0.5]}, "both"),
+        ("cnn", {"mean": [0.5], "std": [0.0]}, "std > 0"),
+        ("mlp", {"activation": "x"}, "no activation"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            build(name, **arguments)
+    assert set(PLAIN).isdisjoint(LIPSCHITZ)

@@ -1,0 +1,359 @@
+"""One row adds an orthogonal layer to every check: guarantee under attack, export, caches, transforms, refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.core import InputError, Kind, Refused, as_upper
+from equipoise.nn import orthogonal as o
+from equipoise.norms import spectral_norm
+from equipoise.norms.reference import operator_matrix
+
+LIMIT = 1 + 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear layer, one input shape, and the smallest singular value it claims (None: it claims none)."""
+
+    id: str
+    make: Callable[..., nn.Module]
+    shape: tuple[int, ...]
+    lowest: float | None = None
+
+
+def dense(cls: type[nn.Module], ins: int, out: int, **options: Any) -> Case:
+    return Case(f"{cls.__name__}-{ins}-{out}", lambda **k: cls(ins, out, **options, **k), (ins,), 1 - 1e-5)
+
+
+def conv(cls: type[nn.Module], *args: Any, size: int = 5, lowest: float | None = None, **options: Any) -> Case:
+    name = f"{cls.__name__}-{args}-{size}-" + "-".join(f"{k}={v}" for k, v in options.items())
+    dims = 1 if cls.__name__.endswith("1d") else 2
+    return Case(name.replace(" ", ""), lambda **k: cls(*args, **options, **k), (args[0], *[size] * dims), lowest)
+
+
+LINEAR = [o.CayleyLinear, o.SOCLinear, o.BCOPLinear, o.RKOLinear, o.BjorckLinear, o.HouseholderLinear]
+CONV = [o.CayleyConv2d, o.SOCConv2d, o.BCOPConv2d, o.RKOConv2d, o.BjorckConv2d]
+LOW = {o.CayleyConv2d: 1 - 1e-5, o.SOCConv2d: 1 - 1.1e-3, o.BCOPConv2d: 1 - 1e-5}
+
+#: layer × padding × stride
+CORE = [
+    *(dense(cls, *size) for cls in LINEAR for size in [(4, 4), (5, 3), (3, 5)]),
+    *(conv(cls, 4, 4, 3, padding=1) for cls in CONV),
+    *(conv(cls, 4, 4, 3, padding=1, padding_mode="circular", lowest=LOW.get(cls)) for cls in CONV),
+    *(conv(cls, 2, 4, 3, padding=1, stride=2) for cls in CONV),
+    *(conv(cls, 2, 8, 3, padding=1, stride=2, padding_mode="circular", size=6) for cls in CONV),
+]
+CASES = [
+    *CORE,
+    *(conv(cls, 4, 4, 3, padding=1, stride=2, padding_mode="circular") for cls in CONV[2:]),  # 2 does not divide 5
+    *(conv(cls, 3, 5, 3) for cls in CONV),
+    *(conv(cls, 5, 3, (3, 1), padding=(1, 0)) for cls in CONV),
+    *(conv(cls, 4, 6, 3, padding=1, groups=2) for cls in CONV),
+    *(conv(cls, 3, 3, 3, padding=2, dilation=2) for cls in CONV),
+    *(conv(cls, 3, 3, 3, padding="same", size=3) for cls in CONV),
+    *(conv(cls, 3, 3, 3, padding=2, size=2) for cls in CONV),
+    *(conv(cls, 3, 4, 4, stride=2, padding=1, size=6) for cls in CONV),
+    conv(o.SOCConv2d, 4, 4, 3, padding=1, terms=9, angle=3.0, lowest=1 - 1e-3),
+    conv(o.SOCConv2d, 4, 4, 3, padding=1, terms=1),
+    conv(o.BjorckConv2d, 4, 4, 3, padding=1, steps=1),
+    conv(o.CayleyConv2d, 3, 3, 2, padding="same", padding_mode="circular", lowest=1 - 1e-5),
+    conv(o.BCOPConv2d, 3, 12, 2, stride=2, size=6, lowest=1 - 1e-5),
+    conv(o.RKOConv2d, 3, 12, 2, stride=2, size=6, lowest=1 - 1e-5),
+    conv(o.RKOConv2d, 2, 2, 4, stride=4, padding=1, padding_mode="circular", size=7),
+    conv(o.BCOPConv2d, 2, 3, 2, stride=3, padding=1, size=7),
+    conv(o.BCOPConv2d, 2, 2, 3, stride=2, dilation=2, padding=2, size=7),
+    conv(o.BCOPConv1d, 3, 3, 4, padding=2),
+    conv(o.RKOConv1d, 3, 3, 4, stride=2),
+    conv(o.BCOPConvTranspose2d, 4, 3, 3, stride=2),
+    conv(o.RKOConvTranspose2d, 4, 3, 3, stride=2, padding=1),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+slow64 = pytest.param(torch.float64, marks=pytest.mark.slow, id="float64")
+dtypes = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="float32"), slow64])
+
+
+def exported(layer: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    sized = isinstance(layer, o.CayleyConv2d)
+    return layer.export(shape[-2:]) if sized else layer.export()
+
+
+def singular_values(layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """Of the operator with the weights as they are stored, in float64."""
+    return torch.linalg.svdvals(operator_matrix(exported(layer, shape), shape))
+
+
+def attack(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, steps: int = 200) -> None:
+    """Raise ‖layer(v) − layer(0)‖ over raw weights, while v follows the power iteration."""
+    v = torch.randn(1, *shape, dtype=dtype)
+    optimiser = torch.optim.Adam([p for n, p in layer.named_parameters() if n != "bias"], lr=0.1)
+    for _ in range(steps):
+        v = (v / v.norm()).detach().requires_grad_()
+        y, offset = layer(torch.cat([v, torch.zeros_like(v)]))
+        y = y - offset
+        optimiser.zero_grad()
+        (-y.square().sum()).backward()
+        optimiser.step()
+        assert v.grad is not None
+        if float(v.grad.norm()) > 0:
+            v = v.grad
+
+
+@pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
+@dtypes
+def test_stays_a_contraction_under_attack(case: Case, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = case.make(dtype=dtype)
+    attack(layer, case.shape, dtype)
+    found = singular_values(layer, case.shape)
+    assert 0.6 <= float(found[0]) <= LIMIT  # the attack was one, and failed
+
+
+@pytest.mark.parametrize("case", CASES[len(CORE) :], ids=lambda case: case.id)
+def test_other_geometries_stay_contractions_under_a_shorter_attack(case: Case) -> None:
+    torch.manual_seed(0)
+    layer = case.make()
+    attack(layer, case.shape, torch.float32, steps=60)
+    assert float(singular_values(layer, case.shape)[0]) <= LIMIT
+
+
+def ones(raw: Tensor) -> Tensor:
+    return torch.ones_like(raw)
+
+
+def nearly_rank_one(raw: Tensor) -> Tensor:
+    return torch.ones_like(raw) + 1e-6 * raw
+
+
+def wild(raw: Tensor) -> Tensor:
+    return raw * torch.logspace(-15, 15, raw.numel(), dtype=raw.dtype).reshape(raw.shape)
+
+
+def one_entry(raw: Tensor) -> Tensor:
+    found = torch.zeros_like(raw)
+    found.view(-1)[-1] = 3.0
+    return found
+
+
+RAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "huge": lambda raw: 1e8 * raw,
+    "extreme": lambda raw: 1e30 * raw,
+    "tiny": lambda raw: 1e-20 * raw,
+    "zero": torch.zeros_like,
+    "ones": ones,
+    "nearly-rank-one": nearly_rank_one,
+    "wild": wild,
+    "one-entry": one_entry,
+}
+
+
+@cases
+@pytest.mark.parametrize("raw", RAWS)
+def test_every_raw_weight_gives_a_contraction_with_finite_gradients(case: Case, raw: str) -> None:
+    torch.manual_seed(1)
+    layer = case.make()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name != "bias":
+                parameter.copy_(RAWS[raw](parameter))
+    x = torch.randn(2, *case.shape)
+    y = layer(x)
+    assert bool(torch.isfinite(y).all())
+    y.square().sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in layer.parameters() if p.grad is not None)
+    assert float(singular_values(layer, case.shape)[0]) <= LIMIT
+
+
+@cases
+@dtypes
+def test_singular_values_are_where_they_are_claimed(case: Case, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    layer = case.make(dtype=dtype)
+    found = singular_values(layer, case.shape)
+    assert float(found[0]) <= LIMIT
+    if case.lowest is not None:
+        assert float(found[-1]) >= case.lowest
+
+
+@cases
+def test_shapes_are_those_of_the_plain_layer(case: Case) -> None:
+    layer = case.make()
+    if not hasattr(layer, "kernel_size"):
+        return
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    plain_type = getattr(layer, "plain_type", nn.Conv2d)
+    if plain_type is nn.ConvTranspose2d:
+        plain: nn.Module = nn.ConvTranspose2d(
+            layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding
+        )
+    else:
+        plain = plain_type(**{name: getattr(layer, name) for name in names})
+    x = torch.randn(2, *case.shape)
+    assert layer(x).shape == plain(x).shape
+    assert layer(x[0]).shape == plain(x[0]).shape  # one image without a batch
+
+
+@cases
+def test_export_computes_the_same_and_proves_it(case: Case) -> None:
+    torch.manual_seed(3)
+    layer = case.make().eval()
+    plain = exported(layer, case.shape)
+    x = torch.randn(3, *case.shape)
+    torch.testing.assert_close(plain(x), layer(x), rtol=0, atol=1e-6)
+    for module in (layer, plain):
+        if hasattr(module, "lipschitz_upper"):
+            bound = module.lipschitz_upper(case.shape)
+            assert bound.kind is Kind.UPPER
+            assert float(singular_values(layer, case.shape)[0]) <= as_upper(bound) <= LIMIT
+    if type(plain) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d):
+        assert spectral_norm(plain, input_size=case.shape[1:] or None, rtol=1e-6).upper <= LIMIT
+
+
+@cases
+def test_train_eval_load_copy_and_pickle_agree(case: Case) -> None:
+    torch.manual_seed(4)
+    layer, other = case.make(), case.make()
+    x = torch.randn(3, *case.shape)
+    trained = layer(x)
+    layer.eval()
+    torch.testing.assert_close(layer(x), trained)
+    other.eval()(x)
+    other.load_state_dict(layer.state_dict())  # the cache of `other` must not survive
+    for same in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(same(x), trained)
+    layer.raw.data.mul_(-1.3)
+    torch.testing.assert_close(layer(x), layer.train()(x))
+
+
+@cases
+def test_gradients_in_eval_are_those_of_train(case: Case) -> None:
+    torch.manual_seed(5)
+    layer = case.make(dtype=torch.float64)
+    x = torch.randn(2, *case.shape, dtype=torch.float64)
+    found = []
+    for mode in (True, False):
+        layer.train(mode)
+        layer(x)
+        value = layer(x).pow(3).sum()
+        found.append(torch.autograd.grad(value, [p for p in layer.parameters() if p.numel()], allow_unused=True))
+    for train, evaluated in zip(*found, strict=True):
+        torch.testing.assert_close(train, evaluated)
+
+
+FAST = [c for c in CASES if "padding=1" in c.id and "-(4,4,3)-5-" in c.id and "stride" not in c.id] + CASES[:18:3]
+
+
+@pytest.mark.parametrize("case", FAST, ids=lambda case: case.id)
+def test_gradients_are_right(case: Case) -> None:
+    torch.manual_seed(6)
+    layer = case.make(dtype=torch.float64)
+    x = torch.randn(1, *case.shape, dtype=torch.float64)
+
+    def value(raw: Tensor) -> Tensor:
+        rest = {n: p.detach() for n, p in layer.named_parameters() if n != "raw"}
+        return torch.func.functional_call(layer, {"raw": raw, **rest}, (x,)).pow(3).sum()
+
+    raw = layer.raw.detach().clone()
+    gradient = torch.autograd.functional.jacobian(value, raw)
+    direction = torch.randn_like(raw)
+    h = 1e-5
+    numeric = (value(raw + h * direction) - value(raw - h * direction)) / (2 * h)
+    torch.testing.assert_close((gradient * direction).sum(), numeric, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", FAST, ids=lambda case: case.id)
+def test_func_and_autocast(case: Case) -> None:
+    torch.manual_seed(7)
+    layer = case.make()
+    x = torch.randn(2, *case.shape)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    parameters = {n: p.detach() for n, p in layer.named_parameters()}
+    gradient = torch.func.grad(loss)(parameters)
+    layer.zero_grad()
+    layer(x).square().sum().backward()
+    torch.testing.assert_close(gradient["raw"], layer.raw.grad, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x.bfloat16())
+    assert y.dtype is torch.float32
+    with pytest.raises(Refused, match="float16"):
+        layer.half()(x.half())
+
+
+@pytest.mark.parametrize("cls", [o.CayleyConv2d, o.SOCConv2d, o.BCOPConv2d, o.RKOConv2d, o.BjorckConv2d])
+def test_traces_whole(cls: type[nn.Module]) -> None:
+    """No data-dependent branch: torch.export of the layer succeeds, and of what it exports."""
+    torch.manual_seed(8)
+    layer = cls(3, 3, 3, padding=1).eval()
+    x = torch.randn(1, 3, 5, 5)
+    for module in (layer, exported(layer, (3, 5, 5))):
+        program = torch.export.export(module, (x,))
+        torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", CONV)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"padding": 1, "padding_mode": "reflect"}, "copies border pixels"),
+        ({"padding": 1, "padding_mode": "replicate"}, "copies border pixels"),
+        ({"padding": 2, "padding_mode": "circular"}, "repeats outputs"),
+    ],
+)
+def test_unsound_padding_is_refused(cls: type[nn.Module], options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        cls(4, 4, 3, **options)
+
+
+def test_what_a_construction_cannot_do_is_refused() -> None:
+    with pytest.raises(Refused, match="odd"):
+        o.SOCConv2d(3, 3, 4)
+    with pytest.raises(Refused, match="dilation"):
+        o.SOCConv2d(3, 3, 3, stride=2, dilation=2)
+    with pytest.raises(Refused, match="wider than the kernel"):
+        o.CayleyConv2d(3, 3, 3, stride=2, padding=2)
+    with pytest.raises(InputError, match="multiple of 2"):
+        o.CayleyConv2d(3, 3, 3, stride=2, padding=1, padding_mode="circular")(torch.randn(1, 3, 5, 5))
+    with pytest.raises(InputError, match="input_size"):
+        o.CayleyConv2d(3, 3, 3).export()
+    with pytest.raises(InputError, match="exported for"):
+        o.CayleyConv2d(3, 3, 3).export(5)(torch.randn(1, 3, 6, 6))
+    with pytest.raises(InputError, match="step"):
+        o.BjorckLinear(3, 3, steps=0)
+    with pytest.raises(InputError, match="terms"):
+        o.SOCConv2d(3, 3, 3, terms=0)
+    with pytest.raises(InputError, match="angle"):
+        o.SOCConv2d(3, 3, 3, angle=-1.0)
+
+
+def test_one_layer_serves_many_sizes_without_mixing_them() -> None:
+    torch.manual_seed(9)
+    layer = o.CayleyConv2d(3, 3, 3, padding=1, padding_mode="circular").eval()
+    images = [torch.randn(1, 3, n, m) for n, m in [(5, 5), (6, 4), (3, 7), (8, 8), (9, 5), (5, 5)]]
+    outputs = [layer(x) for x in images]
+    total = sum(y.square().sum() for y in outputs)  # the backward pass computes each size again
+    (gradient,) = torch.autograd.grad(total, layer.raw)
+    layer.train()
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(sum(layer(x).square().sum() for x in images), layer.raw)[0]
+    )
+    assert len(layer._views) <= layer.KEPT
+
+
+@pytest.mark.parametrize("method", [o.RKO, o.BCOP, o.Bjorck])
+def test_methods_work_as_parametrisations(method: type[nn.Module]) -> None:
+    from equipoise.nn.layers import kernel_of
+
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    torch.nn.utils.parametrize.register_parametrization(conv, "weight", method(kernel_of(conv)))
+    assert spectral_norm(conv, input_size=(5, 5), rtol=1e-6).upper <= LIMIT

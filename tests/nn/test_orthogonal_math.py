@@ -1,0 +1,155 @@
+"""The functions under the orthogonal layers, against slow references; peers' failures as regressions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from equipoise.core import Refused
+from equipoise.nn import orthogonal as o
+from equipoise.nn.orthogonal.bcop import two_taps
+from equipoise.nn.orthogonal.cayley import cayley, isometry_bound
+from equipoise.nn.orthogonal.polar import last_step, orthonormal, scaled_steps
+from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
+from equipoise.norms.reference import operator_matrix, reference_norm
+
+sizes = st.integers(1, 7)
+
+
+@given(sizes, sizes, st.integers(0, 10_000), st.floats(-12, 12), st.floats(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_the_last_step_makes_any_matrix_a_contraction(
+    m: int, extra: int, seed: int, size: float, spread: float
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    W = torch.randn(m, m + extra, generator=g) * 10**size * torch.logspace(-spread, 0, m)[:, None]
+    found = last_step(W).float().double()
+    assert float(torch.linalg.matrix_norm(found, 2)) <= 1
+
+
+@given(sizes, sizes, st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_orthonormal_is_the_polar_factor(m: int, n: int, seed: int) -> None:
+    W = torch.randn(m, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    U, s, Vh = torch.linalg.svd(W, full_matrices=False)
+    if float(s[-1]) > 1e-2 * float(s[0]):
+        torch.testing.assert_close(orthonormal(W), U @ Vh, rtol=0, atol=1e-8)
+
+
+def test_scaled_steps_converge_from_their_smallest_value_and_never_pass_one() -> None:
+    sigma = torch.logspace(-4, 0, 500, dtype=torch.float64)
+    for alpha in scaled_steps():
+        assert alpha <= math.sqrt(3)
+        sigma = alpha * sigma * (3 - (alpha * sigma) ** 2) / 2
+        assert bool((sigma <= 1 + 1e-12).all())
+    assert float(sigma.min()) > 1 - 1e-4
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_isometry_bound_is_an_upper_bound_for_any_blocks(n: int, m: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    W = torch.randn(3, m, n, generator=g, dtype=torch.complex64)
+    assert bool((isometry_bound(W) >= torch.linalg.matrix_norm(W.to(torch.complex128), 2)).all())
+    V = torch.randn(3, 2, n, generator=g, dtype=torch.complex64)
+    both = torch.linalg.matrix_norm(torch.cat([W, V], -2).to(torch.complex128), 2)
+    assert bool((isometry_bound(W, V) >= both).all())
+
+
+def test_cayley_is_an_isometry_for_complex_blocks() -> None:
+    X, Y = torch.randn(2, 4, 4, dtype=torch.complex128), torch.randn(2, 3, 4, dtype=torch.complex128)
+    A, B = cayley(X, Y)
+    torch.testing.assert_close(A.mH @ A + B.mH @ B, torch.eye(4, dtype=torch.complex128).expand(2, 4, 4))
+
+
+def test_two_taps_is_a_convolution_with_the_projection_kernel() -> None:
+    K, P = torch.randn(1, 3, 4, 2, 3, dtype=torch.float64), torch.randn(1, 4, 4, dtype=torch.float64)
+    two = torch.stack([P[0], torch.eye(4, dtype=torch.float64) - P[0]], -1)[:, :, :, None]  # taps along the height
+    x = torch.randn(1, 4, 8, 8, dtype=torch.float64)
+    apart = functional.conv2d(functional.conv2d(x, two), K[0])
+    torch.testing.assert_close(functional.conv2d(x, two_taps(K, P, 3)[0]), apart)
+
+
+@pytest.mark.parametrize(("angle", "terms"), [(1.0, 4), (0.5, 2), (3.0, 8), (math.pi, 12), (1.0, 1)])
+def test_the_series_has_modulus_at_most_one_and_is_close_to_the_exponential(angle: float, terms: int) -> None:
+    theta = np.linspace(0, 1.01 * angle, 12_345)
+    p = sum(c * (1j * theta) ** m for m, c in enumerate(exponential_series(angle, terms)))
+    assert abs(p).max() <= 1
+    missing = 4 * (angle / 2) ** (terms + 1) / math.factorial(terms + 1)
+    assert abs(p - np.exp(1j * theta)).max() <= 2.5 * missing
+    assert largest_modulus(exponential_series(angle, terms), 1.01 * angle) >= abs(p).max()
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+def test_bounded_skew_kernels_stay_skew_and_below_the_angle(padding_mode: str) -> None:
+    for seed, size in enumerate([1e-3, 1.0, 1e8]):
+        torch.manual_seed(seed)
+        A = bounded(skew(torch.randn(1, 3, 3, 3, 5) * size), 1.0)
+        assert torch.equal(A, -A.transpose(1, 2).flip(3, 4))
+        conv = nn.Conv2d(3, 3, (3, 5), padding=(1, 2), padding_mode=padding_mode, bias=False)
+        conv.weight.data = A[0]
+        M = operator_matrix(conv, (3, 7, 7))
+        torch.testing.assert_close(M, -M.mT, rtol=0, atol=0)
+        norm = float(torch.linalg.matrix_norm(M, 2))
+        assert norm <= 1 + 1e-6
+        assert norm >= 0.5 or size == 1e-3
+
+
+def test_peer_failure_skewness_lost_by_rescaling_channels() -> None:
+    """A peer divides a skew kernel per channel: the series then exceeds 1. One factor for all does not."""
+    torch.manual_seed(0)
+    layer = o.SOCConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False).eval()
+    with torch.no_grad():
+        layer.raw.mul_(torch.tensor([0.01, 1.0, 1.0, 3.0])[None, :, None, None, None])
+    plain = layer.export()
+    assert reference_norm(plain, (4, 5, 5)) <= 1 + 1e-5
+    with torch.no_grad():
+        plain.kernel.mul_(torch.tensor([3.0, 1.0, 0.3, 0.1])[None, :, None, None, None])
+    assert reference_norm(plain, (4, 5, 5)) > 1.05
+    with pytest.raises(Refused, match="not skew"):
+        plain.lipschitz_upper((4, 5, 5))
+
+
+def test_errata_7_an_orthogonal_kernel_of_the_circle_is_no_contraction_among_zeros() -> None:
+    """The full 3×3 kernel of a Cayley layer on 3×3, zero padded, exceeds 1; the layer with zero padding does not."""
+    torch.manual_seed(0)
+    worst, ours = 0.0, 0.0
+    for _ in range(10):
+        circular = o.CayleyConv2d(3, 3, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64).eval()
+        circular.raw.data.normal_()
+        M = operator_matrix(circular, (3, 3, 3)).reshape(3, 3, 3, 3, 3, 3)
+        kernel = M[:, 1, 1]  # what the middle output reads of every pixel: (out, in, 3, 3)
+        naive = nn.Conv2d(3, 3, 3, padding=1, bias=False, dtype=torch.float64)
+        naive.weight.data = kernel.contiguous()
+        worst = max(worst, reference_norm(naive, (3, 3, 3)))
+        zeros = o.CayleyConv2d(3, 3, 3, padding=1, bias=False, dtype=torch.float64).eval()
+        zeros.load_state_dict(circular.state_dict())
+        ours = max(ours, reference_norm(zeros, (3, 3, 3)))
+    assert worst > 1.1
+    assert ours <= 1 + 1e-5
+
+
+def test_bcop_is_orthogonal_at_every_frequency_and_a_contraction_on_3x3() -> None:
+    torch.manual_seed(0)
+    layer = o.BCOPConv2d(4, 4, 3, padding=1, bias=False, dtype=torch.float64).eval()
+    K = layer.weight.detach()
+    for omega in torch.rand(20, 2, dtype=torch.float64) * 2 * math.pi:
+        phase = torch.exp(-1j * (omega[0] * torch.arange(3)[:, None] + omega[1] * torch.arange(3)))
+        s = torch.linalg.svdvals((K * phase).sum((2, 3)))
+        assert float(s.max()) <= 1
+        assert float(s.min()) >= 1 - 1e-9
+    assert reference_norm(layer, (4, 3, 3)) <= 1
+
+
+def test_rko_reaches_its_bound() -> None:
+    """The factor 1/√overlap cannot be smaller: a constant kernel attains 1."""
+    layer = o.RKOConv2d(1, 1, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64).eval()
+    layer.raw.data.fill_(1.0)
+    assert reference_norm(layer, (1, 6, 6)) == pytest.approx(1, abs=1e-9)

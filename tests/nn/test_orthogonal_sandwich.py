@@ -1,0 +1,161 @@
+"""The sandwich layers: constant at most ‖[A B]‖², under attack, after rounding, for the activations they accept."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.core import InputError, Kind, Refused
+from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn import orthogonal as o
+from equipoise.nn.orthogonal.sandwich import sandwich_bound
+
+LIMIT = 1 + 1e-5
+
+
+def dense(ins: int, out: int, **options: Any) -> tuple[Callable[..., nn.Module], tuple[int, ...]]:
+    return (lambda **k: o.SandwichLinear(ins, out, **options, **k)), (ins,)
+
+
+def conv(*args: Any, size: int = 5, **options: Any) -> tuple[Callable[..., nn.Module], tuple[int, ...]]:
+    return (lambda **k: o.SandwichConv2d(*args, **options, **k)), (args[0], size, size)
+
+
+CASES = {
+    "dense": dense(4, 4),
+    "dense-wide": dense(5, 3, activation=nn.Tanh()),
+    "dense-tall": dense(3, 5, activation=nn.LeakyReLU(0.2), bias=False),
+    "conv-zeros": conv(3, 3, 3, padding=1),
+    "conv-circular": conv(3, 4, 3, padding=1, padding_mode="circular", activation=nn.Softplus()),
+    "conv-valid": conv(4, 2, 3),
+    "conv-stride": conv(2, 4, 3, padding=1, stride=2),
+    "conv-stride-circular": conv(2, 4, 3, padding=1, stride=2, padding_mode="circular", size=6),
+    "conv-groups": conv(4, 2, 3, padding=1, groups=2),
+    "conv-dilated": conv(2, 2, 3, padding=2, dilation=2),
+}
+cases = pytest.mark.parametrize("case", CASES)
+slow64 = pytest.param(torch.float64, marks=pytest.mark.slow, id="float64")
+dtypes = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="float32"), slow64])
+
+
+def plain_of(layer: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    return layer.export(shape[-2:]) if isinstance(layer, o.SandwichConv2d) else layer.export()
+
+
+def steepest(module: nn.Module, shape: tuple[int, ...], tries: int = 12) -> float:
+    """The largest norm of the Jacobian of the exported layer in float64, at random points."""
+    module = copy.deepcopy(module).double().eval().requires_grad_(False)
+    best = 0.0
+    for scale in [0.1, 1.0, 10.0] * (tries // 3):
+        x = torch.randn(shape, dtype=torch.float64) * scale
+        J = torch.func.jacrev(lambda z: module(z[None])[0].flatten())(x).reshape(-1, math.prod(shape))
+        best = max(best, float(torch.linalg.matrix_norm(J, 2)))
+    return best
+
+
+@cases
+@dtypes
+def test_stays_1_lipschitz_under_attack(case: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make, shape = CASES[case]
+    layer = make(dtype=dtype)
+    x = torch.randn(8, *shape, dtype=dtype).requires_grad_()
+    v = torch.randn(8, *shape, dtype=dtype).requires_grad_()
+    optimiser = torch.optim.Adam([*layer.parameters(), x, v], lr=0.05)
+    for _ in range(200):
+        unit = v / v.flatten(1).norm(dim=1).reshape(-1, *[1] * len(shape))
+        optimiser.zero_grad()
+        ratio = (layer(x + 0.5 * unit) - layer(x - 0.5 * unit)).flatten(1).norm(dim=1)
+        (-ratio.amax()).backward()
+        optimiser.step()
+    assert float(ratio.amax().detach()) > 0.7
+    plain = plain_of(layer.eval(), shape)
+    assert steepest(plain, shape) <= LIMIT
+    for module in (layer, plain):
+        bound = module.lipschitz_upper(shape)
+        assert bound.kind is Kind.UPPER
+        assert float(bound) <= LIMIT
+
+
+@cases
+@pytest.mark.parametrize("size", [1e8, 1e30, 1e-20, 0.0])
+def test_every_raw_weight(case: str, size: float) -> None:
+    torch.manual_seed(1)
+    make, shape = CASES[case]
+    layer = make()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name != "bias":
+                parameter.copy_(torch.randn_like(parameter) * size)
+    y = layer(torch.randn(2, *shape))
+    y.square().sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in layer.parameters() if p.grad is not None)
+    assert float(plain_of(layer, shape).lipschitz_upper(shape)) <= LIMIT
+
+
+@cases
+def test_export_load_copy_pickle_and_the_networks_bound(case: str) -> None:
+    torch.manual_seed(2)
+    make, shape = CASES[case]
+    layer, other = make().eval(), make().eval()
+    x = torch.randn(3, *shape)
+    other(x)
+    other.load_state_dict(layer.state_dict())
+    plain = plain_of(layer, shape)
+    for same in (other, plain, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(same(x), layer(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer.train()(x), layer.eval()(x))
+    assert lipschitz_bound(nn.Sequential(plain), x[:1]).upper <= LIMIT
+
+
+def test_the_bound_does_not_depend_on_psi_and_sees_a_changed_weight() -> None:
+    torch.manual_seed(3)
+    plain = o.SandwichLinear(4, 4).eval().export()
+    before = float(plain.lipschitz_upper((4,)))
+    with torch.no_grad():
+        plain.second.weight *= 3
+    after = float(plain.lipschitz_upper((4,)))
+    assert before <= LIMIT < after
+    assert steepest(plain, (4,)) <= after
+    first, second = torch.randn(3, 4), torch.randn(5, 3)
+    for psi in (torch.ones(3), torch.tensor([0.1, 1.0, 7.0])):
+        bound = float(sandwich_bound(first, second, psi))
+        worst = max(
+            float(torch.linalg.matrix_norm(second @ torch.diag(j) @ first, 2)) for j in torch.rand(200, 3).round()
+        )
+        assert worst <= bound
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.GELU(), nn.SiLU(), nn.LeakyReLU(-0.5), nn.PReLU(), nn.Linear(3, 3), nn.ELU(2.0)]
+)
+def test_other_activations_are_refused(activation: nn.Module) -> None:
+    for cls, args in ((o.SandwichLinear, (3, 3)), (o.SandwichConv2d, (3, 3, 3))):
+        with pytest.raises(Refused, match="slopes"):
+            cls(*args, activation=activation)
+
+
+def test_a_swapped_activation_and_a_subclass_are_noticed() -> None:
+    class Reversed(nn.LeakyReLU):
+        def forward(self, x: Tensor) -> Tensor:
+            return -x
+
+    with pytest.raises(Refused, match="not known"):
+        o.SandwichLinear(3, 3, activation=Reversed())
+    layer = o.SandwichLinear(3, 3).eval()
+    layer.activation = nn.SiLU()
+    with pytest.raises(Refused, match="slopes"):
+        layer.lipschitz_upper((3,))
+
+
+def test_an_exported_convolution_is_for_one_size() -> None:
+    plain = o.SandwichConv2d(2, 2, 3, padding=1).export(5)
+    with pytest.raises(InputError, match="exported for"):
+        plain(torch.randn(1, 2, 6, 6))

@@ -1,0 +1,248 @@
+"""SN, AOL and SR against slow references, and the failures of peers as regressions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import equipoise.nn as eqn
+from equipoise.core.errors import InputError, Refused
+from equipoise.nn.diagonal import rescaling, rescaling_pair
+from equipoise.nn.phases import Phases
+from equipoise.norms import reference_norm, spectral_norm
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def reference_rescaling(W, t, q):
+    """`R_ii = (Σ_j |(WᵀW)^(2^(t−1))|_ij q_j/q_i)^(−2^−t)` by a matrix power."""
+    G = torch.linalg.matrix_power(W.mT @ W, 2 ** (t - 1))
+    return W * (G.abs() * q / q[:, None]).sum(1).pow(-(2.0**-t))
+
+
+def reference_kernel_rescaling(K, t, q):
+    """The same for a kernel (co, ci, k, k), by convolving the table of its Gram operator with itself."""
+    A = functional.conv2d(K.transpose(0, 1), K.transpose(0, 1), padding=[k - 1 for k in K.shape[2:]])
+    for _ in range(t - 1):
+        A = functional.conv2d(A, A.transpose(0, 1).flip((2, 3)), padding=[k - 1 for k in A.shape[2:]])
+    rows = (A.abs().sum((2, 3)) * q / q[:, None]).sum(1)
+    return K * rows.pow(-(2.0**-t))[:, None, None]
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (6, 6), (1, 4), (4, 1)])
+def test_dense_equals_the_formula(shape, t):
+    W, log_q = torch.randn(shape, dtype=torch.float64), torch.randn(shape[1], dtype=torch.float64)
+    expected = reference_rescaling(W, t, log_q.exp())
+    torch.testing.assert_close(rescaling(W[None], t, log_q[None])[0], expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(5, 4, 3, 3), (3, 6, 2, 3), (2, 2, 1, 5), (4, 3, 1, 1)])
+def test_kernel_equals_the_formula(shape, t):
+    K, log_q = torch.randn(shape, dtype=torch.float64), torch.randn(shape[1], dtype=torch.float64)
+    expected = reference_kernel_rescaling(K, t, log_q.exp())
+    torch.testing.assert_close(rescaling(K[None], t, log_q[None])[0], expected, rtol=1e-7, atol=1e-9)
+
+
+def test_factors_belong_to_the_weight():
+    K = torch.randn(2, 4, 3, 3, 3, dtype=torch.float64) * 1e-5
+    weight, R = rescaling_pair(K, 2)
+    torch.testing.assert_close(weight, K * R[:, None, :, None, None])
+
+
+def test_one_step_without_q_is_aol():
+    plain = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+    a, s = eqn.AOLConv2d.from_plain(plain), eqn.SRConv2d.from_plain(plain, t=1)
+    assert torch.equal(a.weight, s.weight)
+
+
+def test_more_steps_approach_spectral_normalisation():
+    W = torch.randn(1, 20, 20, dtype=torch.float64)
+    norms = [float(torch.linalg.matrix_norm(rescaling(W, t)[0], 2)) for t in (1, 2, 4, 8)]
+    assert norms == sorted(norms)
+    torch.testing.assert_close(rescaling(W, 10)[0], W[0] / torch.linalg.matrix_norm(W[0], 2), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["Linear", "Conv2d"])
+def test_q_acts_and_learns(kind):
+    extra = {} if kind == "Linear" else {"kernel_size": 3, "padding": 1}
+    layer = getattr(eqn, f"SR{kind}")(5, 5, t=2, **extra)
+    x = torch.randn(4, 5, *[] if kind == "Linear" else [6, 6])
+    layer(x).square().sum().backward()
+    assert layer.method.log_q.grad.abs().min() > 1e-7  # a peer's q is dead
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.method.log_q.copy_(torch.randn_like(layer.method.log_q))
+    assert (layer.weight - before).abs().max() > 1e-2
+    shape = tuple(x.shape[1:])
+    assert reference_norm(layer.export(), shape) <= 1
+    best = torch.optim.Adam([layer.method.log_q], lr=0.05)
+    start = float(layer.weight.detach().square().sum())
+    for _ in range(60):
+        best.zero_grad()
+        (-layer.weight.square().sum()).backward()
+        best.step()
+    assert float(layer.weight.detach().square().sum()) > start * 1.01
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(-30, 30), st.randoms(use_true_random=False))
+def test_any_weight_any_q(m, n, t, exponent, random):
+    torch.manual_seed(random.randrange(2**31))
+    W = torch.randn(1, m, n) * 10.0 ** torch.randint(-8, 9, (1, 1, n)) * 2.0**exponent
+    W = torch.where(torch.rand_like(W) < 0.3, torch.zeros(()), W).requires_grad_()
+    log_q = (30 * torch.randn(1, n)).requires_grad_()
+    result = rescaling(W, t, log_q)
+    assert float(torch.linalg.matrix_norm(result[0].detach().double(), 2)) <= 1 + 1e-12
+    result.sum().backward()
+    assert W.grad.isfinite().all()
+    assert log_q.grad.isfinite().all()
+
+
+def test_zero_channels_are_left_at_zero_with_finite_gradients():
+    W = torch.randn(1, 4, 4)
+    W[..., 2] = 0
+    W.requires_grad_()
+    result = rescaling(W, 3)
+    assert not result[..., 2].any()
+    assert result[..., 1].any()
+    result.square().sum().backward()
+    assert W.grad.isfinite().all()
+    assert not W.grad[..., 2].any()
+
+
+def test_weights_at_the_ends_of_float64():
+    W = torch.randn(1, 4, 4, dtype=torch.float64)
+    for scale in (1e-300, 1e300):
+        torch.testing.assert_close(rescaling(W * scale, 4), rescaling(W, 4), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("t", [0, -1, 13, 1.5])
+def test_steps_below_one_are_refused(t):
+    with pytest.raises(InputError, match="t from 1"):
+        eqn.SRLinear(3, 3, t=t)
+
+
+@pytest.mark.parametrize(
+    ("stride", "dilation", "kernel"), list(itertools.product((1, 2, 3), (1, 2, 3), ((3, 3), (4, 2))))
+)
+def test_phases_split_and_join(stride, dilation, kernel):
+    phases = Phases(eqn.Kernel((4, 2, *kernel), 2, (stride, 1), (dilation, dilation)))
+    K = torch.randn(2, 2, 2, *kernel)
+    split = phases.split(K)
+    assert split.shape[2] == phases.channels
+    assert torch.equal(phases.join(split), K)
+    assert float(split.square().sum()) == pytest.approx(float(K.square().sum()))
+
+
+def test_patches_of_an_orthogonal_matrix_stay():
+    """Stride = kernel size: a dense layer on patches, so AOL must leave an isometry alone."""
+    Q = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))[0]
+    plain = nn.Conv2d(3, 12, 2, stride=2, bias=False, dtype=torch.float64)
+    plain.weight.data.copy_(Q.reshape(12, 3, 2, 2))
+    layer = eqn.AOLConv2d.from_plain(plain)
+    torch.testing.assert_close(layer.weight, plain.weight, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["SN", "AOL", "SR"])
+def test_grouped_norm_is_the_largest_not_the_product(name):
+    """A peer multiplies the norms of the groups: 0.095 for 0.644."""
+    layer = getattr(eqn, f"{name}Conv2d")(4, 4, 3, padding=1, groups=4, bias=False)
+    with torch.no_grad():
+        layer.raw[1:] *= 1e-3
+    assert 0.4 < reference_norm(layer.export(), (4, 8, 8)) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("name", ["SN", "AOL", "SR", "RLB"])
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_copying_padding_is_refused(name, mode):
+    with pytest.raises(Refused, match=mode):
+        getattr(eqn, f"{name}Conv2d")(4, 4, 3, padding=1, padding_mode=mode)
+
+
+def test_over_padding_on_the_circle_is_refused_and_zeros_allowed():
+    with pytest.raises(Refused, match="circular padding of 2"):
+        eqn.SRConv2d(4, 4, 3, padding=2, padding_mode="circular")
+    layer = eqn.SRConv2d(2, 2, 3, padding=4, t=4)
+    assert reference_norm(layer.export(), (2, 5, 5)) <= 1 + 1e-6
+
+
+def test_circular_stride_that_does_not_divide_the_size():
+    """The phases of the kernel bound only sizes the stride divides; 3 pixels at stride 2 would reach 1.3."""
+    layer = eqn.AOLConv1d(1, 1, 3, stride=2, padding=1, padding_mode="circular", bias=False)
+    with torch.no_grad():
+        layer.raw.copy_(torch.tensor([[[0.3, 0.8, 0.3]]]))
+    for n in range(2, 9):
+        assert reference_norm(layer.export(), (1, n)) <= 1 + 1e-6
+
+
+def test_power_iteration_is_flagged_and_measured():
+    """One power iteration as peers certify with: the product of layers exceeds 1, and the bound says so."""
+    torch.manual_seed(3)
+    layer = eqn.SNConv2d(8, 8, 3, padding=1, estimator="power", iterations=1, bias=False).eval()
+    assert not layer.certified
+    assert eqn.SNConv2d(8, 8, 3).certified
+    true = reference_norm(layer.export(), (8, 8, 8))
+    assert true > 1.05
+    assert layer.lipschitz_upper((8, 8, 8)).value >= true
+    many = eqn.SNConv2d(8, 8, 3, padding=1, estimator="power", iterations=200, bias=False)
+    assert reference_norm(many.export(), (8, 8, 8)) == pytest.approx(1, rel=0.05)
+    for other in ("SNLinear", "SNConv1d"):
+        extra = () if other == "SNLinear" else (3,)
+        getattr(eqn, other)(4, 4, *extra, estimator="power").weight.sum().backward()
+
+
+def test_bad_options_are_named():
+    with pytest.raises(InputError, match="estimator"):
+        eqn.SNLinear(3, 3, estimator="svd")
+    with pytest.raises(InputError, match="iterations"):
+        eqn.SNLinear(3, 3, iterations=0)
+
+
+def test_float32_is_certified_at_real_sizes():
+    for layer in (eqn.AOLConv2d(32, 32, 3, padding=1), eqn.SRConv2d(32, 48, 3, stride=2, padding=1, t=3)):
+        with torch.no_grad():
+            layer.raw.copy_(layer.raw.abs() if layer.raw.shape[0] == 32 else layer.raw)  # |W| makes AOL attain 1
+        assert spectral_norm(layer.export(), input_size=(32, 32), rtol=1e-5).upper <= 1 + 1e-5
+
+
+def test_rlb_is_the_normalised_sum():
+    layer = eqn.RLBConv2d(3, 3, 3, padding=1, bias=False, dtype=torch.float64)
+    both = nn.Conv2d(3, 3, 3, padding=1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        both.weight.copy_(layer.raw)
+        for c in range(3):
+            both.weight[c, c, 1, 1] += 1
+        x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+        ratio = both(x) / layer(x)
+    torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio))
+    assert float(ratio.mean()) >= reference_norm(both, (3, 6, 6))
+
+
+@pytest.mark.parametrize(
+    "options", [{"out_channels": 4}, {"stride": 2}, {"kernel_size": 2}], ids=["outputs", "stride", "even"]
+)
+def test_rlb_refuses_what_has_no_identity(options):
+    with pytest.raises(Refused, match=r"I \+ Q"):
+        eqn.RLBConv2d(**{"in_channels": 3, "out_channels": 3, "kernel_size": 3, **options})
+
+
+def test_from_plain_keeps_settings_and_bias():
+    plain = nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2)
+    layer = eqn.SRConv2d.from_plain(plain)
+    back = layer.export()
+    for name in ("stride", "padding", "dilation", "groups", "kernel_size", "padding_mode"):
+        assert getattr(back, name) == getattr(plain, name) == getattr(layer, name)
+    assert torch.equal(back.bias, plain.bias)
+    with pytest.raises(Refused, match="BatchNorm2d"):
+        eqn.SRConv2d.from_plain(nn.BatchNorm2d(3))

@@ -1,0 +1,128 @@
+"""Attack every layer: raw parameters trained to *maximise* the norm; then the operator is materialised in float64.
+
+The stored weights (float32 or float64) are what is checked, not a recomputation.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layer_cases import geometries, inputs_for, row_id, rows
+from torch import Tensor, nn
+
+from equipoise.norms import reference_norm, spectral_norm
+
+TOLERANCE = 1e-5
+STEPS = 200
+#: rows that slow down or repeat the others are attacked in the slow run only
+QUICK = {(case.name, kind) for case, kind in rows() if case.name not in ("sr1", "sr4") and kind in ("linear", "conv2d")}
+QUICK |= {("sr2", "transpose2d"), ("aol", "conv1d")}
+
+
+def _all_geometries():
+    found = []
+    for case, kind in rows():
+        every = geometries(case, kind)
+        for i, options in enumerate(every):
+            for dtype in (torch.float32, torch.float64):
+                quick = (case.name, kind) in QUICK and dtype is torch.float32 and i in (0, len(every) - 1)
+                name = "-".join([case.name, kind, *[str(v) for v in options.values()], str(dtype)[6:]])
+                found.append(pytest.param(case, kind, options, dtype, marks=() if quick else pytest.mark.slow, id=name))
+    return found
+
+
+def grown(layer: nn.Module, x: Tensor, v: Tensor) -> Tensor:
+    """`J(x)v` by a central difference: exact for affine layers."""
+    h = 1e-2
+    return (layer(x + h * v) - layer(x - h * v)) / (2 * h)
+
+
+def attack(layer: nn.Module, x: Tensor, steps: int = STEPS) -> Tensor:
+    """Adam on all parameters and on x, with v following by power iteration; returns the last x."""
+    x = x.clone().requires_grad_()
+    v = torch.randn_like(x)
+    adam = torch.optim.Adam([*layer.parameters(), x], lr=0.05)
+    for _ in range(steps):
+        v = (v / v.norm()).detach().requires_grad_()
+        size = grown(layer, x, v).norm()
+        adam.zero_grad()
+        (-size).backward()
+        adam.step()
+        v = v.grad.detach()
+        if float(v.norm()) == 0:
+            v = torch.randn_like(v)
+    return x.detach()
+
+
+@pytest.mark.parametrize(("case", "kind", "options", "dtype"), _all_geometries())
+def test_norm_stays_below_one_under_attack(case, kind, options, dtype):
+    torch.manual_seed(1)
+    layer = case.make(kind, 2, 2, dtype=dtype, **options)
+    x = attack(layer, inputs_for(kind, 2, size=5, batch=1, dtype=dtype))
+    assert all(p.isfinite().all() for p in layer.parameters())
+    plain = layer.export()
+    shape = tuple(x.shape[1:])
+    if case.affine:
+        sizes = [shape] if kind == "linear" else [shape, (shape[0], *[n + 1 for n in shape[1:]])]
+        norms = [reference_norm(plain, size) for size in sizes]
+        assert max(norms) <= 1 + TOLERANCE
+        upper = spectral_norm(plain, input_size=None if kind == "linear" else shape[1:], rtol=1e-6).upper
+        assert upper <= 1 + TOLERANCE
+        if options.get("stride", 1) == 1:
+            assert max(norms) > 0.5, "an attack that finds nothing tests nothing"
+    else:
+        for point in (x, x + torch.randn_like(x), -x):
+            assert jacobian_norm(plain.double(), point.double()) <= 1 + TOLERANCE
+    assert layer.lipschitz_upper(shape).value <= 1 + TOLERANCE
+
+
+def jacobian_norm(module: nn.Module, x: Tensor) -> float:
+    """Spectral norm of the Jacobian at x (one sample with its batch dimension)."""
+    jacobian = torch.autograd.functional.jacobian(module, x)
+    return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), ord=2))
+
+
+@pytest.mark.parametrize(("case", "kind"), rows(), ids=row_id)
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_extreme_scales(case, kind, scale):
+    torch.manual_seed(0)
+    layer = case.make(kind, bias=False)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn_like(p) * scale if p.shape == layer.raw.shape else p)
+    x = inputs_for(kind)
+    out = layer(x)
+    assert out.isfinite().all()
+    out.sum().backward()
+    assert layer.raw.grad.isfinite().all()
+    assert layer.lipschitz_upper(tuple(x.shape[1:])).value <= 1 + TOLERANCE
+
+
+@pytest.mark.parametrize(("case", "kind"), rows(), ids=row_id)
+def test_zero_and_rank_one_weights(case, kind):
+    for fill in ("zero", "ones", "one entry"):
+        layer = case.make(kind)
+        with torch.no_grad():
+            layer.raw.zero_()
+            if fill == "ones":
+                layer.raw.fill_(1.0)
+            elif fill == "one entry":
+                layer.raw.view(-1)[0] = 3.0
+        x = inputs_for(kind)
+        layer(x).square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in layer.parameters()), fill
+        assert layer.lipschitz_upper(tuple(x.shape[1:])).value <= 1 + TOLERANCE, fill
+
+
+@pytest.mark.parametrize(("case", "kind"), rows(), ids=row_id)
+def test_guarantee_survives_any_optimiser_step(case, kind):
+    torch.manual_seed(0)
+    layer, x = case.make(kind), inputs_for(kind)
+    sgd = torch.optim.SGD(layer.parameters(), lr=1e3)
+    for _ in range(3):
+        sgd.zero_grad()
+        layer(x).square().sum().backward()
+        sgd.step()
+        for mode in (True, False):
+            layer.train(mode)
+            assert layer.lipschitz_upper(tuple(x.shape[1:])).value <= 1 + TOLERANCE

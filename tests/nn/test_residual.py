@@ -1,0 +1,240 @@
+"""CPL and SLL: the definition, the slopes they need, and what is exported."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import equipoise as eq
+import equipoise.nn as eqn
+from equipoise.core.bounds import Kind
+from equipoise.core.errors import InputError, Refused
+from equipoise.nn.diagonal import rescaling_pair
+from equipoise.nn.slopes import SLOPES
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def jacobian_norm(module, x):
+    jacobian = torch.autograd.functional.jacobian(module, x)
+    return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), ord=2))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh(), nn.Softplus(), nn.LeakyReLU(0.2)])
+@pytest.mark.parametrize(("rescaling", "t"), [("aol", 1), ("sr", 3)])
+def test_dense_is_the_definition(activation, rescaling, t):
+    block = eqn.SLLLinear(5, hidden=7, rescaling=rescaling, t=t, activation=activation, dtype=torch.float64)
+    x = torch.randn(6, 5, dtype=torch.float64)
+    W, b = block.raw.mT, block.bias
+    R = rescaling_pair(W[None], t)[1][0]
+    expected = x - 2 * activation(x @ W + b) @ torch.diag(R**2) @ W.mT
+    torch.testing.assert_close(block(x), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_cpl_is_the_definition():
+    block = eqn.CPLLinear(5, hidden=3, activation=nn.Tanh(), dtype=torch.float64, iterations=14)
+    x = torch.randn(6, 5, dtype=torch.float64)
+    W, s = block.raw.mT, torch.linalg.matrix_norm(block.raw, 2)
+    expected = x - 2 / s**2 * torch.tanh(x @ W + block.bias) @ W.mT
+    torch.testing.assert_close(block(x), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 5)])
+def test_convolution_and_its_adjoint(mode, groups, kernel):
+    """With the identity as activation the block is I − 2UUᵀ: symmetric, with eigenvalues in [−1, 1]."""
+    block = eqn.SLLConv2d(
+        4, 4, kernel, padding_mode=mode, groups=groups, hidden=6, activation=nn.Identity(), bias=False, rescaling="sr"
+    )  # fmt: skip
+    M = eq.norms.operator_matrix(block.export(), (4, 5, 6))
+    torch.testing.assert_close(M, M.mT, rtol=0, atol=1e-6)
+    values = torch.linalg.eigvalsh(M)
+    assert values.min() >= -1 - 1e-6
+    assert values.max() <= 1 + 1e-6
+    assert values.min() < 0.5
+
+
+def test_convolution_is_the_definition():
+    block = eqn.SLLConv2d(3, 3, 3, hidden=4, dtype=torch.float64)
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    R = rescaling_pair(block.raw.transpose(0, 1)[None])[1][0]
+    hidden = torch.relu(functional.conv2d(x, block.raw, block.bias, padding=1)) * R[:, None, None] ** 2
+    expected = x - 2 * functional.conv_transpose2d(hidden, block.raw, padding=1)
+    torch.testing.assert_close(block(x), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("activation", list(SLOPES), ids=lambda c: c.__name__)
+def test_every_accepted_activation_has_unit_slopes(activation):
+    act = activation()
+    x = torch.cat([torch.linspace(-30, 30, 60001, dtype=torch.float64), 1e-3 * torch.randn(2000, dtype=torch.float64)])
+    x = x.sort().values.unique()
+    slope = act(x).diff() / x.diff()
+    assert slope.min() >= -1e-9
+    assert slope.max() <= 1 + 1e-7
+    block = eqn.SLLLinear(4, activation=act, dtype=torch.float64)
+    for scale in (0.1, 1, 5):
+        assert jacobian_norm(block, scale * torch.randn(1, 4, dtype=torch.float64)) <= 1 + 1e-9
+
+
+class Abs(nn.Module):
+    def forward(self, x):
+        return x.abs()
+
+
+class SlyReLU(nn.ReLU):
+    def forward(self, x):
+        return -x
+
+
+@pytest.mark.parametrize(
+    ("activation", "reason"),
+    [
+        (nn.GELU(), "GELU"),
+        (nn.SiLU(), "SiLU"),
+        (nn.Mish(), "Mish"),
+        (nn.SELU(), "SELU"),
+        (nn.Hardswish(), "Hardswish"),
+        (nn.PReLU(), "learned"),
+        (nn.LeakyReLU(-0.1), "negative_slope"),
+        (nn.LeakyReLU(2.0), "negative_slope"),
+        (nn.ELU(1.5), "alpha"),
+        (nn.Softplus(threshold=1), "jumps"),
+        (nn.Hardshrink(), "jumps"),
+        (nn.Threshold(0.1, 20), "jumps"),
+        (nn.Dropout(), "Dropout"),
+        (Abs(), "Abs"),
+        (SlyReLU(), "SlyReLU"),
+        (torch.abs, "abs"),
+        (torch.relu, "relu"),
+    ],
+    ids=str,
+)
+def test_other_activations_are_refused_with_the_reason(activation, reason):
+    for build in (lambda: eqn.SLLLinear(4, activation=activation), lambda: eqn.CPLConv2d(4, activation=activation)):
+        with pytest.raises(Refused, match=reason):
+            build()
+
+
+def test_an_activation_changed_later_is_refused():
+    block = eqn.SLLLinear(4)
+    exported = block.export()
+    block.activation = nn.GELU()
+    with pytest.raises(Refused, match="GELU"):
+        block(torch.zeros(1, 4))
+    exported.activation = Abs()
+    with pytest.raises(Refused, match="Abs"):
+        exported.lipschitz_upper((4,))
+
+
+def test_abs_would_reach_three():
+    """Errata 6: why slopes are checked at all."""
+    U = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0]
+    x = -U.sum(1)  # Uᵀx < 0 everywhere
+    J = torch.autograd.functional.jacobian(lambda v: v - 2 * U @ (U.mT @ v).abs(), x)
+    assert float(torch.linalg.matrix_norm(J, 2)) == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"stride": 2}, "stride"),
+        ({"stride": 2, "padding": 1}, "stride"),
+        ({"padding": 0}, "image size"),
+        ({"kernel_size": 2}, "even"),
+        ({"out_channels": 5}, "equal"),
+        ({"padding_mode": "reflect"}, "reflect"),
+        ({"padding_mode": "replicate", "padding": 1}, "replicate"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["CPLConv2d", "SLLConv2d"])
+def test_unsound_geometry_is_refused(name, options, reason):
+    with pytest.raises(Refused, match=reason):
+        getattr(eqn, name)(4, **options)
+
+
+def test_bad_options_are_named():
+    with pytest.raises(InputError, match="rescaling"):
+        eqn.SLLLinear(4, rescaling="qr")
+    with pytest.raises(InputError, match="t from 1"):
+        eqn.SLLLinear(4, rescaling="sr", t=0)
+    with pytest.raises(Refused, match="in_features"):
+        eqn.SLLLinear(4, 5)
+
+
+def test_bound_is_measured_on_the_weights_used():
+    block = eqn.SLLConv2d(3, kernel_size=3).eval().export()
+    assert block.lipschitz_upper((3, 8, 8)).kind is Kind.UPPER
+    assert block.lipschitz_upper((3, 8, 8)).value == 1.0
+    with torch.no_grad():
+        block.inner.weight.mul_(2)
+    with pytest.raises(Refused, match="adjoint"):
+        block.lipschitz_upper((3, 8, 8))
+    with torch.no_grad():
+        block.outer.weight.mul_(2)
+    norm = float(eq.spectral_norm(block.inner, input_size=(8, 8)).lower)
+    bound = block.lipschitz_upper((3, 8, 8)).value
+    assert bound >= max(1, 2 * norm**2 - 1)
+    x = torch.randn(1, 3, 8, 8)
+    assert jacobian_norm(block, x) <= bound
+
+
+def test_exported_geometry_that_was_changed_is_refused():
+    block = eqn.SLLConv2d(3, kernel_size=3).export()
+    block.outer.padding_mode = "reflect"
+    block.outer._reversed_padding_repeated_twice = (1, 1, 1, 1)
+    with pytest.raises(Refused, match="adjoint"):
+        block.lipschitz_upper((3, 8, 8))
+
+
+@pytest.mark.parametrize("name", ["CPLLinear", "SLLLinear"])
+def test_network_bound_uses_the_block(name):
+    model = nn.Sequential(*[getattr(eqn, name)(6, hidden=9) for _ in range(3)]).eval()
+    for network in (model, nn.Sequential(*[m.export() for m in model]).eval()):
+        assert eq.lipschitz_bound(network, torch.zeros(1, 6)).upper <= 1 + 1e-4
+
+
+def test_network_bound_of_convolutional_blocks():
+    model = nn.Sequential(eqn.SLLConv2d(3, kernel_size=3), eqn.SRConv2d(3, 4, 3, padding=1)).eval()
+    assert eq.lipschitz_bound(model, torch.zeros(1, 3, 6, 6)).upper <= 1 + 1e-4
+
+
+def depth_run(depth: int, steps: int, width: int = 64) -> tuple[float, float]:
+    """Train a tower of SLL blocks without any normalisation on the bundled digits; (first, last) training loss."""
+    data = pytest.importorskip("equipoise.data")
+    digits = data.load_dataset("digits", "train")
+    samples = [digits[i] for i in range(0, 512)]
+    x = torch.stack([torch.as_tensor(s[0], dtype=torch.float32).flatten() for s in samples])
+    y = torch.tensor([int(s[1]) for s in samples])
+    blocks = [eqn.SLLLinear(x.shape[1], hidden=width, rescaling="aol") for _ in range(depth)]
+    model = nn.Sequential(*blocks, eqn.SRLinear(x.shape[1], 10))
+    adam = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(steps):
+        loss = functional.cross_entropy(20 * model(x), y)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(float(loss.detach()))
+    frozen = copy.deepcopy(model).eval()
+    assert all(block.lipschitz_upper((x.shape[1],)).value <= 1 + 1e-5 for block in frozen[:-1])
+    return losses[0], losses[-1]
+
+
+def test_twenty_blocks_train_without_normalisation():
+    first, last = depth_run(20, 25)
+    assert last < 0.7 * first
+
+
+@pytest.mark.slow
+def test_two_hundred_blocks_train_without_normalisation():
+    first, last = depth_run(200, 60)
+    assert last < 0.5 * first

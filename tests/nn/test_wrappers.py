@@ -1,0 +1,164 @@
+"""A chosen constant reaches the whole network, also one that was built before, and skip connections stay at 1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nn_parts import jacobian_norm, worst_ratio
+from torch import nn
+
+from equipoise.conversion import export
+from equipoise.core.errors import InputError, Refused
+from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn.activations import MaxMin
+from equipoise.nn.constants import known_constant
+from equipoise.nn.named import SNLinear, SRLinear
+from equipoise.nn.pooling import SpaceToDepth
+from equipoise.nn.wrappers import ConvexResidual, Lipschitz
+
+
+@pytest.mark.parametrize("k", [0.1, 1.0, 7.0])
+def test_the_constant_reaches_a_network_that_was_built_before(k):
+    """Regression: a peer hands the constant of a whole Sequential down to layers that were built already; it never arrives."""
+    torch.manual_seed(0)
+    built = nn.Sequential(SpaceToDepth(2), nn.Flatten(), MaxMin())  # an isometry: the constant is attained
+    net = Lipschitz(k, built).eval()
+    x = torch.randn(1, 4, 4, dtype=torch.float64)
+    assert jacobian_norm(net, x) == pytest.approx(k)
+    bound = lipschitz_bound(net, x[None]).upper
+    assert k * (1 - 1e-6) <= bound <= k * (1 + 1e-6)
+    assert known_constant(net) == k
+    assert torch.allclose(net(x[None]), k * built(x[None]))
+
+
+def test_weighted_layers_are_scaled_as_a_whole():
+    torch.manual_seed(0)
+    net = Lipschitz(5.0, nn.Sequential(SRLinear(6, 6), nn.ReLU(), SRLinear(6, 4))).eval()
+    assert worst_ratio(net, (6,), torch.float32) <= 5
+    assert lipschitz_bound(export(net), torch.zeros(1, 6)).upper <= 5 * (1 + 1e-5)
+
+
+def test_nesting_does_not_multiply():
+    f = nn.Sequential(nn.Flatten(), MaxMin())
+    net = Lipschitz(2.0, nn.Sequential(Lipschitz(3.0, f), Lipschitz(5.0, MaxMin())))
+    assert jacobian_norm(net, torch.randn(4, dtype=torch.float64)) == pytest.approx(2.0)
+
+
+class Stretch(nn.Module):
+    def forward(self, x):
+        return 3 * x
+
+
+def hooked():
+    net = MaxMin()
+    net.register_forward_hook(lambda module, args, output: 10 * output)
+    return net
+
+
+class TenTimes(nn.ReLU):
+    def forward(self, x):
+        return 10 * super().forward(x)
+
+
+class TenSorts(MaxMin):
+    def forward(self, x):
+        return 10 * super().forward(x)
+
+
+class TenLinear(SRLinear):
+    def forward(self, x):
+        return 10 * super().forward(x)
+
+
+def patched():
+    layer = SRLinear(2, 2)
+    layer.forward = lambda x: 10 * x
+    return layer
+
+
+def hooked_method():
+    layer = SRLinear(2, 2)
+    layer.method.register_forward_hook(lambda module, args, output: 10 * output)
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: TenSorts(), lambda: TenLinear(2, 2), patched, hooked_method])
+def test_a_changed_forward_does_not_inherit_the_claim(make):
+    assert known_constant(make()) is None
+    assert known_constant(nn.Sequential(MaxMin(), make())) is None
+
+
+def test_a_wrapped_module_that_is_replaced_later_voids_the_constant():
+    net = Lipschitz(2.0, nn.Sequential(MaxMin(), MaxMin()))
+    net.module[1] = nn.Linear(4, 4)
+    assert known_constant(net) is None
+    net.module[1] = Lipschitz(3.0, MaxMin())
+    assert known_constant(net) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(2, 2),
+        nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)),
+        Stretch(),
+        hooked(),
+        TenTimes(),
+        SNLinear(2, 2, estimator="power"),
+    ],
+    ids=["plain weights", "batch norm", "unknown", "hook", "subclass", "power iteration"],
+)
+def test_unknown_constants_are_refused(module):
+    assert known_constant(module) is None
+    with pytest.raises(Refused, match="inner="):
+        Lipschitz(1.0, module)
+
+
+def test_a_stated_inner_constant_is_divided_out():
+    assert jacobian_norm(Lipschitz(1.0, Stretch(), inner=3.0), torch.randn(3)) == pytest.approx(1, rel=1e-6)
+    for constant, inner in [(0, None), (float("inf"), None), (1.0, -1.0)]:
+        with pytest.raises(InputError):
+            Lipschitz(constant, MaxMin(), inner=inner)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_convex_residual(alpha):
+    torch.manual_seed(0)
+    block = ConvexResidual(MaxMin(), alpha).eval()
+    x = torch.randn(6, dtype=torch.float64)
+    assert jacobian_norm(block, x) <= 1 + 1e-12
+    assert lipschitz_bound(block, x[None]).upper <= 1 + 1e-12
+    assert known_constant(block) == 1.0
+    assert torch.allclose(block(x[None]), alpha * x + (1 - alpha) * MaxMin()(x[None]))
+
+
+def test_learned_weights_stay_convex():
+    block = ConvexResidual(MaxMin(), 0.9, learnable=True).double()
+    assert float(block.alpha.detach()) == pytest.approx(0.9)
+    optimiser = torch.optim.SGD(block.parameters(), lr=100.0)
+    for sign in (1, -1):
+        for _ in range(5):
+            optimiser.zero_grad()
+            (sign * block(torch.randn(20, 4, dtype=torch.float64)).square().sum()).backward()
+            optimiser.step()
+        assert 0 <= float(block.alpha.detach()) <= 1
+        assert worst_ratio(block, (4,)) <= 1 + 1e-12
+    for alpha, learnable in [(1.2, False), (-0.1, False), (1.0, True)]:
+        with pytest.raises(InputError, match="alpha"):
+            ConvexResidual(MaxMin(), alpha, learnable)
+    with pytest.raises(InputError, match="equal shapes"):
+        ConvexResidual(nn.Flatten())(torch.zeros(1, 2, 2))
+    assert known_constant(ConvexResidual(nn.Linear(2, 2))) is None
+    assert known_constant(ConvexResidual(Lipschitz(3.0, MaxMin()), 0.5)) == pytest.approx(2.0)
+
+
+def test_constants_of_plain_modules():
+    rows = [
+        (nn.MaxPool2d(3, 2, 1), 2.0), (nn.MaxPool2d(2), 1.0), (nn.MaxPool2d(3, 1, 1), 3.0), (nn.MaxPool1d(2, 1), 2**0.5),
+        (nn.AvgPool2d(3, 1, 1), 1.0), (nn.AvgPool2d(3, 1, 1, count_include_pad=False), None),
+        (nn.AdaptiveAvgPool2d(1), 1.0),
+        (nn.AdaptiveAvgPool2d(3), None), (nn.Dropout(0.5), 1.0), (nn.Hardswish(), 1.5),
+        (nn.LeakyReLU(3.0), 3.0), (nn.PReLU(), None),
+    ]  # fmt: skip
+    for module, constant in rows:
+        assert known_constant(module) == (None if constant is None else pytest.approx(constant, rel=1e-6)), module
