@@ -41,6 +41,15 @@ def gamma(m: int | float, dtype: torch.dtype) -> float:
     return up(mu / (1 - mu))
 
 
+def float64(value: Any) -> Tensor:
+    """A tensor or a Python number in float64; `torch.as_tensor(0.7).double()` would round the number to float32 first.
+
+    >>> float(float64(0.7)) == 0.7, float(torch.as_tensor(0.7).double()) == 0.7
+    (True, False)
+    """
+    return value.detach().double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
 def up(x: FloatOrTensor) -> FloatOrTensor:
     """Enlarge a non-negative float64 number or tensor so that it covers the rounding of a few operations."""
     return x * (1 + _SLACK)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, gamma, up
+from equipoise.core.precision import float64, frobenius, gamma, up
 from equipoise.lipschitz.forms import Cache, Conv, Dense, Linear, Scale, bracket
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
-from equipoise.lipschitz.propagate import Propagation
+from equipoise.lipschitz.propagate import OPAQUE, Propagation
 from equipoise.lipschitz.rules import Call, Signal, Step
 
 _U = 2.0**-53
@@ -59,11 +59,16 @@ def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx
 
 def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], radius: float) -> Box:
     node = call.node
+    short = min(
+        (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())), default=math.inf
+    )
+    if step.kind == OPAQUE:
+        return Box(None, None, math.inf, math.inf, min(short, run.facts[node].fused))
     sources = [(boxes[s.node], gain) for s, gain in step.gains]
     if step.kind in ("layer norm", "RMS norm"):
         sources = [(sources[0][0], _local_norm(call, step, sources[0][0]))]
     log = _combine(step, [log_product(log_up(g), b.log) for b, g in sources])
-    log = min(log, run.facts[node].fused, _pruned(node, step, run, boxes, call.cache))
+    log = min(log, short, run.facts[node].fused, _pruned(node, step, run, boxes, call.cache))
     image = _image(call, step, sources, boxes)
     if image is None:
         return Box(None, None, math.inf, math.inf, log)
@@ -220,13 +225,13 @@ def _arithmetic_image(call: Call, step: Step, boxes: dict[fx.Node, Box]) -> Imag
                 if factor is None:
                     return None
                 other = call["other"] if name == "self" else call["self"]
-                c = torch.as_tensor(other).double()
+                c = float64(other)
                 half = up(half + box.half * (1 / c if ".div" in str(call.node.target) else c).abs() * (1 + 1e-14))
             else:
                 half = up(half + alpha * box.half)
                 size = size + alpha * box.mid.abs()
         elif step.kind != "scaling":
-            size = size + alpha * torch.as_tensor(value).double().abs()
+            size = size + alpha * float64(value).abs()
     return mid, half, 8 * _U * size
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import frobenius, full_precision, gamma, up
-from equipoise.lipschitz.forms import Conv, Dense, Scale
+from equipoise.core.precision import float64, frobenius, full_precision, gamma, up
+from equipoise.lipschitz.forms import Adjoint, Conv, Dense, Linear, Scale
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
 from equipoise.norms import spectral_norm
 from equipoise.norms.convolution import conv_bracket
@@ -87,11 +87,28 @@ def convolution(call: Call) -> Step:
     else:
         amount = tuple((p, p) for p in _numbers(padding, dims))
     form = Conv(weight.detach(), stride, dilation, int(call["groups"]), amount, _spatial(call, x, weight))
-    found = call.bracket(form)
+    found = call.bracket(form, _factors_ahead(call))
     return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, "convolution")
 
 
-def _conv_step(call: Call, x: Signal, found: Bracket, form: Conv | None, kind: str) -> Step:
+def _factors_ahead(call: Call) -> Tensor | None:
+    """The factors of a batch norm that alone reads this convolution: both norms are then proved together."""
+    users = list(call.node.users)
+    if len(users) != 1 or str(users[0].target) != "aten.batch_norm.default" or users[0].kwargs:
+        return None
+    weight, var = (None if n is None else call.lookup(n) for n in (users[0].args[1], users[0].args[4]))  # type: ignore[arg-type]
+    if not isinstance(var, Tensor) or users[0].args[5]:
+        return None
+    return normalising(weight, var, float(users[0].args[7]))  # type: ignore[arg-type]
+
+
+def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
+    """`γ/√(var + ε)` in float64: what a batch norm in evaluation multiplies its channels by."""
+    scale = 1 / (var.double() + eps).sqrt()
+    return scale if weight is None else scale * weight.double()
+
+
+def _conv_step(call: Call, x: Signal, found: Bracket, form: Linear | None, kind: str) -> Step:
     bias: Tensor | None = call.constant("bias")
     positions = math.prod(call.shape) // max(1, bias.numel()) if bias is not None else 0
     return Step(
@@ -105,13 +122,17 @@ def conv_transpose(call: Call) -> Step:
     x, weight = call.signal("input"), call.constant("weight")
     dims = weight.dim() - 2
     stride, dilation = _numbers(call["stride"], dims), _numbers(call["dilation"], dims)
-    padding = _numbers(call["padding"], dims)
-    plain = from_kernel(weight.detach(), "zeros", stride, dilation, int(call["groups"]), [(p, p) for p in padding])
-    out = call.shape[-dims:]
-    axes = [
-        replace(axis, size=big, out=small)
-        for axis, big, small in zip(plain.axes, out, _spatial(call, x, weight), strict=True)
-    ]
+    padding, groups = _numbers(call["padding"], dims), int(call["groups"])
+    amount = tuple((p, p) for p in padding)
+    inner, out = _spatial(call, x, weight), call.shape[-dims:]
+    if len(x.shape) == dims + 2 and all(
+        (n + 2 * p - d * (k - 1) - 1) // s + 1 == m
+        for n, p, d, k, s, m in zip(out, padding, dilation, weight.shape[2:], stride, inner, strict=True)
+    ):
+        form = Adjoint(Conv(weight.detach(), stride, dilation, groups, amount, out))
+        return _conv_step(call, x, call.bracket(form), form, "transposed convolution")
+    plain = from_kernel(weight.detach(), "zeros", stride, dilation, groups, list(amount))
+    axes = [replace(axis, size=big, out=small) for axis, big, small in zip(plain.axes, out, inner, strict=True)]
     with torch.no_grad(), full_precision():
         found = conv_bracket(Convolution(plain.kernel, tuple(axes), "zeros"), call.rtol)
     return _conv_step(call, x, found, None, "transposed convolution")
@@ -124,9 +145,7 @@ def batch_norm(call: Call) -> Step:
     if call.get("training") or var is None:
         call.refuse("batch normalisation with batch statistics mixes the samples", "call model.eval() first")
     x = call.signal("input")
-    scale = 1 / (var.double() + float(call["eps"])).sqrt()
-    if call["weight"] is not None:
-        scale = scale * call.constant("weight").double()
+    scale = normalising(call.constant("weight"), var, float(call["eps"]))
     shift = -mean.double() * scale
     if call["bias"] is not None:
         shift = shift + call.constant("bias").double()
@@ -161,13 +180,15 @@ def scaling(call: Call) -> Step:
             "dividing by something that depends on the input is not Lipschitz near 0", "use a normalisation layer"
         )
     x, constant = (a, b) if isinstance(a, Signal) else (b, a)
-    c = torch.as_tensor(constant).detach().double()
+    c = float64(constant)
     c = 1 / c if division else c
     if not bool(torch.isfinite(c).all()):
         call.refuse("the constant factor is not finite", "check the constants")
-    top = up(float(c.abs().max()))
-    gain = up(top * copies(x, call.shape))
-    form = _as_scale(c, len(call.shape)) if copies(x, call.shape) == 1 else None
+    top = float(c.abs().max())
+    top = up(top) if division else top
+    grown = copies(x, call.shape)
+    gain = top if grown == 1 else up(top * grown)
+    form = _as_scale(c, len(call.shape)) if grown == 1 else None
     return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=up(top * x.row), linear=form)
 
 
@@ -203,7 +224,7 @@ def addition(call: Call) -> Step:
             peak, norm = up(peak + abs(factor) * value.peak), up(norm + grown * value.norm)
             row = up(row + abs(factor) * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
         else:
-            c = torch.as_tensor(value).double() * factor
+            c = float64(value) * factor
             spread = torch.broadcast_to(c, call.shape)
             peak = up(peak + float(c.abs().max()))
             offset = up(norm_of(spread))
