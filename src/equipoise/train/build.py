@@ -1,0 +1,205 @@
+"""From a recipe to the things it names: data, network, optimiser, penalties, projections."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.checkpoints import load_factory, load_weights
+from equipoise.core.errors import InputError
+from equipoise.train.keys import generator
+from equipoise.train.reading import fill_in, nearest
+from equipoise.train.recipe import Choice, Data, Model, Optimiser
+
+Penalty = Callable[[], Tensor]
+
+
+class Source(Protocol):
+    """What a trainer needs of a dataset (`equipoise.data.Dataset` and `train.text.Snips` have it)."""
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
+        """Inputs and labels at these positions."""
+
+    def fingerprint(self) -> str:
+        """A digest of the content."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some examples of a dataset."""
+
+    source: Source
+    indices: Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and labels at these positions of the part."""
+        return self.source.batch(self.indices[positions])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The examples that are learnt, those measured every epoch, and those measured at the end."""
+
+    train: Part
+    validation: Part | None
+    test: Part | None
+
+    @property
+    def measured(self) -> tuple[str, Part] | None:
+        """What is measured every epoch: the held-out part, else the test split."""
+        if self.validation is not None:
+            return "validation", self.validation
+        return ("test", self.test) if self.test is not None else None
+
+    def fingerprint(self) -> str:
+        """Of the training split and the test split."""
+        return " ".join(p.source.fingerprint() for p in (self.train, self.test) if p is not None)
+
+
+def build_data(data: Data) -> Parts:
+    """The parts; which examples are held out or kept by a limit does not depend on the recipe's seed."""
+    path = fill_in(data.path)
+    whole = _load(path, data.train)
+    order = torch.randperm(len(whole), generator=generator(0, "split"))[: data.limit]
+    held = round(data.validation * len(order))
+    if data.validation and not 0 < held < len(order):
+        raise InputError(f"data.validation = {data.validation} of {len(order)} examples leaves one part empty")
+    train, kept = order[held:].sort().values, order[:held].sort().values
+    test = None
+    if data.test is not None:
+        source = _load(path, data.test)
+        chosen = torch.randperm(len(source), generator=generator(0, "split"))[: data.test_limit].sort().values
+        test = Part(source, chosen)
+    return Parts(Part(whole, train), Part(whole, kept) if held else None, test)
+
+
+def _load(path: str, split: str) -> Source:
+    kind, _, rest = path.partition(":")
+    if kind == "snips" and rest:
+        from equipoise.train.text import load_snips
+
+        return load_snips(rest, split)
+    from equipoise.data import load_dataset
+
+    return load_dataset(path, split)
+
+
+def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]]:
+    """The network and the arguments it was made with.
+
+    `num_classes`, `in_channels`, `input_size`, `in_features` and `input_shape` are filled in from the data where the
+    factory takes them and the recipe does not say.
+    """
+    arguments = dict(model.arguments)
+    known = _parameters(model.factory)
+    if known is not None:
+        for name, value in _facts(source).items():
+            if name in known and name not in arguments:
+                arguments[name] = value
+        unknown = [a for a in arguments if a not in known]
+        if unknown:
+            raise InputError(f"{model.factory} takes no argument {unknown[0]!r}{nearest(unknown[0], known)}")
+    net = load_factory(model.factory, arguments)
+    if model.weights is not None:
+        load_weights(net, fill_in(model.weights))
+    return net.train(), arguments
+
+
+def _facts(source: Source) -> dict[str, Any]:
+    """What the data say about the network; images are (channels, height, width), other inputs are (features,)."""
+    shape = list(source.input_shape)
+    facts: dict[str, Any] = {"num_classes": source.num_classes, "input_shape": shape, **getattr(source, "facts", {})}
+    if len(shape) == 3:
+        return facts | {"in_channels": shape[0], "input_size": shape[1:]}
+    return facts | {"in_features": shape[0]} if len(shape) == 1 else facts
+
+
+def _parameters(factory: str) -> list[str] | None:
+    """The names a factory takes, or None if it takes any."""
+    import importlib
+
+    module, _, attribute = factory.partition(":")
+    try:
+        target: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            target = getattr(target, part)
+        parameters = inspect.signature(target).parameters
+    except (ImportError, AttributeError, ValueError, TypeError):
+        return None  # load_factory says what is wrong
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return list(parameters)
+
+
+def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: str, *first: Any) -> Any:
+    """The row of a table called with `first` and the choice's arguments; unknown kinds and arguments get suggestions."""
+    if choice.kind not in table:
+        raise InputError(f"{where}: no kind {choice.kind!r}{nearest(choice.kind, table)}")
+    row = table[choice.kind]
+    parameters = inspect.signature(row).parameters
+    known = list(parameters)[len(first) :]
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in choice.arguments:
+        if name not in known and not free:
+            raise InputError(f"{where}: {choice.kind!r} takes no {name!r}{nearest(name, known)}")
+    for name in known:
+        parameter = parameters[name]
+        required = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
+        if required and name not in choice.arguments:
+            raise InputError(f"{where}: {choice.kind!r} needs {name!r}")
+    try:
+        return row(*first, **choice.arguments)
+    except TypeError as error:
+        raise InputError(f"{where}: {choice.kind!r} cannot use {choice.arguments}: {error}") from error
+
+
+def build_optimiser(optimiser: Optimiser, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser of the trainable parameters; `decay: matrices` spares biases and scales from weight decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise InputError("the network has no parameters to train")
+    groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": optimiser.weight_decay}]
+    if optimiser.decay == "matrices":
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": optimiser.weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        groups = [g for g in groups if g["params"]]
+    adaptive = optimiser.kind == "asam"
+    if optimiser.kind not in ("sam", "asam"):
+        kind, options = _base(optimiser, optimiser.kind)
+        return kind(groups, **options)
+    try:
+        from pytorch_optimizer import SAM
+    except ImportError as error:
+        raise InputError(f"{optimiser.kind} needs pytorch-optimizer: pip install 'equipoise[train]'") from error
+    kind, options = _base(optimiser, optimiser.base)
+    return SAM(groups, kind, rho=optimiser.rho, adaptive=adaptive, **options)
+
+
+def _base(optimiser: Optimiser, kind: str) -> tuple[Any, dict[str, Any]]:
+    if kind == "sgd":
+        return torch.optim.SGD, {"lr": optimiser.lr, "momentum": optimiser.momentum, "nesterov": optimiser.nesterov}
+    chosen = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    return chosen, {"lr": optimiser.lr, "betas": optimiser.betas}

@@ -1,0 +1,122 @@
+"""What is measured after an epoch: loss and accuracy, the network's proved bound, certified accuracy, layer norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import Refused
+from equipoise.train.build import Part
+from equipoise.train.losses import Classification, Task
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Certified:
+    """The network's bound: `upper` is proved (None where it was refused, with the reason), `layers` are upper bounds too."""
+
+    upper: float | None
+    layers: dict[str, float]
+    reason: str = ""
+
+
+def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -> Certified:
+    """`lipschitz_bound` of the network with its effective weights, in evaluation mode; what it cannot bound has no certificate.
+
+    >>> certified_bound(nn.Flatten(), (2, 2), 1e-3).upper >= 1
+    True
+    """
+    from equipoise.lipschitz import lipschitz_bound
+
+    parameter = next(model.parameters(), torch.zeros(()))
+    example = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
+    try:
+        report = lipschitz_bound(_with_effective_weights(model), example, rtol=rtol)
+    except Refused as error:
+        return Certified(None, {}, str(error))
+    layers: dict[str, float] = {}
+    for row in report.layers:
+        if row.method and math.isfinite(row.upper):  # linear operators and blocks, not activations and scalings
+            name = row.name if row.name not in layers else row.node
+            layers[name] = row.upper
+    if not math.isfinite(report.upper):
+        return Certified(None, layers, "the bound exceeds the floating-point numbers")
+    return Certified(report.upper, layers)
+
+
+def _with_effective_weights(model: nn.Module) -> nn.Module:
+    """Layers that compute their weights (1-Lipschitz ones) as plain layers with the weights they use; else the model itself."""
+    from equipoise.nn.effective import Effective
+    from equipoise.nn.export import plain
+
+    return plain(model)[0].eval() if any(isinstance(m, Effective) for m in model.modules()) else model
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, part: Part, task: Task, device: torch.device, batch_size: int, epsilons: Sequence[float] = (),
+    lipschitz: float | None = None, rank: int = 0, world: int = 1, reduce: Reduce | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Mean loss, the task's metrics, and certified accuracy `#{R > ε}/n`, R = margin/(√2·L) with the proved L, rounded down.
+
+    The certificate is about the ball of radius ε around each input, in ℓ2; misclassified inputs are never certified. The rounding
+    inside the forward pass is not covered (as in `smoothing.margins`). The processes share the examples.
+    """
+    from equipoise.smoothing.margins import radius_global
+
+    training = model.training
+    model.eval()
+    sums: dict[str, Tensor] = {}
+    certify = lipschitz is not None and isinstance(task, Classification)
+    for start in range(rank * batch_size, len(part), world * batch_size):
+        x, y = part.batch(torch.arange(start, min(start + batch_size, len(part))))
+        x, y = x.to(device), y.to(device)
+        output = model(x)
+        counted = task.counts(output, y).items()
+        found = {n: torch.tensor([float(v) for v in pair], dtype=torch.float64, device=device) for n, pair in counted}
+        one = torch.tensor(float(len(y)), dtype=torch.float64, device=device)
+        found["loss"] = torch.stack([task.loss(output, y).double() * len(y), one])
+        if certify and bool(torch.isfinite(output).all()):
+            radius = torch.from_numpy(radius_global(output, y, lipschitz))
+            for epsilon in epsilons:
+                hits = (radius > epsilon).sum().double().to(device)
+                found[f"certified/{float(epsilon)}"] = torch.stack([hits, one])
+        for name, pair in found.items():
+            sums[name] = sums[name] + pair if name in sums else pair
+    model.train(training)
+    return _ratios(_reduced(sums, _names(task, epsilons if certify else ()), device, reduce))
+
+
+def _names(task: Task, epsilons: Sequence[float]) -> list[str]:
+    return ["loss", *getattr(task, "metrics", ("accuracy",)), *(f"certified/{float(e)}" for e in epsilons)]
+
+
+def _reduced(
+    sums: dict[str, Tensor], names: list[str], device: torch.device, reduce: Reduce | None
+) -> dict[str, Tensor]:
+    """Every process adds the same names in the same order, also one that had no examples."""
+    if reduce is None:
+        return sums
+    none = torch.zeros(2, dtype=torch.float64, device=device)
+    total = reduce(torch.stack([sums.get(name, none) for name in names]))
+    return dict(zip(names, total, strict=True))
+
+
+def _ratios(sums: dict[str, Tensor]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    certified: dict[str, float] = {}
+    for name, (hits, tried) in ((n, v.tolist()) for n, v in sums.items()):
+        ratio = hits / tried if tried else math.nan
+        if name.startswith("certified/"):
+            certified[name.removeprefix("certified/")] = ratio
+        else:
+            result[name] = ratio if math.isfinite(ratio) else None
+    if certified:
+        result["certified_accuracy"] = certified
+    return result

@@ -1,0 +1,119 @@
+"""The training loss of a batch: plain, under Gaussian noise, with consistency, or on smoothed adversaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError
+from equipoise.train.keys import generator, in_blocks
+from equipoise.train.losses import Task
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a batch stands: the seed, the step, and the place of its first example in the global batch."""
+
+    seed: int
+    step: int
+    first: int
+
+
+class Objective(Protocol):
+    """The mean loss of a batch, and the output it was computed from (for the training accuracy)."""
+
+    def __call__(self, network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+        """The loss of this process's share of the batch, averaged over it."""
+
+
+def plain(task: Task) -> Objective:
+    """`loss(f(x), y)`."""
+
+    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+        output = network(x)
+        return task.loss(output, y), output
+
+    return objective
+
+
+def add_noise(x: Tensor, sigma: float, place: Place, copy: int = 0) -> Tensor:
+    """`x + σ·g`, with g keyed by the step, the copy and the place of each example in the global batch."""
+
+    def noisy(rows: Tensor, source: torch.Generator) -> Tensor:
+        return rows + sigma * torch.randn(rows.shape, generator=source, device=rows.device, dtype=rows.dtype)
+
+    return in_blocks(noisy, x, place.first, place.seed, "noise", place.step, copy)
+
+
+def gaussian(task: Task, sigma: float) -> Objective:
+    """`E_g loss(f(x + σ·g), y)`, one draw per step (Cohen et al. 2019)."""
+    _positive("sigma", sigma)
+
+    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+        output = network(add_noise(x, sigma, place))
+        return task.loss(output, y), output
+
+    return objective
+
+
+def consistency(task: Task, sigma: float, copies: int = 2, weight: float = 10.0, entropy: float = 0.5) -> Objective:
+    """`consistency_loss` of Jeong and Shin (2020): cross-entropy of noisy copies and a pull to their mean prediction."""
+    from equipoise.regularizers.noise import consistency_loss
+
+    _positive("sigma", sigma)
+
+    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+        seen: list[Tensor] = []
+
+        def remembering(z: Tensor) -> Tensor:
+            seen.append(network(z))
+            return seen[-1]
+
+        source = _generator(x, place)
+        loss = consistency_loss(
+            remembering, x, y, sigma, copies=copies, weight=weight, entropy=entropy, generator=source
+        )
+        return loss, seen[0][: len(y)]
+
+    return objective
+
+
+def smooth_adversarial(task: Task, sigma: float, epsilon: float, steps: int = 2, copies: int = 2) -> Objective:
+    """The task's loss on noisy adversaries of the smoothed classifier (SmoothAdv, Salman et al. 2019)."""
+    from equipoise.regularizers.noise import smooth_adversarial as adversaries
+
+    _positive("sigma", sigma)
+
+    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+        inner = getattr(
+            network, "module", network
+        )  # the ascent needs no gradient of the weights: not through the wrapper
+        noisy, labels = adversaries(
+            inner, x, y, sigma, epsilon, steps=steps, copies=copies, generator=_generator(x, place)
+        )
+        output = network(noisy)
+        return task.loss(output, labels), output[: len(y)]
+
+    return objective
+
+
+def _generator(x: Tensor, place: Place) -> torch.Generator:
+    """Keyed by step and by the first place in the global batch: processes draw different noise, a restart the same."""
+    return generator(place.seed, "noise", place.step, place.first, device=x.device)
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise InputError(f"noise.{name} must be positive, got {value}")
+
+
+#: how the loss of a batch is computed; a new way is a new row
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "gaussian": gaussian,
+    "consistency": consistency,
+    "smoothadv": smooth_adversarial,
+}

@@ -1,0 +1,220 @@
+"""Recipes from files: YAML with line numbers, overrides `key.key=value`, and errors that say what was expected where."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from equipoise.core.errors import InputError
+from equipoise.train.recipe import Recipe
+
+_FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+Lines = dict[tuple[str | int, ...], int]
+
+
+def bundled() -> dict[str, str]:
+    """The recipes that come with the package: name → text.
+
+    >>> "sll-sr-digits" in bundled()
+    True
+    """
+    folder = resources.files("equipoise.train") / "recipes"
+    found = {item.name: item.read_text(encoding="utf-8") for item in folder.iterdir() if item.name.endswith(".yaml")}
+    return {name.removesuffix(".yaml"): found[name] for name in sorted(found)}
+
+
+def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> Recipe:
+    """A checked recipe from a bundled name, a YAML file, plain data or a recipe, with `key.key=value` overrides on top.
+
+    >>> read_recipe("sll-sr-digits", ["epochs=2", "optimiser.lr=1e-2"]).epochs
+    2
+    """
+    lines: Lines = {}
+    where = "the recipe"
+    if isinstance(source, Recipe):
+        document: Any = source.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(source, Mapping):
+        document = dict(source)
+    else:
+        where, text = _text(str(source))
+        document, lines = parse(text, where)
+        if isinstance(document, dict):
+            document.setdefault("name", _plain(Path(where).stem))
+    if not isinstance(document, dict):
+        raise InputError(f"{where} must hold `key: value` pairs, got {_kind(document)}")
+    for item in overrides:
+        document = _override(document, item)
+    return check(document, where, lines)
+
+
+def _text(source: str) -> tuple[str, str]:
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        try:
+            return source, path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot read the recipe {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"the recipe {path} is not UTF-8 text") from error
+    known = bundled()
+    if source in known:
+        return f"{source}.yaml", known[source]
+    raise InputError(f"no bundled recipe {source!r}{nearest(source, known)}; `equipoise train --list` shows them")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]", "-", name) or "run"
+
+
+def parse(text: str, where: str) -> tuple[Any, Lines]:
+    """Safe YAML and the line of every key; numbers like 1e-3 are numbers, a key given twice is an error."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}, line {mark.line + 1}" if mark else where
+        raise InputError(f"{place} is not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from error
+    lines: Lines = {}
+    if node is not None:
+        _walk(node, (), lines, where)
+    return numbers(document), lines
+
+
+def _walk(node: yaml.Node, path: tuple[str | int, ...], lines: Lines, where: str) -> None:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise InputError(f"{where}, line {line}: {key.value!r} is given twice")
+            seen.add(key.value)
+            lines[(*path, key.value)] = line
+            _walk(value, (*path, key.value), lines, where)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _walk(value, (*path, index), lines, where)
+
+
+def numbers(value: Any) -> Any:
+    """YAML 1.1 reads `1e-3` as text; here it is the number.
+
+    >>> numbers({"lr": "1e-3", "name": "e3"})
+    {'lr': 0.001, 'name': 'e3'}
+    """
+    if isinstance(value, str) and _FLOAT.match(value):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: numbers(item) for key, item in value.items()}
+    return [numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def _override(document: dict[str, Any], item: str) -> dict[str, Any]:
+    """A copy of the document with `a.b=value` (or `list.0.key=value`) set; the value is read as YAML."""
+    key, equals, text = item.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise InputError(f"--set takes key=value like optimiser.lr=0.1, got {item!r}")
+    try:
+        value = numbers(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {key}: {text!r} is not a YAML value") from error
+    return _put(document, path, value, key)
+
+
+def _put(current: Any, path: list[str], value: Any, key: str) -> Any:
+    if not path:
+        return value
+    head, rest = path[0], path[1:]
+    if isinstance(current, list):
+        if not head.isdigit() or int(head) > len(current):
+            raise InputError(f"--set {key}: {head!r} is no position in a list of {len(current)} (0 is the first)")
+        items = [*current, *([{}] if int(head) == len(current) else [])]
+        items[int(head)] = _put(items[int(head)], rest, value, key)
+        return items
+    if current is None and head == "0":  # the first entry of a list that is not there yet
+        return [_put(None, rest, value, key)]
+    inner = current if isinstance(current, dict) else {"kind": current} if isinstance(current, str) else {}
+    return {**inner, head: _put(inner.get(head), rest, value, key)}
+
+
+def check(document: Mapping[str, Any], where: str = "the recipe", lines: Lines | None = None) -> Recipe:
+    """The document as a `Recipe`, or an `InputError` naming the first problem: key, line, what was expected, what came."""
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        problems = error.errors()
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise InputError(_sentence(problems[0], where, lines or {}) + more) from error
+
+
+def _sentence(problem: Any, where: str, lines: Lines) -> str:
+    location = tuple(p for p in problem["loc"] if not (isinstance(p, str) and p.startswith("function-")))
+    line = next((lines[location[:n]] for n in range(len(location), 0, -1) if location[:n] in lines), None)
+    place = f"{where}, line {line}" if line else where
+    key = ".".join(map(str, location))
+    if problem["type"] == "extra_forbidden":
+        owner = _owner(location[:-1])
+        return f"{place}: unknown key {key!r}{nearest(str(location[-1]), owner)}"
+    if problem["type"] == "missing":
+        return f"{place}: {key!r} is missing"
+    said = re.sub(r"^(Value error, |(Input|String|Tuple|List) should )", "", problem["msg"])
+    if problem["type"] == "value_error":
+        return f"{place}: {key}: {said}"
+    return f"{place}: {key!r} must {said}, got {problem['input']!r}"
+
+
+def _owner(location: tuple[str | int, ...]) -> list[str]:
+    """The known keys of the part a location points at."""
+    current: Any = Recipe
+    for part in location:
+        fields = getattr(current, "model_fields", {})
+        if part in fields:
+            current = next((t for t in _types(fields[str(part)].annotation) if hasattr(t, "model_fields")), None)
+    return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []
+
+
+def _types(annotation: Any) -> list[Any]:
+    inner = [t for a in get_args(annotation) for t in _types(a)]
+    return [annotation, *inner]
+
+
+def _kind(value: Any) -> str:
+    return {dict: "a mapping", list: "a list", str: "a text", type(None): "nothing"}.get(type(value), "a number")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: the nearest known one, or all of them.
+
+    >>> nearest("cosin", ["cosine", "constant"])
+    "; did you mean 'cosine'?"
+    """
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known are {', '.join(sorted(names))}" if names else ""
+
+
+def fill_in(path: str) -> str:
+    """`${NAME}` from the environment; an unset one is an error that says so.
+
+    >>> fill_in("digits")
+    'digits'
+    """
+    for name in _VARIABLE.findall(path):
+        if not os.environ.get(name):
+            raise InputError(
+                f"data.path is {path!r}, but {name} is not set: export {name}=FOLDER, or --set data.path=FILE"
+            )
+    return _VARIABLE.sub(lambda match: os.environ[match[1]], path)

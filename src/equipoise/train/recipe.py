@@ -1,0 +1,160 @@
+"""A training run as data: the recipe, checked field by field before anything is built.
+
+Every part is a small model with defaults; unknown keys are refused (`reading.py` turns the refusal into a sentence with the
+nearest known key). Parts that choose from a table (`loss`, `regularisers`, `projections`, `augment`, `noise`) take a `kind` and
+the arguments of that kind beside it, or just the name of the kind.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class Part(BaseModel):
+    """A part of a recipe: unknown keys are errors, values cannot change afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Choice(BaseModel):
+    """A row of a table by its `kind`; every other key is an argument of that row."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    kind: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments beside `kind`."""
+        return dict(self.model_extra or {})
+
+
+def _named(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Named = Annotated[Choice, BeforeValidator(_named)]
+
+
+class Model(Part):
+    """`factory(**arguments)` makes the network; `weights` (safetensors) start it."""
+
+    factory: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    arguments: dict[str, Any] = {}
+    weights: str | None = None
+
+
+class Data(Part):
+    """What is learnt from: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
+
+    `validation` is the part of the training split held out and measured every epoch (0: the test split is measured instead);
+    `limit` keeps the first so many examples of a seeded shuffle.
+    """
+
+    path: str
+    train: str = "train"
+    test: str | None = "test"
+    validation: Fraction = 0.0
+    limit: AtLeastOne | None = None
+    test_limit: AtLeastOne | None = None
+    augment: list[Named] = []
+
+
+class Optimiser(Part):
+    """`sgd`, `adam`, `adamw`, or `sam`/`asam` around a `base` of these with radius `rho`."""
+
+    kind: Literal["sgd", "adam", "adamw", "sam", "asam"] = "sgd"
+    lr: Positive = 0.1
+    weight_decay: NonNegative = 0.0
+    momentum: Fraction = 0.9
+    nesterov: bool = False
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    base: Literal["sgd", "adam", "adamw"] = "sgd"
+    rho: Positive = 0.05
+    decay: Literal["all", "matrices"] = "all"
+    clip: Positive | None = None
+
+    @model_validator(mode="after")
+    def _momentum(self) -> Optimiser:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+
+class Schedule(Part):
+    """The factor of the learning rate over the run; `warmup` and `milestones` are fractions of all steps.
+
+    `one-cycle` rises to 1 at `warmup` (default 0.3) and falls to `final` on a cosine; `piecewise` is linear between
+    `points` of (fraction, factor); `step` multiplies by `gamma` at each milestone.
+    """
+
+    kind: Literal["constant", "cosine", "linear", "one-cycle", "piecewise", "step"] = "constant"
+    warmup: Fraction = 0.0
+    final: NonNegative = 0.0
+    points: list[tuple[Annotated[float, Field(ge=0, le=1)], NonNegative]] = []
+    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = []
+    gamma: Positive = 0.1
+
+    @model_validator(mode="after")
+    def _complete(self) -> Schedule:
+        if self.kind == "piecewise" and len(self.points) < 2:
+            raise ValueError("a piecewise schedule needs at least two points (fraction, factor)")
+        if [p for p, _ in self.points] != sorted({p for p, _ in self.points}):
+            raise ValueError("the fractions of a piecewise schedule must increase")
+        if self.kind == "step" and not self.milestones:
+            raise ValueError("a step schedule needs milestones, fractions of the run like [0.5, 0.75]")
+        return self
+
+
+class Metrics(Part):
+    """What is measured: certified accuracy at each ε (ℓ2, inputs in [0, 1]) and the network's bound every `bound_every` epochs.
+
+    The last epoch is always measured in full; `bound_every: 0` means only then. `bound: false` leaves the bound out.
+    """
+
+    epsilons: list[NonNegative] = [0.1, 0.2]
+    every: AtLeastOne = 1
+    bound: bool = True
+    bound_every: Count = 0
+    rtol: Positive = 1e-3
+    batch_size: AtLeastOne = 500
+
+
+class Recipe(Part):
+    """A whole training run. Two runs with equal recipes and data on one machine give equal networks, bit by bit on a CPU.
+
+    >>> recipe = Recipe(model={"factory": "torch.nn:Flatten"}, data={"path": "digits"}, epochs=1)
+    >>> recipe.optimiser.kind, recipe.batch_size
+    ('sgd', 128)
+    """
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
+    description: str = ""
+    model: Model
+    data: Data
+    loss: Named = Choice(kind="ce")
+    regularisers: list[Named] = []
+    projections: list[Named] = []
+    noise: Named | None = None
+    optimiser: Optimiser = Optimiser()
+    schedule: Schedule = Schedule()
+    epochs: AtLeastOne
+    batch_size: AtLeastOne = 128
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    metrics: Metrics = Metrics()
+    checkpoint_every: AtLeastOne = 1
+    checkpoint_steps: AtLeastOne | None = None
+    tensorboard: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, defaults included: what a run directory remembers and compares."""
+        return self.model_dump(mode="json")

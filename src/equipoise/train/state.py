@@ -1,0 +1,236 @@
+"""The run directory: what it was asked, how far it came, and everything needed to go on bit by bit.
+
+```
+recipe.json                    the recipe and the data's fingerprint, compared at every start
+metrics.jsonl                  one line per epoch
+state/step-00000120.safetensors  weights, EMA, optimiser, random states; the header holds the position as JSON
+model.safetensors, config.json   the finished network, an equipoise checkpoint
+```
+
+Each file is written whole or not at all; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from equipoise.core.errors import InputError
+from equipoise.core.files import write_whole
+
+#: the temporary names of `write_whole`
+_LEFTOVER = re.compile(
+    r"^\.(recipe\.json|metrics\.jsonl|model\.safetensors|config\.json|summary\.json|step-\d+\.safetensors)\.\w+$"
+)
+Optim = torch.optim.Optimizer
+
+
+@dataclass
+class State:
+    """Tensors by name (`model/…`, `ema/…`, `optimiser/…`, `random/…`, `epoch/…`) and the position as plain data."""
+
+    tensors: dict[str, Tensor]
+    position: dict[str, Any] = field(default_factory=dict)
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors below a prefix, with their own names."""
+        return {k.removeprefix(prefix + "/"): v for k, v in self.tensors.items() if k.startswith(prefix + "/")}
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under a prefix."""
+    return {f"{prefix}/{name}": value for name, value in tensors.items()}
+
+
+def optimiser_state(optimiser: Optim) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimiser's state as flat tensors and plain numbers (`i/name`, i the parameter's place)."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for index, entries in optimiser.state_dict()["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}/{name}"] = value
+            elif value is None or isinstance(value, bool | int | float | str):
+                plain[f"{index}/{name}"] = value
+            else:
+                raise InputError(f"the optimiser keeps {name!r} as {type(value).__name__}: it cannot be checkpointed")
+    return tensors, plain
+
+
+def restore_optimiser(optimiser: Optim, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Put back what `optimiser_state` gave; hyperparameters stay those of the recipe."""
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {**tensors, **plain}.items():
+        index, _, name = key.partition("/")
+        state.setdefault(int(index), {})[name] = value
+    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+
+
+class RunDirectory:
+    """A folder that belongs to one recipe; only one process at a time trains in it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._lock: IO[str] | None = None
+
+    def open(self, document: Mapping[str, Any]) -> State | None:
+        """Claim the folder for this recipe (`document`), and give the last state if there is one."""
+        path = self.folder / "recipe.json"
+        try:
+            strange = [] if path.exists() else self._strange()
+            if strange:
+                raise InputError(
+                    f"{self.folder} is not empty and no training run (it holds {strange[0]!r}): choose another --run-dir"
+                )
+            (self.folder / "state").mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.folder)
+            self._tidy()
+        except OSError as error:
+            raise InputError(f"cannot train in {self.folder}: {error.strerror}") from error
+        if path.exists():
+            self._compare(path, document)
+        else:
+            write_whole(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        states = self.states()
+        return read_state(states[-1]) if states else None
+
+    def _strange(self) -> list[str]:
+        """What is in the folder and is not ours."""
+        if not self.folder.exists():
+            return []
+        names = sorted(p.name for p in self.folder.iterdir())
+        return [n for n in names if n not in (".lock", "state") and not _LEFTOVER.match(n)]
+
+    def _tidy(self) -> None:
+        """Remove what a killed process was writing; we hold the lock, so nobody writes it now."""
+        for place in (self.folder, self.folder / "state"):
+            for item in place.iterdir():
+                if _LEFTOVER.match(item.name):
+                    item.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let others train here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _compare(self, path: Path, document: Mapping[str, Any]) -> None:
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read: remove {self.folder} or choose another --run-dir") from error
+        changes = differences(before, json.loads(json.dumps(document)))
+        if changes:
+            raise InputError(
+                f"{self.folder} belongs to another recipe ({'; '.join(changes)}): "
+                "choose another --run-dir, or remove this one"
+            )
+
+    def states(self) -> list[Path]:
+        """The checkpoints, oldest first."""
+        return sorted((self.folder / "state").glob("step-*.safetensors"))
+
+    def save(self, state: State, keep: int = 2) -> Path:
+        """Write a checkpoint, then remove all but the last `keep`."""
+        from safetensors.torch import save
+
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.tensors.items()}
+        path = self.folder / "state" / f"step-{state.position['step']:010d}.safetensors"
+        write_whole(path, save(tensors, metadata={"position": json.dumps(state.position)}))
+        for old in self.states()[:-keep]:
+            old.unlink(missing_ok=True)
+        return path
+
+
+def read_state(path: Path) -> State:
+    """A checkpoint from its file; nothing in it is executed."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            position = json.loads(file.metadata()["position"])
+            return State({name: file.get_tensor(name) for name in file.keys()}, position)  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"the checkpoint {path} is damaged: remove it to go on from the one before") from error
+
+
+def differences(before: Any, after: Any, path: str = "") -> list[str]:
+    """What changed between two documents, `key: before → after`.
+
+    >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "d": 4})
+    ['a.b: 1 → 3', 'c: 2 → nothing', 'd: nothing → 4']
+    """
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = [*before, *(k for k in after if k not in before)]
+        absent = object()
+        found = []
+        for k in keys:
+            a, b = before.get(k, absent), after.get(k, absent)
+            name = f"{path}.{k}" if path else str(k)
+            if a is absent or b is absent:
+                found.append(f"{name}: {'nothing' if a is absent else a} → {'nothing' if b is absent else b}")
+            else:
+                found += differences(a, b, name)
+        return found
+    return [] if before == after else [f"{path}: {before} → {after}"]
+
+
+def _locked(folder: Path) -> IO[str]:
+    file = open(folder / ".lock", "w")  # noqa: SIM115  kept open as long as the run: the system lets go when it dies
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise InputError(f"another process trains in {folder}: wait for it, or choose another --run-dir") from error
+    return file
+
+
+class MetricsFile:
+    """`metrics.jsonl`: a line per epoch, appended and flushed; a torn last line is dropped on reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows that are whole."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if not isinstance(row, dict):
+                break
+            rows.append(row)
+        return rows
+
+    def rewind(self, epoch: int) -> list[dict[str, Any]]:
+        """Keep the rows up to this epoch, forget later ones (they will be computed again), and give the kept ones."""
+        rows = [row for row in self.read() if row.get("epoch", 0) <= epoch]
+        if self.path.exists():
+            write_whole(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        return rows
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from error

@@ -1,0 +1,190 @@
+"""The loop against obviously right loops, every row of every table for one epoch, and the figures."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.core.errors import InputError
+from equipoise.data import load_dataset
+from equipoise.norms import spectral_norm
+from equipoise.train import read_recipe, run_recipe
+from equipoise.train.build import build_data
+from equipoise.train.keys import data_order
+from equipoise.train.losses import LOSSES, cross_entropy
+from equipoise.train.metrics import certified_bound, evaluate
+from equipoise.train.objective import OBJECTIVES
+from equipoise.train.terms import AUGMENTATIONS, REGULARISERS, layer_types
+
+#: arguments of rows that have no default
+NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
+          "smoothadv": {"sigma": 0.1, "epsilon": 0.1}}  # fmt: skip
+
+
+def row(kind):
+    return {"kind": kind, **NEEDED.get(kind, {})}
+
+
+ROWS = [
+    *({"loss": row(k)} for k in LOSSES if k != "intent-slots"),
+    *({"regularisers": [row(k)]} for k in REGULARISERS),
+    *({"projections": [row(k)]} for k in ("norm", "clip")),
+    *({"noise": row(k)} for k in OBJECTIVES),
+    *({"data": {"path": "digits", "limit": 64, "augment": [row(k)]}} for k in AUGMENTATIONS),
+    *({"optimiser": {"kind": k, "lr": 0.01}} for k in ("sgd", "adam", "adamw", "sam", "asam")),
+    {"optimiser": {"kind": "sgd", "decay": "matrices", "weight_decay": 0.1, "clip": 0.5}},
+    {"precision": "bf16"},
+    {"ema": 0.5},
+]
+
+
+@pytest.mark.parametrize("parts", ROWS, ids=str)
+def test_every_row_trains(small, parts):
+    result = run_recipe(small("epochs=1", "data.limit=64", **parts))
+    assert result.final["step"] == 2
+    assert math.isfinite(result.final["train_loss"])
+    assert 0 <= result.final["accuracy"] <= 1
+    assert not result.model.training
+
+
+def test_it_is_the_plain_loop(small):
+    """SGD with momentum, cosine schedule, Frobenius penalty: the same weights as twenty obvious lines."""
+    recipe = small(
+        "model.arguments.dropout=0", "metrics.bound=false", schedule={"kind": "cosine"},
+        regularisers=[{"kind": "frobenius", "weight": 0.01}],
+    )  # fmt: skip
+    result = run_recipe(recipe)
+    parts = build_data(recipe.data)
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step, steps = 0, 15
+    for epoch in range(3):
+        for rows in data_order(0, epoch, 160).split(32):
+            x, y = parts.train.batch(rows)
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss = loss + 0.01 * (model[1].weight.square().sum() + model[3].weight.square().sum())
+            optimiser.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * step / steps)) / 2
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            step += 1
+    for ours, theirs in zip(result.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_the_orders_of_epochs_are_permutations_and_differ():
+    orders = [data_order(0, epoch, 50) for epoch in range(3)]
+    assert all(order.sort().values.equal(torch.arange(50)) for order in orders)
+    assert not orders[0].equal(orders[1])
+    assert not data_order(1, 0, 50).equal(orders[0])
+
+
+def test_projections_hold_for_the_network_that_is_kept(small):
+    recipe = small("optimiser.lr=0.5", projections=[{"kind": "norm", "radius": 0.7}])
+    result = run_recipe(recipe)
+    for layer in result.model:
+        if isinstance(layer, nn.Linear):
+            assert spectral_norm(layer).upper <= 0.7 * (1 + 1e-3)
+    assert max(result.final["layer_norms"].values()) <= 0.7 * (1 + 1e-3)
+
+
+def test_the_spectral_hinge_pulls_norms_down(small):
+    wild = run_recipe(small("optimiser.lr=0.5", "epochs=6"))
+    tame = run_recipe(
+        small("optimiser.lr=0.5", "epochs=6", regularisers=[{"kind": "spectral", "penalty": "hinge", "weight": 1}])
+    )
+    assert max(tame.final["layer_norms"].values()) < max(wild.final["layer_norms"].values())
+    assert tame.final["bound"] < wild.final["bound"]
+
+
+def test_the_average_is_what_is_measured_and_kept(small, tmp_path):
+    from equipoise.checkpoints import load_checkpoint
+
+    result = run_recipe(small(ema=0.9), tmp_path / "run")
+    saved, shape = load_checkpoint(tmp_path / "run")
+    assert shape == (1, 8, 8)
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), result.model.parameters(), strict=True))
+    plain = run_recipe(small())
+    assert not torch.equal(next(plain.model.parameters()), next(saved.parameters()))
+    assert certified_bound(saved, (1, 8, 8), 1e-3).upper == result.final["bound"]
+
+
+def test_penalties_leave_no_hooks_behind(small):
+    result = run_recipe(small(regularisers=["activation-decay", "layerwise-decay"]))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in result.model.modules())
+
+
+def test_batch_norm_statistics_move_once_per_step_under_sam(small):
+    model = {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": 2}}
+    recipe = small(
+        "epochs=1", "metrics.bound=false", "data.limit=64", model=model, optimiser={"kind": "sam", "lr": 0.01}
+    )
+    result = run_recipe(recipe)
+    assert int(result.model.bn1.num_batches_tracked) == 2
+
+
+def test_what_cannot_be_bounded_has_no_certificate(small, monkeypatch, tmp_path):
+    (tmp_path / "oddnets.py").write_text(
+        "from torch import nn\n"
+        "class Odd(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc = nn.Linear(64, 10)\n"
+        "    def forward(self, x):\n"
+        "        z = self.fc(x.flatten(1))\n"
+        "        return z * z\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run_recipe(small("epochs=1", model={"factory": "oddnets:Odd"}))
+    assert result.final["bound"] is None
+    assert result.final["bound_reason"]
+    assert "certified_accuracy" not in result.final
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_processes_share_the_examples_of_an_evaluation(world):
+    test = build_data(read_recipe("sll-sr-digits").data).test
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    device = torch.device("cpu")
+    whole = evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], 1.0)
+    sums = []
+    for rank in range(world):
+        evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], 1.0, rank, world, lambda v: sums.append(v) or v)
+    total = torch.stack(sums).sum(0)
+    assert (total[:, 0] / total[:, 1]).tolist() == pytest.approx(
+        [whole["loss"], whole["accuracy"], *whole["certified_accuracy"].values()]
+    )
+    assert int(total[0, 1]) == len(test)
+
+
+def test_certified_accuracy_is_strict_and_counts_ties_as_wrong():
+    class Constant(nn.Module):
+        def forward(self, x):
+            return (
+                torch.tensor([[math.sqrt(2), 0.0]], dtype=torch.float64).expand(len(x), 2)
+                * (x.sum((1, 2, 3)) >= 0)[:, None]
+            )
+
+    parts = build_data(read_recipe("sll-sr-digits").data).test
+    zero = type(parts)(
+        parts.source, parts.indices[torch.tensor([int(y) == 0 for y in load_dataset("digits", "test").labels])]
+    )
+    found = evaluate(Constant(), zero, cross_entropy(), torch.device("cpu"), 50, [0.0, 0.999999, 1.0], 1.0)
+    assert found["accuracy"] == 1
+    assert found["certified_accuracy"] == {"0.0": 1.0, "0.999999": 1.0, "1.0": 0.0}
+
+
+def test_a_batch_larger_than_the_data_is_the_data(small):
+    result = run_recipe(small("batch_size=1000", "epochs=1"))
+    assert result.final["step"] == 1
+
+
+def test_layer_types():
+    assert layer_types(None) == {}
+    assert layer_types(["Linear", "Conv2d"]) == {"only": (nn.Linear, nn.Conv2d)}
+    with pytest.raises(InputError, match="did you mean 'Linear'"):
+        layer_types("Linaer")

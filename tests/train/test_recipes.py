@@ -1,0 +1,239 @@
+"""Recipes: what is wrong with one is said in a sentence with the line, and the bundled ones are right."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.core.errors import InputError
+from equipoise.train import bundled, read_recipe, run_recipe
+from equipoise.train.build import build_data, from_table
+from equipoise.train.losses import LOSSES
+from equipoise.train.objective import OBJECTIVES
+from equipoise.train.reading import fill_in, parse
+from equipoise.train.recipe import Schedule
+from equipoise.train.schedule import factor
+from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARISERS
+
+GOOD = """
+model:
+  factory: equipoise.nn.models:mlp
+data: {path: digits}
+optimiser:
+  lr: 1e-2
+epochs: 2
+"""
+
+#: what is changed in the good recipe, and what must be said
+BAD = {
+    "unknown key": (
+        "epochs: 2",
+        "epoch: 2",
+        r"line 7: unknown key 'epoch'; did you mean 'epochs'\?|'epochs' is missing",
+    ),
+    "unknown inner key": ("  lr: 1e-2", "  learning_rate: 1", r"line 6: unknown key 'optimiser\.learning_rate'"),
+    "near inner key": ("  lr: 1e-2", "  momentun: 0.5", r"line 6: .*did you mean 'momentum'\?"),
+    "wrong type": ("epochs: 2", "epochs: many", r"line 7: 'epochs' must be a valid integer.*got 'many'"),
+    "negative": ("  lr: 1e-2", "  lr: -1", r"line 6: 'optimiser\.lr' must be greater than 0, got -1"),
+    "nan": ("  lr: 1e-2", "  lr: .nan", r"line 6: 'optimiser\.lr' must be greater than 0|finite"),
+    "zero epochs": ("epochs: 2", "epochs: 0", r"'epochs' must be greater than or equal to 1"),
+    "choice": ("  lr: 1e-2", "  kind: sdg", r"line 6: 'optimiser\.kind' must be 'sgd', 'adam'"),
+    "missing": ("epochs: 2", "", r"'epochs' is missing"),
+    "missing part": ("data: {path: digits}", "", r"'data' is missing"),
+    "twice": ("epochs: 2", "epochs: 2\nepochs: 3", r"line 8: 'epochs' is given twice"),
+    "no factory": ("equipoise.nn.models:mlp", "mlp", r"line 3: 'model\.factory' must match pattern"),
+    "not YAML": ("epochs: 2", "epochs: [2", r"line \d+ is not YAML"),
+    "list": (GOOD, "- 1\n- 2\n", r"must hold `key: value` pairs, got a list"),
+    "empty": (GOOD, "", r"must hold `key: value` pairs, got nothing"),
+    "nested": ("  lr: 1e-2", "  nesterov: true\n  momentum: 0", r"nesterov needs a momentum above 0"),
+    "schedule": ("epochs: 2", "epochs: 2\nschedule: {kind: piecewise}", r"at least two points"),
+    "part is text": (
+        "data: {path: digits}",
+        "data: digits",
+        r"line 4: 'data' must be a valid dictionary.*got 'digits'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_said_with_the_line(tmp_path, case):
+    old, new, said = BAD[case]
+    assert old in GOOD
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(InputError, match=said) as caught:
+        read_recipe(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_good_recipe(tmp_path):
+    path = tmp_path / "my recipe.yaml"
+    path.write_text(GOOD)
+    recipe = read_recipe(path)
+    assert (recipe.name, recipe.optimiser.lr, recipe.epochs) == ("my-recipe", 0.01, 2)
+    assert read_recipe(recipe.to_dict()) == recipe
+    assert read_recipe(recipe) == recipe
+
+
+#: (override, path of attributes, value)
+OVERRIDES = [
+    ("optimiser.lr=0.5", lambda r: r.optimiser.lr, 0.5),
+    ("optimiser.lr=1e-3", lambda r: r.optimiser.lr, 1e-3),
+    ("optimiser.nesterov=true", lambda r: r.optimiser.nesterov, True),
+    ("model.arguments.widths=[4, 8]", lambda r: r.model.arguments["widths"], [4, 8]),
+    ("regularisers=[{kind: spectral, weight: 0.1}]", lambda r: r.regularisers[0].arguments, {"weight": 0.1}),
+    ("regularisers.0=spectral", lambda r: r.regularisers[0].kind, "spectral"),
+    ("noise={kind: gaussian, sigma: 0.25}", lambda r: r.noise.arguments, {"sigma": 0.25}),
+    ("noise=null", lambda r: r.noise, None),
+    ("loss=margin", lambda r: r.loss.kind, "margin"),
+    ("data.test=null", lambda r: r.data.test, None),
+]
+
+
+@pytest.mark.parametrize(("change", "read", "value"), OVERRIDES, ids=[c for c, _, _ in OVERRIDES])
+def test_overrides_are_typed(tmp_path, change, read, value):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD)
+    assert read(read_recipe(path, [change])) == value
+
+
+def test_overrides_inside_a_list_and_of_a_shorthand(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD + "regularisers:\n  - spectral\n  - {kind: frobenius, weight: 1.0}\nloss: ce\n")
+    recipe = read_recipe(path, ["regularisers.1.weight=2", "regularisers.0.weight=3", "loss.label_smoothing=0.1"])
+    assert [r.arguments for r in recipe.regularisers] == [{"weight": 3}, {"weight": 2}]
+    assert recipe.loss.arguments == {"label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("optimiser.lr", "takes key=value"),
+        ("=3", "takes key=value"),
+        ("optimiser.lt=3", "did you mean 'lr'"),
+        ("epochs=[1", "is not a YAML value"),
+        ("regularisers.5.weight=1", "no position in a list"),
+    ],
+)
+def test_bad_overrides(tmp_path, change, said):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD + "regularisers: [spectral]\n")
+    with pytest.raises(InputError, match=said):
+        read_recipe(path, [change])
+
+
+def test_files_that_are_not_there():
+    with pytest.raises(InputError, match=r"cannot read the recipe nowhere\.yaml: No such file"):
+        read_recipe("nowhere.yaml")
+    with pytest.raises(InputError, match=r"no bundled recipe 'sll-sr-digit'; did you mean 'sll-sr-digits'\?"):
+        read_recipe("sll-sr-digit")
+
+
+def test_yaml_tags_are_not_executed(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: !!python/object/apply:os.system ['touch ran']\n")
+    with pytest.raises(InputError, match="is not YAML"):
+        read_recipe(path)
+
+
+@given(st.text(max_size=40))
+def test_any_text_gives_a_recipe_or_a_sentence(text):
+    with contextlib.suppress(InputError):
+        parse(text, "it")
+
+
+#: kinds and arguments that do not exist, per table
+TABLES = {
+    "loss": LOSSES,
+    "regulariser": REGULARISERS,
+    "projection": PROJECTIONS,
+    "augment": AUGMENTATIONS,
+    "noise": OBJECTIVES,
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_unknown_kinds_and_arguments_get_suggestions(table, small):
+    from equipoise.train.recipe import Choice
+
+    rows = TABLES[table]
+    first = next(iter(rows))
+    count = 1 if table in ("regulariser", "projection", "noise") else 0
+    with pytest.raises(InputError, match=f"no kind.*{first}"):
+        from_table(rows, Choice(kind=first + "x"), table, *[None] * count)
+    for kind in rows:
+        with pytest.raises(InputError, match="takes no 'nonsense'"):
+            from_table(rows, Choice(kind=kind, nonsense=1), table, *[None] * count)
+
+
+def test_missing_and_wrong_arguments(small):
+    with pytest.raises(InputError, match="noise: 'gaussian' needs 'sigma'"):
+        run_recipe(small(noise="gaussian"))
+    with pytest.raises(InputError, match=r"takes no argument 'width'; did you mean 'widths'\?"):
+        run_recipe(small("model.arguments.width=3"))
+    with pytest.raises(InputError, match="no layer type 'Conv2'"):
+        run_recipe(small(regularisers=[{"kind": "spectral", "only": "Conv2"}]))
+    with pytest.raises(InputError, match="leaves one part empty"):
+        run_recipe(small("data.validation=0.001"))
+
+
+def test_variables_in_paths(monkeypatch, tmp_path):
+    monkeypatch.delenv("EQUIPOISE_DATA", raising=False)
+    with pytest.raises(InputError, match="EQUIPOISE_DATA is not set"):
+        fill_in("${EQUIPOISE_DATA}/cifar10.npz")
+    monkeypatch.setenv("EQUIPOISE_DATA", str(tmp_path))
+    assert fill_in("${EQUIPOISE_DATA}/cifar10.npz") == f"{tmp_path}/cifar10.npz"
+    with pytest.raises(InputError):
+        build_data(read_recipe("noise-cnn-cifar").data)
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_bundled_recipes_are_whole(name):
+    recipe = read_recipe(name)
+    assert recipe.name == name
+    assert recipe.description
+    assert read_recipe(recipe.to_dict()) == recipe
+
+
+def test_the_bundled_recipes_of_the_documentation_exist():
+    wanted = {
+        "sll-aol-digits", "sll-sr-digits", "sll-aol-fashion", "sll-sr-fashion", "noise-cnn-fashion", "noise-cnn-cifar",
+        "resnet18-spectral-cifar", "mlp-ad-cifar", "text-snips",
+    }  # fmt: skip
+    assert wanted <= set(bundled())
+
+
+def test_which_examples_are_held_out_does_not_depend_on_the_seed(small):
+    a = build_data(small("data.validation=0.25", seed=0).data)
+    b = build_data(small("data.validation=0.25", seed=1).data)
+    assert a.train.indices.equal(b.train.indices)
+    assert set(a.train.indices.tolist()).isdisjoint(a.validation.indices.tolist())
+    assert len(a.train) + len(a.validation) == 160
+
+
+SCHEDULES = [
+    Schedule(kind="constant", warmup=0.1),
+    Schedule(kind="cosine", warmup=0.1, final=0.01),
+    Schedule(kind="linear", final=0.1),
+    Schedule(kind="one-cycle"),
+    Schedule(kind="piecewise", points=[(0, 0.1), (0.5, 1), (1, 0)]),
+    Schedule(kind="step", milestones=[0.5, 0.75]),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
+@given(steps=st.integers(1, 500), data=st.data())
+def test_schedules_stay_between_zero_and_one(schedule, steps, data):
+    step = data.draw(st.integers(0, steps - 1))
+    assert 0 <= factor(schedule, step, steps) <= 1
+
+
+def test_schedules_have_their_shape():
+    values = {s.kind: [factor(s, t, 100) for t in range(100)] for s in SCHEDULES}
+    assert values["constant"][:2] == [0.1, 0.2]
+    assert values["constant"][10:] == [1.0] * 90
+    assert max(values["one-cycle"]) == values["one-cycle"][29] == 1
+    assert values["one-cycle"][30:] == sorted(values["one-cycle"][30:], reverse=True)
+    assert values["piecewise"][50] == 1
+    assert [values["step"][t] for t in (49, 50, 75)] == pytest.approx([1, 0.1, 0.01])

@@ -1,0 +1,292 @@
+"""A run that is stopped anywhere and started again gives the same bits; nothing half-written is ever left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from equipoise.core.errors import InputError
+from equipoise.train import Diverged, read_recipe, run_recipe
+from equipoise.train.state import MetricsFile, differences
+
+#: one row per thing with a state of its own
+KINDS = {
+    "sgd": {},
+    "adamw-ema-schedule": {
+        "optimiser": {"kind": "adamw", "lr": 0.01}, "ema": 0.9, "schedule": {"kind": "cosine", "warmup": 0.2},
+    },
+    "sam": {"optimiser": {"kind": "sam", "lr": 0.05}},
+    "asam-adamw": {"optimiser": {"kind": "asam", "base": "adamw", "lr": 0.01}},
+    "noise": {"noise": {"kind": "gaussian", "sigma": 0.1}, "data": {"path": "digits", "limit": 160, "augment": ["pad-crop"]}},
+    "consistency": {"noise": {"kind": "consistency", "sigma": 0.1}},
+    "smoothadv": {"noise": {"kind": "smoothadv", "sigma": 0.1, "epsilon": 0.2}},
+    "spectral": {"regularisers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.1}]},
+    "spectral-gram": {"regularisers": [{"kind": "spectral", "bound": "gram", "every": 3, "weight": 0.1}]},
+    "decay": {
+        "regularisers": [{"kind": "activation-decay", "sigma": 0.3}],
+        "data": {"path": "digits", "limit": 160, "validation": 0.2},
+    },
+    "projected": {"projections": [{"kind": "norm", "radius": 0.9}]},
+}  # fmt: skip
+
+
+class Stop(BaseException):
+    """Not an `Exception`: nothing may catch it and tidy up."""
+
+
+def stop_at(step):
+    def progress(event):
+        if event.row is None and event.step == step:
+            raise Stop
+
+    return progress
+
+
+def weights(result):
+    return {name: value.clone() for name, value in result.model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopped_anywhere_it_goes_on_bit_by_bit(small, tmp_path, figures, kind):
+    recipe = small("checkpoint_steps=3", epochs=2, **KINDS[kind])
+    whole = run_recipe(recipe, tmp_path / "whole")
+    steps = whole.final["step"]
+    for stop in range(1, steps + 1, 2):
+        folder = tmp_path / f"stopped{stop}"
+        with pytest.raises(Stop):
+            run_recipe(recipe, folder, progress=stop_at(stop))
+        again = run_recipe(recipe, folder)
+        assert figures(folder) == figures(tmp_path / "whole")
+        assert same(weights(again), weights(whole))
+
+
+def test_it_does_not_start_over(small, tmp_path):
+    recipe = small("checkpoint_steps=2")
+    with pytest.raises(Stop):
+        run_recipe(recipe, tmp_path / "run", progress=stop_at(9))
+    steps = []
+    run_recipe(recipe, tmp_path / "run", progress=lambda e: steps.append(e.step))
+    assert min(steps) == 9  # from step 8
+
+
+def test_a_finished_run_is_not_trained_again(small, tmp_path):
+    first = run_recipe(small(), tmp_path / "run")
+    events = []
+    again = run_recipe(small(), tmp_path / "run", progress=events.append)
+    assert events == []
+    assert again.final == first.final
+    assert same(weights(again), weights(first))
+
+
+def test_a_finished_run_without_its_metrics_is_measured_again(small, tmp_path):
+    first = run_recipe(small(), tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    again = run_recipe(small(), tmp_path / "run")
+    assert again.final["accuracy"] == first.final["accuracy"]
+    assert again.final["bound"] == first.final["bound"]
+
+
+def test_a_crash_while_a_file_is_written_loses_nothing(small, tmp_path, monkeypatch, figures):
+    recipe = small("checkpoint_steps=2", "tensorboard=false")
+    whole = run_recipe(recipe, tmp_path / "whole")
+    replace = os.replace
+    for fatal in range(1, 12):  # the n-th rename never happens: as if the machine had gone
+        folder, count = tmp_path / f"crash{fatal}", 0
+
+        def dying(source, target, fatal=fatal):
+            nonlocal count
+            count += 1
+            if count == fatal:
+                raise Stop
+            replace(source, target)
+
+        monkeypatch.setattr("os.replace", dying)
+        with pytest.raises(Stop):
+            run_recipe(recipe, folder)
+        monkeypatch.setattr("os.replace", replace)
+        again = run_recipe(recipe, folder)
+        assert figures(folder) == figures(tmp_path / "whole")
+        assert same(weights(again), weights(whole))
+
+
+SCRIPT = """
+import json, sys
+from equipoise.train import run_recipe
+def tell(event):
+    print("step", event.step, flush=True)
+run_recipe(json.loads(sys.argv[1]), sys.argv[2], progress=tell)
+"""
+
+
+def test_sigkill(small, tmp_path, figures):
+    recipe = small("checkpoint_steps=4", epochs=6)
+    whole = run_recipe(recipe, tmp_path / "whole")
+    command = [sys.executable, "-c", SCRIPT, json.dumps(recipe.to_dict()), str(tmp_path / "run")]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        for line in child.stdout:
+            if line.strip() == "step 14":
+                break
+        child.send_signal(signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait(timeout=60)
+    assert child.returncode == -signal.SIGKILL
+    again = run_recipe(recipe, tmp_path / "run")
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+    assert same(weights(again), weights(whole))
+
+
+def test_checkpoints_are_safetensors_with_json_and_few(small, tmp_path):
+    run_recipe(small("checkpoint_steps=2"), tmp_path / "run")
+    states = sorted((tmp_path / "run" / "state").iterdir())
+    assert len(states) == 2
+    with safe_open(states[-1], framework="pt") as file:
+        position = json.loads(file.metadata()["position"])
+        names = set(file.keys())
+    assert position["epoch"] == 3
+    assert {"random/0/torch", "random/0/numpy", "random/0/python"} <= names
+    assert any(name.startswith("optimiser/0/") for name in names)
+    assert not any(path.suffix in (".pt", ".pkl", ".bin") for path in (tmp_path / "run").rglob("*"))
+
+
+def test_another_recipe_is_refused_with_the_difference(small, tmp_path):
+    run_recipe(small(epochs=1), tmp_path / "run")
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.name != ".lock"}
+    with pytest.raises(InputError, match=r"recipe\.optimiser\.lr: 0\.1 → 0\.5.*another --run-dir"):
+        run_recipe(small("optimiser.lr=0.5", epochs=1), tmp_path / "run")
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.name != ".lock"}
+
+
+def test_other_data_under_the_same_name_is_refused(small, tmp_path):
+    import numpy as np
+
+    def write(shift):
+        x, y = np.arange(64 * 4, dtype=np.uint8).reshape(64, 2, 2) + np.uint8(shift), np.arange(64) % 10
+        np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+
+    write(0)
+    recipe = small(data={"path": str(tmp_path / "own.npz")}, epochs=1)
+    run_recipe(recipe, tmp_path / "run")
+    write(1)
+    with pytest.raises(InputError, match="data: sha256"):
+        run_recipe(recipe, tmp_path / "run")
+
+
+def test_a_folder_with_other_things_is_left_alone(small, tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(InputError, match=r"thesis\.tex"):
+        run_recipe(small(), tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_two_runs_in_one_folder_are_refused(small, tmp_path):
+    recipe = small(epochs=1)
+    seen = []
+
+    def intrude(event):
+        if event.step == 2 and event.row is None:
+            with pytest.raises(InputError, match="another process trains"):
+                run_recipe(recipe, tmp_path / "run")
+            seen.append(event)
+
+    run_recipe(recipe, tmp_path / "run", progress=intrude)
+    assert seen
+
+
+def test_a_damaged_checkpoint_is_named(small, tmp_path):
+    recipe = small()
+    with pytest.raises(Stop):
+        run_recipe(recipe, tmp_path / "run", progress=stop_at(12))
+    last = sorted((tmp_path / "run" / "state").iterdir())[-1]
+    last.write_bytes(last.read_bytes()[:100])
+    with pytest.raises(InputError, match=last.name):
+        run_recipe(recipe, tmp_path / "run")
+    last.unlink()
+    assert run_recipe(recipe, tmp_path / "run").final["epoch"] == 3
+
+
+@pytest.mark.parametrize("target", ["write_whole", "open"])
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(small, tmp_path, monkeypatch, target):
+    import errno
+
+    recipe = small()
+    with pytest.raises(Stop):
+        run_recipe(recipe, tmp_path / "run", progress=stop_at(7))
+    states = sorted((tmp_path / "run" / "state").iterdir())
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if target == "write_whole":
+        monkeypatch.setattr("os.fsync", full)
+    else:
+        monkeypatch.setattr("tempfile.mkstemp", full)
+    with pytest.raises(InputError, match=r"cannot write .*: No space left on device"):
+        run_recipe(recipe, tmp_path / "run")
+    monkeypatch.undo()
+    assert sorted((tmp_path / "run" / "state").iterdir()) == states
+    assert run_recipe(recipe, tmp_path / "run").final["epoch"] == 3
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(small, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot train in"):
+        run_recipe(small(), tmp_path / "file" / "run")
+
+
+def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(small, tmp_path):
+    recipe = small("optimiser.momentum=0", "optimiser.lr=1e30", "schedule.kind=piecewise",
+                   "schedule.points=[[0.5, 1e-32], [0.6, 1.0]]", "checkpoint_steps=1")  # fmt: skip
+    with pytest.raises(Diverged, match=r"at step \d+ of 15 .*last good checkpoint is that of step \d+"):
+        run_recipe(recipe, tmp_path / "run")
+    last = sorted((tmp_path / "run" / "state").iterdir())[-1]
+    with safe_open(last, framework="pt") as file:
+        assert all(torch.isfinite(file.get_tensor(n)).all() for n in file.keys() if n.startswith("model/"))  # noqa: SIM118
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_torn_last_line_of_the_metrics_is_dropped(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"epoch": 1})
+    file.append({"epoch": 2})
+    with file.path.open("a") as handle:
+        handle.write('{"epoch": 3, "lo')
+    assert [row["epoch"] for row in file.read()] == [1, 2]
+    assert [row["epoch"] for row in file.rewind(1)] == [1]
+    file.append({"epoch": 2})
+    assert [row["epoch"] for row in file.read()] == [1, 2]
+
+
+def test_the_callers_randomness_is_left_alone(small):
+    import random
+
+    import numpy as np
+
+    torch.manual_seed(1)
+    np.random.seed(2)
+    random.seed(3)
+    expected = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(1)
+    np.random.seed(2)
+    random.seed(3)
+    a = run_recipe(small(epochs=1))
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+    b = run_recipe(small(epochs=1))
+    assert same(weights(a), weights(b))
+    assert not same(weights(a), weights(run_recipe(small(epochs=1, seed=1))))
+
+
+def test_differences_of_lists_and_missing_keys():
+    a = read_recipe("sll-sr-digits").to_dict()
+    assert differences(a, a) == []
+    assert differences({"a": [1]}, {"a": [1, 2]}) == ["a: [1] → [1, 2]"]
