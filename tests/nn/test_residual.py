@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -207,34 +205,29 @@ def test_network_bound_of_convolutional_blocks():
     assert eq.lipschitz_bound(model, torch.zeros(1, 3, 6, 6)).upper <= 1 + 1e-4
 
 
-def depth_run(depth: int, steps: int, width: int = 64) -> tuple[float, float]:
-    """Train a tower of SLL blocks without any normalisation on the bundled digits; (first, last) training loss."""
+def depth_run(depth: int, steps: int) -> float:
+    """Train a tower of SLL blocks without any normalisation on bundled digits; the training accuracy reached."""
     data = pytest.importorskip("equipoise.data")
     digits = data.load_dataset("digits", "train")
-    samples = [digits[i] for i in range(0, 512)]
+    samples = [digits[i] for i in range(512)]
     x = torch.stack([torch.as_tensor(s[0], dtype=torch.float32).flatten() for s in samples])
-    y = torch.tensor([int(s[1]) for s in samples])
-    blocks = [eqn.SLLLinear(x.shape[1], hidden=width, rescaling="aol") for _ in range(depth)]
-    model = nn.Sequential(*blocks, eqn.SRLinear(x.shape[1], 10))
-    adam = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses = []
+    x, y = x - x.mean(0), torch.tensor([int(s[1]) for s in samples])
+    model = nn.Sequential(*[eqn.SLLLinear(x.shape[1]) for _ in range(depth)], eqn.SRLinear(x.shape[1], 10))
+    adam = torch.optim.Adam(model.parameters(), lr=3e-2)
     for _ in range(steps):
-        loss = functional.cross_entropy(20 * model(x), y)
         adam.zero_grad()
-        loss.backward()
+        functional.cross_entropy(10 * model(x), y).backward()
         adam.step()
-        losses.append(float(loss.detach()))
-    frozen = copy.deepcopy(model).eval()
-    assert all(block.lipschitz_upper((x.shape[1],)).value <= 1 + 1e-5 for block in frozen[:-1])
-    return losses[0], losses[-1]
+    model.eval()
+    assert all(block.lipschitz_upper((x.shape[1],)).value <= 1 + 1e-5 for block in model[:-1])
+    with torch.no_grad():
+        return float((model(x).argmax(1) == y).float().mean())
 
 
 def test_twenty_blocks_train_without_normalisation():
-    first, last = depth_run(20, 25)
-    assert last < 0.7 * first
+    assert depth_run(20, 40) > 0.8
 
 
 @pytest.mark.slow
 def test_two_hundred_blocks_train_without_normalisation():
-    first, last = depth_run(200, 60)
-    assert last < 0.5 * first
+    assert depth_run(200, 100) > 0.5

@@ -51,7 +51,7 @@ class BCOP(Method):
         if self.factors:
             V = torch.randn(self.factors, kernel.groups, side, max(1, side // 2), dtype=torch.float64)
             V = torch.linalg.qr(V)[0].to(device=device, dtype=dtype or torch.get_default_dtype())
-            self.projections = nn.Parameter(V)
+            self.projections = nn.Parameter(V.contiguous())
 
     def initial(self, raw: Tensor) -> Tensor:
         """The taps that H has room for, made orthogonal."""

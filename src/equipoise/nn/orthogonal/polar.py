@@ -14,7 +14,6 @@ References: Björck & Bowie 1971; Anil et al. 2019; Chen & Chow 2014 (scaling of
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -43,7 +42,7 @@ def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Te
     tall = raw.shape[-2] > raw.shape[-1]
     W = raw.mT if tall else raw
     W = normalised(W.double() if W.shape[-2] <= FEW_ROWS else W)
-    for alpha in scaled_steps() if steps is None else (1.0,) * (steps - 1):
+    for alpha in CONVERGING if steps is None else (1.0,) * (steps - 1):
         W = _step(W, alpha)
     W = last_step(W, raw.dtype) * scale
     return (W.mT if tall else W).to(raw.dtype)
@@ -62,7 +61,6 @@ def _step(W: Tensor, alpha: float) -> Tensor:
     return 1.5 * alpha * W - (0.5 * alpha**3) * (W @ W.mT @ W)
 
 
-@functools.cache
 def scaled_steps(smallest: float = SMALLEST) -> tuple[float, ...]:
     """Scalings α_k ≤ √3 with which `f(α_k·)` takes [ℓ, 1] to [ℓ', 1] with the largest ℓ', from ℓ = `smallest` up to 1 − 1e-9."""
     found, low = [], smallest
@@ -71,6 +69,10 @@ def scaled_steps(smallest: float = SMALLEST) -> tuple[float, ...]:
         low = alpha * low * (3 - (alpha * low) ** 2) / 2
         found.append(alpha)
     return tuple(found)
+
+
+#: the scalings that `orthonormal` takes
+CONVERGING = scaled_steps()
 
 
 def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -44,6 +44,10 @@ class RKO(Method):
     name = "rko"
     steps: int | None = None
 
+    def __init__(self, kernel: Kernel, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(kernel, device=device, dtype=dtype)
+        self.scale = 1 / math.sqrt(overlap(kernel)) if kernel.dims else 1.0
+
     def initial(self, raw: Tensor) -> Tensor:
         """The polar factor itself: the same layer, from a raw weight that is as well conditioned as can be."""
         W = self._matrix(raw).double()
@@ -52,8 +56,7 @@ class RKO(Method):
 
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""
-        scale = 1 / math.sqrt(overlap(self.kernel)) if self.kernel.dims else 1.0
-        return orthonormal(self._matrix(raw), self.steps, scale).reshape(raw.shape)
+        return orthonormal(self._matrix(raw), self.steps, self.scale).reshape(raw.shape)
 
     def _matrix(self, raw: Tensor) -> Tensor:
         return self.kernel.grouped(raw).flatten(2)

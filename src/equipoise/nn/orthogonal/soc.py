@@ -107,9 +107,9 @@ def bounded(A: Tensor, angle: float) -> Tensor:
     peak = torch.complex(torch.tensordot(row.cos(), flat, 1), torch.tensordot(row.sin(), flat, 1))
     bound = _schatten(peak).amax()
     bound = bound + (largest - bound).detach()
-    factor = math.prod(
-        1.0 if k == 1 else 1 / math.cos(math.pi * (k - 1) / (2 * n)) for k, n in zip(taps, grid, strict=True)
-    )
+    factor = 1.0
+    for k, n in zip(taps, grid, strict=True):
+        factor /= 1.0 if k == 1 else math.cos(math.pi * (k - 1) / (2 * n))
     bound = bound * (factor * (1 + 1e-9))
     return unit * (angle / torch.maximum(bound, angle / c.double())).to(A.dtype)
 
