@@ -28,6 +28,7 @@ class Op(nn.Module):
 torch.manual_seed(0)
 W = torch.randn(5, 6)
 V = torch.randn(4)
+U = F.normalize(torch.randn(1, 5, dtype=torch.float64))
 PLANE = (2, 7, 7)
 INDEX = torch.tensor([0, 2, 2, 1])
 MASK = torch.tensor([True, False, True, False, True, True])
@@ -106,6 +107,11 @@ CASES = {
     "group norm": (nn.GroupNorm(2, 4, eps=0.1), (4, 3, 3), 0.9, None),
     "instance norm": (nn.InstanceNorm2d(2, eps=0.1), PLANE, 0.9, None),
     "softmax": (lambda x: F.softmax(x, -1), (6,), 0.9, None),
+    "softmax component": (lambda x: F.softmax(x, -1)[:, 2], (6,), 0.95, None),
+    "softmax component of rows": (lambda x: F.softmax(x, 1)[:, 1:2], (3, 4), 0.9, None),
+    "softmax of another dimension": (lambda x: F.softmax(x, 1)[:, :, 1], (3, 4), 0.7, None),
+    "softmax two components": (lambda x: F.softmax(x, -1)[:, 1:3], (6,), 0.6, None),
+    "householder": (lambda x: x + 2 * F.relu(-(x @ U.to(x.dtype).mT)) @ U.to(x.dtype), (5,), 0.99, None),
     "softmax temperature": (lambda x: F.softmax(x / 0.1, 1), (3, 4), 0.9, None),
     "log softmax": (lambda x: F.log_softmax(x, -1), (6,), 0.9, None),
     "logsumexp": (lambda x: x.logsumexp(-1), (3, 6), 0.9, None),

@@ -3,9 +3,11 @@
 from equipoise.lipschitz.bound import lipschitz_bound
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import chain_bound
+from equipoise.lipschitz.induced import induced_bound, induced_norm
 from equipoise.lipschitz.local import local_lipschitz
 from equipoise.lipschitz.report import Report, Row
 from equipoise.lipschitz.rules import Call, Signal, Step, known_operations, register_rule
+from equipoise.lipschitz.sdp import sdp_bound
 
 __all__ = [
     "Call",
@@ -16,8 +18,11 @@ __all__ = [
     "Step",
     "capture",
     "chain_bound",
+    "induced_bound",
+    "induced_norm",
     "known_operations",
     "lipschitz_bound",
     "local_lipschitz",
     "register_rule",
+    "sdp_bound",
 ]

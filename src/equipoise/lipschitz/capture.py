@@ -12,7 +12,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 
 #: functions a graph may call besides registered operators
 _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
@@ -28,12 +29,16 @@ _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.f
 
 @dataclass(frozen=True)
 class Program:
-    """The operations between the user's inputs and outputs; `constants` holds the value of every other node."""
+    """The operations between the user's inputs and outputs; `constants` holds the value of every other node.
+
+    `regions` are the calls of modules that bound themselves and are believed.
+    """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     constants: dict[fx.Node, Any] = field(repr=False)
+    regions: tuple[Region, ...] = ()
 
 
 def where(node: fx.Node) -> str:
@@ -75,7 +80,14 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
     refuse_training(model)
-    return analyse(export(model, first_sample(example_input)))
+    examples = first_sample(example_input)
+    program = analyse(export(model, examples))
+    if not has_blocks(model):
+        return program
+    with counted_calls() as counts, torch.no_grad():
+        model(*examples)
+    regions = find_regions(model, program.inputs, program.nodes, program.outputs, counts)
+    return replace(program, regions=regions)
 
 
 def first_sample(example_input: Any) -> tuple[Tensor, ...]:

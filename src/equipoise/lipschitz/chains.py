@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,10 @@ WIDEST = 3000
 _U = 2.0**-53
 
 
-def chain_bound(
-    weights: Sequence[Tensor], slopes: Sequence[tuple[float, float]] | tuple[float, float] = (0.0, 1.0)
-) -> float:
+Slopes = Sequence[tuple[float, float]] | tuple[float, float]
+
+
+def chain_bound(weights: Sequence[Tensor], slopes: Slopes = (0.0, 1.0)) -> float:
     """Upper bound of the Lipschitz constant of `W_l φ(… φ(W_1 x))`, never above the product of norms.
 
     Args:
@@ -50,6 +51,16 @@ def chain_bound(
     >>> chain_bound(W) <= product
     True
     """
+    weights, each = checked_chain(weights, slopes)
+    layers = [Dense(w.detach()) for w in weights]
+    with torch.no_grad(), full_precision():
+        product = log_product(*(log_up(_norm(layer)) for layer in layers), *(log_up(max(map(abs, s))) for s in each))
+        closed = _closed_form(layers, each)
+    return exp_up(product if closed is None else min(product, closed))
+
+
+def checked_chain(weights: Sequence[Tensor], slopes: Slopes) -> tuple[list[Tensor], list[tuple[float, float]]]:
+    """The matrices, detached, and one interval of slopes per hidden layer; refused where they do not fit together."""
     hidden = len(weights) - 1
     if hidden < 0 or any(w.dim() != 2 for w in weights):
         raise InputError("a chain needs at least one matrix (out, in)")
@@ -57,11 +68,23 @@ def chain_bound(
     each: list[Any] = [slopes] * hidden if one else list(slopes)
     if len(each) != hidden or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
         raise InputError(f"{len(weights)} matrices in a chain need {hidden} slopes and matching sizes")
-    layers = [Dense(w.detach()) for w in weights]
-    with torch.no_grad(), full_precision():
-        product = log_product(*(log_up(_norm(layer)) for layer in layers), *(log_up(max(map(abs, s))) for s in each))
-        closed = _closed_form(layers, each)
-    return exp_up(product if closed is None else min(product, closed))
+    return [w.detach() for w in weights], [(float(low), float(high)) for low, high in each]
+
+
+def closed_multipliers(weights: Sequence[Tensor], slopes: Sequence[tuple[float, float]]) -> list[Tensor] | None:
+    """The multipliers `Λ_i = t/Π_{j≤i} a_j·I` that the closed form amounts to (estimates: nothing here is rounded)."""
+    Y, c, found = torch.eye(weights[0].shape[1], dtype=torch.float64), 1.0, []
+    for W, (alpha, beta) in zip(weights[:-1], slopes, strict=True):
+        m, t, q = (alpha + beta) / 2, 2 / (beta * (beta - alpha)), -alpha * beta
+        A = W @ torch.linalg.solve(Y, W.mT)
+        a = float(torch.linalg.eigvalsh((A + A.mT) / 2)[-1]) * (1 + 1e-6)
+        if not (a > 0 and math.isfinite(a)):
+            return None
+        B, eye = A / a, torch.eye(len(A), dtype=torch.float64)
+        Y = t * eye - m * m * t * t * torch.linalg.solve(eye - q * t * B, B)
+        found.append(torch.full((len(A),), c * t / a, dtype=torch.float64))
+        c /= a
+    return found
 
 
 def _norm(layer: Dense) -> float:
@@ -159,8 +182,14 @@ def verified_inverse(Y: Tensor, positive: bool | None = None) -> tuple[Tensor, f
     return (X, up(x * r / (1 - r))) if r < 0.5 else None
 
 
-def chain_total(run: Propagation) -> float | None:
-    """Log-bound of the network if it ends in a chain of dense layers and pointwise activations; None where it does not."""
+Solve = Callable[[Sequence[Dense], Sequence[tuple[float, float]]], float | None]
+
+
+def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
+    """Log-bound of the network if it ends in a chain of dense layers and pointwise activations; None where it does not.
+
+    `solve` gives the log-bound of a chain where it is better than the closed form.
+    """
     if len(run.program.outputs) != 1:
         return None
     layers: list[Dense] = []
@@ -173,16 +202,16 @@ def chain_total(run: Propagation) -> float | None:
     while True:
         facts = run.facts[node]
         if not isinstance(facts.form, Dense) or facts.base is None:
-            return None if len(layers) < 2 else _finish(run, layers, slopes[: len(layers) - 1], node, after)
+            return None if len(layers) < 2 else _finish(run, layers, slopes[: len(layers) - 1], node, after, solve)
         layers.insert(0, facts.form)
         base = _skip(run, facts.base)
         step = run.steps.get(base)
         if step is None or step.slopes is None or len(step.gains) != 1:
-            return None if len(layers) < 2 else _finish(run, layers, slopes, base, after)
+            return None if len(layers) < 2 else _finish(run, layers, slopes, base, after, solve)
         slopes.insert(0, step.slopes)
         node = _skip(run, step.gains[0][0].node)
         if not isinstance(run.facts[node].form, Dense):
-            return None if len(layers) < 2 else _finish(run, layers, slopes[1:], base, after)
+            return None if len(layers) < 2 else _finish(run, layers, slopes[1:], base, after, solve)
 
 
 def _skip(run: Propagation, node: fx.Node) -> fx.Node:
@@ -193,10 +222,17 @@ def _skip(run: Propagation, node: fx.Node) -> fx.Node:
 
 
 def _finish(
-    run: Propagation, layers: list[Dense], slopes: list[tuple[float, float]], start: fx.Node, after: float
+    run: Propagation,
+    layers: list[Dense],
+    slopes: list[tuple[float, float]],
+    start: fx.Node,
+    after: float,
+    solve: Solve | None,
 ) -> float | None:
     if max(layer.matrix.shape[0] for layer in layers[:-1]) > WIDEST:
         return None
     with torch.no_grad(), full_precision():
         closed = _closed_form(layers, slopes)
+    if solve is not None:
+        closed = min((v for v in (closed, solve(layers, slopes)) if v is not None), default=None)
     return None if closed is None else log_product(closed, run.facts[start].fused, after)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import frobenius, full_precision, gamma, up
+from equipoise.lipschitz import coarse
 from equipoise.norms import spectral_norm
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.geometry import Padding, from_kernel
@@ -52,6 +53,19 @@ class Conv:
     size: tuple[int, ...]
     padding: Padding = "zeros"
     error: float = 0.0
+    scaled: tuple[Conv, Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """Everything but the weight."""
+        return (self.stride, self.dilation, self.groups, self.amount, self.size, self.padding)
+
+    @property
+    def origin(self) -> tuple[Conv, Tensor] | None:
+        """The convolution and the factors per output channel that made this one, if nothing has changed since."""
+        if self.scaled is None or self.scaled[2] is not self.weight or self.scaled[0].geometry != self.geometry:
+            return None
+        return self.scaled[:2]
 
 
 @dataclass(frozen=True)
@@ -63,39 +77,50 @@ class Pad:
     padding: Padding
 
 
-Linear = Scale | Dense | Conv | Pad
+@dataclass(frozen=True)
+class Adjoint:
+    """A transposed convolution: the adjoint of `conv`, whose input is this one's output."""
+
+    conv: Conv
+
+
+Linear = Scale | Dense | Conv | Pad | Adjoint
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Brackets already computed, by the identity of the weights and the geometry: shared modules are bounded once."""
+    """Brackets already computed, by the identity of the weights and the geometry: shared modules are bounded once.
+
+    `scaled` holds brackets of convolutions times a scaling of their output channels, with the factors they are for.
+    """
 
     rtol: float = 1e-3
     known: dict[object, tuple[Tensor, Bracket]] = field(default_factory=dict)
+    scaled: dict[object, tuple[Tensor, Bracket]] = field(default_factory=dict)
 
 
-def bracket(form: Linear, cache: Cache) -> Bracket:
-    """Proved bracket of the operator norm, rounding of the composition included."""
+def _key(form: Dense | Conv) -> object:
+    weight = form.matrix if isinstance(form, Dense) else form.weight
+    geometry = () if isinstance(form, Dense) else form.geometry
+    return (weight.data_ptr(), tuple(weight.shape), weight.dtype, tuple(weight.stride()), geometry)
+
+
+def bracket(form: Linear, cache: Cache, factors: Tensor | None = None) -> Bracket:
+    """Proved bracket of the operator norm, rounding of the composition included.
+
+    `factors` (one per output channel of a convolution) announces that the convolution will be scaled by them later.
+    """
     if isinstance(form, Scale):
         top = float(form.factor.abs().max()) if form.factor.numel() else 0.0
         return Bracket(max(0.0, top - form.error), up(top + form.error) if form.error else top, method="exact")
+    if isinstance(form, Adjoint):
+        return bracket(form.conv, cache)
     assert not isinstance(form, Pad)
-    weight = form.matrix if isinstance(form, Dense) else form.weight
-    geometry = () if isinstance(form, Dense) else (form.stride, form.dilation, form.groups, form.amount, form.size)
-    mode = "" if isinstance(form, Dense) else form.padding
-    key = (weight.data_ptr(), tuple(weight.shape), weight.dtype, tuple(weight.stride()), geometry, mode)
+    key = _key(form)
     if key not in cache.known:
         with torch.no_grad(), full_precision():
-            found = (
-                spectral_norm(form.matrix, rtol=cache.rtol)
-                if isinstance(form, Dense)
-                else conv_bracket(
-                    from_kernel(
-                        form.weight, form.padding, form.stride, form.dilation, form.groups, list(form.amount), form.size
-                    ),
-                    cache.rtol,
-                )
-            )
+            found = _computed(form, cache, factors)
+        weight = form.matrix if isinstance(form, Dense) else form.weight
         cache.known[key] = (weight, found)  # keeping the weight keeps its address from being reused
     found = cache.known[key][1]
     if form.error == 0:
@@ -104,12 +129,32 @@ def bracket(form: Linear, cache: Cache) -> Bracket:
     return replace(found, lower=max(0.0, lower - form.error), upper=up(upper + form.error))
 
 
+def _computed(form: Dense | Conv, cache: Cache, factors: Tensor | None) -> Bracket:
+    if isinstance(form, Dense):
+        return spectral_norm(form.matrix, rtol=cache.rtol)
+    if form.origin is not None:
+        first, factor = form.origin
+        known = cache.scaled.get(_key(first))
+        if known is not None and torch.equal(known[0], factor):
+            return known[1]
+    conv = from_kernel(form.weight, form.padding, form.stride, form.dilation, form.groups, list(form.amount), form.size)
+    spec = coarse.spectrum(conv, cache.rtol) if cache.rtol >= coarse.COARSE else None
+    if spec is None:
+        return conv_bracket(conv, cache.rtol)
+    alone, together = coarse.pair(spec, factors, cache.rtol)
+    if factors is not None and together is not None:
+        cache.scaled[_key(form)] = (factors, together)
+    return alone
+
+
 def compose(first: Linear, then: Linear) -> Linear | None:
     """`then ∘ first` as one form, or None where it has none."""
     if isinstance(first, Pad):
         return _padded(first, then) if isinstance(then, Conv) else None
     if isinstance(then, Pad):
         return None
+    if isinstance(first, Adjoint) or isinstance(then, Adjoint):
+        return _scaled_adjoint(first, then)
     if isinstance(first, Scale) and isinstance(then, Scale):
         return _scales(first, then)
     if isinstance(first, Scale):
@@ -123,6 +168,17 @@ def compose(first: Linear, then: Linear) -> Linear | None:
     return None
 
 
+def _scaled_adjoint(first: Linear, then: Linear) -> Linear | None:
+    """Scaling before a transposed convolution scales the rows of its convolution, scaling after it the columns."""
+    if isinstance(first, Scale) and isinstance(then, Adjoint):
+        conv = _scaled_rows(then.conv, first)
+    elif isinstance(first, Adjoint) and isinstance(then, Scale):
+        conv = _scaled_columns(first.conv, then)
+    else:
+        return None
+    return Adjoint(conv) if isinstance(conv, Conv) else None
+
+
 def _scales(a: Scale, b: Scale) -> Scale | None:
     if a.dim != b.dim and a.factor.numel() > 1 and b.factor.numel() > 1:
         return None
@@ -132,7 +188,7 @@ def _scales(a: Scale, b: Scale) -> Scale | None:
     return Scale(a.factor * b.factor, dim, error)
 
 
-def _spread(weight: Tensor, form: Conv) -> float:
+def spread(weight: Tensor, form: Conv) -> float:
     """Bound of the operator norm of a convolution with this weight: Σ_taps ‖K_tap‖_F ≤ √taps·‖K‖_F.
 
     With other paddings than zeros a tap may read one pixel several times, at most once more per padded position.
@@ -153,9 +209,10 @@ def _scaled_rows(form: Dense | Conv, scale: Scale) -> Linear | None:
     if scale.factor.numel() > 1 and (scale.dim != 1 or scale.factor.numel() != form.weight.shape[0]):
         return None
     weight = form.weight.double() * scale.factor.reshape(-1, *[1] * (form.weight.dim() - 1))
-    wide = _spread(form.weight.double(), form)
-    error = up(8 * _U * _spread(weight, form) + form.error * (top + scale.error))
-    return replace(form, weight=weight, error=up(error + scale.error * wide))
+    wide = spread(form.weight.double(), form)
+    error = up(8 * _U * spread(weight, form) + form.error * (top + scale.error))
+    made = (form, scale.factor, weight) if scale.factor.numel() == form.weight.shape[0] and form.error == 0 else None
+    return replace(form, weight=weight, error=up(error + scale.error * wide), scaled=made)
 
 
 def _scaled_columns(form: Dense | Conv, scale: Scale) -> Linear | None:
@@ -173,8 +230,8 @@ def _scaled_columns(form: Dense | Conv, scale: Scale) -> Linear | None:
     per_group = factor.reshape(form.groups, 1, -1, *[1] * (form.weight.dim() - 2))
     grouped = form.weight.double().reshape(form.groups, -1, *form.weight.shape[1:])
     weight = (grouped * per_group).reshape(form.weight.shape)
-    wide = _spread(form.weight.double(), form)
-    error = up(8 * _U * _spread(weight, form) + form.error * (top + scale.error))
+    wide = spread(form.weight.double(), form)
+    error = up(8 * _U * spread(weight, form) + form.error * (top + scale.error))
     return replace(form, weight=weight, error=up(error + scale.error * wide))
 
 
@@ -201,7 +258,7 @@ def _pointwise_after(first: Conv, then: Conv) -> Conv | None:
     if not _is_pointwise(then) or first.groups != 1 or then.weight.shape[0] * first.weight[0].numel() > ENTRIES:
         return None
     A, K = then.weight.double().flatten(1), first.weight.double()
-    a, k = float(frobenius(A)), _spread(K, first)
+    a, k = float(frobenius(A)), spread(K, first)
     weight = (A @ K.flatten(1)).reshape(-1, *K.shape[1:])
     rounding = gamma(A.shape[1] + 4, torch.float64) * a * k + 1e-290
     return replace(first, weight=weight, error=up(rounding + then.error * (k + first.error) + first.error * a))
@@ -212,7 +269,7 @@ def _pointwise_before(first: Conv, then: Conv) -> Conv | None:
     if not _is_pointwise(first) or then.groups != 1 or then.weight.shape[0] * first.weight.shape[1] > ENTRIES // 9:
         return None
     K, B = then.weight.double(), first.weight.double().flatten(1)
-    b, k = float(frobenius(B)), _spread(K, then)
+    b, k = float(frobenius(B)), spread(K, then)
     weight = torch.einsum("om...,mi->oi...", K, B).contiguous()
     rounding = gamma(B.shape[0] + 4, torch.float64) * b * k + 1e-290
     return replace(then, weight=weight, error=up(rounding + then.error * (b + first.error) + first.error * k))
@@ -302,5 +359,5 @@ def _aligned_sum(a: Conv, b: Conv) -> Conv | None:
     weight = A.new_zeros(shape)
     weight[tuple(box_a)] += A
     weight[tuple(box_b)] += B
-    error = up(2 * _U * _spread(weight, a) + a.error + b.error)
+    error = up(2 * _U * spread(weight, a) + a.error + b.error)
     return Conv(weight, a.stride, (1,) * len(a.size), 1, tuple(amount), a.size, "zeros", error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from torch import Tensor, fx
 
 from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision, up
-from equipoise.lipschitz.capture import Program, where
+from equipoise.lipschitz.capture import Program, module_path, where
 from equipoise.lipschitz.forms import Cache, Linear, Pad, Scale, bracket, compose, parallel
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
+from equipoise.lipschitz.regions import Region
+from equipoise.lipschitz.residual import residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
+from equipoise.lipschitz.rules.registry import shape_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Propagation:
     steps: dict[fx.Node, Step]
     product: float
     fused: float
+    regions: dict[fx.Node, tuple[Region, ...]] = field(default_factory=dict)
+
+
+#: kind of a node inside a block that bounds itself, where no rule applies
+OPAQUE = "inside a block"
 
 
 def propagate(
@@ -59,19 +67,71 @@ def propagate(
     def lookup(node: fx.Node) -> Any:
         return facts[node].signal if node in facts else program.constants[node]
 
+    regions: dict[fx.Node, tuple[Region, ...]] = {}
+    for region in program.regions:
+        regions[region.output] = (*regions.get(region.output, ()), region)
+    inside = {n for region in program.regions if math.isfinite(region.bound) for n in region.members}
     with torch.no_grad(), full_precision():
         for node in program.nodes:
             call = Call(node, lookup, cache)
-            step = find_rule(node)(call)
-            _check(node, step)
+            try:
+                step = find_rule(node)(call)
+                _check(node, step)
+                known = _advance(call, step, facts)
+            except Refused:
+                if node not in inside:
+                    raise
+                step = Step((), OPAQUE)
+                known = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
             steps[node] = step
-            facts[node] = _advance(call, step, facts)
+            found = _residual(call, step, steps, facts)
+            if found is not None:
+                regions[node] = (*regions.get(node, ()), found)
+            facts[node] = _shortened(known, regions.get(node, ()), facts)
     totals = [(facts[o].product, facts[o].fused) for o in dict.fromkeys(program.outputs)]
     repeats = {o: program.outputs.count(o) for o in program.outputs}
     logs = [0.5 * log_up(float(repeats[o])) if repeats[o] > 1 else 0.0 for o in dict.fromkeys(program.outputs)]
     product = log_root(log_product(p, r) for (p, _), r in zip(totals, logs, strict=True))
     fused = log_root(log_product(f, r) for (_, f), r in zip(totals, logs, strict=True))
-    return Propagation(program, facts, steps, product, min(product, fused))
+    return Propagation(program, facts, steps, product, min(product, fused), regions)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.meta["val"]
+    found: torch.dtype = (value[0] if isinstance(value, tuple | list) else value).dtype
+    return found
+
+
+def _shortened(known: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, Facts]) -> Facts:
+    """The smaller of what the operations give and what the regions that end here give."""
+    product, fused = known.product, known.fused
+    for region in regions:
+        before = facts[region.source]
+        if region.whole:
+            product = min(product, log_product(log_up(region.bound), before.product))
+        fused = min(fused, log_product(log_up(region.bound), before.fused))
+    return replace(known, product=product, fused=min(product, fused))
+
+
+def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]) -> Region | None:
+    """`x ± A·φ(B·x + b)`, recognised by its operations: see `residual`."""
+    if step.kind not in ("sum", "difference") or len(step.gains) != 2 or any(gain != 1 for _, gain in step.gains):
+        return None
+    alpha = float(call.get("alpha", 1))
+    sign = alpha if ".add." in str(call.node.target) else -alpha  # of the one term relative to the other
+    first, second = step.gains[0][0], step.gains[1][0]
+    for x, y in ((first, second), (second, first)):
+        branch = facts[y.node]
+        act = None if branch.base is None else steps.get(branch.base)
+        if act is None or act.slopes is None or len(act.gains) != 1 or x.shape != y.shape:
+            continue
+        inner = facts[act.gains[0][0].node]
+        if inner.base is not x.node:
+            continue
+        bound = residual_bound(inner.form, branch.form, sign, act.slopes, call.cache)
+        if bound is not None:
+            return Region(x.node, call.node, bound, module_path(call.node), "residual", "residual pattern", whole=False)
+    return None
 
 
 def _check(node: fx.Node, step: Step) -> None:
@@ -226,11 +286,26 @@ def lipschitz_of(facts: Facts) -> float:
     return exp_up(facts.fused)
 
 
+def winner(run: Propagation, node: fx.Node) -> Region | None:
+    """The block that ends here and whose own bound is the one that counts in the product, if any."""
+    for region in run.regions.get(node, ()):
+        if (
+            region.whole
+            and log_product(log_up(region.bound), run.facts[region.source].product) <= run.facts[node].product
+        ):
+            return region
+    return None
+
+
 def elasticities(run: Propagation) -> dict[fx.Node, float]:
     """How much of a relative change of each node's constant reaches the total: `∂ log L/∂ log c`, by one reverse pass."""
     weight: dict[fx.Node, float] = dict.fromkeys(run.facts, 0.0)
     _share(weight, 1.0, [(o, run.facts[o].product) for o in run.program.outputs], square=True)
     for node in reversed(run.program.nodes):
+        block = winner(run, node)
+        if block is not None:
+            weight[block.source] += weight[node]
+            continue
         step = run.steps[node]
         terms = [(s.node, log_product(log_up(g), run.facts[s.node].product)) for s, g in step.gains]
         _share(weight, weight[node], terms, square=step.combine == "root")

@@ -82,12 +82,14 @@ class Report:
         domain = "everywhere" if self.ball is None else f"for inputs of norm at most {self.ball:g}"
         lines = [
             f"Lipschitz constant (ℓ2, {domain}) at most {show_log(self.log_upper)}   ({self.method})",
-            f"product, layer by layer: {show_log(self.log_product)}   fused: {show_log(self.log_fused)}"
-            + ("" if self.log_chain is None else f"   chain: {show_log(self.log_chain)}"),
+            f"product, layer by layer: {show_log(self.log_product)}; fused: {show_log(self.log_fused)}"
+            + ("" if self.log_chain is None else f"; chain: {show_log(self.log_chain)}"),
         ]
         first = self.fix_first()
         if first:
-            lines.append("fix first: " + ", ".join(f"{r.name} ({r.share:.0%} of the log-bound)" for r in first))
+            lines.append(
+                "fix first: " + ", ".join(f"{r.name} ({r.kind}, {r.share:.0%} of the log-bound)" for r in first)
+            )
         return lines + [f"note: {note}" for note in self.notes]
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,14 +107,28 @@ class Report:
 
     def to_html(self, title: str = "Lipschitz audit") -> str:
         """A self-contained HTML page; every text is escaped."""
-        head = "".join(f"<th>{h}</th>" for h in ("layer", "kind", "shape", "norm in", "constant", "share", "method"))
-        rows = "\n".join(
-            "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in _cells(r))
-            + f'<td><div class="bar" style="width:{max(0.0, min(1.0, r.share)) * 12:.2f}em"></div></td></tr>'
-            for r in self.layers
-        )  # fmt: skip
-        summary = "".join(f"<p>{html.escape(line)}</p>" for line in self.summary())
+        names = ("layer", "kind", "shape", "norm in", "constant", "share of the log-bound", "method")
+        head = "".join(f"<th{_RIGHT if i in (4, 5) else ''}>{h}</th>" for i, h in enumerate(names))
+        most = max((abs(r.share) for r in self.layers), default=0.0) or 1.0
+        rows = "\n".join(_html_row(r, most) for r in self.layers)
+        first, *rest = self.summary()
+        summary = f'<p class="total">{html.escape(first)}</p>' + "".join(f"<p>{html.escape(line)}</p>" for line in rest)
         return _PAGE.format(title=html.escape(title), summary=summary, head=head, rows=rows)
+
+
+_RIGHT = ' class="number"'
+
+
+def _html_row(row: Row, most: float) -> str:
+    """One line of the table; the bar is the share relative to the largest, pale where the layer shrinks the bound."""
+    cells = [html.escape(c) for c in _cells(row)]
+    bar = f'<span class="bar{" less" if row.share < 0 else ""}" style="width:{abs(row.share) / most * 6:.2f}em"></span>'
+    note = f' title="{html.escape(row.note, quote=True)}"' if row.note else ""
+    name, kind, shape, inside, constant, share, method = cells
+    return (
+        f"<tr{note}><td><code>{name}</code></td><td>{kind}</td><td>{shape}</td><td>{inside}</td>"
+        f"<td{_RIGHT}>{constant}</td><td{_RIGHT}>{bar}{share}</td><td>{method}</td></tr>"
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -124,20 +140,21 @@ def _cells(row: Row) -> tuple[str, ...]:
 
     known = not math.isnan(row.lower)
     inside = f"[{round_down(row.lower, 5)}, {round_up(row.upper, 5)}]" if known else ""
-    return (
-        row.name, row.kind, row.shape, inside, round_up(row.upper, 5), f"{row.share:.1%}", row.method or row.note,
-    )  # fmt: skip
+    share = f"{row.share:.1%}".replace("-0.0%", "0.0%")
+    return row.name, row.kind, row.shape, inside, round_up(row.upper, 5), share, row.method or row.note
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
 <style>
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #1b1f24 }}
+p {{ margin: .3em 0 }} p.total {{ font-size: 1.25em; font-weight: 600 }} .wide {{ overflow-x: auto; margin-top: 1.5em }}
 table {{ border-collapse: collapse; width: 100% }} th, td {{ text-align: left; padding: .25em .6em; white-space: nowrap }}
-th {{ border-bottom: 2px solid #1b1f24 }} tr:nth-child(even) {{ background: #f4f6f8 }}
-td {{ font-variant-numeric: tabular-nums }} .bar {{ background: #c2410c; height: .8em }}
+th {{ border-bottom: 2px solid #1b1f24 }} tbody tr:nth-child(even) {{ background: #f4f6f8 }}
+td {{ font-variant-numeric: tabular-nums }} .number {{ text-align: right }} td:last-child {{ color: #57606a }}
+.bar {{ display: inline-block; background: #c2410c; height: .7em; margin-right: .6em }} .less {{ background: #9fc3a8 }}
 </style></head><body><h1>{title}</h1>{summary}
-<table><thead><tr>{head}<th></th></tr></thead><tbody>
+<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {rows}
-</tbody></table></body></html>
+</tbody></table></div></body></html>
 """

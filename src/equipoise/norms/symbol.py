@@ -59,7 +59,7 @@ class Symbol:
         by_frequency = frequencies * (4 * taps * m * c + 6 * m * c * c)
         offsets = torch.tensor(half, dtype=torch.float64, device=kernel.device)
         correlations = _correlate(kernel, half) if by_taps <= 2 * by_frequency else None
-        return cls(kernel.contiguous(), offsets, correlations, swapped)
+        return cls(kernel, offsets, correlations, swapped)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -177,8 +177,27 @@ def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:
     return result
 
 
+#: up to this many taps every pair is one product of contiguous matrices; beyond, one product per offset saves calls
+_PAIRED_TAPS = 49
+
+
 def _correlate(kernel: Tensor, offsets: list[tuple[int, ...]]) -> Tensor:
-    """`C_b = Σ_a K_a* K_{a+b}` for each offset of the half lattice: one matrix product per offset and group."""
+    """`C_b = Σ_a K_a* K_{a+b}` for each offset of the half lattice."""
+    lengths = kernel.shape[3:]
+    if math.prod(lengths) > _PAIRED_TAPS:
+        return _correlate_by_offset(kernel, offsets)
+    places = list(itertools.product(*map(range, lengths)))
+    taps = dict(zip(places, kernel.flatten(3).movedim(3, 0).contiguous(), strict=True))  # each (g, m, c)
+    result = kernel.new_zeros(len(offsets), kernel.shape[0], kernel.shape[2], kernel.shape[2])
+    for total, b in zip(result, offsets, strict=True):
+        for a in places:
+            other = taps.get(tuple(i + j for i, j in zip(a, b, strict=True)))
+            if other is not None:
+                torch.baddbmm(total, adjoint(taps[a]), other, out=total)
+    return result.transpose(0, 1)
+
+
+def _correlate_by_offset(kernel: Tensor, offsets: list[tuple[int, ...]]) -> Tensor:
     result = []
     lengths = kernel.shape[3:]
     for b in offsets:

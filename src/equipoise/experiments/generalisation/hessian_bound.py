@@ -61,7 +61,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     """Same trend: rank correlation of bound and measured value over all runs; both fall from the smallest to the largest σ."""
     rank = float(stats.spearmanr([r["measured"] for r in rows], [r["bound"] for r in rows]).statistic)
     falls = {key: _mean(rows, key, max) / _mean(rows, key, min) for key in ("measured", "bound")}
-    label = Label.REPRODUCED if rank > 0.7 and max(falls.values()) < 1 else Label.DIRECTION if rank > 0 else Label.NOT
+    label = (Label.REPRODUCED if rank > 0.7 else Label.DIRECTION) if max(falls.values()) < 1 else Label.NOT
     loose = sum(r["bound"] for r in rows) / sum(r["measured"] for r in rows)
     text = (
         f"rank correlation {rank:.2f} over {len(rows)} networks; largest σ / none: measured × {falls['measured']:.2f}, "

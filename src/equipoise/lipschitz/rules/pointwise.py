@@ -8,11 +8,14 @@ for SiLU, which gives their lower ends.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from equipoise.core.precision import up
+from equipoise.lipschitz.forms import Scale
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, rule
 
 GELU, GELU_TANH, SILU = 1.128904145185156, 1.128993068658773, 1.099839320128868
@@ -64,7 +67,8 @@ def fixed(call: Call) -> Step:
     """Activations without parameters."""
     name = str(call.node.target).split(".")[1].rstrip("_")
     low, high, peak, odd = FIXED[name]
-    return pointwise(call, low, high, peak, 0.0 if odd else 1.0, name)
+    step = pointwise(call, low, high, peak, 0.0 if odd else 1.0, name)
+    return replace(step, linear=Scale(torch.tensor([-1.0], dtype=torch.float64), 1)) if name == "neg" else step
 
 
 @rule("aten.gelu.default")

@@ -82,9 +82,9 @@ class Call:
         """Relative gap asked of every operator norm."""
         return self.cache.rtol
 
-    def bracket(self, form: Linear) -> Bracket:
-        """Bracket of the norm of a linear form, computed once for shared weights."""
-        return bracket(form, self.cache)
+    def bracket(self, form: Linear, factors: Tensor | None = None) -> Bracket:
+        """Bracket of the norm of a linear form, computed once for shared weights; `factors` will scale it next."""
+        return bracket(form, self.cache, factors)
 
     @property
     def path(self) -> str:

@@ -71,9 +71,26 @@ def _keeps_last(call: Call, x: Signal) -> bool:
 
 @rule(*(f"aten.{name}" for name in SELECTIONS))
 def selection(call: Call) -> Step:
-    """A choice of entries: a contraction."""
+    """A choice of entries: a contraction. One component of a softmax: 1/(2√2) of its input, p_i(1 − p_i)·√2 at most."""
     x = _first(call)
+    scores = _one_component(call, x)
+    if scores is not None:
+        return Step(((scores, up(math.sqrt(0.125))),), "softmax component", norm=x.norm, peak=1.0)
     return Step(((x, 1.0),), "selection", offset=0.0, peak=x.peak, row=_row(call, x), moves=True)
+
+
+def _one_component(call: Call, x: Signal) -> Signal | None:
+    """The input of a softmax of which this selection takes one component (`p[..., i]` or a slice of length 1)."""
+    if str(x.node.target) not in ("aten.softmax.int", "aten._softmax.default"):
+        return None
+    dim = call.get("dim")
+    if not isinstance(dim, int) or dim % len(x.shape) != int(x.node.args[1]) % len(x.shape):  # type: ignore[arg-type]
+        return None
+    name = str(call.node.target).split(".")[1]
+    if name != "select" and not (name in ("slice", "narrow") and call.shape[dim] == 1):
+        return None
+    scores = call.lookup(x.node.args[0])  # type: ignore[arg-type]
+    return scores if isinstance(scores, Signal) else None
 
 
 def _row(call: Call, x: Signal) -> float:

@@ -1,0 +1,207 @@
+"""Blocks that know a better bound than the product of their parts: `lipschitz_upper`, and when it is believed.
+
+A module class may define
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound      # of the map of one sample, kind «upper»
+
+recomputed from the weights its forward really uses. The nodes of one call of such a module are then one region of the
+graph, with the smaller of this bound and the generic one. It is believed only if nothing can have come between the
+method and the map:
+
+* the class that defines `forward` is the class that defines `lipschitz_upper`, and neither is patched on the instance;
+* no forward hooks, on the module, its children, or all modules; evaluation mode;
+* one tensor enters the region and one leaves it;
+* a short attack on the block does not exceed the bound (a check, not a proof: it catches a bound that forgot something).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules import module as modules
+
+from equipoise.core.bounds import Bound, Kind, as_upper
+from equipoise.core.errors import InputError, Refused
+
+#: methods that would change what a call does
+_CALLED = ("forward", "lipschitz_upper", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
+_FLOATS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes between `source` and `output` whose map has a Lipschitz constant of at most `bound`.
+
+    `whole`: the region is one layer, so the bound counts in the product as well, and is reported as one row.
+    """
+
+    source: fx.Node
+    output: fx.Node
+    bound: float
+    name: str
+    kind: str
+    method: str
+    members: frozenset[fx.Node] = field(default=frozenset(), repr=False)
+    whole: bool = True
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Whether any module of the model claims a bound of its own."""
+    return any(callable(getattr(module, "lipschitz_upper", None)) for module in model.modules())
+
+
+@contextlib.contextmanager
+def counted_calls() -> Iterator[dict[int, int]]:
+    """How often every module is called inside, by `id`."""
+    counts: dict[int, int] = {}
+
+    def count(module: nn.Module, args: Any) -> None:
+        counts[id(module)] = counts.get(id(module), 0) + 1
+
+    handle = modules.register_module_forward_pre_hook(count)
+    try:
+        yield counts
+    finally:
+        handle.remove()
+
+
+def believed(module: nn.Module) -> bool:
+    """Whether nothing can have come between `lipschitz_upper` and the map that a call performs."""
+    owners = [
+        next((c for c in type(module).__mro__ if name in vars(c)), None) for name in ("forward", "lipschitz_upper")
+    ]
+    if owners[0] is None or owners[0] is not owners[1] or owners[0] is nn.Module:
+        return False
+    if type(module).__call__ is not nn.Module.__call__ or any(name in vars(module) for name in _CALLED):
+        return False
+    if any(getattr(type(module), name, None) is not getattr(nn.Module, name, None) for name in _CALLED[3:]):
+        return False
+    if modules._global_forward_hooks or modules._global_forward_pre_hooks:
+        return False
+    own = list(module.modules())
+    return not any(m._forward_hooks or m._forward_pre_hooks or m.training or "forward" in vars(m) for m in own)
+
+
+def find_regions(
+    model: nn.Module,
+    inputs: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    counts: dict[int, int],
+) -> tuple[Region, ...]:
+    """One region per believed call of a module that bounds itself.
+
+    `inputs`, `nodes` and `outputs` are those of the program (all that depends on the input); `counts` are the calls that
+    one forward pass really makes.
+    """
+    moving = {*inputs, *nodes}
+    members: dict[str, list[fx.Node]] = {}
+    paths: dict[str, str] = {}
+    for node in nodes:
+        for key, entry in (node.meta.get("nn_module_stack") or {}).items():
+            members.setdefault(str(key), []).append(node)
+            paths[str(key)] = str(entry[0]).split("@")[0]
+    calls: dict[int, int] = {}
+    blocks: dict[str, nn.Module] = {}
+    for key, path in paths.items():
+        module = _submodule(model, path)
+        if module is not None and callable(getattr(module, "lipschitz_upper", None)):
+            blocks[key] = module
+            calls[id(module)] = calls.get(id(module), 0) + 1
+    known: dict[tuple[int, tuple[int, ...]], Bound | None] = {}
+    found = []
+    for key, module in blocks.items():
+        if counts.get(id(module)) != calls[id(module)] or not believed(module):
+            continue  # a call that left no nodes, or two that were recorded as one
+        region = _region(module, paths[key], members[key], moving, outputs, known)
+        if region is not None:
+            found.append(region)
+    return tuple(found)
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _region(
+    module: nn.Module,
+    path: str,
+    members: list[fx.Node],
+    moving: set[fx.Node],
+    outputs: Sequence[fx.Node],
+    known: dict[tuple[int, tuple[int, ...]], Bound | None],
+) -> Region | None:
+    inside = set(members)
+    entering = {i for n in members for i in n.all_input_nodes if i not in inside and i in moving}
+    leaving = [n for n in members if n in outputs or any(u in moving and u not in inside for u in n.users)]
+    if len(entering) != 1 or len(leaving) != 1:
+        return None
+    (source,), (output,) = entering, leaving
+    x, y = source.meta.get("val"), output.meta.get("val")
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or {x.dtype, y.dtype} - set(_FLOATS) or x.dim() < 2:
+        return None
+    shape = tuple(x.shape)
+    key = (id(module), shape)
+    if key not in known:
+        known[key] = claimed(module, path, x)
+    bound = known[key]
+    if bound is None:
+        return None
+    value = as_upper(bound)
+    name = path or type(module).__name__
+    return Region(source, output, value, name, type(module).__name__, bound.method or "own bound", frozenset(inside))
+
+
+def claimed(module: nn.Module, path: str, value: Tensor) -> Bound | None:
+    """The block's own bound on inputs like `value`; None where it has none, refused where it is none."""
+    name = f"module {path or 'the model'} ({type(module).__name__})"
+    method: Any = module.lipschitz_upper
+    try:
+        with torch.no_grad():
+            bound = method(tuple(value.shape[1:]))
+    except Refused:
+        return None
+    if not isinstance(bound, Bound) or bound.kind is not Kind.UPPER:
+        raise InputError(f"{name}: lipschitz_upper must return a Bound of kind upper, got {bound!r}")
+    limit = as_upper(bound)
+    reached = _attacked(module, value) if math.isfinite(limit) else 0.0
+    if reached > limit * (1 + 1e-3) + 1e-6:
+        raise Refused(
+            f"{name}: lipschitz_upper says {limit:.6g}, but an attack reaches {reached:.6g}; mend the method, or remove it "
+            "to get the bound of its operations"
+        )
+    return bound
+
+
+def _attacked(module: nn.Module, value: Tensor, steps: int = 6) -> float:
+    """The largest ‖Jᵀu‖/‖u‖ met by a few steps of power iteration at random points, in the module's own precision."""
+    generator = torch.Generator().manual_seed(0)
+    best = 0.0
+    for scale in (0.3, 3.0):
+        x = (torch.randn(value.shape, generator=generator, dtype=value.dtype) * scale).requires_grad_()
+        try:
+            with torch.enable_grad():
+                out = module(x)
+                if not isinstance(out, Tensor) or not out.requires_grad:
+                    return best
+                u = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+                for _ in range(steps):
+                    u = u / u.norm().clamp_min(1e-30)
+                    (v,) = torch.autograd.grad(out, x, u, retain_graph=True)
+                    size = float(v.norm())
+                    best = max(best, size) if math.isfinite(size) else best
+                    with torch.no_grad():
+                        h = 1e-2 * scale / max(size, 1e-30)
+                        u = module(x + h * v) - module(x - h * v)
+        except (RuntimeError, NotImplementedError):
+            return best  # no gradient: nothing to check against
+    return best

@@ -1,0 +1,95 @@
+"""Residual blocks `x + A·φ(B·x + b)` whose branch is the negative of a gradient: a bound far below `1 + ‖A‖‖B‖`.
+
+Let the slopes of φ lie in [α, β] with α ≤ 0 ≤ β, T ≥ 0 be diagonal, `E = A + BᵀT` and `M = T^{1/2}B`. For every pair of
+inputs there is a diagonal D with entries in [α, β] (the secant slopes) such that
+
+    f(x) − f(y) = (I + A D B)(x − y) = (I − Mᵀ D M + E D B)(x − y),
+
+because the diagonal matrices T and D commute. `Mᵀ D M` is symmetric with eigenvalues in [α‖M‖², β‖M‖²], hence
+
+    L ≤ max(1 − α‖M‖², β‖M‖² − 1) + max(β, −α)·‖E‖‖B‖.
+
+For slopes in [0, 1] (ReLU, tanh, sigmoid) and `‖M‖² ≤ 2` that is 1: the convex potential layer and SLL. For abs (α = −1)
+it is `1 + ‖M‖²`, no better than the sum of the branches, and for GELU it lies between. T is read off the weights
+(`t_j = −⟨A_j, B_j⟩/‖B_j‖²`, negative ones set to 0) and E is whatever is left, so nothing about the weights is assumed:
+matrices, or a convolution and its adjoint.
+
+References: Meunier et al. 2022 (convex potential layers); Araujo et al. 2023 (SLL); errata 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import frobenius, up
+from equipoise.lipschitz.forms import Adjoint, Cache, Conv, Dense, Linear, bracket, spread
+
+_U = 2.0**-53
+
+
+def adjoint(form: Linear | None) -> Dense | Conv | None:
+    """The adjoint of a matrix, of a transposed convolution, or of a zero-padded convolution of stride 1."""
+    if isinstance(form, Dense):
+        return Dense(form.matrix.mT, form.error)
+    if isinstance(form, Adjoint):
+        return form.conv
+    if not isinstance(form, Conv) or form.groups != 1 or form.padding != "zeros" or any(s != 1 for s in form.stride):
+        return None
+    axes = range(len(form.size))
+    reach = [d * (k - 1) for d, k in zip(form.dilation, form.weight.shape[2:], strict=True)]
+    amount = tuple((reach[i] - form.amount[i][0], reach[i] - form.amount[i][1]) for i in axes)
+    if any(p < 0 for pair in amount for p in pair):
+        return None
+    size = tuple(form.size[i] + sum(form.amount[i]) - reach[i] for i in axes)
+    weight = form.weight.transpose(0, 1).flip(tuple(i + 2 for i in axes)).contiguous()
+    return replace(form, weight=weight, amount=amount, size=size)
+
+
+def residual_bound(
+    B: Linear | None, A: Linear | None, sign: float, slopes: tuple[float, float], cache: Cache
+) -> float | None:
+    """Bound of `x ↦ x + sign·A·φ(B·x + b)`; None where A has no adjoint of the geometry of B."""
+    turned = adjoint(A)
+    if isinstance(B, Dense) and isinstance(turned, Dense):
+        ours, theirs = B.matrix, turned.matrix
+    elif isinstance(B, Conv) and isinstance(turned, Conv) and B.geometry == turned.geometry:
+        ours, theirs = B.weight, turned.weight
+    else:
+        return None
+    if ours.shape != theirs.shape:
+        return None
+    low, high = min(0.0, slopes[0]), max(0.0, slopes[1])
+    K, R = ours.double(), sign * theirs.double()  # R holds the adjoint of sign·A
+    t = _multipliers(K, R)
+    E = R + t * K
+    if float(torch.linalg.vector_norm(E)) > 0.5 * float(torch.linalg.vector_norm(R)):
+        return None  # not such a block: the sum of the branches is as good
+    M = t.sqrt() * K
+    lost = 8 * _U
+    error = up(_size(E, B) + lost * (_size(R, B) + _size(t * K, B)) + turned.error)
+    wide = _rebuilt(B, M, up(lost * _size(M, B)))
+    m, b = float(bracket(wide, cache).upper), float(bracket(B, cache).upper)
+    a = float(bracket(turned, cache).upper)
+    curved = max(up(1 - low * up(m * m)), up(high * up(m * m)) - 1, 1.0)
+    # B is known up to B.error: A D (B + ΔB) adds ‖A‖‖ΔB‖, and E D B reads the true B (b covers it)
+    return up(curved + up(max(high, -low) * up(error * b + a * B.error)))
+
+
+def _multipliers(K: Tensor, R: Tensor) -> Tensor:
+    """`t_j ≥ 0` per row of B that makes `R_j + t_j·K_j` smallest, shaped to multiply K."""
+    rows = K.flatten(1)
+    squares = rows.square().sum(1)
+    t = -(rows * R.flatten(1)).sum(1) / torch.where(squares > 0, squares, torch.ones_like(squares))
+    return t.clamp_min(0).reshape(-1, *[1] * (K.dim() - 1))
+
+
+def _size(K: Tensor, like: Dense | Conv) -> float:
+    """Upper bound of the operator norm of a weight, without an iteration."""
+    return float(frobenius(K)) if isinstance(like, Dense) else spread(K, like)
+
+
+def _rebuilt(like: Dense | Conv, weight: Tensor, error: float) -> Dense | Conv:
+    return Dense(weight, error) if isinstance(like, Dense) else replace(like, weight=weight, error=error)

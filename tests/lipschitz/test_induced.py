@@ -1,0 +1,94 @@
+"""ℓ1 and ℓ∞: against the materialised operator, and networks against row and column sums of their Jacobians."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lipschitz_nets import networks
+from torch import nn
+
+from equipoise.core import InputError, Refused
+from equipoise.lipschitz import induced_bound, induced_norm
+
+LAYERS = {
+    "linear": (nn.Linear(5, 3), (5,)),
+    "conv": (nn.Conv2d(2, 3, 3, padding=1), (2, 5, 5)),
+    "strided": (nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 5, 6)),
+    "larger than the image": (nn.Conv2d(2, 2, 5, padding=2), (2, 2, 2)),
+    "grouped, dilated": (nn.Conv1d(4, 4, 3, groups=2, dilation=2), (4, 9)),
+    "transposed": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 4, 4)),
+    "reflect": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4)),
+    "circular": (nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2)),
+}
+
+
+def matrix(layer, shape):
+    basis = torch.eye(torch.Size(shape).numel(), dtype=torch.float64).reshape(-1, *shape)
+    with torch.no_grad():
+        layer = layer.double()
+        found = (layer(basis) - layer(torch.zeros(1, *shape, dtype=torch.float64))).flatten(1).mT
+        layer.float()
+    return found
+
+
+@pytest.mark.parametrize("order", ["l1", "linf"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_against_their_matrix(name, order):
+    layer, shape = LAYERS[name]
+    truth = float(matrix(layer, shape).abs().sum(0 if order == "l1" else 1).max())
+    size = shape[1:] if len(shape) > 1 else None
+    found = induced_norm(layer, order, input_size=size)
+    assert found.lower <= truth * (1 + 1e-12) <= found.upper * (1 + 1e-9)
+    if name not in ("reflect", "circular"):
+        assert found.upper <= truth * (1 + 1e-9)
+    assert float(induced_norm(layer, order).upper) >= truth * (1 - 1e-12)
+
+
+class Repeats(nn.Module):
+    """One entry, added to a constant by broadcasting: five copies."""
+
+    def forward(self, x):
+        return x[:, :1] + torch.ones(5, dtype=x.dtype)
+
+
+def test_copies_by_broadcasting_are_not_overlooked():
+    with pytest.raises(Refused, match="in l1"):
+        induced_bound(Repeats().eval(), torch.zeros(1, 3), "l1")
+
+
+COVERED = ["mlp", "gelu mlp", "cnn", "vgg", "resnet identity", "resnet projection", "resnet option A", "densenet", "repvgg",
+           "hook", "other forward", "parametrised", "shared, tuple", "autoencoder", "normalised",
+           "bottleneck linear"]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["l1", "linf"])
+@pytest.mark.parametrize("name", COVERED)
+def test_networks_against_their_jacobians(name, order):
+    net, shape, _ = networks()[name]
+    bound = float(induced_bound(net, torch.zeros(1, *shape), order))
+    net = net.double()
+
+    def stacked(x):
+        leaves, _ = torch.utils._pytree.tree_flatten(net(x[None]))
+        return torch.cat([t.flatten() for t in leaves])
+
+    torch.manual_seed(0)
+    for scale in (0.1, 1.0, 5.0):
+        J = torch.autograd.functional.jacobian(stacked, scale * torch.randn(shape, dtype=torch.float64))
+        rows = J.flatten(1).abs()
+        assert float(rows.sum(0 if order == "l1" else 1).max()) <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["mixer", "vit weights"])
+def test_what_has_no_rule_is_refused(name):
+    net, shape, _ = networks()[name]
+    with pytest.raises(Refused, match="in linf"):
+        induced_bound(net, torch.zeros(1, *shape))
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(3), torch.full((2, 2), float("nan"))])
+def test_bad_input_is_refused(bad):
+    with pytest.raises(InputError):
+        induced_norm(bad, "l1")
+    with pytest.raises(InputError, match="order"):
+        induced_norm(torch.eye(2), "l3")
