@@ -1,10 +1,8 @@
-import json
-
 import pytest
 import torch
 
 from equipoise.bench import norms as bench
-from equipoise.bench.timing import peak_bytes, take_turns
+from equipoise.core.timing import peak_bytes, take_turns
 from equipoise.norms import spectral_norm
 
 
@@ -87,24 +85,3 @@ def test_bench_says_when_the_real_kernels_are_missing(monkeypatch, tmp_path):
     first = next(bench.sections())
     assert first.rows == []
     assert "EQUIPOISE_DATA" in first.note
-
-
-def test_demo(equipoise):
-    ran = equipoise("demo", "--seconds", "0.5")
-    assert ran.code == 0, ran.error
-    for word in ("accuracy", "Conv2d", "groups", "reflect", "power iteration", "no violations"):
-        assert word in ran.out
-
-
-def test_demo_json_and_its_claims(equipoise):
-    ran = equipoise("demo", "--seconds", "0.5", "--json")
-    document = json.loads(ran.out)
-    assert document["accuracy"] > 0.9
-    assert document["selfcheck"]["violations"] == 0
-    assert len(document["layers"]) == 4
-    for row in document["layers"]:
-        assert row["lower"] <= row["upper"]
-    assert len(document["shortcuts"]) == 3
-    for row in document["shortcuts"]:
-        assert row["value"] < 0.99 * row["truth"]
-        assert row["lower"] * (1 - 1e-12) <= row["truth"] <= row["upper"] * (1 + 1e-12)

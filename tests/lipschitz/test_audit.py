@@ -96,11 +96,11 @@ def test_a_factory_with_weights(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_directory(tmp_path):
-    from equipoise.bench.lipschitz import CifarResNet
+    from equipoise.nn.models import build
 
-    net = CifarResNet(8)
+    net = build("cifar_resnet", depth=8)
     save_file(net.state_dict(), tmp_path / "model.safetensors")
-    config = {"factory": "equipoise.bench.lipschitz:CifarResNet", "arguments": {"depth": 8}, "input_shape": [3, 8, 8]}
+    config = {"factory": "equipoise.nn.models:cifar_resnet", "arguments": {"depth": 8}, "input_shape": [3, 8, 8]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert audit_report(str(tmp_path)).upper == pytest.approx(
         lipschitz_bound(net.eval(), torch.zeros(1, 3, 8, 8), rtol=0.05).upper

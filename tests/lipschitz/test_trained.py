@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,16 +9,12 @@ from equipoise.bench import lipschitz as bench
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.local import attacked
 
-ROOT = Path(__file__).parents[2]
-DATA = Path(os.environ.get("EQUIPOISE_DATA", ROOT / "../shared/data"))
-pytestmark = pytest.mark.skipif(
-    not (DATA / "cifar10-resnet20.safetensors").exists(), reason="no trained CIFAR ResNets: set EQUIPOISE_DATA"
-)
-
 
 @pytest.fixture(autouse=True)
-def _data(monkeypatch):
-    monkeypatch.setenv("EQUIPOISE_DATA", str(DATA))
+def _data(data_dir, monkeypatch):
+    if not (data_dir / "cifar10-resnet20.safetensors").exists():
+        pytest.skip("no trained CIFAR ResNets: set EQUIPOISE_DATA")
+    monkeypatch.setenv("EQUIPOISE_DATA", str(data_dir))
 
 
 def test_fusing_wins_orders_of_magnitude_and_stays_above_the_attack():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.bench.norms import Goal, Row, Section, real_kernels
-from equipoise.bench.timing import take_turns
+from equipoise.core.timing import take_turns
 from equipoise.nn.convert import methods
 from equipoise.nn.method import Kernel
 from equipoise.nn.named import RLBConv2d

@@ -5,11 +5,9 @@ Every section is a function that returns a `Section` of plain rows, so that the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,9 @@ import torch
 from scipy.sparse.linalg import svds
 from torch import Tensor, nn
 
+from equipoise.core.errors import InputError
 from equipoise.core.timing import peak_bytes, take_turns
+from equipoise.data import data_file
 from equipoise.norms.peers import complex_gram
 from equipoise.norms.spectral import spectral_norm
 
@@ -172,16 +172,11 @@ def _total(name: str, rows: list[Row]) -> Row:
     return {"layer": name, **seconds, "gap": max(row["gap"] for row in rows)}
 
 
-def data_folder() -> Path:
-    """Where real weights lie: `EQUIPOISE_DATA`, or `../shared/data` beside the repository."""
-    named = os.environ.get("EQUIPOISE_DATA")
-    return Path(named) if named else Path(__file__).resolve().parents[4] / "shared" / "data"
-
-
 def real_kernels() -> dict[str, Tensor] | None:
     """Kernels of a trained ResNet-18 by layer name, None where the file is absent (four of layer 4 are never there)."""
-    path = data_folder() / DATA
-    if not path.is_file():
+    try:
+        path = data_file(DATA)
+    except InputError:
         return None
     with np.load(path) as archive:
         names = [name for name in archive.files if name.endswith(".weight")]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from equipoise.bench.smoothing import Row, interleaved, resnet, small_cnn
-from equipoise.bench.timing import seconds
+from equipoise.core.timing import seconds
 from equipoise.runs import describe, open_run, start
 from equipoise.runs.inputs import Selection
 from equipoise.runs.manifest import Manifest

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from equipoise.bench.norms import Goal, Layer, Row, Section, gradient_memory, resnet18
-from equipoise.bench.timing import peak_bytes, take_turns
+from equipoise.core.timing import peak_bytes, take_turns
 from equipoise.norms.functional import gram_norm
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.regularizers import ActivationDecay, SpectralPenalty

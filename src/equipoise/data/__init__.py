@@ -3,6 +3,7 @@
 from equipoise.data.augment import Augmentation, random_crop, random_flip
 from equipoise.data.dataset import Dataset
 from equipoise.data.factories import as_dataset
+from equipoise.data.folder import data_file
 from equipoise.data.load import load_dataset
 
-__all__ = ["Augmentation", "Dataset", "as_dataset", "load_dataset", "random_crop", "random_flip"]
+__all__ = ["Augmentation", "Dataset", "as_dataset", "data_file", "load_dataset", "random_crop", "random_flip"]
