@@ -2,18 +2,24 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+BASE   := $(VENV)/.base
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint docs bench clean
+.PHONY: demo test test-all lint docs bench experiments clean
 .DEFAULT_GOAL := test
 
-$(STAMP): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	$(PIP) torch
+	$(PIP) -e '.[data,train,report]'
 	touch $@
 
-demo: $(STAMP)            ## the main job on bundled data
+$(STAMP): $(BASE)
+	$(PIP) -e '.[dev,docs]'
+	touch $@
+
+demo: $(BASE)             ## the main job on bundled data; little to install
 	$(BIN)/equipoise demo
 
 test: lint docs $(STAMP)  ## everything except the slow tests
@@ -33,6 +39,9 @@ docs: $(STAMP)
 
 bench: $(STAMP)           ## ratios against the alternatives, side by side in one run
 	$(BIN)/equipoise bench norms
+
+experiments: $(STAMP)     ## every experiment of the thesis at laptop scale; goes on where it was stopped
+	$(BIN)/equipoise reproduce --all -o docs/experiments/results
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
