@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
     title="Activation decay and ASAM in a WideResNet",
     claim="Activation decay helps a WideResNet, and helps on top of ASAM too.",
     published=PUBLISHED,
-    laptop=Settings(recipe("cifar10.npz", 10, 1, 4, 4000), VARIANTS, seeds=2),
+    laptop=Settings(recipe("cifar10.npz", 10, 1, 3, 3000), VARIANTS, seeds=2),
     paper=Settings(recipe("cifar10-full.npz", 28, 10, 200, None), VARIANTS, seeds=3),
     run=run,
     judge=lambda rows: verdict_on_gain(rows, "baseline", "AD + ASAM", 0.2, PUBLISHED),

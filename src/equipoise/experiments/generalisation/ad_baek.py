@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
     title="Activation decay and Baek's layer-wise variant",
     claim="Decaying only the last layer's input does as well as decaying all layers.",
     published=PUBLISHED,
-    laptop=Settings(recipe("cifar10.npz", [256, 256, 256], 8), VARIANTS, seeds=4),
+    laptop=Settings(recipe("cifar10.npz", [128, 128, 128], 8), VARIANTS, seeds=4),
     paper=Settings(recipe("cifar10-full.npz", [512, 512, 512], 200), VARIANTS, seeds=5),
     run=run,
     judge=judge,

@@ -31,7 +31,7 @@ EXPERIMENT = Experiment(
     title="Activation decay in an MLP-Mixer",
     claim="Activation decay improves an MLP-Mixer.",
     published=PUBLISHED,
-    laptop=Settings(recipe("cifar10.npz", 48, 3, 6, 8000), VARIANTS, seeds=3),
+    laptop=Settings(recipe("cifar10.npz", 32, 2, 5, 5000), VARIANTS, seeds=3),
     paper=Settings(recipe("cifar10-full.npz", 256, 8, 200, None), VARIANTS, seeds=5),
     run=run,
     judge=lambda rows: verdict_on_gain(rows, "baseline", "AD", 0.0, PUBLISHED),

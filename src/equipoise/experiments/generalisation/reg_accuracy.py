@@ -51,7 +51,7 @@ EXPERIMENT = Experiment(
     title="Accuracy and time of regularisers",
     claim="Regularising the spectral norms of all convolutions keeps the accuracy at a fraction of the cost of other methods.",
     published=PUBLISHED,
-    laptop=Settings(recipe("cifar10.npz", 8, 4, 4000), VARIANTS, seeds=3),
+    laptop=Settings(recipe("cifar10.npz", 8, 3, 3000), VARIANTS, seeds=2),
     paper=Settings(recipe("cifar10-full.npz", 64, 200, None), VARIANTS, seeds=5),
     run=run,
     judge=judge,
