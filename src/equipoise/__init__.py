@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equipoise import attacks, curvature, data, lipschitz, nn, regularizers, runs, smoothing, train
+    from equipoise import attacks, curvature, data, lipschitz, nn, regularizers, report, runs, smoothing, train
     from equipoise.conversion import export, make_lipschitz
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
     from equipoise.lipschitz import lipschitz_bound, local_lipschitz
@@ -42,6 +42,7 @@ __all__ = [
     "nn",
     "open_run",
     "regularizers",
+    "report",
     "runs",
     "smoothing",
     "spectral_norm",
@@ -68,6 +69,7 @@ _HOME: dict[str, tuple[str, str]] = {
     "nn": ("equipoise.nn", ""),
     "open_run": ("equipoise.runs", "open_run"),
     "regularizers": ("equipoise.regularizers", ""),
+    "report": ("equipoise.report", ""),
     "runs": ("equipoise.runs", ""),
     "smoothing": ("equipoise.smoothing", ""),
     "spectral_norm": ("equipoise.norms", "spectral_norm"),

@@ -73,6 +73,7 @@ def test_the_constant_of_the_lipschitz_aware_run_is_computed_not_claimed(demo):
 
 def test_the_stored_runs_give_the_same_comparison(demo, tmp_path):
     folders = sorted((demo.out / "runs").iterdir())
+    assert len(collect(folders).models) == 2  # every curve belongs to one of the two networks
     ran = equipoise("report", *folders, "-o", tmp_path / "again.html", "--json")
     assert ran.exit_code == 0, ran.stderr
     again = equipoise("demo", "--quick", "--out", demo.out, "--json")  # nothing is sampled twice

@@ -72,7 +72,7 @@ HELP = """Stability of PyTorch networks, with guarantees: a number that says upp
 
 Examples:
 
-  equipoise demo                                           the main job on generated data, half a minute
+  equipoise demo                                           the main job on bundled digits, a minute or two
   equipoise norm model.safetensors --input-size 32,32      spectral norm of every weight
   equipoise selfcheck --minutes 5 --device cuda            test the guarantees on your own hardware
 

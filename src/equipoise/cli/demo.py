@@ -78,14 +78,14 @@ def _telling(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _show(data: ReportData, console: Console) -> None:
-    from equipoise.core.bounds import round_down
+    from equipoise.core.bounds import round_down, round_up
     from equipoise.lipschitz.logs import show_log
 
     bounds = ("product", "fused", "best proved", "near some inputs")
     shown = table("how much the networks can stretch a distance, at most", "network", *bounds, right=bounds)
     for a in data.audits:
         logs = [show_log(float(a.bound[k])) for k in ("log_product", "log_fused", "log_upper")]
-        shown.add_row(a.model, *logs, f"{max(p['upper'] for p in a.local):.4g}" if a.local else "")
+        shown.add_row(a.model, *logs, round_up(max(p["upper"] for p in a.local), 4) if a.local else "")
     console.print(shown, markup=False)
     levels = (0.0, 0.1, 0.25, 0.5)
     numbers = (*(f"ε = {e:g}" for e in levels), "average radius")
@@ -102,7 +102,7 @@ def _show(data: ReportData, console: Console) -> None:
 
 def _close(data: ReportData, page: Path, seconds: float, console: Console) -> None:
     if data.tested is not None and not data.tested.broken:
-        line = f"{data.tested.tried:,} attacks inside certified radii, none succeeded"
+        line = f"{data.tested.tried:,} certificates attacked inside their radius, none broken"
         console.print(line, style="bold green")
     console.print(f"{seconds:.0f} s; the report: {page}", soft_wrap=True, markup=False)
     console.print(

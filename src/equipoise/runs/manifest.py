@@ -36,8 +36,8 @@ class Constant:
 
     def __str__(self) -> str:
         if self.assumed:
-            return f"{self.value:g}, given by the user: an assumption, not checked"
-        return f"{self.value:g}, computed by equipoise.lipschitz_bound"
+            return f"{round_up(self.value)}, given by the user: an assumption, not checked"
+        return f"{round_up(self.value)}, computed by equipoise.lipschitz_bound"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,33 @@
+"""Reports: one self-contained page with curves, bounds, spectra, radii, pictures and what is not guaranteed."""
+
+from equipoise.report.audits import audit_network, audit_source, load_audit, save_audit
+from equipoise.report.collect import collect
+from equipoise.report.data import Attacks, Audit, Checked, Picture, ReportData, Series, Spectrum
+from equipoise.report.gallery import load_gallery, save_gallery
+from equipoise.report.margins import Margins, load_margins
+from equipoise.report.page import plotly_source, render, write_report
+from equipoise.report.png import data_uri, png
+
+__all__ = [
+    "Attacks",
+    "Audit",
+    "Checked",
+    "Margins",
+    "Picture",
+    "ReportData",
+    "Series",
+    "Spectrum",
+    "audit_network",
+    "audit_source",
+    "collect",
+    "data_uri",
+    "load_audit",
+    "load_gallery",
+    "load_margins",
+    "plotly_source",
+    "png",
+    "render",
+    "save_audit",
+    "save_gallery",
+    "write_report",
+]

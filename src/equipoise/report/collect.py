@@ -1,0 +1,237 @@
+"""From folders to a report: smoothing runs, margin certificates, and the audits and pictures that lie beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core.bounds import round_up
+from equipoise.core.errors import InputError
+from equipoise.report import audits as audit_file
+from equipoise.report import gallery as gallery_file
+from equipoise.report import margins as margin_file
+from equipoise.report.data import Attacks, Audit, Checked, Floats, Picture, ReportData, Series
+from equipoise.runs import AttackRow, Run, open_run
+from equipoise.runs.manifest import is_run, versions
+
+
+def collect(
+    folders: Sequence[str | Path],
+    *,
+    title: str = "Certified robustness",
+    intro: str = "",
+    alpha: float | None = None,
+    audits: Iterable[Audit] = (),
+    notes: Iterable[str] = (),
+) -> ReportData:
+    """Read run directories (and folders with `margins.json`) into the data of one report.
+
+    Certificates are derived anew from stored counts, at the risk of each run or at `alpha`; nothing is sampled. Every folder
+    may hold `audit.json` and `gallery.json`.
+    """
+    names = _names([Path(f) for f in folders])
+    parts = _distinct([_part(name, folder, alpha) for name, folder in names.items()])
+    found, pictures = list(audits), list[Picture]()
+    for part, folder in zip(parts, names.values(), strict=True):
+        if (folder / audit_file.NAME).is_file():
+            found.append(replace(audit_file.load_audit(folder), model=part.model))
+        if (folder / gallery_file.NAME).is_file():
+            pictures += [replace(p, model=part.model) for p in gallery_file.load_gallery(folder)]
+    return ReportData(
+        title, tuple(s for p in parts for s in p.series), tuple(a for p in parts for a in p.attacks), tuple(found),
+        tuple(pictures[: gallery_file.LIMIT]), tuple(p.about for p in parts), joined(p.tested for p in parts), intro,
+        datetime.now(UTC).isoformat(timespec="seconds"), versions(), (*notes, *(n for p in parts for n in p.notes)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What one folder adds; `hash` tells networks of one name apart."""
+
+    model: str
+    hash: str
+    series: tuple[Series, ...]
+    attacks: tuple[Attacks, ...]
+    about: Mapping[str, Any]
+    tested: Checked
+    notes: tuple[str, ...] = ()
+
+
+def _part(name: str, folder: Path, alpha: float | None) -> _Part:
+    if is_run(folder):
+        return _smoothing(name, open_run(folder), alpha)
+    if (folder / margin_file.NAME).is_file():
+        return _deterministic(name, margin_file.load_margins(folder))
+    raise InputError(f"{folder} is not a run: it holds neither run.json nor {margin_file.NAME}")
+
+
+def _distinct(parts: Sequence[_Part]) -> list[_Part]:
+    """Networks that share a name but not their weights get the beginning of their hash behind it."""
+    hashes: dict[str, set[str]] = {}
+    for part in parts:
+        hashes.setdefault(part.model, set()).add(part.hash)
+
+    def renamed(part: _Part) -> _Part:
+        if len(hashes[part.model]) == 1:
+            return part
+        model = f"{part.model} ({part.hash.removeprefix('sha256:')[:8] or 'no hash'})"
+        series = tuple(replace(s, model=model) for s in part.series)
+        attacks = tuple(replace(a, model=model) for a in part.attacks)
+        return replace(part, model=model, series=series, attacks=attacks, about={**part.about, "model": model})
+
+    return [renamed(part) for part in parts]
+
+
+def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
+    if not run.rows:
+        raise InputError(f"{run.folder} has no finished inputs yet")
+    manifest, p = run.manifest, run.manifest.parameters
+    model, ids = manifest.model.get("source", "network"), tuple(str(i) for i in run.ids)
+    constant = manifest.lipschitz
+    series = []
+    for label, options in _ways(run).items():
+        found = run.certificates(alpha, **options)
+        assumption = str(constant) if constant is not None and constant.assumed and "Lipschitz" in label else ""
+        series.append(
+            Series(
+                model, name, label, ids, run.labels, found.prediction, found.radius, p.sigma, found.alpha, found.about,
+                assumption, len(run.failures),
+            )
+        )  # fmt: skip
+    rows = run.attacks()
+    about: dict[str, Any] = {
+        "run": name, "model": model, "model hash": manifest.model.get("hash", ""), "data": manifest.data.get("name", ""),
+        "data fingerprint": manifest.data.get("fingerprint", ""), "inputs": f"{len(run.rows)} of {manifest.total}",
+        **p.to_dict(), "alpha": p.alpha if alpha is None else alpha,
+        "map": None if manifest.map is None else str(manifest.map),
+        "lipschitz": None if constant is None else str(constant), "failed inputs": len(run.failures),
+        "started": manifest.created, "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
+    }  # fmt: skip
+    left = manifest.total - len(run.rows)
+    notes = (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
+    attacks, tested = closest(model, name, ids, rows), contradictions(series, rows, "smoothed")
+    return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), about, tested, notes)
+
+
+def _ways(run: Run) -> dict[str, dict[str, Any]]:
+    """The curves of a run by name, with how they are derived from its draws: its own, and the plainer ones beside it."""
+    p = run.manifest.parameters
+    if p.adaptive:
+        return {"adaptive": {}}
+    if run.manifest.lipschitz is not None and p.soft:
+        return {f"{p.procedure} + Lipschitz": {}, p.procedure: {"lipschitz": math.inf}}
+    return {p.procedure: {}, **({"cohen": {"procedure": "cohen"}} if p.procedure in ("cpm", "bonferroni") else {})}
+
+
+def _deterministic(name: str, found: margin_file.Margins) -> _Part:
+    model = found.model.get("source", "network")
+    constant = round_up(found.lipschitz, 6)
+    about = f"Certifies the network itself: its margin divided by √2 times the Lipschitz bound {constant}."
+    series = [
+        Series(model, name, "deterministic", found.ids, found.labels, found.prediction, found.radius, about=about)
+    ]
+    described = {
+        "run": name, "model": model, "model hash": found.model.get("hash", ""), "data": found.data, "inputs": len(found.ids),
+        "procedure": "deterministic margin", "lipschitz": f"{constant}, computed by equipoise.lipschitz_bound",
+    }  # fmt: skip
+    rows = found.attacks
+    attacks, tested = closest(model, name, found.ids, rows), contradictions(series, rows, "base")
+    return _Part(model, found.model.get("hash", ""), tuple(series), tuple(attacks), described, tested)
+
+
+def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow]) -> list[Attacks]:
+    """For each kind of attack the distance of the closest misclassified point found, ∞ where none was."""
+    kinds: dict[str, dict[str, float]] = {}
+    settings: dict[str, set[str]] = {}
+    for row in rows:
+        best, key = kinds.setdefault(row.kind, {}), str(row.id)
+        reached = (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
+        best[key] = min(best.get(key, math.inf), reached)
+        settings.setdefault(row.kind, set()).add(f"{row.steps} steps, {row.restarts} start(s), seed {row.seed}")
+    return [
+        Attacks(model, run, kind, (kept := tuple(i for i in ids if i in best)),
+                np.array([best[i] for i in kept], dtype=np.float64), "; ".join(sorted(settings[kind])))
+        for kind, best in kinds.items() if any(i in best for i in ids)
+    ]  # fmt: skip
+
+
+def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: str) -> Checked:
+    """How many certificates were attacked strictly inside their radius, by the kind they speak of, and which ones broke.
+
+    A success is a misclassified point, so only certificates of the right label can be contradicted.
+    """
+    tried, broken = 0, list[str]()
+    rows = [row for row in rows if row.kind == kind]
+    for s in series:
+        radius: Floats = np.where(s.correct, s.radius, 0.0)
+        known = dict(zip(s.ids, radius.tolist(), strict=True))
+        attacked, hit = set[str](), dict[str, float]()
+        for row in rows:
+            key, reached = str(row.id), row.epsilon if row.distance is None else row.distance
+            r = known.get(key, 0.0)
+            if row.success and reached < r:
+                hit[key] = min(reached, hit.get(key, reached))
+            if row.epsilon < r or key in hit:
+                attacked.add(key)
+        tried += len(attacked)
+        broken += [
+            f"input {i} of {s.run} ({s.procedure}): radius {known[i]:.6g}, broken at {d:.6g}" for i, d in hit.items()
+        ]
+    return Checked(tried, len(broken), tuple(broken))
+
+
+def joined(parts: Iterable[Checked]) -> Checked | None:
+    """The sum of several; None where nothing was tried."""
+    found = list(parts)
+    whole = Checked(sum(t.tried for t in found), sum(t.broken for t in found), tuple(w for t in found for w in t.where))
+    return whole if whole.tried else None
+
+
+def _names(folders: Sequence[Path]) -> dict[str, Path]:
+    """Short names: the folder's own, with as many parents as tell them apart."""
+    if not folders:
+        raise InputError("name at least one run directory")
+    resolved = [f.resolve() for f in folders]
+    if len(set(resolved)) != len(resolved):
+        raise InputError("the same run directory was named twice")
+    depth = 1
+    while True:
+        names = ["/".join(f.parts[-depth:]) for f in resolved]
+        if len(set(names)) == len(names) or depth > 20:
+            return dict(zip(names, folders, strict=True))
+        depth += 1
+
+
+def audits_only(audits: Sequence[Audit], title: str) -> ReportData:
+    """A report without certificates."""
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    return ReportData(title, audits=tuple(audits), created=made, versions=versions())
+
+
+def as_document(data: ReportData) -> dict[str, Any]:
+    """Every number of a report as plain data, for `--json`; radii keep every digit."""
+    return {
+        "title": data.title, "created": data.created, "versions": dict(data.versions),
+        "series": [
+            {
+                "model": s.model, "run": s.run, "procedure": s.procedure, "sigma": s.sigma, "alpha": s.alpha, "about": s.about,
+                "inputs": len(s.ids), "accuracy": float(s.accuracy()), "average_radius": s.average_radius,
+                "certified_accuracy": [
+                    {"epsilon": e, "certified_accuracy": float(s.accuracy(e))} for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+                ],
+            }
+            for s in data.series
+        ],
+        "attacks": [
+            {"model": a.model, "run": a.run, "kind": a.kind, "inputs": len(a.ids), "found": int(np.isfinite(a.distance).sum())}
+            for a in data.attacks
+        ],
+        "audits": [{"model": a.model, **a.bound, "local": list(a.local)} for a in data.audits],
+        "tested": None if data.tested is None else asdict(data.tested),
+    }  # fmt: skip

@@ -1,0 +1,150 @@
+"""What a report is about, as plain data: curves, attacks, audits, pictures. Pages and files are made from these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.core.errors import InputError
+from equipoise.smoothing import average_certified_radius, certified_accuracy
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Certificates of one network by one procedure: a curve of the report.
+
+    `prediction` is −1 where nothing was certified; `radius` is 0 there. `about` says what the certificate speaks of,
+    `alpha` is its risk per input (0: deterministic), `assumption` what it rests on without proof.
+    """
+
+    model: str
+    run: str
+    procedure: str
+    ids: tuple[str, ...]
+    labels: Ints
+    prediction: Ints
+    radius: Floats
+    sigma: float = 0.0
+    alpha: float = 0.0
+    about: str = ""
+    assumption: str = ""
+    failed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.ids), len(self.labels), len(self.prediction), len(self.radius)}
+        if len(sizes) != 1 or not len(self.ids):
+            raise InputError(
+                f"{self.run}: expected as many ids, labels, predictions and radii, at least one; got {sizes}"
+            )
+        if not bool((self.radius >= 0).all()):
+            raise InputError(f"{self.run}: a radius is negative or no number")
+
+    @property
+    def correct(self) -> NDArray[np.bool_]:
+        """Where the certified answer is the label."""
+        return np.asarray((self.prediction == self.labels) & (self.prediction >= 0))
+
+    def accuracy(self, epsilon: Any = 0.0) -> Floats:
+        """Certified accuracy at each ε."""
+        return certified_accuracy(self.radius, self.correct, epsilon)
+
+    @property
+    def average_radius(self) -> float:
+        """Average certified radius, 0 where the answer is wrong; infinite radii count as infinite."""
+        return average_certified_radius(self.radius, self.correct)
+
+
+@dataclass(frozen=True, eq=False)
+class Attacks:
+    """The closest misclassified point an attack found for each input: `distance` is ∞ where it found none.
+
+    `kind` is "base" (the network itself) or "smoothed". Accuracy under attack is an upper bound of the true robust accuracy.
+    """
+
+    model: str
+    run: str
+    kind: str
+    ids: tuple[str, ...]
+    distance: Floats
+    settings: str = ""
+
+    def accuracy(self, epsilon: Any) -> Floats:
+        """The share of attacked inputs with no adversarial example found within ε."""
+        found = np.sort(self.distance)
+        return np.asarray(1 - np.searchsorted(found, np.asarray(epsilon, dtype=np.float64), side="right") / len(found))
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Singular values of one layer, largest first, thinned to a drawable number; an estimate in floating point."""
+
+    layer: str
+    values: tuple[float, ...]
+    count: int
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """Bounds of one network: `bound` is `lipschitz_bound(...).to_dict()`, `local` brackets around some inputs."""
+
+    model: str
+    bound: Mapping[str, Any]
+    spectra: tuple[Spectrum, ...] = ()
+    local: tuple[Mapping[str, Any], ...] = ()
+    local_radius: float | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An input of the gallery with the closest adversarial example found; images are PNG data URIs."""
+
+    model: str
+    id: str
+    label: str
+    predicted: str
+    radius: float
+    procedure: str
+    image: str
+    adversarial: str | None = None
+    distance: float | None = None
+    answer: str = ""
+    kind: str = "base"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How many certificates were attacked strictly inside their radius, and how many of them broke."""
+
+    tried: int
+    broken: int
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything one report shows."""
+
+    title: str
+    series: tuple[Series, ...] = ()
+    attacks: tuple[Attacks, ...] = ()
+    audits: tuple[Audit, ...] = ()
+    gallery: tuple[Picture, ...] = ()
+    runs: tuple[Mapping[str, Any], ...] = ()
+    tested: Checked | None = None
+    intro: str = ""
+    created: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The networks, in order of appearance."""
+        return tuple(dict.fromkeys(p.model for group in (self.audits, self.series, self.attacks) for p in group))

@@ -1,0 +1,219 @@
+"""The charts as plotly figures in plain data: no plotly is needed to make them, only to draw them."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from equipoise.core.bounds import round_down, round_up
+from equipoise.lipschitz.logs import exp_up
+from equipoise.report.data import Attacks, Audit, Floats, Series
+
+Figure = dict[str, Any]
+
+#: Okabe & Ito's colours, told apart by everyone; each procedure keeps its own in every chart
+COLOURS = {
+    "deterministic": "#D55E00",
+    "cohen": "#0072B2",
+    "cpm": "#009E73",
+    "lvm": "#CC79A7",
+    "lvm + Lipschitz": "#E69F00",
+    "bonferroni": "#56B4E9",
+    "direct": "#8C6BB1",
+    "adaptive": "#7A7A7A",
+}
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#7A7A7A")
+DASHES = ("solid", "dash", "dot", "dashdot")
+ATTACK_DASH = {"base": "dot", "smoothed": "dash"}
+#: points of one drawn curve at most
+POINTS = 240
+
+
+def plot_text(text: str) -> str:
+    """Text for plotly, which reads tags and entities in names."""
+    return html.escape(text, quote=False)
+
+
+def colours(series: Sequence[Series]) -> list[tuple[str, str]]:
+    """(colour, dash) of each curve of one panel: that of its procedure, the next free one where that is taken."""
+    styles: list[tuple[str, str]] = []
+    for s in series:
+        wanted = COLOURS.get(s.procedure, PALETTE[0])
+        choices = [(c, d) for d in DASHES for c in (wanted, *PALETTE)]
+        styles.append(next((style for style in choices if style not in styles), choices[0]))
+    return styles
+
+
+def labels(series: Sequence[Series]) -> list[str]:
+    """Legend texts: the procedure, with σ and the run's name where they tell curves apart."""
+    names = [s.procedure for s in series]
+    if len(set(names)) < len(names):
+        sigmas = {s.sigma for s in series if s.sigma}
+        names = [
+            f"{n}, σ = {s.sigma:g}" if s.sigma and len(sigmas) > 1 else n for n, s in zip(names, series, strict=True)
+        ]
+    if len(set(names)) < len(names):
+        names = [f"{n} ({s.run})" for n, s in zip(names, series, strict=True)]
+    return names
+
+
+def thinned(points: Floats, limit: int = POINTS) -> Floats:
+    """At most `limit` of the sorted distinct values, the first and the last included."""
+    values = np.unique(points[np.isfinite(points)])
+    if len(values) <= limit:
+        return values
+    return values[np.unique(np.linspace(0, len(values) - 1, limit).round().astype(int))]
+
+
+def certified_curve(s: Series, end: float) -> tuple[list[float], list[float]]:
+    """Points of the certified-accuracy curve for steps "vertical first": between two of them the lower one is drawn.
+
+    So a thinned curve never shows more than was certified.
+    """
+    radii = s.radius[s.correct]
+    levels = np.unique(np.concatenate([[0.0], thinned(radii[radii > 0]), [end]]))
+    return (np.floor(levels * 1e6) / 1e6).tolist(), s.accuracy(levels).tolist()
+
+
+def attack_curve(a: Attacks, end: float) -> tuple[list[float], list[float]]:
+    """Points of the accuracy under attack for steps "horizontal first": between two of them the higher one is drawn."""
+    levels = np.unique(np.concatenate([[0.0], thinned(a.distance[a.distance <= end]), [end]]))
+    return (np.ceil(levels * 1e6) / 1e6).tolist(), a.accuracy(levels).tolist()
+
+
+def reach(series: Sequence[Series]) -> float:
+    """Where the ε-axis ends: a little beyond the largest finite certified radius."""
+    tops = [float(s.radius[s.correct & np.isfinite(s.radius)].max(initial=0.0)) for s in series]
+    return 1.08 * max([*tops, 0.0]) or 1.0
+
+
+def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> Figure:
+    """Certified accuracy of every procedure, and the accuracy under attack that no sound certificate can exceed."""
+    traces: list[Figure] = []
+    for s, name, (colour, dash) in zip(series, labels(series), colours(series), strict=True):
+        x, y = certified_curve(s, end)
+        line = {"color": colour, "width": 2.4, "dash": dash, "shape": "vh"}
+        traces.append(_line(plot_text(name), x, y, line, "ε = %{x:.3f}<br>at least %{y:.1%} certified"))
+    merged: dict[str, list[Attacks]] = {}
+    for a in attacks:
+        merged.setdefault(a.kind, []).append(a)
+    for kind, found in merged.items():
+        for a in found:
+            x, y = attack_curve(a, end)
+            line = {"color": "#7A7A7A", "width": 1.6, "dash": ATTACK_DASH.get(kind, "dashdot"), "shape": "hv"}
+            name = f"attacked: {'network' if kind == 'base' else kind}"
+            name += f" ({a.run})" if len(found) > 1 else ""
+            trace = _line(plot_text(name), x, y, line, "ε = %{x:.3f}<br>at most %{y:.1%} withstand")
+            traces.append({**trace, "meta": "attack"})
+    layout = _layout("perturbation ε (ℓ2)", "accuracy")
+    layout["xaxis"] |= {"range": [0, end]}
+    layout["yaxis"] |= {"range": [0, 1.02], "tickformat": ".0%"}
+    return {"data": traces, "layout": layout}
+
+
+def histogram(series: Sequence[Series], end: float, bins: int = 28) -> Figure:
+    """How many inputs have which certified radius; wrong and uncertified answers are counted at 0."""
+    edges = np.linspace(0, end, bins + 1)
+    traces: list[Figure] = []
+    for s, name, (colour, dash) in zip(series, labels(series), colours(series), strict=True):
+        radius = np.where(s.correct, np.minimum(s.radius, end), 0.0)
+        counts = np.histogram(radius, edges)[0] / len(radius)
+        x = np.repeat(edges, 2)[1:-1]
+        line = {"color": colour, "width": 1.8, "dash": dash}
+        text = "radius %{x:.3f}<br>%{y:.1%} of the inputs"
+        traces.append(_line(plot_text(name), x.tolist(), np.repeat(counts, 2).tolist(), line, text))
+        traces[-1] |= {"fill": "tozeroy", "fillcolor": _faint(colour)} if len(series) < 3 else {}
+    layout = _layout("certified radius (ℓ2)", "share of inputs")
+    layout["xaxis"] |= {"range": [0, end]}
+    layout["yaxis"] |= {"tickformat": ".0%", "rangemode": "tozero"}
+    return {"data": traces, "layout": layout}
+
+
+_BOUNDS = (
+    ("product, layer by layer", "log_product"),
+    ("fused", "log_fused"),
+    ("chain", "log_chain"),
+    ("best proved", "log_upper"),
+)
+
+
+def bounds(audits: Sequence[Audit]) -> Figure:
+    """Upper bounds of each network (pointing left: the truth is to the left) and what an attack really reached."""
+    traces: list[Figure] = []
+    for audit, colour in zip(audits, _cycle(len(audits)), strict=True):
+        rows = [
+            (name, exp_up(float(audit.bound[key])), True) for name, key in _BOUNDS if audit.bound.get(key) is not None
+        ]
+        if audit.local:
+            rows.append(("near some inputs, proved", max(p["upper"] for p in audit.local), True))
+            rows.append(("near some inputs, attacked", max(p["lower"] for p in audit.local), False))
+        traces.append(
+            {
+                "type": "scatter", "mode": "markers", "name": plot_text(audit.model),
+                "x": [v if 0 < v < math.inf else None for _, v, _ in rows], "y": [name for name, _, _ in rows],
+                "marker": {
+                    "color": colour, "size": 13, "symbol": ["triangle-left" if up else "triangle-right" for _, _, up in rows]
+                },
+                "customdata": [f"at most {round_up(v, 5)}" if up else f"at least {round_down(v, 5)}" for _, v, up in rows],
+                "hovertemplate": "%{y}<br>%{customdata}<extra>%{fullData.name}</extra>",
+            }
+        )  # fmt: skip
+    layout = _layout("Lipschitz constant (ℓ2), logarithmic", "")
+    layout["xaxis"] |= _log_axis([v for t in traces for v in t["x"] if v])
+    shown = {name for t in traces for name in t["y"]}
+    rows_in_order = [*(n for n, _ in _BOUNDS if n in shown), *sorted(shown - {n for n, _ in _BOUNDS}, reverse=True)]
+    layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows_in_order[::-1]}
+    return {"data": traces, "layout": layout}
+
+
+def spectrum(audit: Audit) -> Figure:
+    """Singular values of every layer against their rank, on a logarithmic axis."""
+    traces: list[Figure] = []
+    dashes = [DASHES[(i // len(PALETTE)) % len(DASHES)] for i in range(len(audit.spectra))]
+    for s, colour, dash in zip(audit.spectra, _cycle(len(audit.spectra)), dashes, strict=True):
+        count = len(s.values)
+        floor = max(s.values, default=1.0) * 1e-6
+        x = [100.0 * i / max(count - 1, 1) for i in range(count)]
+        y = [v if v > floor else None for v in s.values]
+        line = {"color": colour, "width": 1.8, "dash": dash}
+        text = "σ = %{y:.4g}<br>%{x:.0f} % of " + str(s.count)
+        traces.append(_line(plot_text(s.layer), x, y, line, text))
+    layout = _layout("rank, in percent of all singular values", "singular value")
+    layout["yaxis"] |= _log_axis([v for t in traces for v in t["y"] if v])
+    return {"data": traces, "layout": layout}
+
+
+def _line(name: str, x: list[Any], y: list[Any], line: Figure, text: str) -> Figure:
+    return {
+        "type": "scatter", "mode": "lines", "name": name, "x": x, "y": y,
+        "line": line, "hovertemplate": f"{text}<extra>%{{fullData.name}}</extra>",
+    }  # fmt: skip
+
+
+def _layout(x: str, y: str) -> Figure:
+    axis = {"zeroline": False, "automargin": True, "fixedrange": True, "ticks": "", "title": {"standoff": 8}}
+    return {
+        "xaxis": {**axis, "title": {"text": x, "standoff": 8}}, "yaxis": {**axis, "title": {"text": y, "standoff": 6}},
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "hovermode": "closest", "dragmode": False,
+        "legend": {"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0, "xanchor": "left"},
+        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
+    }  # fmt: skip
+
+
+def _log_axis(values: Sequence[float]) -> Figure:
+    """A logarithmic axis whose ticks are powers of ten, or 1, 2, 5 where there are few of those."""
+    wide = bool(values) and max(values) / min(values) > 50
+    return {"type": "log", "dtick": 1 if wide else "D2", "exponentformat": "power" if wide else "none"}
+
+
+def _cycle(count: int) -> list[str]:
+    return [PALETTE[i % len(PALETTE)] for i in range(count)]
+
+
+def _faint(colour: str) -> str:
+    r, g, b = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({r},{g},{b},0.10)"

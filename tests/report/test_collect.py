@@ -1,0 +1,243 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from equipoise.cli.app import Command, build
+from equipoise.core import InputError
+from equipoise.report import (
+    Audit,
+    Margins,
+    Picture,
+    audit_network,
+    collect,
+    data_uri,
+    load_audit,
+    load_gallery,
+    load_margins,
+    save_audit,
+    save_gallery,
+)
+from equipoise.report.collect import contradictions
+from equipoise.runs import AttackRow, certify
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two smoothing runs and margins of a small network, with attacks."""
+    root = tmp_path_factory.mktemp("runs")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval().requires_grad_(False)
+    x = torch.rand(12, 1, 2, 2)
+    y = net(x).argmax(1)
+    votes = certify(net, (x, y), run_dir=root / "votes", sigma=0.25, n=200, n0=20)
+    soft = certify(
+        net,
+        (x, y),
+        run_dir=root / "soft",
+        sigma=0.25,
+        n=200,
+        n0=20,
+        procedure="lvm",
+        map="softmax:0.5",
+        lipschitz="auto",
+    )
+    plain = certify(net, (x, y), run_dir=root / "plain", sigma=0.25, n=200, n0=20, procedure="lvm", map="softmax:0.5")
+    votes.add_attacks([AttackRow(i, "smoothed", 9.0, True, 8.5, 5, 1, 0) for i in range(6)])
+    votes.add_attacks([AttackRow(i, "smoothed", 1e-6, False, None, 5, 1, 0) for i in range(12)])
+    attacks = (AttackRow(0, "base", 0.05, False, None, 5, 1, 0), AttackRow(1, "base", 3.0, True, 2.5, 5, 1, 0))
+    labels = y.numpy()
+    margins = Margins(
+        {"source": "net"}, "toy", 2.0, tuple(map(str, range(12))), labels, labels, np.full(12, 0.1), attacks
+    )
+    margins.save(root / "margin")
+    save_audit(audit_network("net", net, x[:1], inputs=x[:2], ids=[0, 1], radius=0.1), root / "margin")
+    save_gallery([Picture("net", "0", "1", "1", 0.1, "cpm", data_uri(x[0]), None, None)], root / "margin")
+    return root, votes, soft, plain
+
+
+def test_runs_margins_audits_and_pictures_come_together(folder):
+    root, votes, soft, plain = folder
+    data = collect([root / "margin", root / "votes", root / "soft"])
+    assert [s.procedure for s in data.series] == ["deterministic", "cpm", "cohen", "lvm + Lipschitz", "lvm"]
+    assert np.array_equal(data.series[1].radius, votes.certificates().radius)
+    assert np.array_equal(data.series[2].radius, votes.certificates(procedure="cohen").radius)
+    assert np.array_equal(data.series[3].radius, soft.certificates().radius)
+    assert np.array_equal(data.series[4].radius, plain.certificates().radius)  # the same draws without the constant
+    assert bool((data.series[3].radius >= data.series[4].radius).all())
+    assert [a.kind for a in data.attacks] == ["base", "smoothed"]
+    assert np.isfinite(data.attacks[1].distance).sum() == 6
+    assert len(data.audits) == len(data.gallery) == 1
+    assert data.audits[0].local[0]["lower"] <= data.audits[0].local[0]["upper"]
+    assert data.tested is not None
+    assert data.tested.broken == 0
+    assert data.tested.tried > 0
+    assert {run["run"] for run in data.runs} == {"margin", "votes", "soft"}
+    assert not data.series[3].assumption  # computed, not claimed
+
+
+def test_another_risk_gives_other_certificates(folder):
+    root, votes, *_ = folder
+    data = collect([root / "votes"], alpha=0.2)
+    assert data.series[0].alpha == 0.2
+    assert np.array_equal(data.series[0].radius, votes.certificates(0.2).radius)
+    assert data.series[0].radius.sum() > votes.certificates().radius.sum()
+
+
+def test_an_attack_inside_a_certificate_is_found(report_parts):
+    s = report_parts.series(30)
+    right = [i for i in range(30) if s.correct[i] and s.radius[i] > 0.01]
+    wrong = next(i for i in range(30) if not s.correct[i])
+
+    def row(i, share, kind="smoothed", success=True):
+        return AttackRow(i, kind, float(s.radius[i]) * 2, success, float(s.radius[i]) * share, 1, 1, 0)
+
+    assert contradictions([s], [row(right[0], 0.999)], "smoothed").broken == 1
+    assert contradictions([s], [row(right[0], 1.0)], "smoothed").broken == 0  # the ball is open
+    assert contradictions([s], [row(right[0], 0.5, success=False)], "smoothed").broken == 0
+    assert contradictions([s], [row(right[0], 0.5, kind="base")], "smoothed").broken == 0  # another classifier
+    assert contradictions([s], [AttackRow(wrong, "smoothed", 1.0, True, 0.0, 1, 1, 0)], "smoothed").broken == 0
+
+
+def test_names_tell_runs_apart(folder, tmp_path):
+    root, *_ = folder
+    other = tmp_path / "votes"
+    other.symlink_to(root / "soft")
+    for a, b in (("x", "votes"), ("y", "votes")):
+        (tmp_path / a).mkdir()
+        (tmp_path / a / b).mkdir()
+        for file in (root / "votes").iterdir():
+            (tmp_path / a / b / file.name).write_bytes(file.read_bytes())
+    data = collect([tmp_path / "x" / "votes", tmp_path / "y" / "votes"])
+    assert {s.run for s in data.series} == {"x/votes", "y/votes"}
+    with pytest.raises(InputError, match="twice"):
+        collect([root / "votes", root / "." / "votes"])
+
+
+def test_networks_of_one_name_are_not_mixed_up(tmp_path):
+    x, y = torch.rand(4, 3), torch.tensor([0, 1, 0, 1])
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        certify(nn.Sequential(nn.Linear(3, 2)).eval(), (x, y), run_dir=tmp_path / str(seed), sigma=0.5, n=50)
+    assert len(collect([tmp_path / "0"]).models) == 1
+    both = collect([tmp_path / "0", tmp_path / "1"])
+    assert len(both.models) == 2
+    assert {run["model"] for run in both.runs} == set(both.models)
+
+
+def test_unfinished_runs_say_so(tmp_path):
+    class Stop(Exception):
+        pass
+
+    def stop(row, done, total):
+        if done == 2:
+            raise Stop
+
+    net, data = nn.Linear(3, 2).eval(), (torch.rand(4, 3), torch.tensor([0, 1, 0, 1]))
+    with pytest.raises(Stop):
+        certify(net, data, run_dir=tmp_path / "run", sigma=0.5, n=50, progress=stop)
+    assert any("2 of 4 inputs are missing" in note for note in collect([tmp_path / "run"]).notes)
+
+
+def test_audits_survive_their_file(tmp_path):
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, stride=2), nn.Flatten()).eval()
+    audit = audit_network("net", net, torch.zeros(1, 1, 6, 6))
+    save_audit(audit, tmp_path)
+    assert load_audit(tmp_path).bound == json.loads(json.dumps(audit.bound))
+    for s in audit.spectra:
+        row = next(r for r in audit.bound["layers"] if r["name"] == s.layer)
+        assert s.values[0] == pytest.approx(row["upper"], rel=0.35 if s.note else 0.01)
+
+
+def test_networks_that_compute_their_weights_are_audited_with_those():
+    from equipoise.nn import SRLinear
+
+    audit = audit_network("net", nn.Sequential(SRLinear(5, 4), nn.ReLU()).eval(), torch.zeros(1, 5))
+    assert audit.bound["upper"] <= 1.001
+    assert audit.spectra[0].layer == "0"
+
+
+DAMAGE = {
+    "margins.json": ["", "[]", '{"format": 9}', '{"format": 1}', "\x00"],
+    "audit.json": ["", "{}", '{"model": "m", "bound": {}, "spectra": [], "local": [], "local_radius": null}'],
+    "gallery.json": ["", "{}", "[1]", '[{"model": "m"}]'],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(n, t) for n, texts in DAMAGE.items() for t in texts])
+def test_damaged_files_are_refused_by_name(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    read = {"margins.json": load_margins, "audit.json": load_audit, "gallery.json": load_gallery}[name]
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["http://example.org/a.png", "javascript:alert(1)", 'data:image/png;base64,AA" onerror="x', "data:text/html,x"],
+)
+def test_pictures_are_png_and_nothing_else(tmp_path, image):
+    save_gallery([Picture("m", "0", "1", "1", 0.1, "cpm", image)], tmp_path)
+    with pytest.raises(InputError, match="not a small PNG"):
+        load_gallery(tmp_path)
+
+
+def test_margins_with_infinite_radii_survive_their_file(tmp_path):
+    one = np.zeros(2, dtype=int)
+    Margins({"source": "m"}, "d", 0.0, ("a", "b"), one, one, np.array([np.inf, 0.25])).save(tmp_path)
+    assert load_margins(tmp_path).radius.tolist() == [np.inf, 0.25]
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+
+def run(*args):
+    app = build((Command("report", "equipoise.cli.report", "report"),))
+    return CliRunner().invoke(app, ["report", *map(str, args)], prog_name="equipoise")
+
+
+def test_the_command_writes_a_page_and_prints_numbers(folder, tmp_path):
+    root, votes, *_ = folder
+    ran = run(root / "votes", root / "margin", "-o", tmp_path / "a.html", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["series"][0]["average_radius"] == votes.certificates().average_radius(votes.labels)
+    assert document["tested"]["broken"] == 0
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "plotly.js" in page
+
+
+def test_the_command_audits_a_network_without_runs(tmp_path):
+    ran = run("--audit", "equipoise.nn.models:mlp", "--input-shape", "1,8,8", "-o", tmp_path / "a.html")
+    assert ran.exit_code == 0, ran.stderr
+    assert "L ≤" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name at least one run"),
+        (["nowhere"], "neither run.json nor margins.json"),
+        (["--audit", "nonsense"], "neither a .pt2"),
+        (["--audit", "equipoise.nn.models:mlp"], "--input-shape"),
+        (["--audit", "equipoise.nn.models:mlp", "--input-shape", "7"], "does not"),
+        (["x", "--alpha", "2"], "between 0 and 1"),
+        (["{votes}", "-o", "report.pdf"], "ends in .html"),
+        (["{votes}", "-o", "no/such/folder/a.html"], "no folder"),
+    ],
+)
+def test_bad_input_gets_one_sentence(folder, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    ran = run(*[a.format(votes=folder[0] / "votes") for a in arguments])
+    assert ran.exit_code == 2
+    assert words in ran.stderr.replace("\n", " ")
+    assert "Traceback" not in ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_audit_is_data_only():
+    assert Audit("m", {}).spectra == ()

@@ -1,0 +1,117 @@
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.core import InputError
+from equipoise.report import Attacks, Audit, Series, figures, png
+
+RADII = st.lists(st.floats(0, 5, allow_subnormal=False), min_size=1, max_size=60)
+
+
+def certified(radii, procedure="cpm", run="r"):
+    n = len(radii)
+    return Series("m", run, procedure, tuple(map(str, range(n))), np.zeros(n, int), np.zeros(n, int), np.array(radii))
+
+
+def drawn(x, y, at, first):
+    """The height of a drawn step curve: "vh" takes the next point's height, "hv" the previous one's."""
+    x = np.asarray(x)
+    k = np.searchsorted(x, at, side="left") if first == "v" else np.searchsorted(x, at, side="right") - 1
+    return np.asarray(y)[np.clip(k, 0, len(x) - 1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(RADII, st.integers(2, 20), st.lists(st.floats(0, 6), min_size=1, max_size=30))
+def test_a_thinned_curve_never_shows_more_than_was_certified(radii, points, levels):
+    s = certified(radii)
+    old, figures.POINTS = figures.POINTS, points
+    try:
+        x, y = figures.certified_curve(s, 7.0)
+    finally:
+        figures.POINTS = old
+    for e in levels:
+        assert drawn(x, y, e, "v") <= s.accuracy(e)
+
+
+@settings(max_examples=60, deadline=None)
+@given(RADII, st.lists(st.floats(0, 6), min_size=1, max_size=30))
+def test_a_drawn_attack_never_shows_fewer_survivors_than_there_were(distances, levels):
+    a = Attacks("m", "r", "base", tuple(map(str, range(len(distances)))), np.array(distances))
+    x, y = figures.attack_curve(a, 7.0)
+    for e in levels:
+        assert drawn(x, y, e, "h") >= a.accuracy(e)
+
+
+def test_thinning_keeps_both_ends_and_the_limit():
+    values = np.linspace(0, 1, 10_000)
+    kept = figures.thinned(values, 50)
+    assert len(kept) <= 50
+    assert kept[0] == 0
+    assert kept[-1] == 1
+
+
+def test_curves_of_ten_thousand_inputs_are_short(report_parts):
+    figure = figures.curves([report_parts.series(10_000)], [], 3.0)
+    assert len(figure["data"][0]["x"]) <= figures.POINTS + 2
+
+
+def test_procedures_keep_their_colour_and_no_two_curves_look_alike():
+    several = [certified([1.0], p, r) for r in "abc" for p in ("cohen", "cpm", "lvm", "unheard of")]
+    styles = figures.colours(several)
+    assert len(set(styles)) == len(styles)
+    assert styles[0][0] == figures.COLOURS["cohen"]
+    assert len(set(figures.labels(several))) == len(several)
+
+
+def test_radii_histogram_counts_every_input(report_parts):
+    s = report_parts.series(500)
+    trace = figures.histogram([s], figures.reach([s]))["data"][0]
+    assert np.asarray(trace["y"])[::2].sum() == pytest.approx(1.0)
+
+
+def test_bounds_point_to_the_truth(report_parts):
+    audit = Audit("m", report_parts.bound(), local=({"id": "0", "lower": 0.5, "upper": 0.7},), local_radius=0.1)
+    figure = figures.bounds([audit])
+    trace = figure["data"][0]
+    shown = dict(zip(trace["y"], zip(trace["x"], trace["marker"]["symbol"], strict=True), strict=True))
+    assert figure["layout"]["xaxis"]["type"] == "log"
+    assert shown["product, layer by layer"][0] >= 30.0
+    assert shown["near some inputs, attacked"] == (0.5, "triangle-right")
+    assert shown["near some inputs, proved"] == (0.7, "triangle-left")
+    assert "chain" not in shown
+    json.dumps(figure, allow_nan=False)
+
+
+def test_a_bound_beyond_the_floats_is_left_out_of_the_chart(report_parts):
+    trace = figures.bounds([Audit("m", {**report_parts.bound(), "log_product": 5000.0})])["data"][0]
+    assert trace["x"][trace["y"].index("product, layer by layer")] is None
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (1, 5, 9), (3, 4, 6)])
+def test_png_is_read_back(shape):
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).random(shape)
+    read = np.asarray(image.open(io.BytesIO(png(pixels))), dtype=float) / 255
+    wanted = np.moveaxis(pixels, 0, -1) if shape[0] == 3 else pixels.reshape(shape[-2:])
+    assert np.abs(read - wanted).max() <= 0.5 / 255 + 1e-9
+
+
+def test_png_clips_and_refuses():
+    assert png([[-1.0, 2.0]]) == png([[0.0, 1.0]])
+    with pytest.raises(InputError, match="expected an image"):
+        png(np.zeros((2, 4, 4)))
+    with pytest.raises(InputError, match="expected an image"):
+        png(np.zeros((0, 4)))
+
+
+def test_series_refuse_what_is_no_certificate():
+    with pytest.raises(InputError, match="negative or no number"):
+        certified([np.nan])
+    with pytest.raises(InputError, match="negative or no number"):
+        certified([-0.1])
+    with pytest.raises(InputError, match="as many"):
+        Series("m", "r", "cpm", ("1",), np.zeros(2, int), np.zeros(2, int), np.zeros(2))

@@ -1,0 +1,134 @@
+import base64
+import html
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from equipoise.core import InputError
+from equipoise.report import Checked, ReportData, render, write_report
+from equipoise.report.page import in_script, packed
+
+PLOTLY = "window.Plotly = null;"
+
+
+def payload(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+def test_hostile_strings_stay_text(report_parts):
+    page = render(report_parts.whole(12, report_parts.hostile), PLOTLY)
+    assert "<img src=x" not in page
+    assert page.count("</script>") == 3
+    assert html.escape(report_parts.hostile, quote=True) in page
+    data = payload(page)
+    assert data["series"][0]["model"] == report_parts.hostile  # the numbers themselves are what they were
+    for figure in data["charts"].values():
+        assert all("<" not in trace["name"] for trace in figure["data"])
+
+
+def test_marks_of_the_template_in_data_are_not_filled_in():
+    page = render(ReportData("a @@PLOTLY@@ b"), "SECRET")
+    assert page.count("SECRET") == 1
+    assert "a @@PLOTLY@@ b" in page
+
+
+def test_nothing_is_loaded_from_elsewhere(report_parts):
+    page = render(report_parts.whole(), PLOTLY)
+    assert not re.search(r"""(src|href)\s*=\s*["']?(?!#|data:image/png)[a-z/]""", page)
+    assert "default-src 'none'" in page
+    assert not re.search(r"@import|url\((?!data:)", page)
+
+
+def test_norms_are_shown_rounded_up_and_radii_down(report_parts):
+    page = render(report_parts.whole(), PLOTLY)
+    assert "1.2345" in page  # norm at least 1.23456789
+    assert "1.2346" in page  # constant at most 1.23456799
+    assert "certified 0.123<" in page
+    assert "at 0.655" in page  # a perturbation of size 0.654321 was found
+    assert "0.5123" in page
+    assert "0.6124" in page
+
+
+def test_every_number_is_in_the_page(report_parts):
+    whole = report_parts.whole()
+    data = payload(render(whole, PLOTLY))
+    for stored, s in zip(data["series"], whole.series, strict=True):
+        assert np.array_equal(np.frombuffer(base64.b64decode(stored["radius"]), "<f8"), s.radius)
+        assert np.array_equal(np.frombuffer(base64.b64decode(stored["prediction"]), "<i4"), s.prediction)
+        assert tuple(data["ids"][stored["ids"]]) == s.ids
+    assert data["audits"][0]["layers"][0]["upper"] == 1.23456799
+    assert len(data["ids"]) == 1  # shared by all curves
+
+
+def test_what_is_not_guaranteed_is_stated(report_parts):
+    page = render(report_parts.whole(), PLOTLY)
+    for words in (
+        "What is not guaranteed", "1 − 0.001", "Choosing the best of several curves", "rounding inside the network",
+        "no guarantee: a stronger attack", "not proved", "seed",
+    ):  # fmt: skip
+        assert words.lower() in page.lower(), words
+
+
+def test_an_assumed_constant_is_called_one(report_parts):
+    s = report_parts.series(procedure="lvm + Lipschitz", assumption="2, given by the user: an assumption, not checked")
+    assert "given by the user: an assumption, not checked" in render(ReportData("t", (s,)), PLOTLY)
+
+
+def test_broken_certificates_are_alarming(report_parts):
+    data = ReportData("t", (report_parts.series(),), tested=Checked(5, 1, ("input <3>",)))
+    page = render(data, PLOTLY)
+    assert 'role="alert"' in page
+    assert "input &lt;3&gt;" in page
+    assert 'class="card bad"' in page
+
+
+@pytest.mark.parametrize("empty", [ReportData("nothing"), ReportData("tested", tested=Checked(0, 0))])
+def test_sections_without_data_are_left_out(empty):
+    page = render(empty, PLOTLY)
+    assert "curves-section" not in page.split("<script")[0]
+    assert "gallery-section" not in page.split("<script")[0]
+    assert payload(page)["series"] == []
+
+
+def test_ten_thousand_inputs_stay_small(report_parts):
+    size = len(render(report_parts.whole(10_000, "net")).encode())
+    assert size < 10_000_000
+
+
+def test_infinite_radii_and_bounds_are_drawn_and_stored(report_parts):
+    s = report_parts.series(20)
+    s.radius[3] = np.inf
+    bound = {**report_parts.bound(), "upper": None, "log_upper": 2000.0, "log_product": 2000.0}
+    from equipoise.report import Audit
+
+    page = render(ReportData("t", (s,), audits=(Audit("deep", bound),)), PLOTLY)
+    assert "e+868" in page.replace("e868", "e+868") or "10^868" in page or "868" in page
+    json.dumps(payload(page))
+
+
+def test_numbers_json_lacks_become_null():
+    assert json.loads(in_script({"a": float("inf"), "b": [float("nan"), np.float64(1.5)], "c": np.int64(2)})) == {
+        "a": None, "b": [None, 1.5], "c": 2,
+    }  # fmt: skip
+    assert "\u2028" not in in_script("\u2028")
+
+
+def test_columns_are_little_endian():
+    assert base64.b64decode(packed(np.array([258]))) == b"\x02\x01\x00\x00"
+    assert base64.b64decode(packed(np.array([1.0]))) == b"\x00\x00\x00\x00\x00\x00\xf0?"
+
+
+def test_without_plotly_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(InputError, match=r"need plotly: pip install 'equipoise\[report\]'"):
+        render(ReportData("t"))
+
+
+@pytest.mark.parametrize(("name", "words"), [("a.pdf", "ends in .html"), ("no/such/a.html", "no folder")])
+def test_bad_file_names_are_refused(tmp_path, name, words):
+    with pytest.raises(InputError, match=words):
+        write_report(ReportData("t"), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
