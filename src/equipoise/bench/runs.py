@@ -5,8 +5,10 @@ Rows `{"name", "ours", "baseline", "ratio", "goal"}` as in `bench.smoothing`; bo
 
 from __future__ import annotations
 
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from torch import nn
 
 from equipoise.bench.smoothing import Row, interleaved, resnet, small_cnn
 from equipoise.core.timing import seconds
-from equipoise.runs import describe, open_run, start
+from equipoise.runs import Execution, TaskSpec, describe, open_run, start
 from equipoise.runs.inputs import Selection
 from equipoise.runs.manifest import Manifest
+from equipoise.runs.models import portable
 from equipoise.runs.parameters import Parameters
+from equipoise.runs.rows import Item
 from equipoise.runs.rows import Row as StoredRow
 from equipoise.runs.store import Store
 from equipoise.smoothing import SimplexMap, SmoothedClassifier
@@ -32,6 +36,7 @@ def rows(repeats: int = 3, inputs: int = 10_000) -> list[Row]:
         *(overhead_row(name, model, shape, repeats) for name, model, shape in _networks()),
         overhead_row("small CNN, LVM-RS", small_cnn, (1, 28, 28), repeats, procedure="lvm"),
         reading_row(inputs),
+        *([ray_row(repeats)] if find_spec("ray") is not None else []),
     ]
 
 
@@ -79,6 +84,38 @@ def reading_row(inputs: int = 10_000, classes: int = 10) -> Row:
 
         spent = seconds(read)
     return _row(f"open, re-derive (cpm) and summarise {inputs:,} inputs, seconds / 2 s", spent, 2.0, spent / 2.0, "≤ 1")
+
+
+def ray_row(
+    repeats: int = 3, *, make: Callable[[], nn.Module] = resnet, shape: tuple[int, ...] = (3, 32, 32), inputs: int = 16,
+    n: int = 900,
+) -> Row:  # fmt: skip
+    """Inputs per second of two Ray workers over those of one, one torch thread each, both built and warm; turns in one run.
+
+    Needs two free cores to mean anything.
+    """
+    from equipoise.runs import ray_engine
+
+    x = torch.rand(inputs, *shape, generator=torch.Generator().manual_seed(0))
+    spec = TaskSpec(portable(make()), Parameters(0.25, 10, n=n))
+
+    def items(number: int) -> Iterator[Item]:
+        return (Item(i, i, 0, x[i]) for i in range(number))
+
+    def speed(workers: int) -> float:
+        team = ray_engine.Team(payload, spec.device, Execution(workers))
+        try:
+            team.assemble()
+            list(team.rows(items(workers)))
+            return inputs / seconds(lambda: list(team.rows(items(inputs))))
+        finally:
+            team.dismiss()
+
+    payload = ray_engine.pack(spec)
+    with ray_engine.connected(Execution(2), len(payload)):
+        pairs = [(speed(2), speed(1)) for _ in range(repeats)]
+    ours, baseline, ratio = (statistics.median(v) for v in zip(*((a, b, a / b) for a, b in pairs), strict=True))
+    return _row(f"two Ray workers / one, {inputs} inputs, n = {n}, inputs per second", ours, baseline, ratio, "≥ 1.6")
 
 
 def write_votes(folder: Path, inputs: int, classes: int, n: int = 100_000) -> None:

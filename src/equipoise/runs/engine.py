@@ -19,10 +19,14 @@ from equipoise.runs.tasks import TaskSpec
 
 @dataclass(frozen=True)
 class Execution:
-    """How to run, never what to compute: number of workers, and the address of a cluster."""
+    """How to run, never what to compute: number of workers, the address of a cluster, GPUs per worker if the device is one.
+
+    `gpus=0.5` lets two workers share a GPU.
+    """
 
     workers: int = 1
     address: str | None = None
+    gpus: float = 1.0
 
 
 class Engine(Protocol):

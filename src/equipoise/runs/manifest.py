@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from equipoise.core import InputError, Refused
+from equipoise.core import InputError, Refused, round_up
 from equipoise.core.files import write_whole
 from equipoise.runs.inputs import Selection
 from equipoise.runs.parameters import Parameters

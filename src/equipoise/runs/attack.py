@@ -1,0 +1,201 @@
+"""Attacks on the inputs of a run, stored beside its certificates and checked against them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equipoise.core import InputError
+from equipoise.runs.attack_search import Known, Search, Searcher, Violation
+from equipoise.runs.attack_summary import AttackSummary, summarise_attacks
+from equipoise.runs.attack_target import Target, find_target
+from equipoise.runs.lock import locked
+from equipoise.runs.rows import InputId, Item
+from equipoise.runs.run import open_run
+from equipoise.runs.store import AttackRow, Store
+
+__all__ = ["AttackSummary", "Search", "Violation", "attack_run"]
+
+#: what `kind` may be, and which classifiers it attacks
+KINDS: dict[str, tuple[str, ...]] = {"base": ("base",), "smoothed": ("smoothed",), "both": ("base", "smoothed")}
+
+#: called after every block of inputs with the number of attacked inputs and of all inputs
+Progress = Callable[[int, int], None]
+
+
+def attack_run(
+    model: Any,
+    dataset: Any,
+    *,
+    epsilons: Sequence[float],
+    run_dir: str | Path | None = None,
+    kind: str | None = None,
+    sigma: float | None = None,
+    steps: int = 20,
+    restarts: int = 1,
+    samples: int = 16,
+    votes: int = 1000,
+    confirm: int = 10_000,
+    alpha: float = 1e-3,
+    seed: int = 0,
+    skip: int = 0,
+    limit: int | None = None,
+    stride: int = 1,
+    batch_size: int = 64,
+    device: str = "cpu",
+    name: str | None = None,
+    again: bool = False,
+    progress: Progress | None = None,
+) -> AttackSummary:
+    """ℓ2 attacks of several radii on the inputs of a run: accuracy under attack, above certified accuracy.
+
+    `base` is projected gradient ascent on the network, `smoothed` the same on the smoothed classifier of the run (its σ, its
+    map). Accuracy under attack is an upper bound of the true robust accuracy; for `smoothed` each success is a test at level
+    alpha on `votes` draws. A smoothed success strictly inside a certified radius is tested again, on `confirm` fresh draws at
+    a level of one in a million: confirmed, it is a violation; otherwise it is withdrawn. (A stored success that the same attack
+    does not find again, to be tested, stays and is listed as suspected.) Attacks on the network say nothing
+    about certificates of the smoothed classifier and are not held against them.
+
+    What was stored with the same radius, steps, restarts and seed is not attacked again. Results depend on `batch_size`
+    (random starts are drawn for a block at once), not on interruptions.
+
+    Args:
+        model: as in `certify`.
+        dataset: as in `certify`.
+        epsilons: radii, in the units of the model's input.
+        run_dir: a certification run of this model and data, or a new directory (which needs `sigma`). None: nothing is kept.
+        kind: "base", "smoothed" or "both"; default both where a noise level is known.
+        sigma: noise level; that of the run if there is one.
+        steps: gradient steps per start.
+        restarts: random starts.
+        samples: noise draws per step of the smoothed attack.
+        votes: draws that judge a smoothed attack.
+        confirm: fresh draws that confirm a break of a certificate.
+        alpha: risk of calling a smoothed attack successful when it is not.
+        seed: of starts and noise.
+        skip: leave out the first inputs of the data.
+        limit: at most this many of them.
+        stride: take every so many-th; only inputs of the run are attacked.
+        batch_size: inputs attacked at once.
+        device: where the network runs.
+        name: of the data, for the manifest.
+        again: attack what is stored, too.
+        progress: called after every block with (done, total).
+
+    >>> import tempfile, torch
+    >>> net = torch.nn.Linear(2, 2, bias=False).eval()
+    >>> _ = net.weight.data.copy_(torch.eye(2))
+    >>> x, y = torch.tensor([[1.0, 0.0], [3.0, 0.0]]), torch.tensor([0, 0])
+    >>> attack_run(net, (x, y), epsilons=[0.5, 1.0]).accuracy["base"]  # the boundary is at distance 1/√2 and 3/√2
+    {0.5: 1.0, 1.0: 0.5}
+    """
+    levels = _levels(epsilons)
+    how = Search(steps, restarts, samples, votes, confirm, alpha, seed)
+    target = find_target(
+        model, dataset, run_dir, sigma=sigma, skip=skip, limit=limit, stride=stride, device=device, name=name
+    )
+    kinds = _kinds(kind, target)
+    if batch_size < 1:
+        raise InputError(f"batch_size must be positive, got {batch_size}")
+    with _opened(target) as store:
+        certified = {} if target.folder is None else known_certificates(target.folder)
+        searcher = Searcher(target.module(), target.parameters, target.map, target.device, how, certified)
+        stored = [] if store is None else store.attacks()
+        memory = _Memory([] if again else [r for r in stored if how.made(r)], certified)
+        for first in range(0, len(target.positions), batch_size):
+            block = target.positions[first : first + batch_size]
+            for each in kinds:
+                doubted = memory.doubted([target.inputs.ids[p] for p in block], each, levels)
+                missing = [p for p in block if doubted or memory.lacks(target.inputs.ids[p], each, levels)]
+                items = list(searcher.readable(target.inputs, missing))
+                known = [np.inf] * len(items) if doubted else memory.reached(items, each)
+                rows = searcher.attack(each, items, levels, known) if items else []
+                rows = searcher.keep_suspects(rows, doubted)
+                memory.add(rows)
+                if store is not None and rows:
+                    store.put_attacks(rows)
+            if progress is not None:
+                progress(min(first + batch_size, len(target.positions)), len(target.positions))
+    return summarise_attacks(target, levels, kinds, memory.rows, searcher, certified)
+
+
+class _Memory:
+    """Outcomes by (id, kind, ε): what need not be attacked again.
+
+    A stored break of a certificate is doubted: its whole block is attacked anew, as it was the first time, to have the point
+    that fresh draws can test.
+    """
+
+    def __init__(self, rows: Sequence[AttackRow], certified: dict[InputId, Known]) -> None:
+        self.doubts = [r for r in rows if r.id in certified and certified[r.id].broken_by(r)]
+        names = {(r.id, r.kind) for r in self.doubts}
+        self.rows: dict[tuple[InputId, str, float], AttackRow] = {}
+        self.add(r for r in rows if (r.id, r.kind) not in names)
+
+    def add(self, rows: Iterable[AttackRow]) -> None:
+        self.rows |= {(r.id, r.kind, r.epsilon): r for r in rows}
+
+    def doubted(self, names: Sequence[InputId], kind: str, levels: Sequence[float]) -> list[AttackRow]:
+        return [r for r in self.doubts if r.kind == kind and r.id in names and r.epsilon in levels]
+
+    def lacks(self, name: InputId, kind: str, levels: Sequence[float]) -> bool:
+        return any((name, kind, e) not in self.rows for e in levels)
+
+    def reached(self, items: Sequence[Item], kind: str) -> list[float]:
+        """The distance at which each item is known to be broken, ∞ if it is not."""
+        wanted = {item.id: np.inf for item in items}
+        for (name, k, _), row in self.rows.items():
+            if k == kind and name in wanted and row.success and row.distance is not None:
+                wanted[name] = min(wanted[name], row.distance)
+        return [wanted[item.id] for item in items]
+
+
+def known_certificates(folder: Path) -> dict[InputId, Known]:
+    """What the run certifies at its own α and procedure, by input; failed inputs are left out."""
+    run = open_run(folder)
+    if not run.rows:
+        return {}
+    found, result = run.certificates(), {}
+    for row, k, r in zip(run.rows, found.prediction, found.radius, strict=True):
+        if row.failure is None:
+            own = None if row.soft is None else row.soft.map
+            result[row.id] = Known(int(k) == row.label, float(r), own)
+    return result
+
+
+@contextmanager
+def _opened(target: Target) -> Iterator[Store | None]:
+    """The store of the run, held for the whole attack; made if the run is new."""
+    if target.folder is None or target.manifest is None:
+        yield None
+        return
+    try:
+        target.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make {target.folder}: {error.strerror}") from error
+    with locked(target.folder):
+        if target.new:
+            target.manifest.write(target.folder)
+        with Store(target.folder, identity=target.manifest.digest(), writable=True) as store:
+            yield store
+
+
+def _levels(epsilons: Sequence[float]) -> list[float]:
+    levels = sorted({float(e) for e in epsilons})
+    if not levels or not all(np.isfinite(e) and e > 0 for e in levels):
+        raise InputError(f"expected positive radii to attack at, e.g. 0.25,0.5,1.0, got {list(epsilons)}")
+    return levels
+
+
+def _kinds(kind: str | None, target: Target) -> tuple[str, ...]:
+    if kind is None:
+        kind = "base" if target.parameters is None else "both"
+    if kind not in KINDS:
+        raise InputError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if target.parameters is None and kind != "base":
+        raise InputError("a smoothed attack needs the noise level: give --sigma, or --run of a certification run")
+    return KINDS[kind]

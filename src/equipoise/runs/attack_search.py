@@ -1,0 +1,257 @@
+"""Attacks of growing radius on a block of inputs; a smoothed success inside a certified radius is tested again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.special import betainc
+from torch import Tensor, nn
+
+from equipoise.attacks import AttackResult, pgd, smooth_pgd
+from equipoise.attacks.pgd import overtaken
+from equipoise.core import EquipoiseError, InputError, Refused
+from equipoise.runs.inputs import Inputs, check_label
+from equipoise.runs.parameters import Parameters
+from equipoise.runs.rows import InputId, Item
+from equipoise.runs.store import AttackRow
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, noise_key
+from equipoise.smoothing.partitions import Ints
+
+#: level of the test that turns a suspected break of a certificate into a violation
+CONFIRMED = 1e-6
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to attack; see `attack_run`."""
+
+    steps: int = 20
+    restarts: int = 1
+    samples: int = 16
+    votes: int = 1000
+    confirm: int = 10_000
+    alpha: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "restarts", "samples", "votes", "confirm"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.alpha < 1:
+            raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {self.alpha}")
+
+    def made(self, row: AttackRow) -> bool:
+        """Whether a stored attack was made with these settings."""
+        return (row.steps, row.restarts, row.seed) == (self.steps, self.restarts, self.seed)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A certificate: whether it is for the right label, its radius, and the map of the input if it has its own."""
+
+    right: bool
+    radius: float
+    map: SimplexMap | None = None
+
+    def broken_by(self, row: AttackRow) -> bool:
+        """Whether an outcome contradicts it: the smoothed answer changed strictly inside the radius."""
+        return row.kind == "smoothed" and row.success and row.distance is not None and self.contradicts(row.distance)
+
+    def contradicts(self, distance: float) -> bool:
+        """Whether a change of the answer at this distance would contradict it."""
+        return self.right and distance * (1 + 1e-12) < self.radius
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A certificate that an attack broke, confirmed on fresh draws."""
+
+    id: InputId
+    epsilon: float
+    distance: float
+    radius: float
+
+
+class Searcher:
+    """Attacks blocks of inputs; collects violations, suspected and withdrawn ones, and inputs that could not be attacked."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Parameters | None, map: SimplexMap | None, device: str, how: Search,
+        certified: dict[InputId, Known],
+    ) -> None:  # fmt: skip
+        self.module, self.parameters, self.map, self.device = module, parameters, map, device
+        self.how, self.certified = how, certified
+        self.violations: list[Violation] = []
+        self.suspected: list[Violation] = []
+        self.withdrawn: set[InputId] = set()
+        self.failures: dict[InputId, str] = {}
+
+    def readable(self, inputs: Inputs, positions: Iterable[int]) -> Iterator[Item]:
+        """The inputs at these positions; those that cannot be read are noted as failures."""
+        for position in positions:
+            try:
+                item = inputs.item(int(position))
+            except (EquipoiseError, OSError) as error:
+                self.failures[inputs.ids[position]] = f"it could not be read: {error}"
+                continue
+            if self.parameters is not None:
+                check_label(item.id, item.label, self.parameters.num_classes)
+            yield item
+
+    def attack(
+        self, kind: str, items: Sequence[Item], levels: Sequence[float], known: Sequence[float]
+    ) -> list[AttackRow]:
+        """One row per item and radius; `known` are distances at which items are broken already."""
+        groups: dict[SimplexMap | None, list[int]] = {}
+        for i, item in enumerate(items):
+            if kind == "smoothed" and self._mapless(item):
+                self.failures[item.id] = "the run chooses a map at each input, and has not certified this one yet"
+                continue
+            groups.setdefault(self._map(item) if kind == "smoothed" else None, []).append(i)
+        rows = []
+        for chosen, members in groups.items():
+            part, reached = [items[i] for i in members], [known[i] for i in members]
+            rows += self._group(kind, part, levels, reached, chosen)
+        return rows
+
+    def keep_suspects(self, rows: list[AttackRow], doubted: Sequence[AttackRow]) -> list[AttackRow]:
+        """The rows, but a doubted success that was neither found again nor withdrawn stays as it was stored."""
+        again = {(r.id, r.epsilon) for r in rows if r.success}
+        kept = {(r.id, r.epsilon): r for r in doubted if (r.id, r.epsilon) not in again and r.id not in self.withdrawn}
+        self.suspected += [
+            Violation(r.id, r.epsilon, r.distance or 0.0, self.certified[r.id].radius) for r in kept.values()
+        ]
+        return [kept.get((r.id, r.epsilon), r) for r in rows]
+
+    def _map(self, item: Item) -> SimplexMap | None:
+        """The map that the certificate of this input speaks of; None: the majority vote."""
+        return self.certified[item.id].map if self._own_maps else self.map
+
+    @property
+    def _own_maps(self) -> bool:
+        return self.map is None and self.parameters is not None and self.parameters.soft
+
+    def _mapless(self, item: Item) -> bool:
+        return self._own_maps and item.id not in self.certified
+
+    def _group(
+        self, kind: str, items: list[Item], levels: Sequence[float], known: list[float], chosen: SimplexMap | None
+    ) -> list[AttackRow]:
+        """All at once; if the network refuses one of them (NaN logits), one by one."""
+        try:
+            return self._rows(kind, items, levels, known, chosen)
+        except Refused as error:
+            if len(items) == 1:
+                self.failures[items[0].id] = str(error)
+                return []
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, EquipoiseError):
+                raise
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            shape = tuple(items[0].x.shape)
+            raise InputError(f"the network cannot be attacked at inputs of shape {shape}: {line}") from error
+        return [
+            row for item, d in zip(items, known, strict=True) for row in self._group(kind, [item], levels, [d], chosen)
+        ]
+
+    def _rows(
+        self, kind: str, items: list[Item], levels: Sequence[float], known: list[float], chosen: SimplexMap | None
+    ) -> list[AttackRow]:
+        x = torch.stack([item.x for item in items]).to(self.device)
+        y = torch.tensor([item.label for item in items], device=self.device)
+        reached = torch.tensor(known, dtype=torch.float64)
+        fresh = torch.nonzero(torch.isinf(reached))[:, 0]
+        if len(fresh):
+            wrong = self._wrong(kind, x[fresh], y[fresh], chosen)
+            reached[fresh[wrong]] = 0.0
+            self._examine(kind, items, fresh[wrong], x[fresh[wrong]], reached, 0.0, chosen)
+        rows = []
+        for epsilon in levels:
+            left = torch.nonzero(reached > epsilon)[:, 0]
+            if len(left):
+                found = self._search(kind, x[left], y[left], epsilon, chosen)
+                hit = found.success.cpu()
+                reached[left[hit]] = torch.minimum(reached[left[hit]], found.distance.cpu()[hit])
+                self._examine(kind, items, left[hit], found.adversarial[found.success], reached, epsilon, chosen)
+            rows += [self._row(item, kind, epsilon, d) for item, d in zip(items, reached.tolist(), strict=True)]
+        return rows
+
+    def _row(self, item: Item, kind: str, epsilon: float, reached: float) -> AttackRow:
+        h, success = self.how, reached <= epsilon
+        return AttackRow(
+            item.id, kind, epsilon, success, reached if success else None, h.steps, h.restarts, h.seed
+        )  # fmt: skip
+
+    def _wrong(self, kind: str, x: Tensor, y: Tensor, chosen: SimplexMap | None) -> Tensor:
+        """Which inputs are misclassified as they are."""
+        if kind == "base":
+            with torch.no_grad():
+                result: Tensor = (self.module(x).argmax(dim=1) != y).cpu()
+                return result
+        judge = self._classifier(chosen, self.how.seed + 2)
+        if chosen is not None and chosen.name != "hardmax":
+            return overtaken(judge, x, y, chosen, self.how.votes, self.how.alpha).cpu()
+        answer = torch.from_numpy(judge.predict(x, self.how.votes, self.how.alpha))
+        return (answer >= 0) & (answer != y.cpu())
+
+    def _search(self, kind: str, x: Tensor, y: Tensor, epsilon: float, chosen: SimplexMap | None) -> AttackResult:
+        h = self.how
+        if kind == "base":
+            return pgd(self.module, x, y, epsilon, h.steps, restarts=h.restarts, seed=h.seed)
+        classifier = self._classifier(chosen, h.seed)
+        return smooth_pgd(
+            classifier, x, y, epsilon, h.steps, restarts=h.restarts, draws=h.samples, check_draws=h.votes, alpha=h.alpha,
+            seed=h.seed,
+        )  # fmt: skip
+
+    def _classifier(self, chosen: SimplexMap | None, seed: int) -> SmoothedClassifier:
+        p = self.parameters
+        if p is None:
+            raise InputError("a smoothed attack needs the noise level: give --sigma, or --run of a certification run")
+        return SmoothedClassifier(
+            self.module, p.sigma, p.num_classes, seed=seed, chunk_size=p.chunk_size, map=chosen, nonfinite=p.nonfinite
+        )
+
+    def _examine(
+        self, kind: str, items: list[Item], which: Tensor, points: Tensor, reached: Tensor, epsilon: float,
+        chosen: SimplexMap | None,
+    ) -> None:  # fmt: skip
+        """Test successes inside certified radii again: note violations, withdraw the rest (distance ∞ again)."""
+        if kind != "smoothed":
+            return
+        for i, z in zip(which.tolist(), points, strict=True):
+            item, distance = items[i], float(reached[i])
+            known = self.certified.get(item.id)
+            if known is None or not known.contradicts(distance):
+                continue
+            if self.confirmed(item, z, epsilon, chosen):
+                self.violations.append(Violation(item.id, epsilon, distance, known.radius))
+            else:
+                reached[i] = torch.inf
+                self.withdrawn.add(item.id)
+
+    def confirmed(self, item: Item, z: Tensor, epsilon: float, chosen: SimplexMap | None) -> bool:
+        """Whether fresh draws show, at level `CONFIRMED`, a class above the label at z."""
+        fresh = noise_key(self.how.seed, f"confirm/{item.id}/{epsilon!r}", Stream.PREDICTION, 0)
+        judge = self._classifier(chosen, fresh)
+        if chosen is not None and chosen.name != "hardmax":
+            y = torch.tensor([item.label], device=z.device)
+            return bool(overtaken(judge, z[None], y, chosen, self.how.confirm, CONFIRMED)[0])
+        counts = judge.counts(z, self.how.confirm, input_id=item.id, stream=Stream.PREDICTION)
+        return outvoted(counts, item.label, CONFIRMED)
+
+
+def outvoted(counts: Ints, label: int, level: float) -> bool:
+    """Whether some class is more likely than the label, by binomial tests of each against it, together at `level`.
+
+    With c_k votes for k and c_y for the label, `P(Bin(c_k + c_y, ½) ≥ c_k) = I_½(c_k, c_y + 1)` if the two are equally likely.
+
+    >>> outvoted(np.array([40, 60, 0]), 0, 1e-3), outvoted(np.array([10, 45, 45]), 0, 1e-3)
+    (False, True)
+    """
+    others = np.delete(np.asarray(counts, dtype=np.float64), label)
+    tails = np.where(others > 0, betainc(np.maximum(others, 1.0), float(counts[label]) + 1.0, 0.5), 1.0)
+    return bool((tails * (1 + 1e-10) * len(others) <= level).any())
