@@ -14,13 +14,47 @@ from equipoise.experiments import MODULES, Context, Label, find, reproduce, resu
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 
-SPEC = """
-dense-convergence dense-error-time dense-dimension readouts conv-kernel conv-channels conv-input resnet18-layers
-zero-padding gradient-memory bound-factor pub-ratio reg-histogram local-vs-pub training-stability sr-conditioning
-weierstrass-gradient quantile-gradient sll-aol-sr rs-new-bound simplex-mass multi-vs-multilip mono-vs-multi cpm
-bonferroni-counterexample lvm-rs concentration simplex-maps variance-hardmax reg-accuracy hessian-bound ad-mlp ad-width
-ad-asam ad-label-noise ad-baek ad-montecarlo ad-mixer ad-text
-""".split()
+SPEC = [
+    "dense-convergence",
+    "dense-error-time",
+    "dense-dimension",
+    "readouts",
+    "conv-kernel",
+    "conv-channels",
+    "conv-input",
+    "resnet18-layers",
+    "zero-padding",
+    "gradient-memory",
+    "bound-factor",
+    "pub-ratio",
+    "reg-histogram",
+    "local-vs-pub",
+    "training-stability",
+    "sr-conditioning",
+    "weierstrass-gradient",
+    "quantile-gradient",
+    "sll-aol-sr",
+    "rs-new-bound",
+    "simplex-mass",
+    "multi-vs-multilip",
+    "mono-vs-multi",
+    "cpm",
+    "bonferroni-counterexample",
+    "lvm-rs",
+    "concentration",
+    "simplex-maps",
+    "variance-hardmax",
+    "reg-accuracy",
+    "hessian-bound",
+    "ad-mlp",
+    "ad-width",
+    "ad-asam",
+    "ad-label-noise",
+    "ad-baek",
+    "ad-montecarlo",
+    "ad-mixer",
+    "ad-text",
+]
 COMMITTED = Path(__file__).parents[2] / "docs" / "experiments" / "results"
 
 

@@ -112,8 +112,9 @@ def smooth_pgd(
         return -(total / draws).clamp(min=1e-12).log()
 
     voter = SmoothedClassifier(
-        classifier.model, classifier.sigma, classifier.num_classes, seed=seed + 2, chunk_size=classifier.chunk_size
-    )
+        classifier.model, classifier.sigma, classifier.num_classes, seed=seed + 2, chunk_size=classifier.chunk_size,
+        nonfinite=classifier.nonfinite, noise_dtype=classifier.noise_dtype,
+    )  # fmt: skip
 
     def broken(z: Tensor) -> Tensor:
         if chosen.name == "hardmax":

@@ -178,7 +178,7 @@ def complex_gram(K: Tensor, size: int | tuple[int, ...], iterations: int = 6) ->
 
 
 def _gram(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
-    """At most ten doublings. An upper bound for circular padding in real arithmetic; rounding is not covered: an estimate here."""
+    """At most ten doublings. An upper bound for circular padding in real arithmetic; rounding is not covered: an estimate."""
     return Bound(float(complex_gram(kernel, sizes, min(iterations, 10))), Kind.ESTIMATE, "gram")
 
 

@@ -1,5 +1,6 @@
 """Certification runs over datasets: counts stored, radii derived, killed and continued at will."""
 
+from equipoise.runs.attack import AttackSummary, attack_run
 from equipoise.runs.engine import ENGINES, Engine, Execution
 from equipoise.runs.jobs import Job, certify, describe, start
 from equipoise.runs.run import Run, open_run
@@ -10,6 +11,7 @@ from equipoise.runs.tasks import TaskSpec, Worker
 __all__ = [
     "ENGINES",
     "AttackRow",
+    "AttackSummary",
     "Engine",
     "Execution",
     "Job",
@@ -17,6 +19,7 @@ __all__ = [
     "Summary",
     "TaskSpec",
     "Worker",
+    "attack_run",
     "certify",
     "describe",
     "open_run",

@@ -1,0 +1,78 @@
+"""Every example runs as a newcomer runs it: in a process of its own, in an empty folder, without a network."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+
+#: file → (packages it needs, what its output must say)
+EXAMPLES = [
+    pytest.param("audit_your_model", (), "certificates broken by the attack: 0", id="audit_your_model"),
+    pytest.param("certified_resnet", (), "exported, certificate: 0.99", id="certified_resnet"),
+    pytest.param(
+        "smoothing_two_workers",
+        ("ray",),
+        "stored in runs/two-workers",
+        id="smoothing_two_workers",
+        marks=pytest.mark.ray,
+    ),
+    pytest.param(
+        "activation_decay_trainer",
+        ("transformers", "accelerate"),
+        "σ = 0.2: evaluation loss",
+        id="activation_decay_trainer",
+        marks=pytest.mark.text,
+    ),
+]
+
+
+def run(name, folder, **environment):
+    """The finished process of one example."""
+    offline = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py")],
+        cwd=folder,
+        env={**os.environ, **offline, **environment},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=500,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("name", "needs", "says"), EXAMPLES)
+def test_example_runs(name, needs, says, tmp_path):
+    for package in needs:
+        pytest.importorskip(package)
+    done = run(name, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert says in done.stdout
+    assert "Warning" not in done.stderr, done.stderr[-2000:]
+
+
+def test_smoothing_without_ray_says_so_and_goes_on(tmp_path):
+    """A package that is not there: `ray` is hidden from the import system of the child."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'ray' else find(name, *rest)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = run("smoothing_two_workers", tmp_path, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Ray is not installed (pip install 'equipoise[ray]'): certifying in this process instead." in done.stdout
+    assert "40/40" in done.stdout
+
+
+def test_every_example_is_tested_and_short():
+    files = sorted(FOLDER.glob("*.py"))
+    assert [path.stem for path in files] == sorted(case.values[0] for case in EXAMPLES)
+    for path in files:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) < 60, f"{path.name} has {len(lines)} lines"
+        assert "Run: python examples/" in "\n".join(lines), f"{path.name} does not say how to run it"
