@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, results, table
-from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
     from equipoise.experiments import Outcome
@@ -30,6 +29,9 @@ def reproduce(
         bool, typer.Option("--dry-run", help="build everything, two steps of every loop, write nothing")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or mps")] = "cpu",
+    page: Annotated[
+        Path | None, typer.Option(help="write a page of the stored results to this file; run nothing")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
 ) -> None:
     """Run a table or figure of the thesis and compare its claim with what is measured here.
@@ -42,8 +44,10 @@ def reproduce(
       equipoise reproduce --list
       equipoise reproduce dense-convergence
       equipoise reproduce --all -o results
+      equipoise reproduce -o results --page results.md
       equipoise reproduce sll-aol-sr --scale paper --dry-run
     """
+    from equipoise.core.errors import InputError
     from equipoise.experiments import Context
     from equipoise.experiments import table as experiments_table
     from equipoise.experiments.page import summary
@@ -52,9 +56,18 @@ def reproduce(
     if list_all:
         _list(as_json)
         return
+    if page is not None:
+        from equipoise.core.files import write_whole
+        from equipoise.experiments.page import stored
+
+        here = os.path.relpath(out, page.parent)
+        write_whole(page, summary(stored(experiments_table.every(identifiers or ()), out), here))
+        return
     if not identifiers and not every:
         raise InputError("name an experiment (`equipoise reproduce --list` shows them) or pass --all")
     chosen = experiments_table.every(identifiers or ())
+    for experiment in chosen:
+        experiment.settings(scale)  # an unknown scale is refused before anything runs
     console = messages()
     folder = data or (Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None)
     context = Context(seed, folder, device, dry_run, lambda text: console.print(f"  {text}", style="dim", markup=False))

@@ -88,7 +88,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.axhline(rows[0]["alpha"], color="0.2", linestyle="--", label="allowed: α")
     axes.set_xticks([i + 0.26 for i in range(len(classes))], [str(c) for c in classes])
     axes.set(xlabel="classes", ylabel="share of wrong certificates")
-    legend(axes)
+    axes.set_ylim(top=1.5 * max(r["wrong"] for r in rows))  # room for the legend
+    legend(axes, loc="upper left", ncols=2)
     return figure
 
 
