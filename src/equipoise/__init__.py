@@ -79,7 +79,11 @@ _HOME: dict[str, tuple[str, str]] = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'equipoise' has no attribute {name!r}")
+        import difflib
+
+        close = difflib.get_close_matches(name, _HOME, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise AttributeError(f"module 'equipoise' has no attribute {name!r}{hint}")
     module, attribute = _HOME[name]
     value = importlib.import_module(module)
     return getattr(value, attribute) if attribute else value

@@ -12,6 +12,7 @@ readable with
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import json
@@ -36,6 +37,7 @@ _ENTRIES = re.compile(
 )
 _STORAGE = re.compile(r"^(weight|tensor)_\d+$")  # raw numbers: nothing unpickles these unless a description asks for it
 _TARGETS = re.compile(r"^(torch\.ops\.(aten|prims)\.[\w.]+|_operator\.[a-z_]+)$")
+_PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 _FORBIDDEN = ("from_file", "save", "load", "call_torchbind")
 #: a model description longer than this is not read
 LARGEST_JSON = 200_000_000
@@ -66,6 +68,11 @@ def load_model(source: str | Path, weights: str | Path | None = None) -> Loaded:
         if weights is not None:
             raise InputError("a checkpoint directory holds its own weights; leave --weights out")
         return Loaded(source, *load_checkpoint(source))
+    if Path(source).suffix in _PICKLES and (":" not in source or Path(source).is_file()):
+        raise Refused(
+            f"{source}: pickles are never opened; export the model: "
+            "torch.export.save(torch.export.export(model, (x,)), 'model.pt2')"
+        )
     if ":" not in source:
         raise InputError(f"{source!r} is neither a .pt2 file, a directory, nor package.module:factory")
     model = load_factory(source)
@@ -212,17 +219,28 @@ def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Modul
     try:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
-            target = getattr(target, part)
+            target = _member(target, part, module_name, attribute)
         model = target(**(arguments or {})) if callable(target) and not isinstance(target, nn.Module) else target
     except ImportError as error:
         raise InputError(f"cannot import {module_name!r}: {_line(error)}") from error
     except AttributeError as error:
-        raise InputError(f"{module_name!r} has no {attribute!r}: {_line(error)}") from error
+        raise InputError(f"{spec!r} failed with an AttributeError: {_line(error)}") from error
     except TypeError as error:
         raise InputError(f"{spec!r} cannot be called without arguments: {_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} gave a {type(model).__name__}, not an nn.Module")
     return model.eval()
+
+
+def _member(owner: Any, part: str, module_name: str, attribute: str) -> Any:
+    """`owner.part`; where there is none, the nearest public name is suggested."""
+    try:
+        return getattr(owner, part)
+    except AttributeError as error:
+        names = [name for name in dir(owner) if not name.startswith("_")]
+        close = difflib.get_close_matches(part, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise InputError(f"{module_name!r} has no {attribute!r}{hint}") from error
 
 
 def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
@@ -242,7 +260,7 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     try:
         missing, extra = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise InputError(f"the weights of {path} do not fit the model: {_line(error)}") from error
+        raise InputError(f"the weights of {path} do not fit the model: {_mismatch(error)}") from error
     missing = [name for name in missing if not name.endswith("num_batches_tracked")]
     extra = [name for name in extra if not name.endswith("num_batches_tracked")]
     if missing or extra:
@@ -273,6 +291,12 @@ def load_checkpoint(folder: str | Path) -> tuple[nn.Module, tuple[int, ...] | No
     model = load_weights(load_factory(factory, config.get("arguments")), files[0])
     shape = config.get("input_shape")
     return model, tuple(int(n) for n in shape) if shape else None
+
+
+def _mismatch(error: RuntimeError) -> str:
+    """What PyTorch says below its heading: the first parameter that does not fit, with both shapes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1] if len(lines) > 1 else _line(error)
 
 
 def _line(error: BaseException) -> str:

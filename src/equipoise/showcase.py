@@ -6,6 +6,7 @@ both ways, attacked inside every certificate, and a success there is an error.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from equipoise.attacks import AttackResult, pgd, smooth_pgd
 from equipoise.checkpoints import Loaded
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.errors import InputError
 from equipoise.data import load_dataset
 from equipoise.data.dataset import Dataset
 from equipoise.lipschitz.logs import exp_up
@@ -104,6 +106,7 @@ def showcase(out: str | Path, settings: Settings | None = None, say: Say | None 
     """
     plotly_source()  # before minutes are spent
     chosen, out, tell = settings or Settings(), Path(out), say or (lambda what, done, total: None)
+    _make(out)
     test = load_dataset("digits", "test")
     x, y = _batch(test, chosen.inputs)
     ids = [int(i) for i in test.ids[: chosen.inputs]]
@@ -125,6 +128,16 @@ def showcase(out: str | Path, settings: Settings | None = None, say: Say | None 
     write_report(data, out / "report.html")
     tell("write the report", 1, 1)
     return data
+
+
+def _make(folder: Path) -> None:
+    """Make a folder that can be written to, or say why not, before any work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error.strerror}") from error
 
 
 def _batch(data: Dataset, count: int) -> tuple[Tensor, Tensor]:

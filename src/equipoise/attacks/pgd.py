@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.attacks.ball import inside_ball, random_start, unit
-from equipoise.core import InputError
+from equipoise.core import EquipoiseError, InputError
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.maps import apply_map
 
@@ -67,15 +68,16 @@ def pgd(
     >>> result.success.tolist()
     [True, False]
     """
+    y = _labels(x, y)
 
     def loss(z: Tensor) -> Tensor:
-        return functional.cross_entropy(model(z), y, reduction="none")
+        return functional.cross_entropy(_logits(model, z, y), y, reduction="none")
 
     def broken(z: Tensor) -> Tensor:
         wrong: Tensor = model(z).argmax(dim=1) != y
         return wrong
 
-    return _ascend(loss, broken, x, y, epsilon, steps, step_size, restarts, seed)
+    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed)
 
 
 def smooth_pgd(
@@ -101,6 +103,7 @@ def smooth_pgd(
     an interval of each margin. "Success" is wrong with probability at most alpha; an undecided test is no success.
     Reference: Salman et al. (2019), SmoothAdv.
     """
+    y = _labels(x, y)
     generator = torch.Generator(device=x.device).manual_seed(seed + 1)
     chosen = classifier.map or SimplexMap("hardmax")
 
@@ -108,7 +111,7 @@ def smooth_pgd(
         total = torch.zeros(len(z), dtype=z.dtype, device=z.device)
         for _ in range(draws):
             noise = classifier.sigma * torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
-            total = total + soft_votes(classifier.model(z + noise), chosen).gather(1, y[:, None])[:, 0]
+            total = total + soft_votes(_logits(classifier.model, z + noise, y), chosen).gather(1, y[:, None])[:, 0]
         return -(total / draws).clamp(min=1e-12).log()
 
     voter = SmoothedClassifier(
@@ -122,7 +125,7 @@ def smooth_pgd(
             return (answer >= 0) & (answer != y)
         return overtaken(voter, z, y, chosen, check_draws, alpha)
 
-    return _ascend(loss, broken, x, y, epsilon, steps, step_size, restarts, seed, every_step=False)
+    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, every_step=False)
 
 
 def overtaken(
@@ -152,10 +155,10 @@ def soft_votes(logits: Tensor, chosen: SimplexMap) -> Tensor:
 
 
 def _ascend(
-    loss: Loss, broken: Verdict, x: Tensor, y: Tensor, epsilon: float | Tensor, steps: int, step_size: float | None,
+    loss: Loss, broken: Verdict, x: Tensor, epsilon: float | Tensor, steps: int, step_size: float | None,
     restarts: int, seed: int, every_step: bool = True,
 ) -> AttackResult:  # fmt: skip
-    radius = _radius(x, y, epsilon, steps, restarts)
+    radius = _radius(x, epsilon, steps, restarts)
     alpha = 2.5 * radius / max(steps, 1) if step_size is None else torch.full_like(radius, step_size)
     generator = torch.Generator(device=x.device).manual_seed(seed)
     best, value = x.clone(), torch.full((len(x),), -torch.inf, device=x.device, dtype=torch.float64)
@@ -192,12 +195,45 @@ def _wide(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def _radius(x: Tensor, y: Tensor, epsilon: float | Tensor, steps: int, restarts: int) -> Tensor:
+def _labels(x: Tensor, y: Tensor) -> Tensor:
+    """The labels as int64; inputs and labels that do not belong together are refused."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise InputError(f"expected tensors of inputs and labels, got {type(x).__name__} and {type(y).__name__}")
     if x.ndim < 2 or not x.is_floating_point() or y.shape != x.shape[:1]:
         raise InputError(f"expected float inputs (N, ...) and labels (N,), got {tuple(x.shape)} and {tuple(y.shape)}")
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise InputError(f"labels are whole numbers, got {y.dtype}: try y.long()")
+    return y.long()
+
+
+def _logits(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
+    """The model's logits at z; a shape it does not take and a label it has no logit for are refused."""
+    try:
+        logits: Any = model(z)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, EquipoiseError):
+            raise
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"the model does not take inputs of shape {tuple(z.shape)}: {line}") from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(z):
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise InputError(f"expected logits of shape ({len(z)}, classes) from the model, got {got}")
+    outside = y[(y < 0) | (y >= logits.shape[1])]
+    if len(outside):
+        raise InputError(f"label {int(outside[0])} is none of the model's {logits.shape[1]} classes, counted from 0")
+    return logits
+
+
+def _radius(x: Tensor, epsilon: float | Tensor, steps: int, restarts: int) -> Tensor:
     if steps < 1 or restarts < 1:
         raise InputError(f"need at least one step and one start, got {steps} and {restarts}")
-    radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device).broadcast_to(len(x)).clone()
+    try:
+        radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device).broadcast_to(len(x)).clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"shape {tuple(epsilon.shape)}" if isinstance(epsilon, Tensor) else repr(epsilon)
+        raise InputError(f"epsilon is one number, or one for each of the {len(x)} inputs; got {got}") from error
     if not bool((torch.isfinite(radius) & (radius >= 0)).all()):
         raise InputError("epsilon must be finite and non-negative")
     return radius

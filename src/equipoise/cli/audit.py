@@ -21,7 +21,7 @@ def audit(
     ball: Annotated[float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")] = None,
     rtol: Annotated[float, typer.Option(help="relative gap asked of every operator norm; smaller is slower")] = 0.05,
     chain: Annotated[
-        str, typer.Option(help="dense layers at the end: closed, lipsdp or eclipse (these need cvxpy)")
+        str, typer.Option(help="dense layers at the end: closed, or with cvxpy: sdp (= lipsdp), lipsdp, eclipse")
     ] = "closed",
     html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
@@ -62,6 +62,8 @@ def audit_report(
     shape = parse_shape(input_shape) if input_shape is not None else None
     loaded = load_model(model, weights)
     if isinstance(loaded.model, ExportedProgram):
+        if shape is not None:
+            raise InputError(f"{model} has its own input shape: leave out --input-shape")
         return lipschitz_bound(loaded.model, ball=ball, rtol=rtol, chain=chain)
     net, shape = loaded.model, shape or loaded.input_shape
     if shape is None:

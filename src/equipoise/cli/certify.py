@@ -93,6 +93,8 @@ def certify(
     if re_derive:
         raise InputError(f"{names[0]} is not a run directory: --re-derive works on stored counts")
     if data is None or sigma is None:
+        if not _may_be_model(names[0]):
+            raise InputError(f"{names[0]} is neither a run directory nor a model")
         raise InputError("--data and --sigma are needed to certify a model")
     relative = 0.1 if adaptive and target_radius is None else None
     if target_radius is not None and not adaptive:
@@ -107,6 +109,12 @@ def certify(
         return _plan(job, workers, json)
     folder = run or job.default_folder()
     _finish(_sample(job, folder, engine, workers or 1, address, retry_failed, levels), None, levels, export, json)
+
+
+def _may_be_model(name: str) -> bool:
+    """Whether there is something of that name to load: a file, a checkpoint directory, or a factory to import."""
+    path = Path(name)
+    return (path / "config.json").is_file() if path.is_dir() else path.exists() or ":" in name
 
 
 def _job(model: str, weights: Path | None, data: str, split: str | None, **settings: Any) -> Job:

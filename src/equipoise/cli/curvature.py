@@ -16,7 +16,7 @@ WHAT = ("top", "trace", "density", "sharpness")
 
 
 def curvature(
-    model: Annotated[str, typer.Argument(help="a .pt2 file, a checkpoint directory, or package.module:factory")],
+    model: Annotated[str, typer.Argument(help="a checkpoint directory, or package.module:factory")],
     data: Annotated[str, typer.Option(help="the data: a folder, file or name, as for `equipoise certify`")],
     weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
     split: Annotated[str | None, typer.Option(help="part of the data, e.g. train or test")] = None,
@@ -98,6 +98,7 @@ def _operator(
     double: bool,
 ) -> LossHessian:
     import torch
+    from torch.export import ExportedProgram
 
     from equipoise.checkpoints import load_model
     from equipoise.curvature import LossHessian
@@ -105,7 +106,12 @@ def _operator(
 
     if loss != "ce":
         raise InputError(f"--loss must be ce, the loss of data with class labels; got {loss!r}")
-    net = load_model(model, weights).module()
+    net = load_model(model, weights).model
+    if isinstance(net, ExportedProgram):
+        raise InputError(
+            f"{model} is an exported program, whose loss is not differentiated twice: "
+            "give a checkpoint directory, or package.module:factory with --weights"
+        )
     found = load_dataset(data, split=split)
     count = len(found) if limit is None else min(limit, len(found))
     batches = [found.batch(list(range(i, min(i + 256, count)))) for i in range(0, count, 256)]

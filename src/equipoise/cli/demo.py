@@ -31,7 +31,7 @@ def demo(
 
     Trains a 1-Lipschitz network and one under noise, bounds both, certifies them by margin
     and by smoothing (Cohen, CPM, LVM-RS with and without Lipschitz), attacks them inside every
-    certificate and writes OUT/report.html. Exit code 1: an attack broke a certificate.
+    certificate and writes OUT/report.html. Exit code 1: an attack contradicts a certificate.
 
     Examples:
 
@@ -54,10 +54,10 @@ def demo(
         _show(data, results())
         _close(data, page, seconds, results())
     if data.tested is None or data.tested.broken:
-        where = "nothing was attacked" if data.tested is None else "; ".join(data.tested.where[:3])
-        messages().print(
-            f"equipoise: a certificate was broken, please report this: {where}", style="bold red", markup=False
-        )
+        said = "nothing was attacked"
+        if data.tested is not None:
+            said = f"an attack contradicts a certificate, please report this: {'; '.join(data.tested.where[:3])}"
+        messages().print(f"equipoise: {said}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1)
 
 

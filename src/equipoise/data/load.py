@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -102,7 +103,9 @@ def _kind_of(spec: str) -> tuple[Kind, str | Path]:
         raise InputError(f"{path.name} is a file of no known kind; expected {_EXPECTED}")
     if _FACTORY.match(spec):
         return FACTORY, spec
-    raise InputError(f"there is no {spec[:200]!r}; expected {_EXPECTED}")
+    near = re.fullmatch(r"\w+", spec) and difflib.get_close_matches(spec.lower(), ["digits"])
+    hint = "did you mean 'digits'? " if near else ""
+    raise InputError(f"there is no {spec[:200]!r}; {hint}expected {_EXPECTED}")
 
 
 def _split_of(spec: str, split: str | None) -> tuple[str, str | None]:

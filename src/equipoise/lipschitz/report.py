@@ -63,16 +63,24 @@ class Report:
         return exp_up(self.log_fused)
 
     def fix_first(self, count: int = 3) -> tuple[Row, ...]:
-        """The rows that add most to the bound: shrinking one by 1 % shrinks the bound by `weight` %."""
+        """The rows that add most to the bound: shrinking one by 1 % shrinks the bound by `weight` %.
+
+        Empty where no layer stretches, so loop over it rather than taking its first entry.
+        """
         heavy = [r for r in self.layers if r.upper > 1 and r.share > 0]
         return tuple(sorted(heavy, key=lambda r: -r.share)[:count])
+
+    @property
+    def _has_shares(self) -> bool:
+        """Shares are parts of log L, which says nothing of the sort where L ≤ 1."""
+        return self.log_upper > 0
 
     def __float__(self) -> float:
         return self.upper
 
     def __str__(self) -> str:
         head = ("layer", "kind", "shape", "norm in", "constant", "share", "method")
-        body = [_cells(row) for row in self.layers]
+        body = [_cells(row, self._has_shares) for row in self.layers]
         widths = [max(len(r[i]) for r in [head, *body]) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [head, *body]]
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *self.summary()])
@@ -87,8 +95,9 @@ class Report:
         ]
         first = self.fix_first()
         if first:
+            shares = [f", {r.share:.0%} of the log-bound" if self._has_shares else "" for r in first]
             lines.append(
-                "fix first: " + ", ".join(f"{r.name} ({r.kind}, {r.share:.0%} of the log-bound)" for r in first)
+                "fix first: " + ", ".join(f"{r.name} ({r.kind}{s})" for r, s in zip(first, shares, strict=True))
             )
         return lines + [f"note: {note}" for note in self.notes]
 
@@ -110,7 +119,7 @@ class Report:
         names = ("layer", "kind", "shape", "norm in", "constant", "share of the log-bound", "method")
         head = "".join(f"<th{_RIGHT if i in (4, 5) else ''}>{h}</th>" for i, h in enumerate(names))
         most = max((abs(r.share) for r in self.layers), default=0.0) or 1.0
-        rows = "\n".join(_html_row(r, most) for r in self.layers)
+        rows = "\n".join(_html_row(r, most, self._has_shares) for r in self.layers)
         first, *rest = self.summary()
         summary = f'<p class="total">{html.escape(first)}</p>' + "".join(f"<p>{html.escape(line)}</p>" for line in rest)
         return _PAGE.format(title=html.escape(title), summary=summary, head=head, rows=rows)
@@ -119,10 +128,11 @@ class Report:
 _RIGHT = ' class="number"'
 
 
-def _html_row(row: Row, most: float) -> str:
+def _html_row(row: Row, most: float, shares: bool) -> str:
     """One line of the table; the bar is the share relative to the largest, pale where the layer shrinks the bound."""
-    cells = [html.escape(c) for c in _cells(row)]
+    cells = [html.escape(c) for c in _cells(row, shares)]
     bar = f'<span class="bar{" less" if row.share < 0 else ""}" style="width:{abs(row.share) / most * 6:.2f}em"></span>'
+    bar = bar if shares else ""
     note = f' title="{html.escape(row.note, quote=True)}"' if row.note else ""
     name, kind, shape, inside, constant, share, method = cells
     return (
@@ -135,12 +145,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, shares: bool) -> tuple[str, ...]:
     from equipoise.core.bounds import round_down, round_up
 
     known = not math.isnan(row.lower)
     inside = f"[{round_down(row.lower, 5)}, {round_up(row.upper, 5)}]" if known else ""
-    share = f"{row.share:.1%}".replace("-0.0%", "0.0%")
+    share = f"{row.share:.1%}".replace("-0.0%", "0.0%") if shares else "–"
     return row.name, row.kind, row.shape, inside, round_up(row.upper, 5), share, row.method or row.note
 
 

@@ -136,7 +136,7 @@ class ActivationDecay:
             raise InputError(f"form must be one of {', '.join(get_args(Form))}, got {form!r}")
         self.sigma, self.form, self.samples, self.generator = sigma, form, samples, generator
         self.name = layer
-        self._layers = select_layers(model, nn.Linear)
+        self._layers = _linear_layers(model)
         if layer is not None and layer not in self._layers:
             raise InputError(f"there is no nn.Linear named {layer!r}; there are {', '.join(map(repr, self._layers))}")
         self._seen: tuple[str, Tensor, Tensor] | None = None
@@ -262,7 +262,7 @@ class LayerwiseDecay:
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"both coefficients must be non-negative numbers, got {value}")
         self.sigma_activations, self.sigma_weight = sigma_activations, sigma_weight
-        self._layers = select_layers(model, nn.Linear, names)
+        self._layers = _linear_layers(model, names)
         self._seen: list[tuple[str, Tensor]] = []
         self._inner: list[Any] = []
         self._outer = [
@@ -300,6 +300,12 @@ class LayerwiseDecay:
         for handle in self._inner:
             handle.remove()
         self._inner = []
+
+
+def _linear_layers(model: nn.Module, names: Names = None) -> dict[str, nn.Module]:
+    if not any(isinstance(module, nn.Linear) for module in model.modules()):
+        raise InputError(f"this {type(model).__name__} has no nn.Linear, whose input activation decay looks at")
+    return select_layers(model, nn.Linear, names)
 
 
 def _wide(x: Tensor) -> torch.dtype:

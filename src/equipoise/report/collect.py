@@ -164,7 +164,9 @@ def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow])
 def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: str) -> Checked:
     """How many certificates were attacked strictly inside their radius, by the kind they speak of, and which ones broke.
 
-    A success is a misclassified point, so only certificates of the right label can be contradicted.
+    A success is a misclassified point, so only certificates of the right label can be contradicted. A smoothed success is a
+    test on a few draws and the store does not say whether fresh draws confirmed it: it is worded as suspected, and
+    `equipoise attack` repeats it and decides. A success against the network itself is a point that anyone can evaluate.
     """
     tried, broken = 0, list[str]()
     rows = [row for row in rows if row.kind == kind]
@@ -181,9 +183,15 @@ def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: st
                 attacked.add(key)
         tried += len(attacked)
         broken += [
-            f"input {i} of {s.run} ({s.procedure}): radius {known[i]:.6g}, broken at {d:.6g}" for i, d in hit.items()
+            f"input {i} of {s.run} ({s.procedure}): radius {known[i]:.6g}, {_verdict(kind, d)}" for i, d in hit.items()
         ]
     return Checked(tried, len(broken), tuple(broken))
+
+
+def _verdict(kind: str, distance: float) -> str:
+    if kind == "base":
+        return f"broken at {distance:.6g}"
+    return f"suspected at {distance:.6g}: `equipoise attack` confirms or withdraws it"
 
 
 def joined(parts: Iterable[Checked]) -> Checked | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import difflib
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -121,9 +123,20 @@ def certify(
     ...     len(run.certificates(alpha=0.01)), run.finished
     (3, True)
     """
+    _check_names(settings)
     job = describe(model, dataset, sigma=sigma, n0=n0, n=n, alpha=alpha, procedure=procedure, **settings)
     execution = Execution(workers, address)
     return start(job, run_dir, engine=engine, execution=execution, progress=progress, retry_failed=retry_failed)
+
+
+def _check_names(settings: Iterable[str]) -> None:
+    """Refuse a keyword that `certify` does not have, by its own name and with the nearest one."""
+    known = [*inspect.signature(certify).parameters, *Settings.__annotations__]
+    for name in settings:
+        if name not in Settings.__annotations__:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"certify() got an unexpected keyword argument {name!r}{hint}")
 
 
 def describe(
@@ -157,6 +170,8 @@ def describe(
 
     `batch_size` bounds the draws per forward pass (memory) and is not part of the run; the rest is in `Parameters`.
     """
+    if isinstance(dataset, str | Path):
+        raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
     ported, inputs = portable(model), Inputs.of(dataset, name)
     selection = Selection(skip, limit, stride)
     positions = selection.positions(len(inputs))

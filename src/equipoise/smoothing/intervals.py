@@ -41,8 +41,9 @@ def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "
     """
     k, n, alpha = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (k, n, alpha)))
     _check(alpha, n, least=1)
-    if not bool(np.all((k >= 0) & (k <= n) & (k == np.floor(k)) & (n == np.floor(n)))):
-        raise InputError("counts must be integers with 0 ≤ k ≤ n")
+    bad = ~((k >= 0) & (k <= n) & (k == np.floor(k)) & (n == np.floor(n)))
+    if bool(bad.any()):
+        raise InputError(f"counts must be integers with 0 ≤ k ≤ n, got k = {k[bad][0]:.17g} and n = {n[bad][0]:.17g}")
 
     def lower(hits: Floats, risk: Floats) -> Floats:
         return _binomial_lower(hits, n, risk)

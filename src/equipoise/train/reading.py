@@ -149,11 +149,14 @@ def _put(current: Any, path: list[str], value: Any, key: str) -> Any:
 
 
 def check(document: Mapping[str, Any], where: str = "the recipe", lines: Lines | None = None) -> Recipe:
-    """The document as a `Recipe`, or an `InputError` naming the first problem: key, line, what was expected, what came."""
+    """The document as a `Recipe`, or an `InputError` naming the first problem: key, line, what was expected, what came.
+
+    Unknown keys come first: a misspelt key is also a missing one, and its own line says what to mend.
+    """
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
-        problems = error.errors()
+        problems = sorted(error.errors(), key=lambda p: p["type"] != "extra_forbidden")
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(_sentence(problems[0], where, lines or {}) + more) from error
 

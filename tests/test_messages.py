@@ -1,0 +1,197 @@
+"""What is said about common mistakes: each row is a wrong call and a part of the sentence it gets."""
+
+import re
+import types
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import equipoise as eq
+from equipoise.attacks import pgd, smooth_pgd
+from equipoise.checkpoints import load_factory, load_model, load_weights
+from equipoise.cli.app import build
+from equipoise.core import InputError, Refused
+from equipoise.data import load_dataset
+from equipoise.report.collect import contradictions
+from equipoise.report.data import Series
+from equipoise.runs import AttackRow
+from equipoise.smoothing import SmoothedClassifier, clopper_pearson
+from equipoise.train.reading import read_recipe
+
+MODEL = {"factory": "equipoise.nn.models:mlp"}
+RECIPE = {"name": "a", "model": MODEL, "data": {"path": "digits"}, "optimiser": {"lr": 0.1}}
+X, Y = torch.zeros(2, 4), torch.tensor([0, 1])
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Linear(4, 2).eval()
+
+
+def failing():
+    raise AttributeError("inside the factory")
+
+
+def attack(x=X, y=Y, epsilon=0.1, model=None):
+    return pgd(model or net(), x, y, epsilon, 2)
+
+
+def misfit(folder, **tensors):
+    save_file(tensors, folder / "w.safetensors")
+    return load_weights(net(), folder / "w.safetensors")
+
+
+#: a wrong call (of a scratch folder), the kind of error, a part of its sentence
+CALLS = {
+    **{
+        f"pickle {end}": (lambda _, end=end: load_model(f"model{end}"), Refused, "pickles are never opened; export the")
+        for end in (".pt", ".pth", ".ckpt", ".bin")
+    },
+    "weights of another shape": (
+        lambda f: misfit(f, weight=torch.zeros(3, 5), bias=torch.zeros(2)), InputError,
+        "size mismatch for weight: copying a param with shape torch.Size([3, 5]) from checkpoint, the shape in current model is "
+        "torch.Size([2, 4])",
+    ),
+    "factory misspelt": (
+        lambda _: load_factory("equipoise.nn.models:mpl"), InputError,
+        "'equipoise.nn.models' has no 'mpl'; did you mean 'mlp'?",
+    ),
+    "factory fails": (lambda _: load_factory(f"{__name__}:failing"), InputError, "failed with an AttributeError: inside"),
+    "epoch for epochs": (
+        lambda _: read_recipe({**RECIPE, "epoch": 3}), InputError, "unknown key 'epoch'; did you mean 'epochs'?"
+    ),
+    "digit": (lambda _: load_dataset("digit"), InputError, "no 'digit'; did you mean 'digits'?"),
+    "digts": (lambda _: load_dataset("digts"), InputError, "no 'digts'; did you mean 'digits'?"),
+    "Digits": (lambda _: load_dataset("Digits#test"), InputError, "no 'Digits'; did you mean 'digits'?"),
+    "label too large": (lambda _: attack(y=torch.tensor([0, 5])), InputError, "label 5 is none of the model's 2 classes"),
+    "label below 0": (lambda _: attack(y=torch.tensor([-100, 1])), InputError, "label -100 is none of the model's 2"),
+    "float labels": (lambda _: attack(y=Y.double()), InputError, "labels are whole numbers, got torch.float64"),
+    "list of labels": (lambda _: attack(y=[0, 1]), InputError, "expected tensors of inputs and labels, got Tensor and list"),
+    "input shape": (lambda _: attack(torch.zeros(2, 3)), InputError, "the model does not take inputs of shape (2, 3)"),
+    "no logits": (lambda _: attack(model=nn.Unflatten(1, (2, 2))), InputError, "expected logits of shape (2, classes)"),
+    "text as epsilon": (lambda _: attack(epsilon="0.1"), InputError, "epsilon is one number, or one for each"),
+    "three epsilons": (lambda _: attack(epsilon=torch.ones(3)), InputError, "each of the 2 inputs; got shape (3,)"),
+    "smoothed label": (
+        lambda _: smooth_pgd(SmoothedClassifier(net(), 0.1, 2), X, Y + 1, 0.1, 2), InputError, "label 2 is none of the"
+    ),
+    "smoothed input shape": (
+        lambda _: smooth_pgd(SmoothedClassifier(net(), 0.1, 2), X[:, 1:], Y, 0.1, 2), InputError, "inputs of shape (2, 3)"
+    ),
+    "keyword misspelt": (
+        lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, sed=1), TypeError,
+        "certify() got an unexpected keyword argument 'sed'; did you mean 'seed'?",
+    ),
+    "parameter misspelt": (
+        lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, worker=1), TypeError, "did you mean 'workers'?"
+    ),
+    "data by name": (
+        lambda f: eq.certify(net(), "digits", run_dir=f, sigma=0.1), InputError, "use eq.data.load_dataset('digits')"
+    ),
+    "public name misspelt": (
+        lambda _: eq.lipschitz_bond, AttributeError, "no attribute 'lipschitz_bond'; did you mean 'lipschitz_bound'?"
+    ),
+    "nothing to decay": (lambda _: eq.ActivationDecay(nn.ReLU()), InputError, "this ReLU has no nn.Linear"),
+    "k above n": (lambda _: clopper_pearson(11, 10, 0.05), InputError, "0 ≤ k ≤ n, got k = 11 and n = 10"),
+    "one k of many": (lambda _: clopper_pearson([3, 2.5], 10, 0.05), InputError, "got k = 2.5 and n = 10"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_wrong_call_gets_its_sentence(tmp_path, case):
+    call, kind, words = CALLS[case]
+    with pytest.raises(kind) as caught:
+        call(tmp_path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+#: arguments of the command, where {f} is a folder with `model.pt2`, and a part of the sentence
+COMMANDS = {
+    "shape of a program": (
+        "audit {f}/model.pt2 --input-shape 4",
+        "model.pt2 has its own input shape: leave out --input-sh",
+    ),
+    "pickle": ("audit {f}/model.pt", "pickles are never opened"),
+    "chain": ("audit {f}/model.pt2 --chain dense", "closed, sdp, lipsdp, eclipse"),
+    "no such target": ("certify {f}/nowhere", "nowhere is neither a run directory nor a model"),
+    "an empty folder": ("certify {f}/empty", "empty is neither a run directory nor a model"),
+    "a model alone": ("certify {f}/model.pt2", "--data and --sigma are needed"),
+    "curvature of a program": (
+        "curvature {f}/model.pt2 --data digits",
+        "give a checkpoint directory, or package.module:f",
+    ),
+    "scale": ("reproduce dense-convergence --scale huge -o {f}/results", "--scale is 'laptop' or 'paper', got 'huge'"),
+    "no folder": ("demo --quick --out {f}/model.pt2/x", "cannot write to"),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_a_wrong_command_gets_its_sentence_and_nothing_else(tmp_path, case):
+    (tmp_path / "empty").mkdir()
+    torch.export.save(torch.export.export(net(), (torch.zeros(1, 4),)), tmp_path / "model.pt2")
+    before = sorted(tmp_path.rglob("*"))
+    arguments, words = COMMANDS[case]
+    command = arguments.split()
+    app = build(wanted=command[0])
+    ran = CliRunner().invoke(app, [a.format(f=tmp_path) for a in command], prog_name="equipoise")
+    assert ran.exit_code == 2
+    assert ran.stdout == ""
+    assert ran.stderr.startswith("equipoise: ")
+    assert words in ran.stderr.replace("\n", " ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_help_of_chain_names_what_its_error_names():
+    from typing import get_args
+
+    from equipoise.cli.audit import audit
+    from equipoise.lipschitz.bound import ChainMethod
+
+    (option,) = [o for o in audit.__annotations__.values() if "dense layers at the end" in str(o)]
+    assert set(get_args(ChainMethod)) <= set(re.findall(r"\w+", str(option)))
+
+
+@pytest.mark.parametrize(("scale", "shown"), [(0.1, False), (10.0, True)])
+def test_shares_are_shown_only_of_a_bound_above_one(scale, shown):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(scale * torch.eye(4))
+        model[2].weight.copy_(0.9 * torch.eye(2, 4))
+    report = eq.lipschitz_bound(model, torch.zeros(1, 4))
+    assert bool(report.fix_first()) == shown
+    page = report.to_html()
+    for text in (str(report), page[page.index("<tbody>") :]):
+        assert ("%" in text) == shown
+        assert ("–" in text) != shown
+    assert ("% of the log-bound" in page) == shown
+    assert ('class="bar"' in page) == shown
+
+
+def test_a_layer_that_stretches_below_a_small_bound_is_named_without_a_share():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(3 * torch.eye(2))
+        model[2].weight.copy_(0.1 * torch.eye(2))
+    lines = eq.lipschitz_bound(model, torch.zeros(1, 2)).summary()
+    assert "fix first: 0 (linear)" in lines
+
+
+@pytest.mark.parametrize(("kind", "words"), [("smoothed", "suspected at 0.25"), ("base", "broken at 0.25")])
+def test_a_smoothed_success_that_nobody_confirmed_is_suspected(kind, words):
+    one = np.ones(1, dtype=np.int64)
+    series = Series("m", "run", "cpm", ("a",), one, one, np.array([0.5]))
+    found = contradictions([series], [AttackRow("a", kind, 0.3, True, 0.25, 1, 1, 0)], kind)
+    assert found.broken == 1
+    assert words in found.where[0]
+    assert ("suspected" in found.where[0]) == (kind == "smoothed")
+
+
+def test_missing_names_of_the_package_stay_missing():
+    assert isinstance(eq, types.ModuleType)
+    assert not hasattr(eq, "zzz")
+    with pytest.raises(AttributeError, match=r"has no attribute 'zzz'$"):
+        _ = eq.zzz
