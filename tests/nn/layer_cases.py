@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,7 +22,7 @@ class LayerCase:
 
     `build(kind, inputs, outputs, **options)` with kind in `kinds` (linear, conv1d, conv2d, transpose2d) makes it.
     `square`: it needs as many outputs as inputs; `affine`: it is one affine map, so its operator can be materialised;
-    `strides`, `paddings`, `groups`: what the convolution accepts.
+    `strides`, `paddings`, `groups`: what the convolution accepts; `strided_circle`: also a stride on a circle it does not divide.
     """
 
     name: str
@@ -32,6 +33,7 @@ class LayerCase:
     strides: tuple[int, ...] = (1, 2)
     paddings: tuple[str, ...] = ("zeros", "circular")
     groups: tuple[int, ...] = (1, 2)
+    strided_circle: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, kind: str, inputs: int = 4, outputs: int = 4, **options: Any) -> nn.Module:
@@ -68,7 +70,7 @@ CASES: list[LayerCase] = [
     LayerCase("bcop", by_name("BCOP"), ALL_KINDS),
     LayerCase("rko", by_name("RKO"), ALL_KINDS),
     LayerCase("bjorck", by_name("Bjorck")),
-    LayerCase("soc", by_name("SOC")),
+    LayerCase("soc", by_name("SOC"), strided_circle=False),  # even circles: test_orthogonal_layers.py
     LayerCase("cayley", by_name("Cayley"), ("linear",)),  # the convolution's weight depends on the size: own tests
     LayerCase("householder", by_name("Householder"), ("linear",)),
     LayerCase("sandwich", by_name("Sandwich"), ("linear",), affine=False),
@@ -86,6 +88,22 @@ def rows(affine: bool | None = None) -> list[tuple[LayerCase, str]]:
     return [(case, kind) for case in CASES if affine in (None, case.affine) for kind in case.kinds]
 
 
+def quick(case: LayerCase, kind: str) -> bool:
+    """Whether the row belongs to the normal run: dense and convolution of each layer, one row of each other kind."""
+    if case.name in ("sr1", "sr4", "sll-tanh"):
+        return False
+    return kind in ("linear", "conv2d") or (case.name, kind) in {("aol", "conv1d"), ("sr2", "transpose2d")}
+
+
+def marked_rows(few: tuple[tuple[str, str], ...] = ()) -> list[Any]:
+    """Every (case, kind) as parameters of a test; those that repeat the others are slow, or all but `few`."""
+    found = []
+    for case, kind in rows():
+        normal = (case.name, kind) in few if few else quick(case, kind)
+        found.append(pytest.param(case, kind, marks=() if normal else pytest.mark.slow, id=f"{case.name}-{kind}"))
+    return found
+
+
 def row_id(value: Any) -> str | None:
     """Names for pytest."""
     return value.name if isinstance(value, LayerCase) else None
@@ -99,4 +117,5 @@ def geometries(case: LayerCase, kind: str) -> list[dict[str, Any]]:
     return [
         {"stride": stride, "padding_mode": mode, "groups": groups}
         for stride, mode, groups in itertools.product(case.strides, modes, case.groups)
+        if case.strided_circle or stride == 1 or mode == "zeros"
     ]

@@ -8,14 +8,17 @@ import pickle
 
 import pytest
 import torch
-from layer_cases import CASES, LayerCase, inputs_for, row_id, rows
+from layer_cases import CASES, LayerCase, inputs_for, marked_rows
 from torch import nn
 
 import equipoise.nn as eqn
 from equipoise.core.errors import Refused
 from equipoise.norms import spectral_norm
 
-ROWS = pytest.mark.parametrize(("case", "kind"), rows(), ids=row_id)
+ROWS = pytest.mark.parametrize(("case", "kind"), marked_rows())
+#: tracing takes seconds a row: a few rows always, the others in the slow run
+FEW = (("sn", "linear"), ("aol", "conv2d"), ("sll", "linear"))
+TRACED = pytest.mark.parametrize(("case", "kind"), marked_rows(FEW))
 
 
 @pytest.fixture(autouse=True)
@@ -153,23 +156,14 @@ def test_functional_transforms(case, kind):
         torch.func.jacrev(lambda v: torch.func.functional_call(layer, parameters, (v,)))(x[:1])
 
 
-@ROWS
+@TRACED
 def test_torch_export(case, kind):
     layer, x = shaken(case, kind).eval(), inputs_for(kind)
     program = torch.export.export(layer, (x,))
     torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
-def _compiled_rows():
-    """Tracing takes seconds a row: a few rows always, the others in the slow run."""
-    quick = {("sn", "linear"), ("aol", "conv2d"), ("sr1", "linear"), ("sll", "linear")}
-    return [
-        pytest.param(case, kind, marks=() if (case.name, kind) in quick else pytest.mark.slow, id=f"{case.name}-{kind}")
-        for case, kind in rows()
-    ]
-
-
-@pytest.mark.parametrize(("case", "kind"), _compiled_rows())
+@TRACED
 def test_fullgraph_compile(case, kind):
     layer, x = shaken(case, kind), inputs_for(kind)
     torch._dynamo.reset()

@@ -131,6 +131,7 @@ def test_head_lln_is_certified_by_pairs():
     assert bound(net[:-1], example("sll", 1)) <= 1 + 1e-4
 
 
+@pytest.mark.slow
 def test_two_hundred_blocks_train_without_normalisation():
     torch.manual_seed(0)
     train, test = load_digits(split="train"), load_digits(split="test")

@@ -113,7 +113,7 @@ class SlyReLU(nn.ReLU):
         (torch.abs, "abs"),
         (torch.relu, "relu"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_other_activations_are_refused_with_the_reason(activation, reason):
     for build in (lambda: eqn.SLLLinear(4, activation=activation), lambda: eqn.CPLConv2d(4, activation=activation)):
@@ -226,8 +226,3 @@ def depth_run(depth: int, steps: int) -> float:
 
 def test_twenty_blocks_train_without_normalisation():
     assert depth_run(20, 40) > 0.8
-
-
-@pytest.mark.slow
-def test_two_hundred_blocks_train_without_normalisation():
-    assert depth_run(200, 100) > 0.5

@@ -105,7 +105,7 @@ def test_two_processes_measure_the_network_that_is_kept(small, tmp_path, figures
 
 
 def test_two_processes_resume_exactly(small, tmp_path, figures):
-    recipe = small("checkpoint_steps=2", "epochs=2", "metrics.bound=false")  # with dropout: every process has its own random state
+    recipe = small("checkpoint_steps=2", "epochs=2", "metrics.bound=false")  # dropout: each process has its own state
     launch(recipe, tmp_path / "whole")
     launch(recipe, tmp_path / "stopped", stop=7)
     launch(recipe, tmp_path / "stopped")

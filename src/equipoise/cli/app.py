@@ -62,7 +62,9 @@ COMMANDS: tuple[Command, ...] = (
         optional=True,
         summary="Hessian eigenvalue, trace, density and sharpness of a saved network.",
     ),
-    Command("report", "equipoise.cli.report", "report", optional=True, summary="One HTML page from certification runs."),
+    Command(
+        "report", "equipoise.cli.report", "report", optional=True, summary="One HTML page from certification runs."
+    ),
     Command("reproduce", "equipoise.cli.reproduce", "reproduce"),
     Command("selfcheck", "equipoise.cli.selfcheck", "selfcheck"),
     Command("bench", "equipoise.cli.bench", "bench"),

@@ -47,7 +47,11 @@ def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor, cache
         pointwise = step.slopes is not None and len(step.gains) == 1
         if not pointwise and (step.kind not in _AFFINE or (step.combine == "root" and step.kind != "concatenation")):
             return math.inf
-    slopes = {n: _slopes(run, n, boxes) for n in run.program.nodes if run.steps[n].slopes is not None}
+    slopes = {
+        n: secant_slopes(run, n, boxes[run.steps[n].gains[0][0].node])
+        for n in run.program.nodes
+        if run.steps[n].slopes is not None
+    }
     values = _reference_pass(run, x, {n: s[0] for n, s in slopes.items()})
     out = values[run.program.outputs[0]]
     if out.numel() > OUTPUTS:
@@ -69,18 +73,24 @@ def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor, cache
     return total
 
 
-def _slopes(run: Propagation, node: fx.Node, boxes: dict[fx.Node, Box]) -> tuple[Tensor, Tensor]:
-    """Reference slope and half-width per entry: exact for ReLU, from the curvature for smooth maps, else the whole interval."""
+def secant_slopes(run: Propagation, node: fx.Node, box: Box) -> tuple[Tensor, Tensor]:
+    """Reference slope and half-width per entry of an activation whose input lies in `box`.
+
+    Exact for (leaky) ReLU, from the curvature for smooth maps, else the whole interval.
+    """
     step = run.steps[node]
     assert step.slopes is not None
     low, high = step.slopes
     shape = step.gains[0][0].shape
-    box = boxes[step.gains[0][0].node]
     lows = torch.full(shape, low, dtype=torch.float64)
     highs = torch.full(shape, high, dtype=torch.float64)
     if step.kind == "relu" and box.mid is not None and box.half is not None:
         lows = (box.mid - box.half > 0).double()
         highs = (box.mid + box.half > 0).double()
+    elif step.kind == "leaky_relu" and box.mid is not None and box.half is not None:
+        below = low if high == 1 else high  # the slope of the negative side; the other is 1
+        lows = torch.where(box.mid - box.half > 0, 1.0, torch.where(box.mid + box.half < 0, below, lows))
+        highs = torch.where(box.mid - box.half > 0, 1.0, torch.where(box.mid + box.half < 0, below, highs))
     elif step.kind in CURVATURE and box.mid is not None and box.half is not None:
         at = box.mid.clone().requires_grad_()
         with torch.enable_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,28 @@ from equipoise.lipschitz.forms import Cache
 from equipoise.lipschitz.linearise import gradient_bound
 from equipoise.lipschitz.logs import exp_up, log_root
 from equipoise.lipschitz.propagate import Propagation, propagate
+from equipoise.lipschitz.zonotope import zonotope_bound
+
+Effort = Literal["fast", "zonotope"]
 
 
 def local_lipschitz(
-    model: nn.Module, x: Tensor, radius: float, *, steps: int = 20, rtol: float = 1e-3, seed: int = 0
+    model: nn.Module,
+    x: Tensor,
+    radius: float,
+    *,
+    steps: int = 20,
+    rtol: float = 1e-3,
+    seed: int = 0,
+    effort: Effort = "zonotope",
 ) -> Bracket:
     """Bracket, per sample, of the Lipschitz constant in ℓ2 on the ball of `radius` around each `x`.
 
     `lower ≤ sup ‖f(a) − f(b)‖/‖a − b‖ ≤ upper` over `a ≠ b` with `‖a − x‖, ‖b − x‖ ≤ radius`. The lower end is a
     pair of inputs found by
     gradient ascent, or the Jacobian norm by power iteration, in float64 and shrunk by 10⁻⁶. The upper end is the
-    least of: the global
-    bound; the product of local gains with neurons that cannot move dropped; and the gradient bound of `linearise`.
+    least of: the global bound; the product of local gains with neurons that cannot move dropped; the gradient bound of
+    `linearise`; and, with `effort="zonotope"`, the bound of a relational enclosure.
 
     Args:
         model: a module in evaluation mode, as for `lipschitz_bound`.
@@ -39,6 +49,9 @@ def local_lipschitz(
         steps: of gradient ascent and of power iteration. 0 leaves the lower end at 0.
         rtol: relative gap asked of every operator norm.
         seed: of the starting points.
+        effort: `zonotope` carries every input direction through the network, as many forward passes as the input has
+            entries and more (seconds to minutes per image), where the network is affine up to pointwise activations
+            and the directions fit in memory; `fast` leaves that out.
 
     >>> net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> b = local_lipschitz(net, torch.randn(4, 3), 0.01)
@@ -54,25 +67,28 @@ def local_lipschitz(
         raise InputError(f"x needs a batch dimension, got shape {tuple(x.shape)}")
     if not bool(torch.isfinite(x).all()):
         raise InputError("x has non-finite values")
+    if effort not in get_args(Effort):
+        raise InputError(f"effort must be one of {', '.join(get_args(Effort))}, got {effort!r}")
     program = capture(model, x[:1])
     cache = Cache(rtol)
     reach = up(float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12) + radius)
     with torch.no_grad(), full_precision():
         run = propagate(program, reach, rtol, cache)
-        upper = torch.tensor([certified(run, sample[None], radius, cache) for sample in x], dtype=torch.float64)
+        upper = torch.tensor([certified(run, sample[None], radius, cache, effort) for sample in x], dtype=torch.float64)
     lower = attacked(model, x, radius, steps, seed) if steps > 0 else torch.zeros_like(upper)
     if bool((lower > upper * (1 + 1e-6)).any()):
         raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
     return Bracket(torch.minimum(lower, upper), upper, method="attack, certified on the ball")
 
 
-def certified(run: Propagation, x: Tensor, radius: float, cache: Cache) -> float:
+def certified(run: Propagation, x: Tensor, radius: float, cache: Cache, effort: Effort = "fast") -> float:
     """Upper bound of the Lipschitz constant on the ball around one sample."""
     boxes = enclose(run, x, radius, cache)
     layered = log_root(boxes[o].log for o in run.program.outputs)
     chain = chain_total(run)
     whole = min(layered, run.fused, math.inf if chain is None else chain)
-    return min(exp_up(whole), gradient_bound(run, boxes, x, cache))
+    upper = min(exp_up(whole), gradient_bound(run, boxes, x, cache))
+    return min(upper, zonotope_bound(run, boxes, x, radius, cache)[0]) if effort == "zonotope" else upper
 
 
 def attacked(model: nn.Module, x: Tensor, radius: float, steps: int, seed: int) -> Tensor:

@@ -200,11 +200,11 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
     if isinstance(activation, nn.GELU) and kind is nn.GELU:
         top = 1.1289932 if activation.approximate == "tanh" else 1.1289042
         return 1 - top, top
-    if isinstance(activation, nn.Softplus) and (activation.threshold < 15 or activation.beta <= 0):
+    if isinstance(activation, nn.Softplus) and (activation.threshold < 20 or activation.beta <= 0):
         return None  # PyTorch switches to x with a jump
     if isinstance(activation, nn.CELU) and activation.alpha <= 0:
         return None
-    if isinstance(activation, Contracted):
+    if isinstance(activation, Contracted) and kind is Contracted:
         inner = slopes(activation.activation)
         return None if inner is None else (inner[0] * activation.factor, min(1.0, inner[1] * activation.factor))
     return _SLOPES.get(kind)

@@ -46,7 +46,7 @@ class Residual(Effective):
         rescaling: Rescaling,
         t: int,
         learn_q: bool,
-        iterations: int = 8,
+        iterations: int = 6,
         grid: int = 16,
     ) -> None:
         super().__init__()
@@ -98,16 +98,18 @@ class Residual(Effective):
         inner, outer, offset, scale = self.effective()
         x = as_weight(x, inner)
         with uncast(x.device.type):
-            z = self._linear(x, inner)
-            return x - self._linear(_bent(self.activation, z, offset, scale, self.kernel.dims), outer)
+            fused = offset.numel() > 0 and scale.numel() == 0  # the offset is the bias of the inner map
+            z = self._linear(x, inner, offset if fused else None)
+            bent = _bent(self.activation, z, offset[:0] if fused else offset, scale, self.kernel.dims)
+            return x - self._linear(bent, outer)
 
-    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.kernel.dims == 0:
-            return functional.linear(x, weight)
+            return functional.linear(x, weight, bias)
         if self.padding_mode == "circular":
             x = functional.pad(x, [p for p in reversed(self.padding) for _ in range(2)], mode="circular")
-            return functional.conv2d(x, weight, None, 1, 0, self.dilation, self.groups)
-        return functional.conv2d(x, weight, None, 1, self.padding, self.dilation, self.groups)
+            return functional.conv2d(x, weight, bias, 1, 0, self.dilation, self.groups)
+        return functional.conv2d(x, weight, bias, 1, self.padding, self.dilation, self.groups)
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`max(1, 2‖U‖² − 1)` with ‖U‖ bounded for this input, from the weights the forward pass uses."""
@@ -297,7 +299,7 @@ class CPLLinear(_LinearBlock):
     torch.Size([2, 8])
     """
 
-    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 8, **options: Any) -> None:
+    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 6, **options: Any) -> None:
         super().__init__(
             *args, activation=activation, rescaling="sn", t=1, learn_q=False, iterations=iterations, **options
         )
@@ -310,7 +312,7 @@ class CPLConv2d(_Conv2dBlock):
     torch.Size([2, 4, 6, 6])
     """
 
-    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 8, **options: Any) -> None:
+    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 6, **options: Any) -> None:
         super().__init__(
             *args, activation=activation, rescaling="sn", t=1, learn_q=False, iterations=iterations, **options
         )

@@ -249,7 +249,7 @@ def _alarm(data: ReportData) -> str:
     if data.tested is None or not data.tested.broken:
         return ""
     found = "".join(f"<li>{esc(w)}</li>" for w in data.tested.where[:20])
-    said = f"{data.tested.broken} certificates were broken by an attack inside their radius."
+    said = f"{data.tested.broken} certificates were contradicted by an attack inside their radius."
     why = "Either the attacked classifier was another one, the risk α struck, or this is a bug of equipoise."
     return f'<div class="alarm" role="alert"><strong>{said}</strong> {why}<ul>{found}</ul></div>'
 

@@ -56,7 +56,9 @@ def cards(data: ReportData) -> str:
     if data.tested is not None:
         t = data.tested
         tone = "good" if t.broken == 0 else "bad"
-        shown.append(card("certificates contradicted by an attack", str(t.broken), f"of {t.tried:,} attacked inside", tone))
+        shown.append(
+            card("certificates contradicted by an attack", str(t.broken), f"of {t.tried:,} attacked inside", tone)
+        )
     for audit in data.audits[:3]:
         log = audit.bound.get("log_upper")
         number = "unknown" if log is None else show_log(float(log))

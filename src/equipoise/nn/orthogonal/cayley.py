@@ -32,6 +32,9 @@ from equipoise.nn.method import Kernel, Method
 from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
 from equipoise.nn.orthogonal.polar import last_step
 
+#: entries of the matrices whose residual is taken at once: they stay in the cache
+AT_ONCE = 2**16
+
 
 def cayley(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """The two blocks of `C(X, Y)`, `X (..., n, n)` and `Y (..., m, n)`, real or complex: `A*A + B*B = I` up to rounding.
@@ -40,9 +43,24 @@ def cayley(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     >>> bool((A.mT @ A + B.mT @ B - torch.eye(3)).abs().max() < 1e-5)
     True
     """
-    identity = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
-    inverse = torch.linalg.inv_ex(identity + X - X.mH + Y.mH @ Y)[0]
-    return 2 * inverse - identity, -2 * Y @ inverse
+    return blocks(torch.eye(X.shape[-1], dtype=X.dtype, device=X.device) + X - X.mH, Y)
+
+
+def blocks(Z: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+    """`C(X, Y)` from `Z = I + X − X*`, which a convolution makes of its taps."""
+    identity = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device)
+    inverse = torch.linalg.inv_ex(Z + Y.mH @ Y if Y.shape[-2] else Z)[0]
+    return torch.add(-identity, inverse, alpha=2), (Y if not Y.shape[-2] else (-2 * Y) @ inverse)
+
+
+def skew_and_identity(X: Tensor) -> Tensor:
+    """The kernel of `I + X − X*` for `X (g, n, n, *k)`: odd taps (a zero is added to an even axis), centred as `symbol` does."""
+    for axis in (3, 4):
+        if X.shape[axis] % 2 == 0:  # the centre of k taps is (k − 1)//2, so the zero comes last
+            X = torch.cat([X, torch.zeros_like(X.narrow(axis, 0, 1))], axis)
+    identity = torch.eye(X.shape[1], dtype=X.dtype, device=X.device)[..., None, None]
+    pads = (X.shape[4] // 2,) * 2 + (X.shape[3] // 2,) * 2
+    return X - X.transpose(1, 2).flip(3, 4) + torch.nn.functional.pad(identity, pads)
 
 
 def capped(*kernels: Tensor, taps: int, channels: int) -> list[Tensor]:
@@ -64,26 +82,49 @@ def isometry_bound(*blocks: Tensor) -> Tensor:
 
     `σ² ≤ μ + ‖G − μI‖_F` with `G = Σ W_i*W_i` and μ the mean of its diagonal, in float64, rounded up.
     """
-    wide = [W.detach().to(torch.complex128 if W.is_complex() else torch.float64) for W in blocks]
-    if len(wide) == 1 and wide[0].shape[-2] < wide[0].shape[-1]:
-        wide = [wide[0].mH]
-    G = wide[0].mH @ wide[0]
-    for W in wide[1:]:
-        G = G + W.mH @ W
-    n, length = G.shape[-1], sum(W.shape[-2] for W in wide)
-    mu = torch.diagonal(G, dim1=-2, dim2=-1).real.mean(-1)
-    residual = torch.linalg.matrix_norm(G - mu[..., None, None] * torch.eye(n, dtype=G.dtype, device=G.device))
-    found = mu + residual * (1 + 1e-9) + gamma(4 * length + 64, torch.float64) * n * mu
+    columns = [W.detach() for W in blocks]
+    if len(columns) == 1 and columns[0].shape[-2] < columns[0].shape[-1]:
+        columns = [columns[0].mH]
+    n, length = columns[0].shape[-1], sum(W.shape[-2] for W in columns)
+    flat = [W.reshape(-1, *W.shape[-2:]) for W in columns]
+    per = max(1, AT_ONCE // (n * length))
+    parts = [_mean_and_rest(*some) for some in zip(*[W.split(per) for W in flat], strict=True)]
+    mu, rest = (torch.cat(part).reshape(columns[0].shape[:-2]) for part in zip(*parts, strict=True))
+    found = mu + rest * (1 + 1e-9) + gamma(4 * length + 64, torch.float64) * n * mu
     return found.sqrt() * (1 + 1e-12)
+
+
+def _mean_and_rest(*columns: Tensor) -> tuple[Tensor, Tensor]:
+    """`(μ, ‖G − μI‖_F)` of `G = Σ W_i*W_i` in float64, μ the mean of its diagonal."""
+    X, Y = torch.zeros(()), torch.zeros(())  # real and imaginary part of G: real products are the faster ones
+    for i, W in enumerate(columns):
+        R = W.real.double()
+        X = torch.baddbmm(X, R.mT, R) if i else R.mT @ R
+        if W.is_complex():
+            J = W.imag.double()
+            X, cross = torch.baddbmm(X, J.mT, J), R.mT @ J
+            Y = (Y if i else 0.0) + (cross - cross.mT)
+    diagonal = torch.diagonal(X, dim1=-2, dim2=-1)
+    mu = diagonal.mean(-1)
+    diagonal.sub_(mu[:, None])
+    rest = torch.linalg.vector_norm(X.flatten(1), dim=1)
+    return mu, torch.hypot(rest, torch.linalg.vector_norm(Y.flatten(1), dim=1)) if Y.dim() else rest
 
 
 def contracted(*blocks: Tensor) -> list[Tensor]:
     """Blocks over their `isometry_bound`, so that the column has norm at most 1 also after rounding to its dtype."""
     columns = min(blocks[0].shape[-1], sum(W.shape[-2] for W in blocks))
     margin = 1 + 4 * unit_roundoff(blocks[0].dtype) * math.sqrt(columns)
-    scale = (isometry_bound(*blocks) * margin)[..., None, None]
-    real = torch.float64 if blocks[0].dtype in (torch.float64, torch.complex128) else torch.float32
-    return [W / scale.to(real) for W in blocks]
+    scale = (1 / (isometry_bound(*blocks) * margin))[..., None, None]
+    return [times(W, scale) for W in blocks]
+
+
+def times(W: Tensor, scale: Tensor) -> Tensor:
+    """`W·scale` for a real scale, in W's precision; a complex product would cost four times as much."""
+    if not W.is_complex():
+        return W * scale.to(W.dtype)
+    parts = torch.view_as_real(W)
+    return torch.view_as_complex(parts * scale.to(parts.dtype)[..., None])
 
 
 class Cayley(Method):
@@ -138,16 +179,40 @@ def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
     return E.reshape(g, -1, m, n)
 
 
+class _Turned(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.mT.contiguous()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return turned(gradients[0])
+
+
+def turned(x: Tensor) -> Tensor:
+    """The transpose of a matrix, laid out anew, and its gradient too: products of strided matrices copy them one by one."""
+    result: Tensor = _Turned.apply(x)
+    return result
+
+
 def transform(x: Tensor, groups: int) -> Tensor:
-    """`(b, g·c, h, w)` real → `(g, frequencies, c, b)`: images beside each other, one matrix product per frequency."""
+    """`(b, g·c, h, w)` real → `(g, frequencies, b, c)`: images as rows, one matrix product per frequency."""
     b, channels = x.shape[:2]
-    return torch.fft.rfft2(x, norm="ortho").reshape(b, groups, channels // groups, -1).permute(1, 3, 2, 0)
+    spectrum = turned(torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1))
+    return spectrum.reshape(-1, b, groups, channels // groups).permute(2, 0, 1, 3)
 
 
 def back(X: Tensor, size: Size) -> Tensor:
     """The inverse of `transform`."""
-    g, _, c, b = X.shape
-    spectrum = X.permute(3, 0, 2, 1).reshape(b, g * c, size[0], size[1] // 2 + 1)
+    g, frequencies, b, c = X.shape
+    flat = turned(X.permute(1, 2, 0, 3).reshape(frequencies, -1))
+    spectrum = flat.reshape(b, g * c, size[0], size[1] // 2 + 1)
     return torch.fft.irfft2(spectrum, s=size, norm="ortho")
 
 
@@ -200,12 +265,13 @@ class CayleyConv2d(SizedConv2d):
         K = self.raw.reshape(self.frame.groups, self.frame.out, *self.raw.shape[1:])
         n = min(K.shape[1:3])
         (K,) = capped(K, taps=K.shape[3] * K.shape[4], channels=n)
-        E = symbol(K, size, self.frame.dilation)
-        wide = E.shape[-2] < E.shape[-1]
-        E = E.mH if wide else E
-        W = torch.cat(cayley(E[..., :n, :], E[..., n:, :]), -2) if E.shape[-2] > n else cayley(E, E[..., :0, :])[0]
+        wide = K.shape[1] < K.shape[2]
+        K = K.transpose(1, 2) if wide else K  # Wᵀ is as orthogonal as W
+        Z = symbol(skew_and_identity(K[:, :n]), size, self.frame.dilation)
+        Y = symbol(K[:, n:], size, self.frame.dilation) if K.shape[1] > n else Z[..., :0, :]
+        W = torch.cat(blocks(Z, Y), -2) if K.shape[1] > n else blocks(Z, Y)[0]
         (W,) = contracted(W)
-        return ((W.mH if wide else W).resolve_conj(),)
+        return (W.mT if wide else W,)
 
     def forward(self, x: Tensor) -> Tensor:
         """The convolution, through Fourier space."""
@@ -232,7 +298,7 @@ def _apply(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None, size: S
     image = frame.enter(x)
     if tuple(image.shape[-2:]) != size:
         raise_size(size, image)
-    y = back(weight @ transform(image, frame.groups), size)
+    y = back(transform(image, frame.groups) @ weight.mT, size)
     y = frame.leave(y, (x.shape[-2], x.shape[-1]))
     y = y if bias is None else y + bias[:, None, None]
     return y[0] if single else y

@@ -91,6 +91,7 @@ class Frame:
         (sh, sw), (h, w) = self.stride, x.shape[-2:]
         if sh * sw > 1:
             if h % sh or w % sw:
+                self.size((h, w))  # refuses a circle that the stride does not divide
                 x = functional.pad(x, (0, -w % sw, 0, -h % sh))
             x = space_to_depth(x, self.stride)
         (top, bottom), (left, right) = self.zeros(0), self.zeros(1)

@@ -30,12 +30,14 @@ from equipoise.nn.activations import slopes
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 from equipoise.nn.orthogonal.cayley import (
     back,
+    blocks,
     capped,
     cayley,
-    contracted,
     isometry_bound,
     raise_size,
+    skew_and_identity,
     symbol,
+    times,
     transform,
 )
 from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
@@ -47,8 +49,7 @@ LOG_PSI = 8.0
 
 def monotone(activation: nn.Module) -> nn.Module:
     """The activation, refused unless its slopes are known to lie in [0, 1]."""
-    own = type(activation).__module__.split(".")[0] in ("torch", "equipoise")  # a subclass may have another forward
-    found = slopes(activation) if own else None
+    found = slopes(activation)
     if found is None or found[0] < 0 or found[1] > 1:
         what = "whose slopes are not known here" if found is None else f"with slopes in [{found[0]:g}, {found[1]:g}]"
         raise Refused(
@@ -230,12 +231,13 @@ class SandwichConv2d(SizedConv2d):
         """(first, second, psi): matrices of the half grid (groups, frequencies, ·, ·) and ψ (groups, 1, out)."""
         out, taps = self.frame.out, self.frame.taps
         X, Y = capped(self.square, self.raw, taps=taps[0] * taps[1], channels=out)
-        E = symbol(torch.cat([X, Y], 1), size, self.frame.dilation)
-        A, B = contracted(*cayley(E[..., :out, :], E[..., out:, :]))
+        Z = symbol(skew_and_identity(X), size, self.frame.dilation)
+        A, B = blocks(Z, symbol(Y, size, self.frame.dilation))
         psi = positive(self.log_psi)[:, None]
-        scale = math.sqrt(2) * (1 - 8 * unit_roundoff(psi.dtype) * math.sqrt(out))
-        first = B.mH / psi[..., None] * scale
-        return first.resolve_conj(), A * (psi[..., None, :] * scale), psi
+        margin = 1 - 16 * unit_roundoff(psi.dtype) * math.sqrt(2 * out)
+        scale = (math.sqrt(2) * margin / isometry_bound(A, B)).to(psi.dtype)[..., None, None]
+        wide = psi[..., None, :]
+        return times(B, scale / wide).mH.resolve_conj(), times(A, scale * wide), psi
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, through Fourier space."""
@@ -266,7 +268,7 @@ def _apply(
     image = frame.enter(x)
     if tuple(image.shape[-2:]) != size:
         raise_size(size, image)
-    hidden = back(first @ transform(image, frame.groups), size)
+    hidden = back(transform(image, frame.groups) @ first.mT, size)
     hidden = activation(hidden if bias is None else hidden + bias[:, None, None])
-    y = frame.leave(back(second @ transform(hidden, frame.groups), size), (x.shape[-2], x.shape[-1]))
+    y = frame.leave(back(transform(hidden, frame.groups) @ second.mT, size), (x.shape[-2], x.shape[-1]))
     return y[0] if single else y
