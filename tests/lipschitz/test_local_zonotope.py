@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,6 +126,8 @@ def test_no_point_and_no_pair_leaves_the_enclosure(name, monkeypatch):
     clouds = watched(monkeypatch)
     for radius, budget in ((0.02, "full"), *((0.3, b) for b in BUDGETS)):
         boxes = enclose(run, x, radius, cache)
+        if budget == "few symbols":  # without a product to compare with, the remainder is carried to the end
+            boxes = {node: replace(box, log=math.inf) for node, box in boxes.items()}
         widest = max(f.signal.numel for f in run.facts.values())
         entries = (x.numel() + 5) * widest if budget == "few symbols" else 10**7
         monkeypatch.setattr(zonotope, "ENTRIES", entries)

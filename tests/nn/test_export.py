@@ -80,7 +80,9 @@ def test_torch_export_round_trip(name):
     assert float((again(x) - net(x)).detach().abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("parts", "converted") else ()) for n in NETS]
+)
 def test_onnx_round_trip(name, tmp_path):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -111,7 +111,9 @@ def test_the_constant_is_what_it_says(name):
     assert worst_ratio(net, tuple(x.shape[1:]), torch.float32, pairs=20) <= constant * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in SMALL if n in LIPSCHITZ])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "sll_tiny" else ()) for n in SMALL if n in LIPSCHITZ]
+)
 def test_the_constant_survives_training(name):
     torch.manual_seed(3)
     net = build(name, **SMALL[name])
@@ -166,7 +168,7 @@ def test_plain_networks_have_the_published_sizes():
     assert "layer4.0.downsample.1.running_var" in build("resnet18", stem="imagenet").state_dict()
 
 
-@pytest.mark.parametrize(("depth", "accuracy"), [(20, 0.917), (56, 0.934)])
+@pytest.mark.parametrize(("depth", "accuracy"), [(20, 0.917), pytest.param(56, 0.934, marks=pytest.mark.slow)])
 def test_trained_cifar_networks_on_real_images(data_dir, depth, accuracy):
     net = load_weights(build(f"cifar_resnet{depth}"), data_dir / f"cifar10-resnet{depth}.safetensors")
     archive = np.load(data_dir / "cifar10.npz")

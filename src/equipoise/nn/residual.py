@@ -46,7 +46,7 @@ class Residual(Effective):
         rescaling: Rescaling,
         t: int,
         learn_q: bool,
-        iterations: int = 6,
+        iterations: int = 8,
         grid: int = 16,
     ) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class CPLLinear(_LinearBlock):
     torch.Size([2, 8])
     """
 
-    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 6, **options: Any) -> None:
+    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 8, **options: Any) -> None:
         super().__init__(
             *args, activation=activation, rescaling="sn", t=1, learn_q=False, iterations=iterations, **options
         )
@@ -312,7 +312,7 @@ class CPLConv2d(_Conv2dBlock):
     torch.Size([2, 4, 6, 6])
     """
 
-    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 6, **options: Any) -> None:
+    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 8, **options: Any) -> None:
         super().__init__(
             *args, activation=activation, rescaling="sn", t=1, learn_q=False, iterations=iterations, **options
         )
