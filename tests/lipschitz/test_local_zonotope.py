@@ -53,6 +53,7 @@ def cases():
     deep = [nn.Linear(8, 24)] + [m for _ in range(5) for m in (nn.ReLU(), nn.Linear(24, 24))]
     own = {
         "deep mlp": (nn.Sequential(*deep, nn.ReLU(), nn.Linear(24, 3)), (8,)),
+        "one input": (nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)), (1,)),
         "leaky": (nn.Sequential(nn.Linear(6, 20), nn.LeakyReLU(0.2), nn.Linear(20, 20), nn.LeakyReLU(3.0), nn.Linear(20, 2)), (6,)),
         "other activations": (nn.Sequential(nn.Linear(6, 12), nn.Sigmoid(), nn.Linear(12, 12), nn.Hardtanh(), nn.Linear(12, 12), nn.PReLU(), nn.Linear(12, 2)), (6,)),
         "two blocks": (nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(), Block(4, 4), Block(4, 8, 2, "A"), head(8)), (3, 8, 8)),
@@ -105,11 +106,12 @@ def values(run, x):
 
 
 def ball(x, radius, count, seed):
-    """Points of the ball, most of them on its surface, some along coordinates."""
+    """Points of the ball, most of them on its surface, some along coordinates, some inside."""
     g = torch.Generator().manual_seed(seed)
     d = torch.randn(count, *x.shape[1:], generator=g, dtype=torch.float64)
     d[: count // 4] *= (torch.rand(d[: count // 4].shape, generator=g) < 0.1).double()
     d = d / d.flatten(1).norm(dim=1).clamp_min(1e-9).reshape(-1, *[1] * (d.dim() - 1))
+    d[count // 2 :] *= torch.rand(count - count // 2, *[1] * (d.dim() - 1), generator=g, dtype=torch.float64)
     return x.double() + radius * (1 - 1e-12) * d
 
 
@@ -149,6 +151,18 @@ def check_points(run, state, clouds, upper, points):
         for node, (half, reach) in bounds.items():
             assert bool(((point[node] - clouds[node].centre).abs() <= half).all()), node
             assert bool(((point[node] - other[node]).abs() <= reach * gap).all()), node
+
+
+def test_the_relu_of_an_interval():
+    """`|relu(z) − λz − m| ≤ μ` on the whole interval, with equality somewhere, and every secant slope within the width."""
+    c, h = torch.meshgrid(torch.linspace(-2, 2, 41).double(), torch.linspace(0, 3, 31).double(), indexing="ij")
+    slope, centre, mu, width = zonotope._relu(c, h)
+    z = c + h * torch.linspace(-1, 1, 201).double().reshape(-1, 1, 1)
+    gap = (torch.relu(z) - slope * z - (centre - slope * c)).abs()
+    assert bool((gap <= mu + 1e-15).all())
+    assert float((mu - gap.amax(0)).max()) <= 1e-9
+    secant = (torch.relu(z[1:]) - torch.relu(z[:-1])) / (z[1:] - z[:-1]).clamp_min(1e-12)
+    assert bool(((secant - slope).abs() <= width + 1e-9)[:, h > 0].all())
 
 
 def test_weights_far_from_one_do_not_vanish():

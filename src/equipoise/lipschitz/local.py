@@ -21,7 +21,9 @@ from equipoise.lipschitz.logs import exp_up, log_root
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.zonotope import zonotope_bound
 
-Effort = Literal["fast", "zonotope"]
+Effort = Literal["auto", "fast", "zonotope"]
+#: with more input entries than this `effort="auto"` leaves the zonotope out: it takes minutes and gigabytes
+SMALL = 256
 
 
 def local_lipschitz(
@@ -32,7 +34,7 @@ def local_lipschitz(
     steps: int = 20,
     rtol: float = 1e-3,
     seed: int = 0,
-    effort: Effort = "zonotope",
+    effort: Effort = "auto",
 ) -> Bracket:
     """Bracket, per sample, of the Lipschitz constant in ℓ2 on the ball of `radius` around each `x`.
 
@@ -51,7 +53,7 @@ def local_lipschitz(
         seed: of the starting points.
         effort: `zonotope` carries every input direction through the network, as many forward passes as the input has
             entries and more (seconds to minutes per image), where the network is affine up to pointwise activations
-            and the directions fit in memory; `fast` leaves that out.
+            and the directions fit in memory; `fast` leaves that out; `auto` takes it for inputs of at most 256 entries.
 
     >>> net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> b = local_lipschitz(net, torch.randn(4, 3), 0.01)
@@ -67,6 +69,8 @@ def local_lipschitz(
         raise InputError(f"x needs a batch dimension, got shape {tuple(x.shape)}")
     if not bool(torch.isfinite(x).all()):
         raise InputError("x has non-finite values")
+    if effort == "auto":
+        effort = "zonotope" if x[:1].numel() <= SMALL else "fast"
     if effort not in get_args(Effort):
         raise InputError(f"effort must be one of {', '.join(get_args(Effort))}, got {effort!r}")
     program = capture(model, x[:1])
