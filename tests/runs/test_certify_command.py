@@ -198,7 +198,10 @@ def test_ctrl_c_leaves_a_run_that_can_be_continued(tmp_path):
     np.savez(tmp_path / "d.npz", x_test=(x[:, 0] * 255).round().byte().numpy(), y_test=y.numpy())
     command = [sys.executable, runs_command.__file__, "certify", "runs_nets:slow", "--data", str(tmp_path / "d.npz")]
     command += ["--sigma", "0.3", "--n", "3000", "--run", str(tmp_path / "a")]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits it ignored
+    )  # fmt: skip
     limit = time.monotonic() + 120
     while time.monotonic() < limit:
         if (tmp_path / "a" / "run.json").exists() and len(open_run(tmp_path / "a").rows) >= 2:
