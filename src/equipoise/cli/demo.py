@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    import torch
+
+    torch.set_num_threads(1)  # networks this small spend more time on sharing work than on doing it
     from equipoise.report import ReportData
 
 
