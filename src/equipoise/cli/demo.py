@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    import torch
-
-    torch.set_num_threads(1)  # networks this small spend more time on sharing work than on doing it
     from equipoise.report import ReportData
 
 
@@ -42,7 +39,11 @@ def demo(
       equipoise demo --out /tmp/demo --quick
       equipoise report equipoise-demo/runs/* -o again.html
     """
+    import torch
+
     from equipoise.showcase import QUICK, Settings, showcase
+
+    torch.set_num_threads(1)  # networks this small spend more time on sharing work than on doing it
 
     began = time.monotonic()
     with _telling(quiet=as_json) as tell:
