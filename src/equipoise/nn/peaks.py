@@ -47,7 +47,7 @@ def symbol_norm(K: Tensor, iterations: int, grid: int) -> tuple[Tensor, float]:
     exponent = _exponent(K.detach().abs().amax())
     unit = scaled(K.to(torch.float64), -exponent).to(dtype)
     want = torch.is_grad_enabled() and unit.requires_grad
-    value = functional._attach(unit, *_peak(unit.detach(), sizes, iterations, want))
+    value = functional.attach(unit, *_peak(unit.detach(), sizes, iterations, want))
     return scaled(value.double() * factor, exponent), rounding(m, c, taps, dtype)
 
 

@@ -56,7 +56,7 @@ def gram_norm(W: Tensor, iterations: int = 6) -> Tensor:
     _check_iterations(iterations)
     W = W.to(working_dtype(W.dtype))
     want = torch.is_grad_enabled() and W.requires_grad
-    return _attach(W, *_gram_norm(W.detach(), iterations, want))
+    return attach(W, *_gram_norm(W.detach(), iterations, want))
 
 
 def conv_norm(
@@ -114,7 +114,7 @@ def conv_norm(
         sizes.append(lattice.size if exact and lattice.size is not None else coarse)
         factor /= 1.0 if exact or n == 1 else math.cos(math.pi * (n - 1) / (2 * coarse))
     want = torch.is_grad_enabled() and kernel.requires_grad
-    return _attach(kernel, *_symbol_norm(kernel.detach(), sizes, iterations, want)) * factor
+    return attach(kernel, *_symbol_norm(kernel.detach(), sizes, iterations, want)) * factor
 
 
 def _check_iterations(iterations: int) -> None:
@@ -308,5 +308,6 @@ class _Attached(torch.autograd.Function):
         return _Once.apply(outer[0], gradient, W), None, None
 
 
-def _attach(W: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+def attach(W: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+    """`value` as a function of W whose gradient is the given one; an empty gradient leaves the value as it is."""
     return _Attached.apply(W, value, gradient) if gradient.numel() else value

@@ -64,7 +64,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             theirs = gradient(model, smoothed.mean.mean())
         error = float(smoothed.standard_error.square().sum().sqrt()) / len(y)
         cosine = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
-        gap = float(bound - smoothed.mean.mean())
+        gap = float((bound - smoothed.mean.mean()).detach())
         yield {
             "sigma": sigma,
             "cosine": cosine,

@@ -13,6 +13,7 @@ from equipoise.experiments.experiment import Context, Experiment, Label, Row, Ve
 from equipoise.experiments.figures import COLOURS, canvas
 from equipoise.experiments.training import train
 from equipoise.norms.spectral import spectral_norm
+from equipoise.regularizers.operators import input_shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,19 +51,10 @@ def recipe(settings: Settings) -> dict[str, object]:
 
 def norms(model: nn.Module, size: int = 32) -> dict[str, float]:
     """Certified upper end of every convolution's norm on the image it sees."""
-    seen: dict[str, int] = {}
     convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
-    hooks = [
-        m.register_forward_pre_hook(lambda m, a, name=name: seen.__setitem__(name, a[0].shape[-1]))
-        for name, m in convolutions.items()
-    ]
-    with torch.no_grad():
-        model(torch.zeros(1, 3, size, size))
-    for hook in hooks:
-        hook.remove()
-    return {
-        name: float(spectral_norm(m, input_size=(seen[name],) * 2, rtol=1e-3).upper) for name, m in convolutions.items()
-    }
+    seen = input_shapes(model, {**convolutions}, torch.zeros(1, 3, size, size))
+    found = {name: spectral_norm(m, input_size=seen[name][1:], rtol=1e-3) for name, m in convolutions.items()}
+    return {name: float(bracket.upper) for name, bracket in found.items()}
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from equipoise.experiments.figures import COLOURS, canvas, legend
 from equipoise.nn.models import build
 from equipoise.norms.functional import conv_norm
 from equipoise.norms.peers import complex_gram
+from equipoise.regularizers.operators import input_shapes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,17 +35,9 @@ class Settings:
 
 def shapes(model: nn.Module, image: int) -> list[tuple[nn.Conv2d, int]]:
     """Every convolution with the size of its input image."""
-    found: list[tuple[nn.Conv2d, int]] = []
-    hooks = [
-        module.register_forward_hook(lambda m, args, out: found.append((m, args[0].shape[-1])))
-        for module in model.modules()
-        if isinstance(module, nn.Conv2d)
-    ]
-    with torch.no_grad():
-        model.eval()(torch.zeros(1, 3, image, image))
-    for hook in hooks:
-        hook.remove()
-    return found
+    convolutions = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    seen = input_shapes(model, {**convolutions}, torch.zeros(1, 3, image, image))
+    return [(m, seen[name][-1]) for name, m in convolutions.items()]
 
 
 def peaks_of(weight: Tensor, size: int, iterations: int) -> tuple[int, int]:
