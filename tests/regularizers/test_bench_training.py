@@ -2,7 +2,8 @@
 
 import torch
 
-from equipoise.bench.training import sections, small_resnet18
+from equipoise.bench.training import sections
+from equipoise.nn.models.resnets import resnet18
 
 
 def test_quick_sections_have_all_rows():
@@ -13,7 +14,7 @@ def test_quick_sections_have_all_rows():
     assert steps.to_dict()["goals"] == []
 
 
-def test_the_network_is_the_one_it_is_named_after():
-    net = small_resnet18()
+def test_the_network_is_the_usual_one():
+    net = resnet18()
     assert sum(p.numel() for p in net.parameters()) == 11_173_962  # the usual ResNet-18 for CIFAR-10
     assert net.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)

@@ -2,7 +2,8 @@
 
 A training step is forward and backward, the effective weight included; evaluation is the exported layer without
 gradients. Ratios are medians of rounds in which all contestants take turns. Other libraries' layers run beside ours
-where they are installed.
+where they are installed. Cayley and Sandwich run with zero padding (a larger circle) and on the circle of the image, which is
+what their authors' layers do.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ LAYERS: dict[str, tuple[Maker, float | None]] = {
     "SLL AOL": (lambda c: SLLConv2d(c, kernel_size=3), 2.2),
     "SLL SR": (lambda c: SLLConv2d(c, kernel_size=3, rescaling="sr"), 2.2),
     "Cayley": (conv("cayley"), 4.0),
+    "Cayley, circular": (conv("cayley", padding_mode="circular"), 4.0),
     "SOC": (conv("soc"), 4.5),
     "Sandwich": (lambda c: SandwichConv2d(c, c, 3, padding=1), 8.0),
+    "Sandwich, circular": (lambda c: SandwichConv2d(c, c, 3, padding=1, padding_mode="circular"), 8.0),
 }
 
 #: contestant → (module, class, arguments) of other libraries, tried where they are installed

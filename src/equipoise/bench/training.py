@@ -11,54 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from equipoise.bench.norms import Goal, Layer, Row, Section, gradient_memory, resnet18
+from equipoise.bench.norms import Goal, Layer, Row, Section, gradient_memory
+from equipoise.bench.norms import resnet18 as resnet18_layers
 from equipoise.core.timing import peak_bytes, take_turns
+from equipoise.nn.models.resnets import resnet18
 from equipoise.norms.functional import gram_norm
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.regularizers import ActivationDecay, SpectralPenalty
-
-
-class Block(nn.Module):
-    """Two 3×3 convolutions with batch normalisation and a shortcut."""
-
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`relu(main(x) + shortcut(x))`."""
-        main = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        return torch.relu(main + self.shortcut(x))
-
-
-def small_resnet18(width: int = 64, classes: int = 10, seed: int = 0) -> nn.Sequential:
-    """The ResNet-18 of 32×32 images: a 3×3 stem, four stages of two blocks, 20 convolutions.
-
-    >>> sum(isinstance(m, nn.Conv2d) for m in small_resnet18(width=2).modules())
-    20
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        parts: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        channels = width
-        for stage in range(4):
-            out = width * 2**stage
-            parts += [Block(channels, out, 1 if stage == 0 else 2), Block(out, out, 1)]
-            channels = out
-        return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
 class Step:
     """One training step on a fixed batch: forward, loss and an extra term, backward, SGD with momentum."""
 
     def __init__(self, width: int, x: Tensor, y: Tensor, term: Callable[[nn.Module], Callable[[], Any]] | None) -> None:
-        self.model, self.x, self.y = small_resnet18(width), x, y
+        self.x, self.y = x, y
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = resnet18(width=width)
         self.term = term(self.model) if term is not None else None
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
 
@@ -132,4 +101,4 @@ def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
         return
     yield training_step(repeats=repeats)
     chosen = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")
-    yield explicit_memory(tuple(x for x in resnet18() if x.name in chosen), ((512, 4608), (1024, 1024)))
+    yield explicit_memory(tuple(x for x in resnet18_layers() if x.name in chosen), ((512, 4608), (1024, 1024)))

@@ -1,12 +1,12 @@
 """The largest norm of a symbol over a grid by Gram iteration, at the cost of the frequencies that matter; differentiable.
 
 For `E(ω) = Σ_a K_a e^{−ia·ω}` the bound `s_t(ω) = ‖(E*E)^(2^(t−1))‖_F^(2^−t) ≥ ‖E(ω)‖` falls with t, so a frequency whose bound
-has fallen to the final value of another one is left there. A grid of n points per axis of a kernel with k taps reaches all
+has fallen to the final value of another one is left there; most are left before, because one Cholesky factorisation proves
+that they lie below that value (`norms.verify`). A grid of n points per axis of a kernel with k taps reaches all
 frequencies with the factor `Π 1/cos(π(k − 1)/(2n))`.
 
-Rounding. Products run in float32 where `rounding` is small, real arithmetic throughout, and powers of two keep every iterate
-near 1. A Gram product of length ℓ with c columns is off by at most `2γ_ℓ·c` times the square of the norm, and the error of
-level i counts `2^−i`.
+Rounding. Products run in float32 where `rounding` is small, and powers of two keep every iterate near 1. A Gram product of
+length ℓ with c columns is off by at most `2γ_ℓ·c` times the square of the norm, and the error of level i counts `2^−i`.
 
 Reference: Delattre et al. 2023 (Gram iteration, explicit gradient).
 """
@@ -22,11 +22,14 @@ from torch import Tensor
 
 from equipoise.core.precision import full_precision, gamma
 from equipoise.norms import functional
+from equipoise.norms.verify import below, verification_loss
 
 #: relative rounding error up to which float32 is taken
 MOST_ROUNDING = 8e-3
-#: bytes of a batch of Gram matrices: they stay in the cache
-CHUNK_BYTES = 2**18
+#: relative loss up to which the proof runs in complex64
+MOST_LOSS = 4e-3
+#: bytes of a batch of Gram matrices
+CHUNK_BYTES = 2**22
 
 
 def symbol_norm(K: Tensor, iterations: int, grid: int) -> tuple[Tensor, float]:
@@ -93,9 +96,10 @@ def _(kernel: Tensor, sizes: list[int], iterations: int, want_gradient: bool) ->
 
 @functools.lru_cache(maxsize=64)
 def _angles(sizes: tuple[int, ...], taps: tuple[int, ...]) -> np.ndarray:
-    """`ω·a` of the half grid (a real kernel's other half is conjugate) and all taps, reduced to one turn."""
-    counts = [n // 2 + 1 if j == 0 else n for j, n in enumerate(sizes)]
-    points = np.stack(np.meshgrid(*map(np.arange, counts), indexing="ij")).reshape(len(sizes), -1)
+    """`ω·a` of one of each pair ±ω of the grid (a real kernel's symbols there are conjugate) and all taps, in one turn."""
+    points = np.stack(np.meshgrid(*map(np.arange, sizes), indexing="ij")).reshape(len(sizes), -1)
+    mirrored = -points % np.array(sizes).reshape(-1, 1)
+    points = points[:, np.ravel_multi_index(tuple(points), sizes) <= np.ravel_multi_index(tuple(mirrored), sizes)]
     places = np.stack(np.meshgrid(*map(np.arange, taps), indexing="ij")).reshape(len(taps), -1)
     turns = [np.outer(f, a) % n / n for f, a, n in zip(points, places, sizes, strict=True)]
     return np.asarray(2 * math.pi * sum(turns))
@@ -111,43 +115,51 @@ def _largest(kernel: Tensor, angles: Tensor, iterations: int) -> tuple[float, in
     per = max(1, CHUNK_BYTES // (kernel.element_size() * g * m * c))
     best, where = -math.inf, 0
     for first in range(0, len(cos), per):
-        waves = [(w[first : first + per] @ flat).reshape(-1, m, c) for w in (cos, sin)]
-        X, Y = _gram(*waves)
-        log_s = _log_norm(X, Y) / 2
+        G = _gram(*((w[first : first + per] @ flat).reshape(-1, m, c) for w in (cos, sin)))
+        log_s = _log_norm(G) / 2
         if first == 0:  # a first value to leave others behind
-            some = log_s.topk(min(2, len(log_s))).indices
-            best, where = _race(X[some], Y[some], log_s[some], some, iterations, best, where)
-        best, where = _race(X, Y, log_s, torch.arange(len(X), device=X.device) + first * g, iterations, best, where)
+            best, where = _race(G, log_s, log_s.argmax()[None], iterations, best, where)
+        at, before = where, best
+        best, where = _race(G, log_s, _unproved(G, log_s, best), iterations, best, where)
+        where = where + first * g if best > before else at
     return best, where
 
 
-def _race(
-    X: Tensor, Y: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, where: int
-) -> tuple[float, int]:
-    """`log2 s_t` of `X + iY` as long as it exceeds `best`; the largest found and its row, or what was given."""
+def _unproved(G: Tensor, log_s: Tensor, best: float) -> Tensor:
+    """Which of the Gram matrices are not proved to lie below `2^(2·best)`."""
+    left = (log_s > best).nonzero()[:, 0]
+    G = G if len(left) == len(G) else G[left]
+    if verification_loss(G.shape[-1], G.dtype) > MOST_LOSS:
+        G = G.to(torch.complex128)
+    tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64, device=G.device)
+    return left[~below(G, tau, torch.zeros_like(tau))]
+
+
+def _race(G: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, where: int) -> tuple[float, int]:
+    """`log2 s_t` of some rows as long as it exceeds `best`; the largest found and its row, or what was given."""
+    G, log_s = G[rows], log_s[rows]
     log2, norm = torch.zeros_like(log_s), 2 * log_s
     for t in range(1, iterations + 1):
         if t > 1:
             size = norm.nan_to_num(neginf=0.0).ceil()
-            shrink = torch.exp2(-size).to(X.dtype)[:, None, None]
-            X, Y = _gram(X.mul_(shrink), Y.mul_(shrink))
-            log2, norm = 2 * (log2 + size), _log_norm(X, Y)
+            G = G * torch.exp2(-size).to(G.real.dtype)[:, None, None]
+            G = G @ G  # Hermitian
+            log2, norm = 2 * (log2 + size), _log_norm(G)
             log_s = (norm + log2) * 2.0**-t
         stay = (log_s > best).nonzero()[:, 0]
         if not len(stay):
             return best, where
         if 4 * len(stay) < 3 * len(rows):
-            X, Y, log2, norm, log_s, rows = X[stay], Y[stay], log2[stay], norm[stay], log_s[stay], rows[stay]
+            G, log2, norm, log_s, rows = G[stay], log2[stay], norm[stay], log_s[stay], rows[stay]
     top = int(log_s.argmax())
     return float(log_s[top]), int(rows[top])
 
 
-def _gram(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part of `(X + iY)*(X + iY)`."""
+def _gram(X: Tensor, Y: Tensor) -> Tensor:
+    """`(X + iY)*(X + iY)`; real products are the faster ones."""
     cross = X.mT @ Y
-    return torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT
+    return torch.complex(torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT)
 
 
-def _log_norm(X: Tensor, Y: Tensor) -> Tensor:
-    sizes = [torch.linalg.vector_norm(part.flatten(1), dim=1).double() for part in (X, Y)]
-    return torch.hypot(*sizes).log2()
+def _log_norm(G: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(torch.view_as_real(G).flatten(1), dim=1).double().log2()

@@ -2,7 +2,8 @@
 
 from equipoise.runs.attack import AttackSummary, attack_run
 from equipoise.runs.engine import ENGINES, Engine, Execution
-from equipoise.runs.jobs import Job, certify, describe, start
+from equipoise.runs.job import Job
+from equipoise.runs.jobs import certify, describe, start
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import AttackRow
 from equipoise.runs.summary import Summary

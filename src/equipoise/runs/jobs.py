@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -16,9 +16,10 @@ from equipoise.core import EquipoiseError, InputError, Refused
 from equipoise.runs import store as store_file
 from equipoise.runs.engine import Execution, find_engine
 from equipoise.runs.inputs import Inputs, Selection, check_label
+from equipoise.runs.job import Job
 from equipoise.runs.lock import locked
 from equipoise.runs.manifest import Manifest, is_run, read_manifest, require_same, versions
-from equipoise.runs.models import Portable, portable
+from equipoise.runs.models import portable
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.prepare import count_logits, fixed_constant, fixed_map, usable_device
 from equipoise.runs.rows import Item, Row, failed
@@ -26,7 +27,6 @@ from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import Store
 from equipoise.runs.tasks import TaskSpec
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.partitions import Ints
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
 Progress = Callable[[Row, int, int], None]
@@ -52,27 +52,6 @@ class Settings(TypedDict, total=False):
     nonfinite: Literal["refuse", "miss"]
     noise_dtype: str | None
     name: str | None
-
-
-@dataclass(frozen=True, eq=False)
-class Job:
-    """A run that is described but not started: what `--plan` estimates and `start` executes."""
-
-    model: Portable
-    inputs: Inputs
-    positions: Ints
-    manifest: Manifest
-    batch_size: int | None
-    device: str
-
-    @property
-    def parameters(self) -> Parameters:
-        """What was asked for."""
-        return self.manifest.parameters
-
-    def default_folder(self) -> Path:
-        """`runs/certify-<digest>`: the same command finds its run again."""
-        return Path("runs") / f"certify-{self.manifest.digest()[:12]}"
 
 
 def certify(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from equipoise.core import EquipoiseError, InputError, Refused
 from equipoise.runs.inputs import Inputs
+from equipoise.runs.job import Job
 from equipoise.runs.manifest import Constant
 from equipoise.runs.models import Batched, Portable
 from equipoise.runs.parameters import parse_map
@@ -16,9 +15,6 @@ from equipoise.runs.rows import Item
 from equipoise.runs.tasks import classifier_of
 from equipoise.smoothing import SimplexMap, Stream, choose_map
 from equipoise.smoothing.partitions import Ints
-
-if TYPE_CHECKING:
-    from equipoise.runs.jobs import Job
 
 
 def fixed_constant(job: Job) -> Constant | None:

@@ -20,11 +20,11 @@ from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Parts
 from equipoise.train.keys import data_order, in_blocks, random_states, set_random_states
-from equipoise.train.losses import Task
 from equipoise.train.objective import Objective, Place
 from equipoise.train.recipe import Recipe
 from equipoise.train.schedule import factor
 from equipoise.train.state import State, optimiser_state, prefixed, restore_optimiser
+from equipoise.train.task import Task
 from equipoise.train.terms import Augment, Penalty
 
 #: the losses are looked at every so many steps and before every checkpoint, so that a device need not wait

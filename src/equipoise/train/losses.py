@@ -5,25 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from equipoise.core.errors import InputError
-
-#: for each metric the sum of its hits and how many were tried
-Counts = dict[str, tuple[Tensor, Tensor | int]]
-
-
-class Task(Protocol):
-    """A loss that is a mean over the batch, and sums over examples for the metrics."""
-
-    def loss(self, output: Any, y: Tensor) -> Tensor:
-        """The mean loss of a batch."""
-
-    def counts(self, output: Any, y: Tensor, quick: bool = False) -> Counts:
-        """For each metric the sum of its hits and how many were tried; `quick` may leave costly ones out."""
+from equipoise.train.task import Counts, Task
+from equipoise.train.text import IntentSlots
 
 
 @dataclass(frozen=True)
@@ -89,9 +78,8 @@ def multi_margin(margin: float = 1.0) -> Classification:
     return Classification(lambda z, y: F.multi_margin_loss(z, y, margin=margin))
 
 
-def _intent_slots(weight: float = 1.0) -> Task:
-    from equipoise.train.text import IntentSlots
-
+def intent_slots(weight: float = 1.0) -> IntentSlots:
+    """`CE(intent) + weight·CE(slots)`."""
     return IntentSlots(weight)
 
 
@@ -105,5 +93,5 @@ LOSSES: dict[str, Callable[..., Task]] = {
     "gloro-trades": _at_radius("gloro_trades"),
     "emma": _at_radius("emma"),
     "multi-margin": multi_margin,
-    "intent-slots": _intent_slots,
+    "intent-slots": intent_slots,
 }

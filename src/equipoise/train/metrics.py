@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import Refused
 from equipoise.train.build import Part
-from equipoise.train.losses import Classification, Task
+from equipoise.train.losses import Classification
+from equipoise.train.task import Task
 
 Reduce = Callable[[Tensor], Tensor]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.train.keys import generator, in_blocks
-from equipoise.train.losses import Task
+from equipoise.train.task import Task
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
-from equipoise.train.losses import Task
 from equipoise.train.reading import nearest
+from equipoise.train.task import Task
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.core.errors import InputError
-from equipoise.train.losses import Counts
+from equipoise.train.task import Counts
 
 IGNORED = -100
 

@@ -35,16 +35,30 @@ Builder = Callable[..., nn.Module]
 
 #: networks without a constraint
 PLAIN: dict[str, Builder] = {
-    builder.__name__: builder
-    for builder in (
-        mlp, cnn, mlp_mixer, vgg16, vgg19, resnet18, resnet34, resnet50, cifar_resnet, cifar_resnet20, cifar_resnet56,
-        cifar_resnet110, wide_resnet,
-    )
-}  # fmt: skip
+    "mlp": mlp,
+    "cnn": cnn,
+    "mlp_mixer": mlp_mixer,
+    "vgg16": vgg16,
+    "vgg19": vgg19,
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "cifar_resnet": cifar_resnet,
+    "cifar_resnet20": cifar_resnet20,
+    "cifar_resnet56": cifar_resnet56,
+    "cifar_resnet110": cifar_resnet110,
+    "wide_resnet": wide_resnet,
+}
 #: networks whose constant is 1, or the argument `constant`
 LIPSCHITZ: dict[str, Builder] = {
-    builder.__name__: builder
-    for builder in (sll, sll_tiny, sll_small, sll_medium, liresnet, orthogonal_cnn, sandwich_cnn, sandwich_mlp)
+    "sll": sll,
+    "sll_tiny": sll_tiny,
+    "sll_small": sll_small,
+    "sll_medium": sll_medium,
+    "liresnet": liresnet,
+    "orthogonal_cnn": orthogonal_cnn,
+    "sandwich_cnn": sandwich_cnn,
+    "sandwich_mlp": sandwich_mlp,
 }
 #: all builders by name
 MODELS: dict[str, Builder] = {**PLAIN, **LIPSCHITZ}
@@ -58,7 +72,8 @@ def build(name: str, **arguments: Any) -> nn.Module:
     """
     if name not in MODELS:
         raise InputError(f"there is no model {name!r}; there are {', '.join(sorted(MODELS))}")
-    known = inspect.signature(MODELS[name]).parameters
+    preset = getattr(MODELS[name], "keywords", {})  # what makes a preset the network of its name
+    known = [key for key in inspect.signature(MODELS[name]).parameters if key not in preset]
     unknown = [key for key in arguments if key not in known]
     if unknown:
         raise InputError(f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(known)}")

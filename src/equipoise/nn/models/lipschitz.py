@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -119,55 +120,19 @@ def sll(
 _head = head  # the builders have an argument of that name
 
 
-def sll_tiny(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    rescaling: Literal["aol", "sr"] = "sr",
-    t: int = 2,
-    head: Head = "sr",
-    constant: float = 1.0,
-) -> nn.Module:
-    """An SLL network for two cores and minutes: 4 convolutional blocks of 16 channels, 2 dense ones of width 128."""
-    return sll(
-        num_classes=num_classes, in_channels=in_channels, input_size=input_size, depth=4, channels=16, kernel_size=3,
-        dense_depth=2, hidden=128, rescaling=rescaling, t=t, head=head, constant=constant,
-    )  # fmt: skip
+#: for two cores and minutes
+sll_tiny = partial(sll, depth=4, channels=16, dense_depth=2, hidden=128)
+#: the sizes of Araujo et al.
+sll_small = partial(sll, depth=20, channels=45, kernel_size=5, dense_depth=7, hidden=2048)
+sll_medium = partial(sll, depth=30, channels=60, kernel_size=5, dense_depth=10, hidden=2048)
 
 
-def sll_small(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    rescaling: Literal["aol", "sr"] = "sr",
-    t: int = 2,
-    head: Head = "sr",
-    constant: float = 1.0,
-) -> nn.Module:
-    """SLL small: 20 convolutional blocks (45 channels, 5×5), 7 dense blocks (2048)."""
-    return sll(
-        num_classes=num_classes, in_channels=in_channels, input_size=input_size, depth=20, channels=45, kernel_size=5,
-        dense_depth=7, hidden=2048, rescaling=rescaling, t=t, head=head, constant=constant,
-    )  # fmt: skip
-
-
-def sll_medium(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    rescaling: Literal["aol", "sr"] = "sr",
-    t: int = 2,
-    head: Head = "sr",
-    constant: float = 1.0,
-) -> nn.Module:
-    """SLL medium: 30 convolutional blocks (60 channels, 5×5), 10 dense blocks (2048)."""
-    return sll(
-        num_classes=num_classes, in_channels=in_channels, input_size=input_size, depth=30, channels=60, kernel_size=5,
-        dense_depth=10, hidden=2048, rescaling=rescaling, t=t, head=head, constant=constant,
-    )  # fmt: skip
+def _halved(input_size: Size, times: int) -> tuple[int, int]:
+    """(height, width), refused unless they can be halved that often."""
+    height, width = pair(input_size)
+    if height % 2**times or width % 2**times:
+        raise InputError(f"{times} halvings need sizes divisible by {2**times}, got {height}×{width}")
+    return height, width
 
 
 def orthogonal_cnn(
@@ -188,9 +153,7 @@ def orthogonal_cnn(
     >>> orthogonal_cnn(in_channels=1, input_size=8, channels=(4, 8), hidden=16)(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
     """
-    height, width = pair(input_size)
-    if height % 2 ** len(channels) or width % 2 ** len(channels):
-        raise InputError(f"{len(channels)} halvings need sizes divisible by {2 ** len(channels)}, got {height}×{width}")
+    height, width = _halved(input_size, len(channels))
     layers: list[nn.Module] = []
     features = in_channels
     for out in channels:
@@ -220,9 +183,7 @@ def sandwich_cnn(
     >>> sandwich_cnn(in_channels=1, input_size=8, channels=(4,), hidden=16, constant=2.0)(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
     """
-    height, width = pair(input_size)
-    if height % 2 ** len(channels) or width % 2 ** len(channels):
-        raise InputError(f"{len(channels)} halvings need sizes divisible by {2 ** len(channels)}, got {height}×{width}")
+    height, width = _halved(input_size, len(channels))
     layers: list[nn.Module] = []
     features = in_channels
     for out in channels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -150,8 +151,24 @@ class VGG(nn.Module):
 _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 
-def _vgg(depth: int, num_classes: int, in_channels: int, input_size: Size, width: int, hidden: int | None,
-         batch_norm: bool, mean: Sequence[float] | None, std: Sequence[float] | None) -> VGG:  # fmt: skip
+def vgg(
+    *,
+    depth: int = 16,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    width: int = 64,
+    hidden: int | None = None,
+    batch_norm: bool = True,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> VGG:
+    """VGG-16 or -19: a single dense layer as head for CIFAR, the three of ImageNet with `hidden=4096, num_classes=1000`.
+
+    Reference: Simonyan, Zisserman (2015).
+    """
+    if depth not in _VGG:
+        raise InputError(f"a VGG has depth {' or '.join(map(str, _VGG))}, got {depth}")
     if min(pair(input_size)) < 32:
         raise InputError(f"VGG halves the image five times: it needs at least 32×32 pixels, got {input_size}")
     features: list[nn.Module] = []
@@ -171,37 +188,4 @@ def _vgg(depth: int, num_classes: int, in_channels: int, input_size: Size, width
     return VGG(normalising(mean, std), features, 7, head)
 
 
-def vgg16(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    width: int = 64,
-    hidden: int | None = None,
-    batch_norm: bool = True,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> VGG:
-    """VGG-16: a single dense layer as head for CIFAR, the three of ImageNet with `hidden=4096, num_classes=1000`.
-
-    Reference: Simonyan, Zisserman (2015).
-    """
-    return _vgg(16, num_classes, in_channels, input_size, width, hidden, batch_norm, mean, std)
-
-
-def vgg19(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    width: int = 64,
-    hidden: int | None = None,
-    batch_norm: bool = True,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> VGG:
-    """VGG-19, as `vgg16` with sixteen convolutions.
-
-    Reference: Simonyan, Zisserman (2015).
-    """
-    return _vgg(19, num_classes, in_channels, input_size, width, hidden, batch_norm, mean, std)
+vgg16, vgg19 = partial(vgg, depth=16), partial(vgg, depth=19)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
@@ -123,8 +124,17 @@ class CifarResNet(nn.Module):
 Stem = Literal["imagenet", "cifar"]
 
 
-def resnet18(
+#: depth → (block, blocks per stage)
+_STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+}
+
+
+def resnet(
     *,
+    depth: int = 18,
     num_classes: int = 10,
     in_channels: int = 3,
     input_size: Size = 32,
@@ -133,7 +143,8 @@ def resnet18(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> ResNet:
-    """ResNet-18; `stem="imagenet", num_classes=1000, input_size=224` is the original, whose state-dict names it has.
+    """ResNet-18, -34 or -50 (with bottleneck blocks); `stem="imagenet", num_classes=1000, input_size=224` is the original,
+    whose state-dict names it has.
 
     Reference: He et al. (2016), Deep residual learning for image recognition.
 
@@ -142,37 +153,12 @@ def resnet18(
     torch.Size([2, 10])
     """
     pair(input_size)
-    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, width, stem, normalising(mean, std))
+    if depth not in _STAGES:
+        raise InputError(f"a ResNet has depth {', '.join(map(str, _STAGES))}, got {depth}")
+    return ResNet(*_STAGES[depth], num_classes, in_channels, width, stem, normalising(mean, std))
 
 
-def resnet34(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    width: int = 64,
-    stem: Stem = "cifar",
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> ResNet:
-    """ResNet-34, as `resnet18`."""
-    pair(input_size)
-    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, width, stem, normalising(mean, std))
-
-
-def resnet50(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    width: int = 64,
-    stem: Stem = "cifar",
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> ResNet:
-    """ResNet-50 with bottleneck blocks, as `resnet18`."""
-    pair(input_size)
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, width, stem, normalising(mean, std))
+resnet18, resnet34, resnet50 = partial(resnet, depth=18), partial(resnet, depth=34), partial(resnet, depth=50)
 
 
 def cifar_resnet(
@@ -196,46 +182,8 @@ def cifar_resnet(
     return CifarResNet(depth, num_classes, in_channels, width, normalising(mean, std))
 
 
-def cifar_resnet20(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    mean: Sequence[float] | None = IMAGENET_MEAN,
-    std: Sequence[float] | None = IMAGENET_STD,
-) -> CifarResNet:
-    """CIFAR ResNet-20."""
-    return cifar_resnet(
-        depth=20, num_classes=num_classes, in_channels=in_channels, input_size=input_size, mean=mean, std=std
-    )
-
-
-def cifar_resnet56(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    mean: Sequence[float] | None = IMAGENET_MEAN,
-    std: Sequence[float] | None = IMAGENET_STD,
-) -> CifarResNet:
-    """CIFAR ResNet-56."""
-    return cifar_resnet(
-        depth=56, num_classes=num_classes, in_channels=in_channels, input_size=input_size, mean=mean, std=std
-    )
-
-
-def cifar_resnet110(
-    *,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    input_size: Size = 32,
-    mean: Sequence[float] | None = IMAGENET_MEAN,
-    std: Sequence[float] | None = IMAGENET_STD,
-) -> CifarResNet:
-    """CIFAR ResNet-110."""
-    return cifar_resnet(
-        depth=110, num_classes=num_classes, in_channels=in_channels, input_size=input_size, mean=mean, std=std
-    )
+cifar_resnet20, cifar_resnet56 = partial(cifar_resnet, depth=20), partial(cifar_resnet, depth=56)
+cifar_resnet110 = partial(cifar_resnet, depth=110)
 
 
 class WideBlock(nn.Module):
