@@ -54,9 +54,19 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, k: int, 
     axes.plot(x, y, label=name, **{**style, **options})
 
 
-def legend(axes: Axes, **options: Any) -> None:
-    """A legend without a frame."""
-    axes.legend(**{"frameon": False, "fontsize": 9, **options})
+def legend(axes: Axes, *, shared: bool = False) -> None:
+    """A legend above the axes, where it hides nothing; `shared`: above the whole figure, for all panels."""
+    figure = axes.get_figure(root=True)
+    if figure is None:
+        return
+    handles, labels = axes.get_legend_handles_labels()
+    inches = figure.get_figwidth() if shared else figure.get_figwidth() * axes.get_position().width
+    columns = max(1, min(len(labels), int(17 * inches / (6 + max(map(len, labels))))))
+    style: dict[str, Any] = {"frameon": False, "fontsize": 9, "ncols": columns}
+    if shared:
+        figure.legend(handles, labels, loc="outside upper center", **style)
+    else:
+        axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2, **style)
 
 
 def save(figure: Figure, folder: Path) -> tuple[Path, Path]:

@@ -142,6 +142,21 @@ def _quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def _one_precision() -> Iterator[None]:
+    """The exporter refuses to read cuDNN's switches where those of convolutions and recurrent nets differ."""
+    cudnn: Any = torch.backends.cudnn
+    if not hasattr(getattr(cudnn, "rnn", None), "fp32_precision"):
+        yield
+        return
+    found = cudnn.rnn.fp32_precision
+    cudnn.rnn.fp32_precision = cudnn.conv.fp32_precision
+    try:
+        yield
+    finally:
+        cudnn.rnn.fp32_precision = found
+
+
 def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
     """`torch.export` with its failures turned into one sentence."""
     try:
@@ -150,7 +165,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
     except Exception as error:
         raise InputError(f"the model does not run on example_input: {type(error).__name__}: {_first(error)}") from error
     try:
-        with _quiet(), torch.no_grad():
+        with _quiet(), _one_precision(), torch.no_grad():
             return torch.export.export(model, examples, strict=False)
     except Exception as error:
         kind = type(error).__name__
@@ -253,18 +268,18 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
         if current in seen:
             continue
         seen.add(current)
-        todo += [user for user in current.users if _returns_alias(user)]
-        if _returns_alias(current):
-            todo += current.all_input_nodes
+        todo += [user for user in current.users if current in _shared(user)]
+        todo += _shared(current)
     return seen
 
 
-def _returns_alias(node: fx.Node) -> bool:
+def _shared(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the result of a node may be, as far as the schemas say."""
     if node.target is operator.getitem:
-        return True
+        return node.all_input_nodes[:1]
     schema = _schema(node)
     if schema is None:
-        return False
+        return []
     name = schema.name.split("::")[-1]
     maybe_view = name in (
         "reshape",
@@ -277,7 +292,14 @@ def _returns_alias(node: fx.Node) -> bool:
         "movedim",
         "unflatten",
     )
-    return maybe_view or any(r.alias_info is not None for r in schema.returns)
+    if maybe_view:
+        return node.all_input_nodes[:1]
+    if all(r.alias_info is None for r in schema.returns):
+        return []
+    given = [
+        (a, node.args[i] if i < len(node.args) else node.kwargs.get(a.name)) for i, a in enumerate(schema.arguments)
+    ]
+    return [value for a, value in given if a.alias_info is not None and isinstance(value, fx.Node)]
 
 
 def _refuse_mutation(node: fx.Node, moving: set[fx.Node]) -> None:
@@ -296,7 +318,7 @@ def _refuse_mutation(node: fx.Node, moving: set[fx.Node]) -> None:
                 f"{where(node)} overwrites memory that {later[0].name!r} reads afterwards; "
                 "write the operation out of place (e.g. torch.relu(x) for torch.relu_(x))"
             )
-    if target.op == "placeholder" and target not in moving:
+    if any(a.op in ("placeholder", "get_attr") and a not in moving for a in _aliases(target)):
         raise Refused(f"{where(node)} changes a parameter or buffer: the map differs from call to call")
 
 
@@ -306,8 +328,7 @@ def _descends(node: fx.Node, ancestor: fx.Node) -> bool:
         current = todo.pop()
         if current is ancestor:
             return True
-        if _returns_alias(current):
-            todo += current.all_input_nodes
+        todo += _shared(current)
     return False
 
 
@@ -319,12 +340,17 @@ def _attribute(module: fx.GraphModule, target: str) -> Any:
 
 
 def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Run a node that does not see the input, as the model would; chance is refused."""
+    """Run a node that does not see the input, as the model would; chance is refused.
+
+    What is overwritten is copied before: operations ahead of this one have read the old values.
+    """
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         raise Refused(f"{where(node)} draws random numbers ({node.target}): the map differs from call to call")
     args = fx.node.map_arg(node.args, lambda n: values[n])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
+    if _schema(node) is not None and _schema(node).is_mutable:
+        args = (args[0].clone(), *args[1:])  # type: ignore[index]
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 

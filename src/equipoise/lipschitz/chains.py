@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.errors import InputError
-from equipoise.core.precision import frobenius, full_precision, gamma, up
+from equipoise.core.precision import frobenius, full_precision, gamma, rescaled, up
 from equipoise.lipschitz.forms import Dense
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.lipschitz.propagate import Propagation
@@ -93,7 +93,10 @@ def _norm(layer: Dense) -> float:
 
 def _closed_form(layers: Sequence[Dense], slopes: Sequence[tuple[float, float]]) -> float | None:
     """Logarithm of the bound, or None where the recursion cannot be verified (α ≤ −β, a linear activation, ill conditioning)."""
-    total = 0.0
+    if any(not bool(layer.matrix.any()) and layer.error == 0 for layer in layers):
+        return -math.inf
+    layers, exponents = zip(*(_scaled(layer) for layer in layers), strict=True)
+    total = log_product(2 * math.log(2) * sum(exponents))  # the bound is homogeneous in every layer
     inverse = torch.eye(layers[0].matrix.shape[1], dtype=torch.float64), 0.0
     for layer, (alpha, beta) in zip(layers[:-1], slopes, strict=True):
         A = _spread(layer, *inverse)
@@ -112,6 +115,13 @@ def _closed_form(layers: Sequence[Dense], slopes: Sequence[tuple[float, float]])
     if A is None:
         return None
     return log_product(total, log_up(up(float(spectral_norm(A, rtol=1e-6).upper)))) / 2
+
+
+def _scaled(layer: Dense) -> tuple[Dense, int]:
+    """`(2^−e·layer, e)` with the largest entry brought to [1/2, 1), so that no product overflows or vanishes."""
+    matrix, e = rescaled(layer.matrix.double())
+    error = up(math.ldexp(layer.error, -e)) + 1e-290 if layer.error else 0.0
+    return Dense(matrix, error), e
 
 
 def _spread(layer: Dense, X: Tensor, e: float) -> Tensor | None:

@@ -27,7 +27,7 @@ from equipoise.lipschitz.rules import Call, Signal, Step
 _U = 2.0**-53
 #: a convolution with at most this many matrix entries is materialised, so that single positions can be dropped
 MATERIALISED = 1_000_000
-_PASSES = {"view", "selection", "identity", "piece", "mean", "average pooling", "max pooling", "sort"}
+_PASSES = {"view", "selection", "mean", "average pooling", "max pooling", "sort"}
 _LINEAR = {"linear", "convolution", "matmul"}
 
 
@@ -98,12 +98,12 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
     box, gain = sources[0]
     assert box.mid is not None
     assert box.half is not None
-    if step.kind == "identity":
+    if step.kind in ("identity", "piece"):  # the box of a sort or maximum is that of its values
         return box.mid, box.half, None
     if step.kind in _PASSES and len(sources) == 1:
         run = _runner(call, boxes)
         mid = run(lambda b: b.mid)
-        kept = step.kind in ("view", "selection", "piece", "max pooling", "sort")
+        kept = step.kind in ("view", "selection", "max pooling", "sort")
         half = run(lambda b: b.half) if step.kind != "sort" else torch.full_like(mid, box.dev)
         if kept:
             return mid, half, None
@@ -118,9 +118,8 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
         mid = _runner(call, boxes)(lambda b: b.mid)
         if step.slopes[0] >= 0:
             run = _runner(call, boxes)
-            high, low = run(lambda b: b.mid + b.half), run(lambda b: b.mid - b.half)
-            half = torch.maximum(high - mid, mid - low)
-            half = torch.minimum(half, box.half * gain)
+            high, low = run(lambda b: b.mid + _outward(b)), run(lambda b: b.mid - _outward(b))
+            half = torch.minimum(up(torch.maximum(high - mid, mid - low)), up(box.half * gain))
         else:
             half = up(box.half * gain)
         exact = step.kind in ("relu", "abs", "relu6")
@@ -130,6 +129,13 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
         noise = up(gain * gamma(8 * box.mid.shape[-1] + 64, torch.float64) * float(frobenius(box.mid.reshape(1, -1))))
         return mid, torch.full_like(mid, up(gain * box.dev)), noise + 2.0**-40 * (mid.abs() + 1)
     return None
+
+
+def _outward(box: Box) -> Tensor:
+    """The half-width, wide enough for `mid ± half` to be rounded."""
+    assert box.mid is not None
+    assert box.half is not None
+    return box.half + 4 * _U * (box.mid.abs() + box.half)
 
 
 def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], Any]], Tensor]:
@@ -142,11 +148,6 @@ def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], 
         return constant.double() if isinstance(constant, Tensor) and constant.is_floating_point() else constant
 
     def run(pick: Callable[[Any], Any]) -> Tensor:
-        name = str(call.node.target)
-        if name == "<built-in function getitem>" or call.node.target.__name__ == "getitem":  # type: ignore[union-attr]
-            pieces: fx.Node = call.node.args[0]  # type: ignore[assignment]
-            inner = fx.node.map_arg(pieces.args, lambda n: value(n, pick))
-            return pieces.target(*inner, **pieces.kwargs)[call.node.args[1]]  # type: ignore[operator]
         args: Any = fx.node.map_arg(call.node.args, lambda n: value(n, pick))
         schema = getattr(call.node.target, "_schema", None)
         if schema is not None and schema.is_mutable:  # an in-place operation must not write into the boxes
@@ -185,7 +186,7 @@ def _linear_image(call: Call, box: Box) -> Image | None:
     wide = run(box.half, W.abs(), None) * (1 + 2 * g)
     rows = torch.linalg.vector_norm(W.flatten(1), dim=1) * (1 + g) * box.dev
     shape = [1] * mid.dim()
-    shape[1 if W.dim() > 2 else -1] = -1
+    shape[1 - W.dim() if W.dim() > 2 else -1] = -1  # with or without a batch dimension
     return mid, up(torch.minimum(wide, rows.reshape(shape).expand_as(wide))), rounding
 
 

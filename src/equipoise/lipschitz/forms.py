@@ -22,6 +22,7 @@ from equipoise.norms.geometry import Padding, from_kernel
 #: a composed matrix with more entries than this is not formed
 ENTRIES = 40_000_000
 _U = 2.0**-53
+_TINY = 1e-290  # covers underflow
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _scales(a: Scale, b: Scale) -> Scale | None:
         return None
     dim = a.dim if a.factor.numel() > 1 else b.dim
     top_a, top_b = float(a.factor.abs().max()), float(b.factor.abs().max())
-    error = up(4 * _U * top_a * top_b + a.error * (top_b + b.error) + b.error * top_a)
+    error = up(4 * _U * top_a * top_b + a.error * (top_b + b.error) + b.error * top_a) + _TINY
     return Scale(a.factor * b.factor, dim, error)
 
 
@@ -205,14 +206,14 @@ def _scaled_rows(form: Dense | Conv, scale: Scale) -> Linear | None:
             return None
         matrix = form.matrix.double() * scale.factor.reshape(-1, 1)
         error = up(8 * _U * float(frobenius(matrix)) + form.error * (top + scale.error))
-        return Dense(matrix, up(error + scale.error * float(frobenius(form.matrix.double()))))
+        return Dense(matrix, up(error + scale.error * float(frobenius(form.matrix.double()))) + _TINY)
     if scale.factor.numel() > 1 and (scale.dim != 1 or scale.factor.numel() != form.weight.shape[0]):
         return None
     weight = form.weight.double() * scale.factor.reshape(-1, *[1] * (form.weight.dim() - 1))
     wide = spread(form.weight.double(), form)
     error = up(8 * _U * spread(weight, form) + form.error * (top + scale.error))
     made = (form, scale.factor, weight) if scale.factor.numel() == form.weight.shape[0] and form.error == 0 else None
-    return replace(form, weight=weight, error=up(error + scale.error * wide), scaled=made)
+    return replace(form, weight=weight, error=up(error + scale.error * wide) + _TINY, scaled=made)
 
 
 def _scaled_columns(form: Dense | Conv, scale: Scale) -> Linear | None:
@@ -222,7 +223,7 @@ def _scaled_columns(form: Dense | Conv, scale: Scale) -> Linear | None:
             return None
         matrix = form.matrix.double() * scale.factor.reshape(1, -1)
         error = up(8 * _U * float(frobenius(matrix)) + form.error * (top + scale.error))
-        return Dense(matrix, up(error + scale.error * float(frobenius(form.matrix.double()))))
+        return Dense(matrix, up(error + scale.error * float(frobenius(form.matrix.double()))) + _TINY)
     channels = form.weight.shape[1] * form.groups
     if scale.factor.numel() > 1 and (scale.dim != 1 or scale.factor.numel() != channels):
         return None
@@ -232,7 +233,7 @@ def _scaled_columns(form: Dense | Conv, scale: Scale) -> Linear | None:
     weight = (grouped * per_group).reshape(form.weight.shape)
     wide = spread(form.weight.double(), form)
     error = up(8 * _U * spread(weight, form) + form.error * (top + scale.error))
-    return replace(form, weight=weight, error=up(error + scale.error * wide))
+    return replace(form, weight=weight, error=up(error + scale.error * wide) + _TINY)
 
 
 def _product(first: Dense, then: Dense) -> Dense | None:
@@ -240,7 +241,7 @@ def _product(first: Dense, then: Dense) -> Dense | None:
         return None
     A, B = then.matrix.double(), first.matrix.double()
     a, b = float(frobenius(A)), float(frobenius(B))
-    rounding = gamma(B.shape[0] + 4, torch.float64) * a * b + 1e-290
+    rounding = gamma(B.shape[0] + 4, torch.float64) * a * b + _TINY
     return Dense(A @ B, up(rounding + then.error * (b + first.error) + first.error * a))
 
 
@@ -260,7 +261,7 @@ def _pointwise_after(first: Conv, then: Conv) -> Conv | None:
     A, K = then.weight.double().flatten(1), first.weight.double()
     a, k = float(frobenius(A)), spread(K, first)
     weight = (A @ K.flatten(1)).reshape(-1, *K.shape[1:])
-    rounding = gamma(A.shape[1] + 4, torch.float64) * a * k + 1e-290
+    rounding = gamma(A.shape[1] + 4, torch.float64) * a * k + _TINY
     return replace(first, weight=weight, error=up(rounding + then.error * (k + first.error) + first.error * a))
 
 
@@ -271,7 +272,7 @@ def _pointwise_before(first: Conv, then: Conv) -> Conv | None:
     K, B = then.weight.double(), first.weight.double().flatten(1)
     b, k = float(frobenius(B)), spread(K, then)
     weight = torch.einsum("om...,mi->oi...", K, B).contiguous()
-    rounding = gamma(B.shape[0] + 4, torch.float64) * b * k + 1e-290
+    rounding = gamma(B.shape[0] + 4, torch.float64) * b * k + _TINY
     return replace(then, weight=weight, error=up(rounding + then.error * (b + first.error) + first.error * k))
 
 

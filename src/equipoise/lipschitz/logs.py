@@ -64,14 +64,14 @@ def log_root(logs: Iterable[float]) -> float:
 
 
 def exp_up(x: float) -> float:
-    """`exp x`, rounded up; infinite where it does not fit a float.
+    """`exp x`, rounded up; infinite where it does not fit a float, and 0 for the constant map only.
 
     >>> exp_up(1000.0)
     inf
     """
     if x == -math.inf:
         return 0.0
-    return math.exp(x) * (1 + _SLACK * (1 + abs(x))) if x < 709 else math.inf
+    return max(math.exp(x) * (1 + _SLACK * (1 + abs(x))), 2.0**-1022) if x < 709 else math.inf
 
 
 def show_log(x: float, digits: int = 4) -> str:

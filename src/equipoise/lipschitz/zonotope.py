@@ -173,6 +173,8 @@ def _calls(run: Propagation, cache: Cache) -> dict[fx.Node, Call] | None:
         step = run.steps[node]
         call = Call(node, lookup, cache)
         pointwise = step.slopes is not None and len(step.gains) == 1 and step.gains[0][0].shape == call.shape
+        if pointwise and not step.everywhere:
+            return None  # centres are no values of the network: the slopes need not hold there
         if not pointwise and not supported(call, step):
             return None
         calls[node] = call

@@ -89,7 +89,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.set_xticks([i + 0.26 for i in range(len(classes))], [str(c) for c in classes])
     axes.set(xlabel="classes", ylabel="share of wrong certificates")
     axes.set_ylim(top=1.5 * max(r["wrong"] for r in rows))  # room for the legend
-    legend(axes, loc="upper left", ncols=2)
+    legend(axes)
     return figure
 
 

@@ -135,7 +135,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         panel.set_ylabel("certified accuracy (%)")
     for panel in axes[len(settings) :]:
         panel.set_visible(False)
-    legend(axes[0], fontsize=8)
+    legend(axes[0], shared=True)
     return figure
 
 

@@ -151,7 +151,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             line(panel, x, y, method, k, markevery=(k, 6), markersize=3.5, linewidth=1.3)
         panel.set(title=f"σ = {sigma:g}", xlabel="ℓ2 radius ε", ylim=(0, None))
     axes[0].set_ylabel("certified accuracy (%)")
-    legend(axes[-1], fontsize=8)
+    legend(axes[-1], shared=True)
     return figure
 
 

@@ -75,5 +75,5 @@ def draw(rows: Sequence[Row], names: dict[str, str], ylabel: str) -> Figure:
         line(axes, x, [row[key] for row in rows], name, k, marker="", linewidth=2.2 if key == "gradient" else 1.6)
     axes.set(xlabel="x", ylabel=ylabel)
     axes.set_ylim(top=1.45 * max(row[key] for row in rows for key in names))  # room for the legend
-    legend(axes, loc="upper right", fontsize=8)
+    legend(axes)
     return figure

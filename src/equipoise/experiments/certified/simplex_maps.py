@@ -117,7 +117,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             line(panel, ends, [of(found[name, 0.0])] * 2, name, k, marker="")
         panel.set(xscale="log", xlabel="temperature T", ylabel="certified radius", title=title)
         panel.title.set_fontsize(9)
-    legend(axes[0], fontsize=7.5)
+    legend(axes[0], shared=True)
     return figure
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from equipoise.curvature import trace
 from equipoise.data import Dataset, load_dataset
 from equipoise.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.experiments.figures import COLOURS, canvas
+from equipoise.experiments.figures import COLOURS, canvas, legend
 from equipoise.experiments.intervals import mean_of
 from equipoise.experiments.training import train
 
@@ -99,8 +99,8 @@ def draw(rows: Sequence[Row]) -> Figure:
         axes.plot(
             [r["trace"] for r in found], [100 * r["accuracy"] for r in found], "os"[k], color=COLOURS[k], label=name
         )
-    axes.set(xlabel="trace of the Hessian of the training loss", ylabel="test accuracy (%)", xscale="log")
-    axes.legend(frameon=False)
+    axes.set(xlabel="trace of the Hessian of the training loss", ylabel="test accuracy (%)")
+    legend(axes)
     return figure
 
 

@@ -60,6 +60,8 @@ def draw(rows: Sequence[Row]) -> Figure:
             widths, [m.value for m in means], yerr=half, color=COLOURS[k], marker=MARKERS[k], capsize=3, label=name
         )
     axes.set(xscale="log", xlabel="width of the hidden layers", ylabel="test accuracy (%)")
+    axes.set_xticks(widths, [str(w) for w in widths])
+    axes.minorticks_off()
     legend(axes)
     return figure
 

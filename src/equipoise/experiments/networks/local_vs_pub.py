@@ -94,7 +94,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         line(axes, x, [r["local"] for r in found], f"{name}, local (found)", 2 * k)
         line(axes, x, [math.exp(min(r["log product"], 600)) for r in found], f"{name}, product bound", 2 * k + 1)
     axes.set(yscale="log", xlabel="noise σ in training", ylabel="Lipschitz constant")
-    legend(axes, fontsize=8)
+    legend(axes)
     return figure
 
 

@@ -99,7 +99,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         line(right, [r["epoch"] for r in bounded], [r["log10 bound"] for r in bounded], name, k)
     left.set(xlabel="epoch", ylabel="test accuracy (%)")
     right.set(xlabel="epoch", ylabel="log₁₀ of the network's bound")
-    legend(left)
+    legend(left, shared=True)
     return figure
 
 

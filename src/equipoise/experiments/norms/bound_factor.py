@@ -91,7 +91,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         at = sorted({r["n0"] for r in worst if r[name] > 0})
         line(right, at, [max(r[name] for r in worst if r["n0"] == n) for n in at], name, k)
     right.axhline(1, color="0.4", linewidth=0.8)
-    right.set(xlabel="grid n₀", ylabel="largest true norm / bound (a bound needs ≤ 1)")
+    right.set(xlabel="grid n₀", ylabel="largest true norm / bound")
     legend(left)
     legend(right)
     return figure

@@ -111,7 +111,7 @@ def draw(rows: Sequence[Row], vary: str, label: str) -> Figure:
         line(right, values, [median(r["seconds"] for r in found) for found in at], name, k)
     left.set(xlabel=label, ylabel="value − Ryu's value (mean)", yscale="symlog")
     right.set(xlabel=label, ylabel="seconds (median)", yscale="log")
-    legend(right, fontsize=8)
+    legend(right, shared=True)
     return figure
 
 

@@ -83,7 +83,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             label = "power iteration" if name == "power" else f"Gram, {name}"
             line(axes, [r["iteration"] for r in found], [max(r["error"], 1e-16) for r in found], label, k)
         axes.set(yscale="log", xlabel="iteration", ylabel="relative error of σ₁", title=f"σ₂/σ₁ = {gap}")
-    legend(panels[-1], loc="center right", fontsize=8)
+    legend(panels[-1], shared=True)
     return figure
 
 

@@ -82,7 +82,7 @@ def draw(rows: Sequence[Row]) -> Figure:
         axes.plot(range(len(names)), ratio, MARKERS[k], color=COLOURS[k], label=label, markersize=5, fillstyle="none")
     axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=7)
     axes.set(yscale="log", ylabel="bound / Ryu's value")
-    legend(axes, ncols=2, fontsize=8)
+    legend(axes)
     return figure
 
 

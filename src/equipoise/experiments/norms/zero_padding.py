@@ -95,7 +95,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     left.axhline(1, color="0.4", linewidth=0.8)
     left.set(xlabel="channels", ylabel="value / true norm (mean)")
     right.set(xlabel="channels", ylabel="seconds (mean)", yscale="log")
-    legend(left)
+    legend(left, shared=True)
     return figure
 
 

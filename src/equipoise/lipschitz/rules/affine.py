@@ -243,10 +243,11 @@ def addition(call: Call) -> Step:
 
 @rule("aten.lerp.Scalar")
 def lerp(call: Call) -> Step:
-    """`a + w·(b − a)` with a constant w."""
+    """`a + w·(b − a)` with a constant w; broadcasting copies."""
     w = float(call["weight"])
     pairs = ((call["self"], abs(1 - w)), (call["end"], abs(w)))
-    return Step(tuple((v, up(f)) for v, f in pairs if isinstance(v, Signal)), "interpolation")
+    gains = tuple((v, up(f * copies(v, call.shape))) for v, f in pairs if isinstance(v, Signal))
+    return Step(gains, "interpolation")
 
 
 @rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.mv.default")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from equipoise.core.precision import up
 from equipoise.lipschitz.forms import Scale
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
 
 GELU, GELU_TANH, SILU = 1.128904145185156, 1.128993068658773, 1.099839320128868
 MISH, MISH_LOW = 1.088498161251729, -0.112526123
@@ -46,9 +46,18 @@ FIXED: dict[str, tuple[float, float, float, bool]] = {
 
 
 def pointwise(
-    call: Call, low: float, high: float, peak: float = math.inf, at_zero: float = 0.0, kind: str | None = None
+    call: Call,
+    low: float,
+    high: float,
+    peak: float = math.inf,
+    at_zero: float = 0.0,
+    kind: str | None = None,
+    everywhere: bool = True,
 ) -> Step:
-    """Step of a pointwise map with slopes in [low, high], `|f(0)| = at_zero` and `|f| ≤ peak`."""
+    """Step of a pointwise map with slopes in [low, high], `|f(0)| = at_zero` and `|f| ≤ peak`.
+
+    `everywhere` is false where the slopes hold for the values that the input ball can give only.
+    """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
     gain = max(abs(low), abs(high))
     offset = 0.0 if at_zero == 0 else up(math.sqrt(x.numel) * at_zero)
@@ -59,6 +68,7 @@ def pointwise(
         offset=offset,
         peak=min(peak, reach),
         slopes=(low, high),
+        everywhere=everywhere,
     )
 
 
@@ -148,7 +158,12 @@ def clamp(call: Call) -> Step:
     ends = [_largest(v) for v in (low, high)]
     both = low is not None and high is not None
     inside = (low is None or _largest(low, -1) <= 0) and (high is None or _largest(high, 1) >= 0)
-    return pointwise(call, 0.0, 1.0, max(ends) if both else math.inf, 0.0 if inside else max(ends), "clamp")
+    peak, at_zero = max(ends) if both else math.inf, 0.0 if inside else max(ends)
+    x = call.signal("self")
+    if x.shape != call.shape:  # limits of a larger shape copy the entries
+        offset = up(math.sqrt(math.prod(call.shape)) * at_zero)
+        return Step(((x, copies(x, call.shape)),), "clamp", offset=offset, peak=min(peak, up(x.peak + at_zero)))
+    return pointwise(call, 0.0, 1.0, peak, at_zero, "clamp")
 
 
 def _largest(v: Any, sign: int = 0) -> float:
@@ -187,7 +202,7 @@ def power(call: Call) -> Step:
     if not math.isfinite(x.peak):
         call.refuse("a power is not Lipschitz on the whole space", "state an input ball: lipschitz_bound(..., ball=R)")
     slope = up(float(p) * up(x.peak ** (int(p) - 1)))
-    return pointwise(call, -slope, slope, up(x.peak ** int(p)), kind=f"power {p}")
+    return pointwise(call, -slope, slope, up(x.peak ** int(p)), kind=f"power {p}", everywhere=False)
 
 
 @rule("aten.exp.default")
@@ -197,4 +212,4 @@ def exponential(call: Call) -> Step:
     if not x.peak < 700:
         call.refuse("exp is not Lipschitz on the whole space", "state an input ball: lipschitz_bound(..., ball=R)")
     top = up(math.exp(x.peak))
-    return pointwise(call, 0.0, top, top, at_zero=1.0, kind="exp")
+    return pointwise(call, 0.0, top, top, at_zero=1.0, kind="exp", everywhere=False)

@@ -150,6 +150,9 @@ def einsum(call: Call) -> Step:
         call.refuse("this einsum has no rule", "write it as matmul or linear")
     if any(i not in right and not all(i in t for t in terms) for i in "".join(terms)):
         call.refuse("an einsum that sums over an index of one operand", "write the sum separately")
+    shapes = [dict(zip(term, operand.shape, strict=True)) for term, operand in zip(terms, operands, strict=True)]
+    if any(shapes[0][i] != shapes[1][i] for i in set(terms[0]) & set(terms[1])):
+        call.refuse("an einsum that broadcasts an index of length 1", "expand the operands to the same sizes")
     sizes = [t.norm if isinstance(t, Signal) else up(float(torch.linalg.vector_norm(t.double()))) for t in operands]
     gains = [(t, sizes[1 - i]) for i, t in enumerate(operands) if isinstance(t, Signal)]
     if not all(math.isfinite(g) for _, g in gains):

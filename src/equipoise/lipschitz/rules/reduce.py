@@ -172,19 +172,20 @@ def resampling(call: Call) -> Step:
     Their weights sum to 1 along every axis, so an input that is constant along the other axes shows one axis alone.
     """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
-    dims = len(x.shape) - 2
+    dims = int(str(call.node.target).split("d.")[0].removesuffix("d_aa")[-1])
+    sizes = x.shape[-dims:]
     rest = call.node.args[1:]
     apply: Callable[[Tensor], Tensor] = lambda t: call.node.target(t, *rest, **call.node.kwargs)  # type: ignore[operator] # noqa: E731
     matrices = []
     for axis in range(dims):
-        n = x.shape[2 + axis]
-        if n * n * math.prod(x.shape[2:]) // n > 60_000_000:
+        n = sizes[axis]
+        if n * math.prod(sizes) > 60_000_000:
             call.refuse("the input is too large to read off the resampling matrix", "bound it on a smaller input")
         shape = [n, 1, *[1] * dims]
         shape[2 + axis] = n
-        probe = torch.eye(n, dtype=x.dtype).reshape(shape).expand(n, 1, *x.shape[2:])
+        probe = torch.eye(n, dtype=x.dtype).reshape(shape).expand(n, 1, *sizes)
         with torch.no_grad():
-            seen = apply(probe.contiguous())[:, 0].movedim(1 + axis, 1).flatten(2)
+            seen = apply(probe.contiguous()).movedim(2 + axis, 1).flatten(2)
         if bool((seen.amax(-1) - seen.amin(-1) > 1e-5).any()):
             call.refuse("this resampling is not separable")
         matrices.append(seen[..., 0].mT)

@@ -46,7 +46,8 @@ class Step:
 
     `gains` may name any earlier signal, not only direct inputs. `offset` is an upper bound of ‖f(0)‖ (infinite: unknown),
     from which the engine bounds the size of the output on a ball; `norm`, `row`, `peak` are bounds the rule knows itself.
-    `linear` is the operator where the node is linear or affine, for fusing; `slopes` the interval of slopes of a pointwise map.
+    `linear` is the operator where the node is linear or affine, for fusing; `slopes` the interval of slopes of a pointwise map,
+    `everywhere` or on the values that occur on the domain only.
     """
 
     gains: tuple[tuple[Signal, float], ...]
@@ -59,6 +60,7 @@ class Step:
     peak: float = math.inf
     linear: Linear | None = None
     slopes: tuple[float, float] | None = None
+    everywhere: bool = True
     moves: bool = False
     note: str = ""
 
