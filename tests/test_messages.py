@@ -2,6 +2,7 @@
 
 import re
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -36,6 +37,21 @@ def failing():
     raise AttributeError("inside the factory")
 
 
+def raising():
+    raise KeyError("inside")
+
+
+class Unkind(nn.Module):
+    def forward(self, x):
+        raise AssertionError("Guard failed\nand more")
+
+
+def bomb(folder):
+    with zipfile.ZipFile(folder / "model.pt2", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data/weights/weight_0", bytes(10**6))
+    return folder / "model.pt2"
+
+
 def attack(x=X, y=Y, epsilon=0.1, model=None):
     return pgd(model or net(), x, y, epsilon, 2)
 
@@ -61,6 +77,14 @@ CALLS = {
         "'equipoise.nn.models' has no 'mpl'; did you mean 'mlp'?",
     ),
     "factory fails": (lambda _: load_factory(f"{__name__}:failing"), InputError, "failed with an AttributeError: inside"),
+    "factory raises": (lambda _: load_factory(f"{__name__}:raising"), InputError, "failed with KeyError: 'inside'"),
+    "a zip bomb": (
+        lambda f: load_model(bomb(f)), Refused, "holds 'a/data/weights/weight_0' compressed, which PyTorch never does"
+    ),
+    "a network that raises": (lambda _: attack(model=Unkind()), InputError, "does not take inputs of shape (2, 4): Guard"),
+    "a network without parameters": (
+        lambda _: eq.curvature.LossHessian(nn.ReLU(), "ce", [(X, Y)]), InputError, "this model has no parameters"
+    ),
     "epoch for epochs": (
         lambda _: read_recipe({**RECIPE, "epoch": 3}), InputError, "unknown key 'epoch'; did you mean 'epochs'?"
     ),
@@ -96,6 +120,7 @@ CALLS = {
     ),
     "nothing to decay": (lambda _: eq.ActivationDecay(nn.ReLU()), InputError, "this ReLU has no nn.Linear"),
     "k above n": (lambda _: clopper_pearson(11, 10, 0.05), InputError, "0 ≤ k ≤ n, got k = 11 and n = 10"),
+    "alpha below the floats": (lambda _: clopper_pearson(30, 100, 1e-300), InputError, "alpha must be at least 1e-250"),
     "one k of many": (lambda _: clopper_pearson([3, 2.5], 10, 0.05), InputError, "got k = 2.5 and n = 10"),
 }  # fmt: skip
 
@@ -125,6 +150,8 @@ COMMANDS = {
         "give a checkpoint directory, or package.module:f",
     ),
     "scale": ("reproduce dense-convergence --scale huge -o {f}/results", "--scale is 'laptop' or 'paper', got 'huge'"),
+    "no folder of results": ("reproduce bound-factor -o {f}/model.pt2", "cannot make"),
+    "no such device": ("reproduce bound-factor -o {f}/r --device quantum", "the device 'quantum' cannot be used here"),
     "no folder": ("demo --quick --out {f}/model.pt2/x", "cannot write to"),
 }
 

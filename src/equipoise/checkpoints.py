@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import EquipoiseError, InputError, Refused
 from equipoise.core.files import write_whole
 
 _ENTRIES = re.compile(
@@ -148,6 +148,8 @@ def inspect_program(data: bytes, name: str = "the file") -> None:
     for info in infos:
         if info.is_dir():
             continue
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise Refused(f"{name} holds {info.filename!r} compressed, which PyTorch never does; export it again")
         if not _ENTRIES.match(info.filename):
             raise Refused(f"{name} holds {info.filename!r}, which a plain exported program has not; export it again")
         try:
@@ -227,6 +229,10 @@ def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Modul
         raise InputError(f"{spec!r} failed with an AttributeError: {_line(error)}") from error
     except TypeError as error:
         raise InputError(f"{spec!r} cannot be called without arguments: {_line(error)}") from error
+    except EquipoiseError:
+        raise
+    except Exception as error:  # whatever the user's own code raises
+        raise InputError(f"{spec!r} failed with {type(error).__name__}: {_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} gave a {type(model).__name__}, not an nn.Module")
     return model.eval()

@@ -1,3 +1,5 @@
+import json
+import os
 import subprocess
 import sys
 
@@ -107,3 +109,25 @@ def test_optional_commands_are_left_out_when_absent_and_explained_when_broken(mo
 def test_the_table_names_things_that_exist():
     assert isinstance(build(), typer.Typer)
     assert len({command.name for command in COMMANDS}) == len(COMMANDS)
+
+
+LIST = "from equipoise.cli import main; import sys; sys.argv[1:] = ['reproduce', '--list'{}]; main()"
+
+
+@pytest.mark.parametrize("more", ["", ", '--json'"])
+def test_a_terminal_without_utf8_gets_its_results(more):
+    code, env = LIST.format(more), {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert len(json.loads(ran.stdout)) > 5 if more else "?" in ran.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
+def test_a_full_disk_gets_one_sentence():
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-c", LIST.format("")], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("equipoise: cannot write the output: No space left on device")
+    assert ran.stderr.count("\n") == 1

@@ -96,6 +96,13 @@ def test_ill_conditioned_weights_stay_sound():
     assert best <= bound
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e150, 1e300])
+def test_the_scale_of_a_layer_is_a_factor_of_the_bound(scale):
+    torch.manual_seed(0)
+    W = [torch.randn(6, 6, dtype=torch.float64) for _ in range(3)]
+    assert chain_bound([W[0] * scale, *W[1:]]) / scale == pytest.approx(chain_bound(W), rel=1e-9)
+
+
 def test_an_activation_outside_the_theory_falls_back_to_the_product():
     W = [torch.eye(3), torch.eye(3)]
     assert chain_bound(W, (-1.0, 1.0)) == pytest.approx(1, rel=2e-3)

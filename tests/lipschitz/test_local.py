@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from lipschitz_nets import networks
@@ -90,6 +92,74 @@ def test_layer_norm_is_milder_away_from_constants():
     net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2)).eval()
     x = torch.linspace(-4, 4, 8)[None]
     assert float(local_lipschitz(net, x, 0.1).upper) < 0.01 * lipschitz_bound(net, x).upper
+
+
+def _weighted(*weights):
+    layer = nn.Linear(len(weights), 1, bias=False)
+    layer.weight.data.copy_(torch.tensor([weights]))
+    return layer
+
+
+def _uneven():
+    conv = nn.Conv2d(1, 4, 3, padding=1)
+    conv.weight.data.fill_(0.01)
+    conv.weight.data[0] = 1.0
+    conv.bias.data.fill_(-0.5)
+    return conv
+
+
+# name: (function, module, x, radius); a box that is too small here makes the certificate 0
+MOVING = {
+    "sorted next to constants": (
+        lambda m, x: m(torch.cat([x, torch.full((len(x), 2), 10.0, dtype=x.dtype)], 1).sort(1).values),
+        _weighted(1.0, 0.0, 0.0),
+        torch.zeros(1, 1),
+        0.5,
+    ),
+    "one image, as many channels as rows": (
+        lambda m, x: torch.relu(m(x[0]))[None, 0, 1:],
+        _uneven(),
+        torch.zeros(1, 1, 4, 4),
+        0.4,
+    ),
+    "softsign": (lambda m, x: nn.functional.softsign(m(x)), _weighted(2.0, -1.0), torch.zeros(1, 2), 0.5),
+    "an exponential beyond what the ball reaches": (
+        lambda m, x: torch.relu(3.5 - m(torch.relu(x)).exp()),
+        _weighted(*[0.1] * 100),
+        torch.zeros(1, 100),
+        1.0,
+    ),
+}
+
+
+class _Applied(nn.Module):
+    def __init__(self, function, module):
+        super().__init__()
+        self.function, self.module = function, module
+
+    def forward(self, x):
+        return self.function(self.module, x)
+
+
+@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("effort", ["fast", "zonotope"])
+def test_what_moves_is_not_dropped(name, effort):
+    function, module, x, radius = MOVING[name]
+    net = _Applied(function, module).eval()
+    upper = float(local_lipschitz(net, x, radius, effort=effort, steps=0).upper)
+    doubled = copy.deepcopy(net).double().requires_grad_(False)
+    directions = nn.functional.normalize(torch.rand(64, x.numel(), dtype=torch.float64), dim=1).reshape(64, *x.shape)
+    best = max(float(stretch(doubled, x + radius * d, x + 0.9 * radius * d)) for d in directions)
+    assert 0.1 < best <= upper
+
+
+def test_neurons_far_from_zero_move():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).double()
+    net[0].weight.data.copy_(torch.eye(2))
+    net[0].bias.data.fill_(2.0**60)
+    x = torch.zeros(1, 2, dtype=torch.float64)
+    boxes = enclose(propagate(capture(net, x), 1.0), x, 1.0, Cache())
+    assert all(bool((box.half >= 1).all()) for box in boxes.values())
 
 
 def test_bad_input_is_refused():

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from equipoise.core import InputError, Refused
+from equipoise.core.precision import full_precision
 from equipoise.lipschitz import lipschitz_bound
+from equipoise.lipschitz.capture import capture
 
 
 class Op(nn.Module):
@@ -63,7 +65,30 @@ REFUSED = {
     "statistics of a norm": (lambda x: torch.ops.aten.native_layer_norm(x, [4], None, None, 1e-5)[2], "first result"),
     "integer sum": (lambda x: x.sum(1, dtype=torch.int64).to(x.dtype), "rounds|narrow"),
     "unbounded einsum": (lambda x: torch.einsum("bi,bi->b", x, x), "ball"),
+    "einsum that broadcasts": (lambda x: torch.einsum("bi,ij->bj", torch.ones(1, 1), x[0, :, None]), "broadcasts"),
+    "choice by a constant mask": (lambda x: x[:, torch.tensor([True, False, True, True])], "shape depends"),
 }
+
+
+class _Counter(nn.Module):
+    """Multiplies its buffer through a view, so that every call is another map."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.ones(4))
+
+    def forward(self, x):
+        return x * self.factor.view(-1).mul_(2)
+
+
+def test_a_buffer_written_through_a_view_is_refused():
+    with pytest.raises(Refused, match="changes a parameter or buffer"):
+        lipschitz_bound(_Counter().eval(), torch.randn(2, 4))
+
+
+def test_captured_under_any_precision():
+    with full_precision():
+        assert capture(nn.Linear(4, 2), torch.zeros(1, 4)).nodes
 
 
 @pytest.mark.parametrize("name", REFUSED)

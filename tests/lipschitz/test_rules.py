@@ -178,6 +178,17 @@ CASES = {
     "attention on ball": (lambda x: F.scaled_dot_product_attention(x, 2 * x, x), (3, 4), 0.03, 2.0),
     "attention by hand": (lambda x: F.softmax(x @ x.transpose(1, 2) / 2, -1) @ x, (3, 4), 0.03, 2.0),
     "einsum on ball": (lambda x: torch.einsum("bij,bkj->bik", x, 2 * x), (3, 4), 0.2, 2.0),
+    "lerp copies": (lambda x: torch.lerp(x[:, :1], 0.01 * x, 0.1), (6,), 0.9, None),
+    "clamp copies": (lambda x: torch.clamp(x[:, :1], min=torch.full((1, 9), -9.0, dtype=x.dtype)), (6,), 0.9, None),
+    "upsampling 1-d": (lambda x: F.interpolate(x, scale_factor=1.6, mode="linear"), (2, 5), 0.9, None),
+    "upsampling smoothed": (lambda x: F.interpolate(x, size=(3, 4), mode="bilinear", antialias=True), PLANE, 0.9, None),
+    "pooling without a batch": (
+        lambda x: F.adaptive_avg_pool2d(x.flatten(0, 1), (3, 9)).unflatten(0, x.shape[:2]),
+        PLANE,
+        0.9,
+        None,
+    ),
+    "nothing": (lambda x: x[:, :0].reshape(1, -1) * 2, (6,), 0.0, None),
 }
 
 
@@ -190,6 +201,21 @@ def test_the_rule_holds_under_attack(name):
     assert report.upper <= report.product
     assert found <= report.upper * (1 + 1e-7)
     assert found >= fraction * report.upper, f"attack reaches {found}, bound {report.upper}"
+
+
+def test_a_constant_overwritten_after_its_use_counts_with_the_old_value():
+    def scaled(x):
+        factor = torch.full((6,), 1000.0, dtype=x.dtype)
+        y = x * factor
+        return y + factor.mul_(0)
+
+    assert lipschitz_bound(Op(scaled).eval(), torch.zeros(1, 6)).upper == pytest.approx(1000)
+
+
+def test_factors_whose_product_vanishes_count():
+    module = Op(lambda x: x * 1e-200 * 1e-200 * 1e200 * 1e199).eval()
+    assert lipschitz_bound(module, torch.zeros(1, 2, dtype=torch.float64)).upper == pytest.approx(0.1)
+    assert lipschitz_bound(Op(lambda x: x * 1e-200 * 1e-200).eval(), torch.zeros(1, 2, dtype=torch.float64)).upper > 0
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,18 @@ def test_parametrize_keeps_the_guarantee():
     assert conv.parametrizations.weight.original.grad is not None
 
 
+@ROWS
+def test_writing_into_the_weight_does_not_change_the_layer(case, kind):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    if not hasattr(type(layer), "weight"):
+        pytest.skip("this layer shows no weight")
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    layer.weight.data.mul_(3)
+    torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+
+
 def test_kept_weight_follows_the_device_and_dtype():
     layer = eqn.SRLinear(4, 4).eval()
     layer(torch.zeros(1, 4))

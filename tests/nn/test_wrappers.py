@@ -10,7 +10,7 @@ from torch import nn
 from equipoise.conversion import export
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.activations import MaxMin
+from equipoise.nn.activations import Contracted, MaxMin
 from equipoise.nn.constants import known_constant
 from equipoise.nn.named import SNLinear, SRLinear
 from equipoise.nn.pooling import SpaceToDepth
@@ -70,6 +70,17 @@ class TenLinear(SRLinear):
         return 10 * super().forward(x)
 
 
+class TenWeights(SRLinear):
+    def compute(self):
+        return tuple(10 * value for value in super().compute())
+
+
+def patched_inside():
+    layer = SRLinear(2, 2)
+    layer.apply_weight = lambda x, weight: 10 * x
+    return layer
+
+
 def patched():
     layer = SRLinear(2, 2)
     layer.forward = lambda x: 10 * x
@@ -82,10 +93,19 @@ def hooked_method():
     return layer
 
 
-@pytest.mark.parametrize("make", [lambda: TenSorts(), lambda: TenLinear(2, 2), patched, hooked_method])
+@pytest.mark.parametrize(
+    "make", [TenSorts, lambda: TenLinear(2, 2), lambda: TenWeights(2, 2), patched, patched_inside, hooked_method]
+)
 def test_a_changed_forward_does_not_inherit_the_claim(make):
     assert known_constant(make()) is None
     assert known_constant(nn.Sequential(MaxMin(), make())) is None
+
+
+def test_a_contracted_activation_that_is_changed_later_voids_the_constant():
+    act = Contracted(nn.LeakyReLU(2.0))
+    assert known_constant(act) == 1.0
+    act.activation.negative_slope = 8.0
+    assert known_constant(act) == pytest.approx(4.0)
 
 
 def test_a_wrapped_module_that_is_replaced_later_voids_the_constant():

@@ -42,6 +42,15 @@ def test_unknown_size_bounds_every_size(operator: Operator) -> None:
         assert bracket.upper >= truth * (1 - SVD), size
 
 
+def test_a_kernel_that_only_reads_padding() -> None:
+    conv = nn.Conv3d(9, 9, 2, (3, 4, 1), (3, 6, 6), (1, 1, 2), 3, bias=False).double()
+    for index in range(8):
+        conv.weight.data.zero_()
+        conv.weight.data.flatten()[index] = 1.0
+        bracket = spectral_norm(conv, input_size=(3, 2, 1))
+        assert 0 <= float(bracket.lower) <= float(bracket.upper)
+
+
 def test_unknown_size_is_the_limit_of_large_ones() -> None:
     torch.manual_seed(0)
     layer = nn.Conv1d(3, 3, 5, padding=2)

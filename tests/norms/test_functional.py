@@ -41,6 +41,12 @@ def test_gradient_survives_extreme_scales(scale: float) -> None:
     assert torch.allclose(a.grad, b.grad, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-60, 2.0**60, 2.0**120])
+def test_conv_norm_survives_extreme_scales(scale: float) -> None:
+    K = torch.randn(3, 2, 3, 3)
+    assert float(functional.conv_norm(K * scale)) / scale == pytest.approx(float(functional.conv_norm(K)))
+
+
 @pytest.mark.parametrize("size", [6, None])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("padding", ["zeros", "circular", "reflect", "replicate"])

@@ -94,3 +94,14 @@ class Known(Items):
 
     def fingerprint(self):
         return f"sha256:{hash(self.x.numpy().tobytes()):x}"
+
+
+class Unkind(Net):
+    """Raises what an exported program's guards raise."""
+
+    def __init__(self):
+        super().__init__()
+        self.eval()
+
+    def forward(self, x):
+        raise AssertionError("Guard failed")

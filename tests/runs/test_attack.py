@@ -274,12 +274,13 @@ def test_outvoted_is_a_family_of_binomial_tests(counts, level):
     assert outvoted(np.array(counts), 0, level) == any(t <= level for t in tails)
 
 
-def test_nan_logits_leave_the_other_inputs_their_outcome(tmp_path, xy):
+@pytest.mark.parametrize("kind", ["smoothed", "base"])
+def test_nan_logits_leave_the_other_inputs_their_outcome(tmp_path, xy, kind):
     x, y = xy[0].clone(), xy[1]
     x[:, 0, 0, 0] = 0.2
     x[3, 0, 0, 0] = 5.0
     model = runs_nets.Sometimes(4.0).eval()
-    summary = attack_run(model, (x, y), run_dir=tmp_path, sigma=0.1, kind="smoothed", epsilons=[0.1], **QUICK)
+    summary = attack_run(model, (x, y), run_dir=tmp_path, sigma=0.1, kind=kind, epsilons=[0.1], **QUICK)
     assert list(summary.failures) == ["3"]
     assert summary.inputs == len(x) - 1
     assert len(open_run(tmp_path).attacks()) == len(x) - 1

@@ -66,7 +66,9 @@ def test_a_run_its_summary_and_its_repetition(first, data, tmp_path):
     assert np.array_equal(open_run(tmp_path / "a").certificates().radius, smooth.radius)
 
 
-def test_json_is_one_document(first):
+def test_json_is_one_document(first, equipoise):
+    refused = equipoise("nowhere", "--json")
+    assert refused.stderr == f"equipoise: {json.loads(refused.stdout)['error']}\n"
     document = json.loads(first("--json", "--epsilon", "0.1").stdout)
     assert document["finished"]
     assert document["accuracy"][0]["epsilon"] == 0.1
@@ -160,6 +162,12 @@ WRONG = [
     ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--target-radius", 0.1], "--adaptive"),
     ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--lipschitz", "big"], "number or auto"),
     ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--epsilon", "a"], "--epsilon takes"),
+    ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--epsilon=-1"], "--epsilon takes"),
+    ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--epsilon", "0,nan"], "--epsilon takes"),
+    ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--workers", 0], "workers must be positive"),
+    ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--gpus-per-worker", 0], "GPUs per worker"),
+    ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--gpus-per-worker", 1.5], "GPUs per worker"),
+    (["runs_nets:Unkind", "--data", "d.npz", "--sigma", 0.3], "does not take inputs of shape (1, 4, 4): Guard failed"),
     ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--nonfinite", "x"], "nonfinite"),
     ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--device", "quantum"], "device"),
     ([FACTORY, "--data", "d.npz", "--sigma", 0.3, "--export", "o.xls"], "expected an ending"),
@@ -185,6 +193,9 @@ def test_a_run_directory_is_not_changed_by_accident(first, equipoise):
         (["a", "--alpha", 0.1], "add --re-derive"),
         (["a", "--re-derive", "--procedure", "lvm"], "stored votes only"),
         (["a", "--re-derive", "--lipschitz", "auto"], "needs the model"),
+        (["a", "--sigma", 0.5], "--sigma needs the network"),
+        (["--run", "a", "--adaptive"], "--adaptive needs the network"),
+        (["a", "--retry-failed"], "--retry-failed needs the network"),
     ):
         ran = equipoise(*args)
         assert (ran.exit_code, words in ran.stderr) == (2, True), ran.stderr

@@ -102,6 +102,12 @@ REFUSED = [
     ({"procedure": "cohen", "target_radius": 0.1}, {"procedure": "cpm"}, Refused, "stopped each input by looking"),
     ({"procedure": "cpm", "target_radius": 0.1}, {"procedure": "cohen"}, Refused, "stopped each input by looking"),
     ({"procedure": "cohen", "relative": 0.3}, {"target_radius": 0.1}, Refused, "none to change"),
+    (
+        {"procedure": "cohen", "target_radius": 0.1},
+        {"target_radius": 0.0},
+        InputError,
+        "must be a positive number, got 0.0",
+    ),
 ]
 
 

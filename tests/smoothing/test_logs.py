@@ -79,3 +79,10 @@ def test_malformed_logs_are_named(tmp_path, text, message):
     (tmp_path / "log").write_text(text)
     with pytest.raises(InputError, match=message):
         read_log(tmp_path / "log")
+
+
+def test_a_log_that_is_no_text_or_not_there_is_named(tmp_path):
+    (tmp_path / "log").write_bytes(b"\xff\x00")
+    for name, message in (("log", "is not a text file"), ("none", "cannot read")):
+        with pytest.raises(InputError, match=message):
+            read_log(tmp_path / name)

@@ -236,3 +236,11 @@ def test_bad_input_is_refused():
     ):
         with pytest.raises(InputError):
             call()
+
+
+@pytest.mark.parametrize("interval", ["bernstein", "betting"])
+def test_scores_whose_sums_round_beyond_one_are_taken(interval):
+    scores = np.random.default_rng(0).dirichlet([0.1] * 5, (50, 40))
+    assert (scores[..., 1:].sum(axis=-1) > 1).any()
+    found = certify_scores(scores[:, :10], scores, 0.5, 0.5, interval=interval)
+    assert (found.p_upper <= 1).all()

@@ -166,3 +166,18 @@ def test_millions_of_values_at_a_bounded_multiple_of_the_quantile():
         ndtri(p1), ndtri(p2)
         ratios.append((middle - start) / (time.perf_counter() - middle))
     assert np.median(ratios) <= 30, "the goal is 20, measured by the benchmark; this is the alarm"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("sigma", "lipschitz"), [(1e-300, 1e-300), (1e-30, 1e-280), (1e300, 1e300), (1e120, 1e200)])
+def test_constants_at_the_ends_of_the_floats_stay_sound(sigma, lipschitz):
+    """A margin of 0.8 lasts at most as far as the steepest ramp: 0.4/L where L·σ is tiny, σ·Φ⁻¹(0.9) where it is huge."""
+    tiny = lipschitz < 1
+    limit = 0.4 / lipschitz if tiny else sigma * ndtri(0.9)
+    found = [
+        radius_multi_lipschitz(0.9, 0.1, sigma, lipschitz),
+        radius_per_class(0.9, 0.1, sigma, lipschitz, lipschitz),
+        radius_weak(0.9, 0.1, sigma, lipschitz),
+        radius_mono_lipschitz(0.9, sigma, lipschitz),
+    ]
+    assert all(0 < float(r) <= limit * (1 + 1e-12) for r in found)

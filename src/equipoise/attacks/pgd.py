@@ -210,11 +210,9 @@ def _logits(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
     """The model's logits at z; a shape it does not take and a label it has no logit for are refused."""
     try:
         logits: Any = model(z)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, EquipoiseError):
         raise
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, EquipoiseError):
-            raise
+    except Exception as error:  # whatever the user's own code, or the guards of an exported program, raise
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"the model does not take inputs of shape {tuple(z.shape)}: {line}") from error
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(z):

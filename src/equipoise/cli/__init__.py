@@ -11,7 +11,9 @@ import sys
 def main() -> None:
     """Entry point of the `equipoise` command."""
     from equipoise.cli.app import build
+    from equipoise.cli.consoles import prepare_streams
 
+    prepare_streams()
     wanted = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     build(wanted=wanted)(prog_name="equipoise")
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import complain
+from equipoise.cli.consoles import complain, emit_json
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("bench", "equipoise.cli.bench", "bench"),
 )
 
+#: a disk, a quota or a file that takes no more
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 HELP = """Stability of PyTorch networks, with guarantees: a number that says upper bound is one.
 
 Examples:
@@ -78,7 +84,8 @@ Examples:
   equipoise norm model.safetensors --input-size 32,32      spectral norm of every weight
   equipoise selfcheck --minutes 5 --device cuda            test the guarantees on your own hardware
 
-Every command has --json and --help. Exit codes: 0 fine, 1 a check failed, 2 the input was refused.
+Every command has --json and --help. Exit codes: 0 fine, 1 a check failed, 2 the input was refused
+(one sentence on stderr; with --json {"error": …} on stdout as well), 130 interrupted.
 """
 
 
@@ -100,19 +107,32 @@ def build(commands: tuple[Command, ...] = COMMANDS, wanted: str | None = None) -
 
 
 def reported(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a command: an `EquipoiseError` becomes one sentence on stderr and exit code 2; a bug keeps its traceback."""
+    """Wrap a command: an `EquipoiseError` becomes one sentence on stderr and exit code 2; a bug keeps its traceback.
+
+    With `--json` stdout holds a document in this case too: `{"error": sentence}`.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            sys.stdout.flush()
+            return result
         except Exception as error:
             from equipoise.core.errors import EquipoiseError
 
+            if isinstance(error, OSError) and error.errno in _FULL:
+                complain(f"cannot write the output: {error.strerror}; free some space and run the same command again")
+                os._exit(2)  # what waits to be written cannot be
             if not isinstance(error, EquipoiseError):
                 raise
             complain(str(error))
+            if kwargs.get("json") or kwargs.get("as_json"):
+                emit_json({"error": str(error)})
             raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            complain("interrupted")
+            raise typer.Exit(130) from None
 
     wrapper.__doc__ = _verbatim(function.__doc__ or "")
     return wrapper

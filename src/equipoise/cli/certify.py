@@ -12,7 +12,7 @@ from equipoise.cli.consoles import emit_json, messages, results, table
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
-    from equipoise.runs import Job, Run
+    from equipoise.runs import Execution, Job, Run
     from equipoise.runs.plan import Estimate
     from equipoise.smoothing import Certificates
 
@@ -44,6 +44,9 @@ def certify(
     engine: Annotated[str, typer.Option(help="local or ray")] = "local",
     workers: Annotated[int | None, typer.Option(help="of the ray engine")] = None,
     address: Annotated[str | None, typer.Option(help="of an existing Ray cluster")] = None,
+    gpus_per_worker: Annotated[
+        float, typer.Option(help="ray with --device cuda: GPUs of each worker; 0.5: two share one")
+    ] = 1.0,
     device: Annotated[str, typer.Option(help="where the network runs")] = "cpu",
     batch_size: Annotated[int | None, typer.Option(help="most draws in one forward pass (memory); at most 100")] = None,
     run: Annotated[Path | None, typer.Option(help="run directory; default: runs/certify-<digest>")] = None,
@@ -72,6 +75,7 @@ def certify(
       equipoise certify runs/a --export certified.tsv
       equipoise certify --merge runs/a runs/b -o runs/ab
     """
+    from equipoise.runs import Execution
     from equipoise.runs.export import check_path
     from equipoise.runs.manifest import is_run
 
@@ -85,10 +89,14 @@ def certify(
             raise InputError("--merge needs --output: where the joined run goes")
         return _finish(merge_runs(names, output), None, levels, export, json)
     if not names and run is not None and data is None:
-        return _existing(str(run), re_derive, alpha, procedure, lipschitz, target_radius, levels, export, json)
+        names = [str(run)]
     if len(names) != 1:
         raise InputError(f"expected one MODEL or one run directory, got {len(names)}: see equipoise certify --help")
-    if is_run(names[0]) and data is None:
+    if data is None and (is_run(names[0]) or not targets):
+        _require_stored(
+            names[0], sigma=sigma, map=map, limit=limit, weights=weights, adaptive=adaptive, plan=plan,
+            retry_failed=retry_failed,
+        )  # fmt: skip
         return _existing(names[0], re_derive, alpha, procedure, lipschitz, target_radius, levels, export, json)
     if re_derive:
         raise InputError(f"{names[0]} is not a run directory: --re-derive works on stored counts")
@@ -108,7 +116,15 @@ def certify(
     if plan:
         return _plan(job, workers, json)
     folder = run or job.default_folder()
-    _finish(_sample(job, folder, engine, workers or 1, address, retry_failed, levels), None, levels, export, json)
+    execution = Execution(1 if workers is None else workers, address, gpus_per_worker)
+    _finish(_sample(job, folder, engine, execution, retry_failed, levels), None, levels, export, json)
+
+
+def _require_stored(folder: str, **asked: Any) -> None:
+    """Refuse options that would need new draws: a run directory alone has only the stored ones."""
+    given = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value not in (None, False)]
+    if given:
+        raise InputError(f"{folder} is a run directory, and {given[0]} needs the network: give MODEL and --data too")
 
 
 def _may_be_model(name: str) -> bool:
@@ -126,19 +142,15 @@ def _job(model: str, weights: Path | None, data: str, split: str | None, **setti
     return describe(load_model(model, weights), load_dataset(data, split), name=shown, **settings)
 
 
-def _sample(
-    job: Job, folder: Path, engine: str, workers: int, address: str | None, retry: bool, levels: list[float] | None
-) -> Run:
-    from equipoise.runs import Execution, open_run, start
+def _sample(job: Job, folder: Path, engine: str, execution: Execution, retry: bool, levels: list[float] | None) -> Run:
+    from equipoise.runs import open_run, start
     from equipoise.runs.manifest import is_run
     from equipoise.runs.progress import Reporter
 
     shown = job.parameters.target_radius or (levels or [0.0])[0]
     try:
         with Reporter(folder, messages(), shown) as report:
-            return start(
-                job, folder, engine=engine, execution=Execution(workers, address), progress=report, retry_failed=retry
-            )
+            return start(job, folder, engine=engine, execution=execution, progress=report, retry_failed=retry)
     except KeyboardInterrupt:
         done = len(open_run(folder).rows) if is_run(folder) else 0
         messages().print(
@@ -229,9 +241,12 @@ def _epsilons(text: str | None) -> list[float] | None:
     if text is None:
         return None
     try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"--epsilon takes numbers like 0,0.25,0.5, got {text!r}") from error
+        levels = [float(part) for part in text.split(",")]
+    except ValueError:
+        levels = [math.nan]
+    if not all(level >= 0 for level in levels):
+        raise InputError(f"--epsilon takes numbers like 0,0.25,0.5, got {text!r}")
+    return levels
 
 
 def _constant(text: str | None) -> Any:

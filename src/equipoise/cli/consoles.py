@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import sys
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+
+def prepare_streams() -> None:
+    """A closed stream swallows what is written; a terminal without UTF-8 shows "?" for what it cannot: no result is lost."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def results() -> Console:
@@ -43,8 +55,9 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def emit_json(document: Any) -> None:
-    """Write one JSON document to stdout; numbers JSON cannot hold become null."""
-    sys.stdout.write(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write one JSON document to stdout; numbers JSON cannot hold become null, letters it cannot print are escaped."""
+    plain = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    sys.stdout.write(json.dumps(_finite(document), indent=2, ensure_ascii=plain, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

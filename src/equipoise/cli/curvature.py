@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import EquipoiseError, InputError
 
 if TYPE_CHECKING:
     from equipoise.curvature import LossHessian
@@ -118,9 +118,12 @@ def _operator(
     try:
         hessian = LossHessian(net, "ce", batches, layer, dtype=torch.float64 if double else None)
         hessian.value()
-    except (RuntimeError, IndexError, TypeError) as error:
+    except EquipoiseError:
+        raise
+    except Exception as error:  # whatever the user's own code raises
         shape = tuple(batches[0][0].shape[1:]) if batches else ()
-        raise InputError(f"the model does not fit the data (inputs of shape {shape}): {error}") from error
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"the model does not fit the data (inputs of shape {shape}): {line}") from error
     return hessian
 
 

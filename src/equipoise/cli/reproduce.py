@@ -52,6 +52,7 @@ def reproduce(
     from equipoise.experiments import table as experiments_table
     from equipoise.experiments.page import summary
     from equipoise.experiments.runner import reproduce_all
+    from equipoise.runs.prepare import usable_device
 
     if list_all:
         _list(as_json)
@@ -68,6 +69,9 @@ def reproduce(
     chosen = experiments_table.every(identifiers or ())
     for experiment in chosen:
         experiment.settings(scale)  # an unknown scale is refused before anything runs
+    usable_device(device)
+    if not dry_run:
+        _require_folder(out)
     console = messages()
     folder = data or (Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None)
     context = Context(seed, folder, device, dry_run, lambda text: console.print(f"  {text}", style="dim", markup=False))
@@ -86,6 +90,18 @@ def reproduce(
         emit_json([_document(outcome) for outcome in outcomes])
     if any(outcome.result is None for outcome in outcomes):
         raise typer.Exit(2)
+
+
+def _require_folder(out: Path) -> None:
+    """Minutes of measuring are not to be lost for want of a place to write to."""
+    from equipoise.core.errors import InputError
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make {out}: {error.strerror}") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write in {out}: check its permissions")
 
 
 def _line(outcome: Outcome) -> str:

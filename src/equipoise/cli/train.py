@@ -96,7 +96,9 @@ def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
         try:
             result = run_recipe(recipe, folder, cpu=cpu, progress=_reporter(bar, recipe))
         except KeyboardInterrupt:
-            raise InputError(f"stopped; the same command goes on from the last checkpoint in {folder}") from None
+            said = f"interrupted: the same command goes on from the last checkpoint in {folder}"
+            messages().print(said, markup=False, soft_wrap=True)
+            raise typer.Exit(130) from None
     from accelerate.state import PartialState
 
     state = PartialState()

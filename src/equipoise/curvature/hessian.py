@@ -70,9 +70,8 @@ class LossHessian:
         self.model, self.loss = model, _loss(loss)
         chosen = {name: p for name, p in model.named_parameters() if _matches(name, layer)}
         if not chosen:
-            raise InputError(
-                f"no parameter of this model has a name that matches {layer!r}; see model.named_parameters()"
-            )
+            wanted = "parameters" if layer is None else f"parameter with a name that matches {layer!r}"
+            raise InputError(f"this model has no {wanted}; see model.named_parameters()")
         first = next(iter(chosen.values()))
         self.dtype = dtype or (first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32)
         if self.dtype not in (torch.float32, torch.float64):

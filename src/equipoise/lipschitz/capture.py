@@ -143,18 +143,25 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_precision() -> Iterator[None]:
-    """The exporter refuses to read cuDNN's switches where those of convolutions and recurrent nets differ."""
+def _readable_switches() -> Iterator[None]:
+    """The exporter reads cuDNN's old TF32 switch, which raises after `full_precision` has set the new ones; tracing has no need
+    of either.
+    """
     cudnn: Any = torch.backends.cudnn
-    if not hasattr(getattr(cudnn, "rnn", None), "fp32_precision"):
-        yield
-        return
-    found = cudnn.rnn.fp32_precision
-    cudnn.rnn.fp32_precision = cudnn.conv.fp32_precision
+    both: list[Any] = [getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)]
+    owners = [owner for owner in both if hasattr(owner, "fp32_precision")]
+    found = [owner.fp32_precision for owner in owners]
     try:
+        for value in ("tf32", "ieee"):
+            with contextlib.suppress(RuntimeError):
+                _ = cudnn.allow_tf32
+                break
+            for owner in owners:
+                owner.fp32_precision = value
         yield
     finally:
-        cudnn.rnn.fp32_precision = found
+        for owner, value in zip(owners, found, strict=True):
+            owner.fp32_precision = value
 
 
 def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
@@ -165,7 +172,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
     except Exception as error:
         raise InputError(f"the model does not run on example_input: {type(error).__name__}: {_first(error)}") from error
     try:
-        with _quiet(), _one_precision(), torch.no_grad():
+        with _quiet(), _readable_switches(), torch.no_grad():
             return torch.export.export(model, examples, strict=False)
     except Exception as error:
         kind = type(error).__name__
@@ -347,10 +354,10 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         raise Refused(f"{where(node)} draws random numbers ({node.target}): the map differs from call to call")
-    args = fx.node.map_arg(node.args, lambda n: values[n])
+    args: Any = fx.node.map_arg(node.args, lambda n: values[n])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
     if _schema(node) is not None and _schema(node).is_mutable:
-        args = (args[0].clone(), *args[1:])  # type: ignore[index]
+        args = (args[0].clone(), *args[1:])
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -385,6 +392,8 @@ def batch_note(model: nn.Module, single: tuple[Tensor, ...]) -> tuple[str, ...]:
     for a, t, p in zip(alone, together, poisoned, strict=True):
         if a.dim() == 0:
             return ("an output has no batch dimension: the bound is for a batch of one",)
+        if a.numel() == 0:
+            continue
         scale = 1e-3 * (1 + float(a.abs().nan_to_num().max()))
         leak = bool((p[: a.shape[0]].isnan() & ~a.isnan()).any())
         if leak or bool(((t[: a.shape[0]] - a).abs() > scale).any()):

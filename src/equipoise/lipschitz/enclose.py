@@ -115,9 +115,10 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
     if step.kind in ("sum", "shift", "difference", "scaling", "concatenation", "constant padding"):
         return _arithmetic_image(call, step, boxes)
     if step.slopes is not None and len(sources) == 1:
-        mid = _runner(call, boxes)(lambda b: b.mid)
+        softsign = torch.nn.functional.softsign  # x/(1 + |x|), two branches in the graph
+        run = (lambda pick: softsign(pick(box))) if step.kind == "softsign" else _runner(call, boxes)
+        mid = run(lambda b: b.mid)
         if step.slopes[0] >= 0:
-            run = _runner(call, boxes)
             high, low = run(lambda b: b.mid + _outward(b)), run(lambda b: b.mid - _outward(b))
             half = torch.minimum(up(torch.maximum(high - mid, mid - low)), up(box.half * gain))
         else:

@@ -233,7 +233,7 @@ def _sized(call: Call, step: Step) -> Signal:
     value = call.node.meta["val"]
     several = isinstance(value, tuple | list)
     value = value[0] if several else value
-    shape = tuple(value.shape)
+    shape = shape_of(call.node)
     if value.dtype not in (torch.float32, torch.float64):
         raise Refused(f"{where(call.node)}: its result is {value.dtype}, which rounds; keep float32 or float64")
     if several and step.kind == "split":

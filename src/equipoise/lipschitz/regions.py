@@ -8,7 +8,8 @@ recomputed from the weights its forward really uses. The nodes of one call of su
 graph, with the smaller of this bound and the generic one. It is believed only if nothing can have come between the
 method and the map:
 
-* the class that defines `forward` is the class that defines `lipschitz_upper`, and neither is patched on the instance;
+* the class that defines `forward` is the class that defines `lipschitz_upper`, nothing it has is defined anew by a subclass
+  or patched on the instance;
 * no forward hooks, on the module, its children, or all modules; evaluation mode;
 * one tensor enters the region and one leaves it;
 * a short attack on the block does not exceed the bound (a check, not a proof: it catches a bound that forgot something).
@@ -76,7 +77,7 @@ def believed(module: nn.Module) -> bool:
     owners = [
         next((c for c in type(module).__mro__ if name in vars(c)), None) for name in ("forward", "lipschitz_upper")
     ]
-    if owners[0] is None or owners[0] is not owners[1] or owners[0] is nn.Module:
+    if owners[0] is None or owners[0] is not owners[1] or owners[0] is nn.Module or _changed(module, owners[0]):
         return False
     if type(module).__call__ is not nn.Module.__call__ or any(name in vars(module) for name in _CALLED):
         return False
@@ -86,6 +87,14 @@ def believed(module: nn.Module) -> bool:
         return False
     own = list(module.modules())
     return not any(m._forward_hooks or m._forward_pre_hooks or m.training or "forward" in vars(m) for m in own)
+
+
+def _changed(module: nn.Module, owner: type) -> bool:
+    """Whether a subclass of `owner`, or the instance, has another version of something that `owner` works with."""
+    kinds = type(module).__mro__
+    names = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
+    names |= {name for name, value in vars(module).items() if callable(value)}
+    return any(hasattr(owner, name) for name in names if not name.startswith("__") and name != "extra_repr")
 
 
 def find_regions(

@@ -238,8 +238,11 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
         rough = 4 * _U * (c.abs() + centre.abs())
     else:
         slope, width = secant_slopes(state.run, call.node, Box(c, h, math.inf, 0.0, 0.0))
-        arguments = [c.clone() if a is before else a for a in call.node.args]
-        centre = call.node.target(*_constants(state.run, arguments), **call.node.kwargs)  # type: ignore[operator]
+        if step.kind == "softsign":  # x/(1 + |x|), two branches in the graph
+            centre = torch.nn.functional.softsign(c)
+        else:
+            arguments = [c.clone() if a is before else a for a in call.node.args]
+            centre = call.node.target(*_constants(state.run, arguments), **call.node.kwargs)  # type: ignore[operator]
         mu = up(width * h)
         rough = 2.0**-44 * (c.abs() + centre.abs())
     rows = (width > 0).flatten().nonzero().flatten()

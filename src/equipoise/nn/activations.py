@@ -135,7 +135,11 @@ class Contracted(nn.Module):
     True
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    @property
+    def lipschitz_constant(self) -> float | None:
+        """1, as long as the activation is what it was; else what follows from the one that is there now."""
+        found = slopes(self)
+        return None if found is None else max(1.0, *map(abs, found))
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -206,7 +210,7 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
         return None
     if isinstance(activation, Contracted) and kind is Contracted:
         inner = slopes(activation.activation)
-        return None if inner is None else (inner[0] * activation.factor, min(1.0, inner[1] * activation.factor))
+        return None if inner is None else (inner[0] * activation.factor, inner[1] * activation.factor)
     return _SLOPES.get(kind)
 
 

@@ -37,6 +37,8 @@ def known_constant(module: nn.Module) -> float | None:
     if "lipschitz_constant" in vars(module):
         return float(vars(module)["lipschitz_constant"])
     maker, claimer = _owner(module, "forward"), _owner(module, "lipschitz_constant")
+    if maker is not None and changed(module, maker):
+        return None
     if claimer is not None:  # a subclass with another forward does not inherit the claim
         stated = module.lipschitz_constant if claimer is maker else None
         return None if stated is None else float(stated)  # type: ignore[arg-type]
@@ -61,6 +63,18 @@ def hooked(module: nn.Module) -> bool:
     False
     """
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
+
+
+def changed(module: nn.Module, owner: type) -> bool:
+    """Whether a subclass of `owner`, or the instance, has another version of something that `owner` works with.
+
+    >>> changed(nn.ReLU(), nn.ReLU)
+    False
+    """
+    kinds = type(module).__mro__
+    names = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
+    names |= {name for name, value in vars(module).items() if callable(value)}
+    return any(hasattr(owner, name) for name in names if not name.startswith("__") and name != "extra_repr")
 
 
 def _owner(module: nn.Module, name: str) -> type | None:

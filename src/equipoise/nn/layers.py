@@ -62,12 +62,12 @@ class Weighted(Effective):
 
     @property
     def weight(self) -> Tensor:
-        """The effective weight, differentiable."""
-        return self.effective()[0]
+        """The effective weight, differentiable; a copy, so that writing into it does not change the layer."""
+        return self.effective()[0].clone()
 
     def forward(self, x: Tensor) -> Tensor:
         """The plain layer's map with the effective weight."""
-        weight = self.weight
+        weight = self.effective()[0]
         x = as_weight(x, weight)
         with uncast(x.device.type):
             return self.apply_weight(x, weight)

@@ -61,7 +61,8 @@ def certified_radius(
             )
         K = up(pairwise_distances(weight)[y] * L)
     lowest = z.new_tensor(-torch.inf)
-    gap = torch.nextafter(z.gather(1, y[:, None]) - z - up(2 * tolerance), lowest)
+    margin = torch.nextafter(z.gather(1, y[:, None]) - z, lowest)
+    gap = torch.nextafter(margin - up(2 * tolerance), lowest)
     radius = torch.where(gap > 0, down(gap / K), 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
     return radius.scatter(1, y[:, None], torch.inf).amin(1)
 

@@ -136,12 +136,12 @@ class LastLayerNormalised(Effective):
 
     @property
     def weight(self) -> Tensor:
-        """The normalised rows, differentiable."""
-        return self.effective()[0]
+        """The normalised rows, differentiable; a copy, so that writing into it does not change the layer."""
+        return self.effective()[0].clone()
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits."""
-        weight = self.weight
+        weight = self.effective()[0]
         x = as_weight(x, weight)
         with uncast(x.device.type):
             return functional.linear(x, weight, self.bias)

@@ -282,7 +282,10 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float) -> flo
     def multiply(x: Tensor) -> Tensor:
         return _adjoint_times(quick, apply(quick, x.reshape(1, *shape))).flatten()
 
-    first = random_start(columns, quick.kernel) if start is None else start.to(quick.kernel.dtype).flatten()
+    if start is None or not bool(start.any()):
+        first = random_start(columns, quick.kernel)
+    else:
+        first = start.to(quick.kernel.dtype).flatten()
     v, reached = first, 0.0
     for _ in range(5):  # from the plane wave one short run is nearly always enough; go on while it pays
         v = lanczos(multiply, v, steps)

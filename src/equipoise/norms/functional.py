@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import full_precision, working_dtype
+from equipoise.core.precision import full_precision, rescaled, working_dtype
 from equipoise.norms.geometry import (
     Lattice,
     Padding,
@@ -176,11 +176,15 @@ def _(W: Tensor, iterations: int, want_gradient: bool) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("equipoise::symbol_norm", mutates_args=())
 def _symbol_norm(kernel: Tensor, sizes: list[int], iterations: int, want_gradient: bool) -> tuple[Tensor, Tensor]:
-    """`max s_t(E(2πj/n))` over the grid and all groups, and its gradient with respect to the kernel."""
+    """`max s_t(E(2πj/n))` over the grid and all groups, and its gradient with respect to the kernel.
+
+    The kernel is brought near 1 by a power of two, so that no square overflows or vanishes; the gradient does not change.
+    """
     with full_precision():
+        kernel, e = rescaled(kernel)
         value, group, omega = _largest(kernel, sizes, iterations)
         if not want_gradient:
-            return value.to(kernel.real.dtype), kernel.new_empty(0)
+            return _back(value, e).to(kernel.real.dtype), kernel.new_empty(0)
         angle = tap_positions(kernel.shape[3:]).to(kernel.device) @ omega  # (taps,)
         complex_type = torch.complex128 if kernel.real.dtype is torch.float64 else torch.complex64
         phases = torch.complex(angle.cos(), -angle.sin()).to(complex_type)
@@ -189,7 +193,12 @@ def _symbol_norm(kernel: Tensor, sizes: list[int], iterations: int, want_gradien
         dK = dE[..., None] * phases.conj_physical()
         gradient = torch.zeros_like(kernel, memory_format=torch.contiguous_format)
         gradient[group] = (dK if kernel.is_complex() else dK.real).reshape(kernel.shape[1:])
-        return s.to(kernel.real.dtype), gradient
+        return _back(s, e).to(kernel.real.dtype), gradient
+
+
+def _back(value: Tensor, e: int) -> Tensor:
+    """`2^e·value` in float64, in two steps, since 2^e alone may overflow."""
+    return value.double() * 2.0 ** (e // 2) * 2.0 ** (e - e // 2)
 
 
 @_symbol_norm.register_fake

@@ -188,7 +188,7 @@ def _bounds(data: ReportData, charts: Charts) -> str:
 def _layers(data: ReportData) -> str:
     text = (
         "What each operation can add: its norm lies between the two numbers, and its share says how much of the logarithm of the "
-        "product bound it is responsible for. Click a header to sort."
+        "product bound it is responsible for (negative: it shrinks distances). Click a header to sort."
     )
     body = "".join(parts.audit_block(a, i) for i, a in enumerate(data.audits))
     return parts.section("layers-section", "Layers", text, body)

@@ -86,8 +86,9 @@ def levels(end: float) -> tuple[float, ...]:
 
 
 def summary_table(series: Sequence[Series], end: float) -> str:
-    """A row per curve: certified accuracy at a few radii, average radius, risk."""
+    """A row per curve: certified accuracy at a few radii, average radius, risk; the run where it tells curves apart."""
     chosen = levels(end)
+    several = len({(s.model, s.procedure) for s in series}) < len(series)
     head = [
         "network",
         "procedure",
@@ -96,7 +97,7 @@ def summary_table(series: Sequence[Series], end: float) -> str:
         "abstained",
         "risk α",
         "σ",
-        "run",
+        *(["run"] if several else []),
     ]
     rows = []
     for s in series:
@@ -106,10 +107,11 @@ def summary_table(series: Sequence[Series], end: float) -> str:
             (s.model, s.model), (s.procedure, s.procedure), *((f"{v:.1f} %", v) for v in shares),
             (round_down(s.average_radius, 4), s.average_radius),
             (f"{abstained} of {len(s.ids)}" + (f", {s.failed} failed" if s.failed else ""), float(abstained)),
-            (f"{s.alpha:g}" if s.alpha else "none", s.alpha), (f"{s.sigma:g}" if s.sigma else "none", s.sigma), (s.run, s.run),
+            (f"{s.alpha:g}" if s.alpha else "none", s.alpha), (f"{s.sigma:g}" if s.sigma else "none", s.sigma),
+            *([(s.run, s.run)] if several else []),
         ]  # fmt: skip
         rows.append(cells)
-    return table(head, rows, "curves", numeric=range(2, len(head) - 1))
+    return table(head, rows, "curves", numeric=range(2, 6 + len(chosen)))
 
 
 def table(

@@ -147,9 +147,9 @@ class Searcher:
             if len(items) == 1:
                 self.failures[items[0].id] = str(error)
                 return []
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, EquipoiseError):
-                raise
+        except EquipoiseError:
+            raise
+        except Exception as error:  # whatever the user's own code raises
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             shape = tuple(items[0].x.shape)
             raise InputError(f"the network cannot be attacked at inputs of shape {shape}: {line}") from error
@@ -189,8 +189,10 @@ class Searcher:
         """Which inputs are misclassified as they are."""
         if kind == "base":
             with torch.no_grad():
-                result: Tensor = (self.module(x).argmax(dim=1) != y).cpu()
-                return result
+                out: Tensor = self.module(x)
+            if not bool(torch.isfinite(out).all()):
+                raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
+            return (out.argmax(dim=1) != y).cpu()
         judge = self._classifier(chosen, self.how.seed + 2)
         if chosen is not None and chosen.name != "hardmax":
             return overtaken(judge, x, y, chosen, self.how.votes, self.how.alpha).cpu()

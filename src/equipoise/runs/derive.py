@@ -85,6 +85,8 @@ def _require_sound(manifest: Manifest, name: str, asked: str | None, lipschitz: 
                 f"this run stopped each input by looking at its draws: a fixed-n bound such as {asked!r} would not keep its "
                 "risk on such a sample; only alpha and the target radius can change"
             )
+        if target is not None and not target > 0:
+            raise InputError(f"the target radius must be a positive number, got {target}")
         if target is not None and p.target_radius is None:
             raise Refused(
                 "this run stopped at a share of the final radius, not at a target radius: there is none to change"

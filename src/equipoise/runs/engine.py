@@ -54,6 +54,8 @@ def find_engine(name: str, execution: Execution) -> Engine:
         raise InputError(f"unknown engine {name!r}: expected one of {', '.join(ENGINES)}")
     if execution.workers < 1:
         raise InputError(f"the number of workers must be positive, got {execution.workers}")
+    if not (0 < execution.gpus < 1 or (execution.gpus >= 1 and float(execution.gpus).is_integer())):
+        raise InputError(f"GPUs per worker are a share below 1 or a whole number, got {execution.gpus}")
     if name == "local" and (execution.workers > 1 or execution.address is not None):
         raise InputError("the local engine works in this process alone: for several workers use --engine ray")
     module, _, function = ENGINES[name].partition(":")

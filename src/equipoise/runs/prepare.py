@@ -81,7 +81,9 @@ def count_logits(model: Portable, inputs: Inputs, positions: Ints, device: str) 
     try:
         with torch.inference_mode():
             out = module(item.x[None].to(device))
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except EquipoiseError:
+        raise
+    except Exception as error:  # whatever the user's own code, or the guards of an exported program, raise
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"the model does not take inputs of shape {tuple(item.x.shape)}: {line}") from error
     if not isinstance(out, torch.Tensor) or out.ndim != 2 or len(out) != 1:

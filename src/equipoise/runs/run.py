@@ -97,8 +97,14 @@ class Run:
         )
 
     def notes(self, certificates: Certificates) -> list[str]:
-        """What a reader must know: assumptions, and mixed software."""
-        notes = []
+        """What a reader must know: assumptions, another derivation than the run's own, and mixed software."""
+        notes, p = [], self.manifest.parameters
+        if certificates.alpha != p.alpha or certificates.procedure not in (p.procedure, "adaptive"):
+            own = "adaptive" if p.adaptive else p.procedure
+            notes.append(
+                f"Derived again (the run was made for {own} at alpha {p.alpha:g}): alpha covers one derivation fixed "
+                "beforehand, not the best of several looked at."
+            )
         if "lipschitz" in certificates.details:
             notes.append(f"Lipschitz constant of the network: {certificates.details['lipschitz']}.")
         used = sorted({s["versions"].get("torch", "") for s in self.sessions()})

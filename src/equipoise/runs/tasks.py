@@ -61,7 +61,7 @@ class Worker:
             return failed(item, str(error), key, time.perf_counter() - start)
         except EquipoiseError:
             raise
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except Exception as error:  # whatever the user's own code raises
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"the model failed on input {item.id!r} of shape {tuple(item.x.shape)}: {line}") from error
         return replace(row, key=key, seconds=time.perf_counter() - start)

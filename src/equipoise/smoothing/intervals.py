@@ -21,6 +21,7 @@ OneSide = Literal["lower", "upper"]
 Pair = tuple[Floats, Floats]
 
 _SLACK = 1e-10  # relative error allowed to scipy's regularised incomplete beta function (tests: below 1e-11)
+_SMALLEST = 1e-250  # below, `betaincinv` and `betainc` were seen to err by any factor
 
 
 @overload
@@ -44,6 +45,9 @@ def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "
     bad = ~((k >= 0) & (k <= n) & (k == np.floor(k)) & (n == np.floor(n)))
     if bool(bad.any()):
         raise InputError(f"counts must be integers with 0 ≤ k ≤ n, got k = {k[bad][0]:.17g} and n = {n[bad][0]:.17g}")
+
+    if bool(np.any(alpha < _SMALLEST)):
+        raise InputError(f"the risk alpha must be at least {_SMALLEST:g}: the binomial tail is not accurate below")
 
     def lower(hits: Floats, risk: Floats) -> Floats:
         return _binomial_lower(hits, n, risk)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core import InputError, round_down
+from equipoise.core.files import write_whole
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.curves import average_certified_radius, certified_accuracy
 from equipoise.smoothing.partitions import Ints
@@ -39,7 +40,12 @@ class CertificationLog:
 
 def read_log(path: str | Path) -> CertificationLog:
     """Read a log; a malformed line is named with its number."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a text file: {error.reason} at byte {error.start}") from error
     if not lines or tuple(lines[0].split("\t")) != _COLUMNS:
         raise InputError(f"{path}: expected the header {' '.join(_COLUMNS)}")
     rows = []
@@ -77,7 +83,7 @@ def write_log(path: str | Path, certificates: Certificates, labels: ArrayLike, i
     for i, y, k, r in zip(names, labels, certificates.prediction, certificates.radius, strict=True):
         right = int(k == y and k != ABSTAIN)
         lines.append(f"{i}\t{y}\t{k}\t{round_down(float(r), 4)}\t{right}\t")
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def accuracy_table(logs: dict[str, CertificationLog], epsilon: ArrayLike) -> dict[str, list[float]]:

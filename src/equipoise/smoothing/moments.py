@@ -109,8 +109,8 @@ class Moments:
 
 
 def bucket_scores(scores: Floats, partition: Partition) -> Floats:
-    """(N, n, c) class scores → (N, n, B) bucket scores."""
+    """(N, n, c) class scores → (N, n, B) bucket scores; where rounding carries a sum beyond 1 it is 1."""
     inputs, draws, classes = scores.shape
     flat = scores.reshape(inputs * draws, classes)
     order, singles = np.repeat(partition.order, draws, axis=0), np.repeat(partition.singles, draws)
-    return Partition(order, singles).gather(flat).reshape(inputs, draws, -1)
+    return np.minimum(Partition(order, singles).gather(flat), 1.0).reshape(inputs, draws, -1)

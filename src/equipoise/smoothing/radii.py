@@ -17,6 +17,7 @@ from equipoise.smoothing.ramp import Floats, quantile, ramp_mean, ramp_quantile
 from equipoise.smoothing.weierstrass import component_bound, vector_bound
 
 _DOWN = 1 - 2.0**-49
+_WIDEST = 1e100  # where L·σ comes near the end of the floats a larger constant is taken: never an infinite radius
 
 
 def radius_mono(p: ArrayLike, sigma: ArrayLike) -> Floats:
@@ -172,9 +173,10 @@ def _over(margin: Floats, slope: float) -> Floats:
 
 
 def _width(lipschitz: Floats, sigma: Floats) -> Floats:
-    """`a = 1/(L·σ)` rounded down, that is, for a constant a touch larger than L."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(1 / (lipschitz * sigma) * _DOWN)
+    """`a = 1/(L·σ)` rounded down, that is, for a constant a touch larger than L; infinite for L = 0 only."""
+    with np.errstate(divide="ignore", over="ignore", under="ignore"):
+        width = np.asarray(1 / (lipschitz * sigma) * _DOWN)
+    return np.where(lipschitz > 0, np.minimum(width, _WIDEST), width)
 
 
 def _per_mass(p1: ArrayLike, p2: ArrayLike, lipschitz: Any, mass: float) -> tuple[Floats, Floats, Floats]:

@@ -87,7 +87,10 @@ def _erf_bound(sigma: float, lipschitz: Any, mass: float, factor: float, cap: fl
         return cap
     if constant == 0:
         return 0.0
-    return min(constant * math.erf(mass / (factor * constant * sigma)) * _UP, constant, cap)
+    scale = factor * constant * sigma
+    if not 1e-250 < scale / mass < 1e250:  # the quotient would leave the normal floats; the two limits hold anyway
+        return min(constant, cap)
+    return min(constant * math.erf(mass / scale) * _UP, constant, cap)
 
 
 def _check(sigma: float, mass: float) -> None:

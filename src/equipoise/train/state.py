@@ -28,7 +28,7 @@ from equipoise.core.files import write_whole
 
 #: the temporary names of `write_whole`
 _LEFTOVER = re.compile(
-    r"^\.(recipe\.json|metrics\.jsonl|model\.safetensors|config\.json|summary\.json|step-\d+\.safetensors)\.\w+$"
+    r"^\.(recipe\.json|metrics\.jsonl|model\.safetensors|config\.json|summary\.json|step-\d+\.safetensors)\.\w+(\.part)?$"
 )
 Optim = torch.optim.Optimizer
 

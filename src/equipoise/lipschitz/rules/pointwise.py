@@ -201,6 +201,8 @@ def power(call: Call) -> Step:
         call.refuse(f"the power {p} has no bounded slope near 0")
     if not math.isfinite(x.peak):
         call.refuse("a power is not Lipschitz on the whole space", "state an input ball: lipschitz_bound(..., ball=R)")
+    if int(p) * math.log(max(1.0, x.peak)) > 700:
+        call.refuse(f"the power {p} of numbers up to {x.peak:.3g} does not fit a float", "state a smaller input ball")
     slope = up(float(p) * up(x.peak ** (int(p) - 1)))
     return pointwise(call, -slope, slope, up(x.peak ** int(p)), kind=f"power {p}", everywhere=False)
 

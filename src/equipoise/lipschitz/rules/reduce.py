@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -172,7 +173,7 @@ def resampling(call: Call) -> Step:
     Their weights sum to 1 along every axis, so an input that is constant along the other axes shows one axis alone.
     """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
-    dims = int(str(call.node.target).split("d.")[0].removesuffix("d_aa")[-1])
+    dims = int(re.findall(r"(\d)d", str(call.node.target))[0])
     sizes = x.shape[-dims:]
     rest = call.node.args[1:]
     apply: Callable[[Tensor], Tensor] = lambda t: call.node.target(t, *rest, **call.node.kwargs)  # type: ignore[operator] # noqa: E731

@@ -39,7 +39,8 @@ def _first(call: Call) -> Signal:
 def view(call: Call) -> Step:
     """The same entries in another order: an isometry. Rows stay inside old rows where the last dimension divides."""
     x = _first(call)
-    same_rows = bool(x.shape) and bool(call.shape) and x.shape[-1] % call.shape[-1] == 0 and _keeps_last(call, x)
+    rows = bool(x.shape) and bool(call.shape) and call.shape[-1] > 0
+    same_rows = rows and x.shape[-1] % call.shape[-1] == 0 and _keeps_last(call, x)
     return Step(((x, 1.0),), "view", offset=0.0, row=x.row if same_rows else math.inf, peak=x.peak, moves=True)
 
 
