@@ -36,7 +36,7 @@ class Rescaled(nn.Module):
         super().__init__()
         self.module, self.constant = module, float(constant)
         self.register_buffer("factor", torch.ones((), dtype=torch.float64))
-        self._fingerprint = ""
+        self._fingerprint, self._largest = "", 0.0
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The scaled output."""
@@ -47,8 +47,8 @@ class Rescaled(nn.Module):
 
     @property
     def current(self) -> bool:
-        """Whether the weights are those of the last `rescale`."""
-        return self._fingerprint == fingerprint(self.module)
+        """Whether the weights are those of the last `rescale`, and the factor is not larger."""
+        return float(self.factor) <= self._largest and self._fingerprint == fingerprint(self.module)
 
     def rescale(self, example_input: Any, *, rtol: float = 1e-3, ball: float | None = None) -> Report:
         """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`."""
@@ -69,6 +69,7 @@ class Rescaled(nn.Module):
             if report.upper > self.constant:
                 raise Refused(f"the bound stays above {self.constant:g}: {report.upper!r}; ask for a larger rtol")
         self._fingerprint = fingerprint(self.module)
+        self._largest = float(self.factor) * (1 + 1e-7)  # room for a factor that is stored in float32
         return report
 
     def extra_repr(self) -> str:

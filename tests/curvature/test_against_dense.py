@@ -320,6 +320,18 @@ def test_too_few_products_are_refused_not_reported():
     assert curvature.top_of(flat, max_products=20_000, tol=1e-12).value == pytest.approx(1)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-200])
+def test_flat_losses(size):
+    """ARPACK takes no zero matrix, and squares of small residuals vanish."""
+    spectrum = size * np.linspace(0, 1, 60)
+    for which in ("LA", "SA", "LM"):
+        found = curvature.top_of(Matrix(np.diag(spectrum)), which=which, tol=1e-2)
+        assert np.abs(spectrum - found.value).min() <= found.residual + 1e-14 * size
+    for method in ("hutchinson", "hutch++", "xtrace"):
+        found = curvature.trace_of(Matrix(np.diag(spectrum)), method=method, products=30)
+        assert abs(found.value - spectrum.sum()) <= 6 * found.standard_error + 1e-12 * size
+
+
 def test_infinite_losses_are_refused():
     model = nn.Linear(2, 2).double()
     model.weight.data.fill_(math.inf)

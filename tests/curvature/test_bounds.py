@@ -96,6 +96,41 @@ def test_far_from_stationary_logits_the_hessian_exceeds_the_bound():
     assert not report.bounds_hessian
 
 
+class Tenfold(nn.Sequential):
+    def forward(self, x):
+        return 10 * super().forward(x)
+
+
+def tied():
+    """`w²x`: the derivative 2wx is twice what either layer contributes, and the sum of squares half of its square."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def hooked(part):
+    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    (model if part is None else model[part]).register_forward_hook(lambda module, args, output: 10 * output)
+    return model
+
+
+def test_batches_of_other_sizes_count():
+    """With stride 2 an image of 4 gives as many outputs as one of 3, by a larger norm; labels must be class numbers."""
+    model = nn.Sequential(nn.Conv2d(1, 1, 3, stride=2, padding=1), nn.Flatten(), nn.Linear(4, 1))
+    model[0].weight.data.fill_(1.0)
+    batches = [(torch.ones(1, 1, n, n), torch.zeros(1, 1)) for n in (3, 4)]
+    small, large = (hessian_bound_report(model, "mse", [b], measure=False).rows[0].norm for b in batches)
+    assert hessian_bound_report(model, "mse", batches, measure=False).rows[0].norm == max(small, large) > small
+    with pytest.raises(InputError, match="class number"):
+        hessian_bound_report(nn.Sequential(nn.Linear(2, 2)), "ce", (torch.zeros(2, 2), 50 * torch.rand(2, 2)))
+
+
+@pytest.mark.parametrize(("H", "e", "sigma"), [(1e200, 1.0, 1e200), (1e-300, 1e-300, 1e-300), (1e300, 1e-10, 1e10)])
+def test_smoothed_bound_at_extreme_constants(H, e, sigma):
+    truth = min(H, math.sqrt(2 / math.pi) * (e / sigma))  # equal to the bound to all digits on both ends
+    assert truth <= float(smoothed_loss_bound(H, e, sigma, everywhere=True)) <= truth * (1 + 1e-12)
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -103,6 +138,11 @@ def test_far_from_stationary_logits_the_hessian_exceeds_the_bound():
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)),
         nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
         nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(4, 2)),
+        tied(),
+        Tenfold(nn.Linear(2, 2)),
+        nn.Sequential(Tenfold(nn.Linear(2, 2)), nn.Linear(2, 2)),
+        hooked(0),
+        hooked(None),
     ],
 )
 def test_what_the_report_refuses(model):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lipschitz_nets import networks
 from torch import nn
 
@@ -123,6 +124,19 @@ MOVING = {
         0.4,
     ),
     "softsign": (lambda m, x: nn.functional.softsign(m(x)), _weighted(2.0, -1.0), torch.zeros(1, 2), 0.5),
+    "weights whose squares vanish": (
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.weight * 1e-170)), m.weight.mT * 1e170),
+        _weighted(1.0, 2.0).double(),
+        torch.zeros(1, 2, dtype=torch.float64),
+        0.5,
+    ),
+    "a piece": (lambda m, x: m(x.chunk(2, 1)[0]), _weighted(2.0, 1.0), torch.zeros(1, 4), 0.5),
+    "a vector as weight": (
+        lambda m, x: torch.relu(F.linear(x, m.weight[0])),
+        _weighted(2.0, 1.0),
+        torch.zeros(1, 3, 2),
+        0.5,
+    ),
     "an exponential beyond what the ball reaches": (
         lambda m, x: torch.relu(3.5 - m(torch.relu(x)).exp()),
         _weighted(*[0.1] * 100),
@@ -151,6 +165,13 @@ def test_what_moves_is_not_dropped(name, effort):
     directions = nn.functional.normalize(torch.rand(64, x.numel(), dtype=torch.float64), dim=1).reshape(64, *x.shape)
     best = max(float(stretch(doubled, x + radius * d, x + 0.9 * radius * d)) for d in directions)
     assert 0.1 < best <= upper
+
+
+def test_an_output_without_a_batch_dimension_counts_once():
+    columns = torch.tensor([[1.0], [2.0]])
+    net = _Applied(lambda m, x: columns.to(x.dtype) * m(x), _weighted(3.0)).eval()
+    bracket = local_lipschitz(net, torch.zeros(1, 1), 0.5)
+    assert float(bracket.lower) <= 3 * 5**0.5 <= float(bracket.upper)
 
 
 def test_neurons_far_from_zero_move():

@@ -50,6 +50,10 @@ def _max_min(x):
     return torch.cat([torch.maximum(a, b), torch.minimum(a, b)], 1)
 
 
+def _scores(function):
+    return lambda x: function(x) @ function(x).transpose(1, 2)
+
+
 # name: (module or function, shape, fraction of the bound an attack reaches, ball)
 CASES = {
     **{
@@ -180,6 +184,29 @@ CASES = {
     "einsum on ball": (lambda x: torch.einsum("bij,bkj->bik", x, 2 * x), (3, 4), 0.2, 2.0),
     "lerp copies": (lambda x: torch.lerp(x[:, :1], 0.01 * x, 0.1), (6,), 0.9, None),
     "clamp copies": (lambda x: torch.clamp(x[:, :1], min=torch.full((1, 9), -9.0, dtype=x.dtype)), (6,), 0.9, None),
+    "rows of copies": (_scores(lambda x: torch.sin(x) * torch.ones(64, dtype=x.dtype)), (4, 1), 0.4, None),
+    "rows of a product with a vector": (
+        lambda x: (lambda y: y.unsqueeze(2) @ y.unsqueeze(1))(torch.sin(3 * x) @ torch.ones(3, dtype=x.dtype)),
+        (4, 3),
+        0.2,
+        None,
+    ),
+    "vector, then matrix": (lambda x: F.linear(F.relu(x @ V.to(x.dtype)), W[:, :3].to(x.dtype)), (3, 4), 0.8, None),
+    "padding that cuts": (lambda x: (lambda y: y * y.flip(1))(F.pad(x, (-2, 2), value=5.0)), (4,), 0.3, 1.0),
+    "one bias for all": (
+        _scores(lambda x: F.linear(x, W.to(x.dtype), torch.full((1,), 5.0, dtype=x.dtype))),
+        (1, 6),
+        0.3,
+        1.0,
+    ),
+    "addmm, one bias": (
+        lambda x: (lambda y: y.unsqueeze(2) @ y.unsqueeze(1))(
+            torch.addmm(torch.full((1, 1), 5.0, dtype=x.dtype), x, W.mT.to(x.dtype))
+        ),
+        (6,),
+        0.3,
+        1.0,
+    ),
     "upsampling 1-d": (lambda x: F.interpolate(x, scale_factor=1.6, mode="linear"), (2, 5), 0.9, None),
     "upsampling smoothed": (lambda x: F.interpolate(x, size=(3, 4), mode="bilinear", antialias=True), PLANE, 0.9, None),
     "pooling without a batch": (
@@ -210,6 +237,13 @@ def test_a_constant_overwritten_after_its_use_counts_with_the_old_value():
         return y + factor.mul_(0)
 
     assert lipschitz_bound(Op(scaled).eval(), torch.zeros(1, 6)).upper == pytest.approx(1000)
+
+
+def test_a_factor_along_a_new_dimension_does_not_scale_channels():
+    kernel = torch.diag(torch.tensor([1.0, 0.0, 0.0])).reshape(3, 3, 1, 1)
+    factor = torch.tensor([0.01, 1.0, 1.0]).reshape(1, 3, 1, 1, 1)
+    module = Op(lambda x: F.conv2d(x.view(3, 3, 2, 2), kernel) * factor).eval()
+    assert lipschitz_bound(module, torch.zeros(1, 36)).upper >= 1
 
 
 def test_factors_whose_product_vanishes_count():

@@ -131,6 +131,10 @@ def test_training_goes_on_and_rescaling_is_due_afterwards():
     assert not model.current
     report = model.rescale(x)
     assert model.current
+    spoilt = copy.deepcopy(model)
+    assert spoilt.current
+    spoilt.factor.mul_(10)  # a larger factor is not the one that was proved
+    assert not spoilt.current
     assert 1 - 1e-3 <= report.upper <= 1
     assert model.training
     again = copy.deepcopy(model)

@@ -135,6 +135,20 @@ def test_copies_and_pickles_are_whole(case, kind):
 
 
 @ROWS
+def test_functional_call_in_eval_gives_the_gradient_of_the_tensors_it_was_given(case, kind):
+    """Regression: the backward pass computed the weight again from the layer's own parameters, put back by then."""
+    layer, x = shaken(case, kind), inputs_for(kind)
+    other = {name: torch.randn_like(p).requires_grad_() for name, p in layer.named_parameters()}
+
+    def gradients():
+        out = torch.func.functional_call(layer, other, (x,))
+        return torch.autograd.grad(out.square().sum() + out.flatten()[0], list(other.values()))
+
+    for a, b in zip(gradients(), (layer.eval(), gradients())[1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@ROWS
 def test_functional_transforms(case, kind):
     layer, x = shaken(case, kind), inputs_for(kind)
     parameters = dict(layer.named_parameters())

@@ -159,6 +159,7 @@ def one_entry(raw: Tensor) -> Tensor:
 RAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "huge": lambda raw: 1e8 * raw,
     "extreme": lambda raw: 1e30 * raw,
+    "largest": lambda raw: torch.finfo(raw.dtype).max * raw.sign(),
     "tiny": lambda raw: 1e-20 * raw,
     "zero": torch.zeros_like,
     "ones": ones,

@@ -158,8 +158,18 @@ def test_a_swapped_activation_and_a_subclass_are_noticed() -> None:
         o.SandwichLinear(3, 3, activation=Reversed())
     layer = o.SandwichLinear(3, 3).eval()
     layer.activation = nn.SiLU()
-    with pytest.raises(Refused, match="slopes"):
-        layer.lipschitz_upper((3,))
+    conv = o.SandwichConv2d(2, 2, 3, padding=1).eval()
+    conv(torch.zeros(1, 2, 4, 4))
+    conv.activation = nn.SiLU()
+    for call in (
+        lambda: layer.lipschitz_upper((3,)),
+        lambda: layer(torch.zeros(1, 3)),
+        layer.export,
+        lambda: conv(torch.zeros(1, 2, 4, 4)),
+        conv.export,
+    ):
+        with pytest.raises(Refused, match="slopes"):
+            call()
 
 
 def test_an_exported_convolution_is_for_one_size() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from nn_parts import jacobian_norm, worst_ratio
@@ -12,8 +15,9 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.activations import Contracted, MaxMin
 from equipoise.nn.constants import known_constant
-from equipoise.nn.named import SNLinear, SRLinear
-from equipoise.nn.pooling import SpaceToDepth
+from equipoise.nn.named import SNLinear, SRConv2d, SRLinear
+from equipoise.nn.normalise import LastLayerNormalised
+from equipoise.nn.pooling import MaxPool2d, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.wrappers import ConvexResidual, Lipschitz
 
 
@@ -93,8 +97,36 @@ def hooked_method():
     return layer
 
 
+class TenCalls(SRLinear):
+    def __call__(self, x):
+        return 10 * super().__call__(x)
+
+
+def other_method():
+    layer = SRLinear(2, 2)
+    layer.method = nn.Identity()
+    return layer
+
+
+def stretched_pool():
+    pool = ScaledAvgPool2d(2)
+    pool.scale = 20.0
+    return pool
+
+
 @pytest.mark.parametrize(
-    "make", [TenSorts, lambda: TenLinear(2, 2), lambda: TenWeights(2, 2), patched, patched_inside, hooked_method]
+    "make",
+    [
+        TenSorts,
+        lambda: TenLinear(2, 2),
+        lambda: TenWeights(2, 2),
+        lambda: TenCalls(2, 2),
+        patched,
+        patched_inside,
+        hooked_method,
+        other_method,
+        stretched_pool,
+    ],
 )
 def test_a_changed_forward_does_not_inherit_the_claim(make):
     assert known_constant(make()) is None
@@ -106,6 +138,37 @@ def test_a_contracted_activation_that_is_changed_later_voids_the_constant():
     assert known_constant(act) == 1.0
     act.activation.negative_slope = 8.0
     assert known_constant(act) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value", "least"),
+    [
+        (lambda: Lipschitz(2.0, MaxMin()), "scale", 50.0, 50.0),
+        (lambda: Lipschitz(2.0, MaxMin()), "scale", -50.0, 50.0),
+        (lambda: ConvexResidual(nn.ReLU(), 0.5), "fixed", 9.0, 17.0),
+        (lambda: MaxPool2d(2), "stride", 1, 2.0),
+        (lambda: LastLayerNormalised(4, 9), "out_features", 1, 3.0),
+    ],
+)
+def test_an_attribute_that_is_changed_later_is_seen(make, name, value, least):
+    module = make()
+    setattr(module, name, value)
+    assert least <= known_constant(module) <= least * (1 + 1e-12)
+
+
+def test_hyperparameters_a_weight_was_made_for_are_fixed():
+    """A weight made for stride 2 has norm 1.46 at stride 1; one kept from a power iteration is not certified later."""
+    conv = SRConv2d(2, 8, 3, stride=2, padding=1)
+    with pytest.raises(InputError, match="fixed"):
+        conv.stride = (1, 1)
+    with pytest.raises(InputError, match="fixed"):
+        conv.settings["stride"] = (1, 1)
+    with pytest.raises(InputError, match="fixed"):
+        conv.settings.update(stride=(1, 1))
+    assert copy.deepcopy(conv).stride == pickle.loads(pickle.dumps(conv)).stride == (2, 2)
+    layer = SNLinear(4, 4, estimator="power")
+    with pytest.raises(AttributeError):
+        layer.method.estimator = "gram"
 
 
 def test_a_wrapped_module_that_is_replaced_later_voids_the_constant():

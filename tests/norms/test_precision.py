@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from equipoise import Refused
 from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, full_precision, round_down, round_up
-from equipoise.core.precision import frobenius, gamma
+from equipoise.core.precision import frobenius, gamma, up
 from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
 from equipoise.norms.verify import below
 
@@ -129,3 +130,11 @@ def test_dominant_vectors_and_eigenpair() -> None:
     assert torch.allclose(A @ vector, 3 * vector, atol=1e-5)
     with pytest.raises(InputError, match="square"):
         dominant_eigenpair(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("x", [5e-324, 1e-310, 2.0**-1022, 1e-300, 1.0, 1e300, math.inf])
+def test_up_enlarges_every_positive_number(x: float) -> None:
+    both = up(x), float(up(torch.tensor(x, dtype=torch.float64)))
+    assert both[0] == both[1]
+    assert both[0] > x or math.isinf(x)
+    assert up(0.0) == 0.0 == float(up(torch.zeros((), dtype=torch.float64)))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from equipoise.core import Bound, InputError, Kind, Refused
+from equipoise.nn import certified_radius
 from equipoise.smoothing import (
     average_certified_radius,
     certified_accuracy,
@@ -55,6 +56,14 @@ def test_margins_round_down():
 def test_float32_logits_are_compared_in_float64():
     z = torch.tensor([[1.0, 1.0 - 2**-24]], dtype=torch.float32)
     assert 0 < margins(z, torch.tensor([0]))[0, 1] <= 2**-24
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-170, 1.0, 1e170])
+def test_rows_so_close_that_squares_vanish(size):
+    w = torch.tensor([[size, 0.0], [-size, 0.0]], dtype=torch.float64)
+    z, y = w[:, 0][None], torch.tensor([0])  # the logits of x = (1, 0), at distance 1 from the boundary
+    for radius in (float(radius_last_layer(z, y, w)[0]), float(certified_radius(z, y, 1.0, w)[0])):
+        assert 1 - 1e-9 <= radius <= 1
 
 
 def test_curves():

@@ -22,6 +22,8 @@ FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 
 #: factor that absorbs the rounding of a handful of float64 operations on non-negative numbers
 _SLACK = 2.0**-49
+#: a handful of steps between the numbers below the smallest normal one, where a factor is lost in rounding
+_STEPS = 8 * 2.0**-1074
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -51,8 +53,16 @@ def float64(value: Any) -> Tensor:
 
 
 def up(x: FloatOrTensor) -> FloatOrTensor:
-    """Enlarge a non-negative float64 number or tensor so that it covers the rounding of a few operations."""
-    return x * (1 + _SLACK)
+    """Enlarge a non-negative float64 number or tensor so that it covers the rounding of a few operations.
+
+    Numbers below the smallest normal one grow by a few steps; 0 stays 0.
+
+    >>> up(5e-324) > 5e-324, up(0.0), bool(up(torch.tensor(5e-324, dtype=torch.float64)) > 5e-324)
+    (True, 0.0, True)
+    """
+    if isinstance(x, Tensor):
+        return torch.where(x == 0, x, x * (1 + _SLACK) + _STEPS)
+    return x * (1 + _SLACK) + _STEPS if x else x
 
 
 def down(x: FloatOrTensor) -> FloatOrTensor:

@@ -98,12 +98,14 @@ def top_of(
     x = x / np.linalg.norm(x)
     Hx = hessian.matvec(x)
     theta = float(x @ Hx)
-    return Eigenvalue(theta, float(np.linalg.norm(Hx - theta * x)), hessian.products - before, n, which, x)
+    return Eigenvalue(theta, _length(Hx - theta * x), hessian.products - before, n, which, x)
 
 
 def _arpack(hessian: LossHessian, which: Which, tol: float, max_products: int, seed: int) -> Vector:
     n = hessian.size
     start = np.random.default_rng(seed).standard_normal(n)
+    if not hessian.matvec(start).any():  # a start at random that is mapped to 0 exactly: ARPACK takes no zero matrix
+        return start
     basis = min(n, 20)
     restarts = max(1, (max_products - basis) // (basis - 1))
     try:
@@ -114,6 +116,12 @@ def _arpack(hessian: LossHessian, which: Which, tol: float, max_products: int, s
         ) from error
     found: Vector = vectors[:, 0]
     return found
+
+
+def _length(v: Vector) -> float:
+    """‖v‖ without squares that vanish."""
+    largest = float(np.abs(v).max())
+    return largest * float(np.linalg.norm(v / largest)) if largest > 0 else 0.0
 
 
 def _symmetric(A: Vector) -> Vector:

@@ -128,15 +128,17 @@ def hessian_bound_report(
         raise InputError(f"the curvature in the logits is known for ce and mse, got {loss!r}")
     hessian = LossHessian(model, loss, data, dtype=torch.float64)
     chain = _chain(model)
-    norms: dict[str, float] = {}
     total, curvature, largest = 0.0, 0.0, 0.0
     shares: dict[str, float] = {name: 0.0 for name, module in chain if _is_linear(module)}
-    most: dict[str, float] = dict.fromkeys(shares, 0.0)
-    for x, y in hessian.batches:
-        seen, z = _activations(chain, x)
-        if not norms:
-            norms = {name: _norm(module, seen[name]) for name, module in chain if _is_linear(module)}
+    most, norms, downstream = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0.0)
+    sizes: set[tuple[Any, ...]] = set()
+    inputs = [(*_activations(chain, x), y) for x, y in hessian.batches]
+    for seen, _, _ in inputs:  # batches may differ in size, and the norm of a convolution with it
+        if (size := tuple(h.shape[1:] for h in seen.values())) not in sizes:
+            sizes.add(size)
+            norms = {name: max(norms[name], _norm(module, seen[name])) for name, module in chain if _is_linear(module)}
             downstream = _downstream(chain, norms)
+    for seen, z, y in inputs:
         bound, gradient = _logit_curvature(z, y, loss)
         curvature += float(bound.sum()) / hessian.count
         largest = max(largest, float(gradient.max()))
@@ -160,9 +162,15 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    if not isinstance(model, nn.Sequential):
+    if type(model) is not nn.Sequential:  # a subclass may have another forward
         raise Refused(f"the layer-wise bound is one for nn.Sequential chains, not {type(model).__name__}")
+    _refuse_changed("the network", model)
     found = _links(model)
+    weights = [id(p) for _, m in found for p in m.parameters()]
+    if len(set(weights)) < len(weights):
+        raise Refused(
+            "the layer-wise bound needs layers with weights of their own: a shared one counts in both at once"
+        )
     shared = [id(m) for _, m in found if _is_linear(m)]
     if len(set(shared)) < len(shared) or not shared or not _is_linear(found[-1][1]):
         raise Refused("the layer-wise bound needs a chain of distinct layers that ends in a linear one")
@@ -174,7 +182,8 @@ def _links(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     for inner, module in model._modules.items():  # named_children would leave out a second use of a layer
         name = prefix + inner
         assert module is not None
-        if isinstance(module, nn.Sequential):
+        _refuse_changed(repr(name), module)
+        if type(module) is nn.Sequential:
             found += _links(module, f"{name}.")
             continue
         known = type(module) in SLOPES or type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LeakyReLU)
@@ -184,6 +193,11 @@ def _links(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
             raise Refused(f"{name!r} does not pad with zeros")
         found.append((name, module))
     return found
+
+
+def _refuse_changed(name: str, module: nn.Module) -> None:
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        raise Refused(f"{name} has hooks or a patched forward, which the layer-wise bound does not see; remove them")
 
 
 @torch.no_grad()
@@ -240,9 +254,15 @@ def _sensitivity(module: Any, h: Tensor) -> Tensor:
 def _logit_curvature(z: Tensor, y: Tensor, loss: str) -> tuple[Tensor, Tensor]:
     """Per sample, an upper bound of ‖∂²ℓ/∂z²‖ and the length of ∂ℓ/∂z."""
     if loss == "mse":
+        if y.shape != z.shape:
+            raise InputError(f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}")
         c = z.shape[1]
         return torch.full((len(z),), 2 / c, dtype=torch.float64), 2 / c * torch.linalg.vector_norm(
             z - y.double(), dim=1
+        )
+    if y.is_floating_point() or y.shape != z.shape[:1] or not bool(((y >= 0) & (y < z.shape[1])).all()):
+        raise InputError(
+            f"expected one class number from 0 to {z.shape[1] - 1} per sample, got {tuple(y.shape)} {y.dtype}"
         )
     p = z.softmax(1)
     gershgorin = (2 * p * (1 - p)).amax(1).clamp_max(0.5)  # row sums of |diag(p) − ppᵀ|

@@ -70,7 +70,8 @@ def trace_of(
     if n <= products:
         return TraceEstimate(float(np.trace(times(np.eye(n)))), 0.0, "exact", hessian.products - before)
     samples = _METHODS[method](times, n, products, np.random.default_rng(seed))
-    error = float(samples.std(ddof=1)) / math.sqrt(len(samples))
+    largest = float(np.abs(samples).max()) or 1.0  # squares of small numbers would vanish
+    error = largest * float((samples / largest).std(ddof=1)) / math.sqrt(len(samples))
     return TraceEstimate(float(samples.mean()), error, method, hessian.products - before)
 
 
@@ -100,10 +101,13 @@ def xtrace(times: MatMat, n: int, products: int, rng: np.random.Generator) -> Ve
     Omega = rng.standard_normal((n, k))
     Omega *= math.sqrt(n) / np.linalg.norm(Omega, axis=0)  # uniform on the sphere
     Y = times(Omega)
+    if not Y.any():
+        return np.zeros(k)
     Q, R = np.linalg.qr(Y)
     Z = times(Q)
     H, W = Q.T @ Z, Q.T @ Omega
-    R = R + np.diag(np.where(np.diag(R) < 0, -1.0, 1.0)) * (1e-14 * max(np.abs(R).max(), 1e-300))
+    R = R / np.abs(R).max()  # only the directions of the columns of its inverse count
+    R = R + np.diag(np.where(np.diag(R) < 0, -1e-14, 1e-14))
     S = solve_triangular(R, np.eye(k), trans="T")
     S /= np.linalg.norm(S, axis=0)
     samples = np.empty(k)

@@ -28,7 +28,7 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Plain:
 
 
 def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
-    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two steps and proves no bound."""
+    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound."""
     from equipoise.train import run_recipe
 
     path = str(recipe["data"]["path"])
@@ -39,8 +39,11 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
         path = f"{reader}:{context.file(name.lstrip('/'))}"
     chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": {"path": path}})
     if context.dry:
-        size = 2 * int(chosen.get("batch_size", 128))
-        chosen = merged(chosen, {"epochs": 1, "data": {"limit": size, "test_limit": 64}, "metrics": {"bound": False}})
+        batch = min(16, int(chosen.get("batch_size", 128)))
+        few: Plain = {"limit": 2 * batch, "test_limit": 64}
+        if chosen["data"].get("validation"):
+            few["validation"] = 0.25  # the share of a whole data set may be less than one of these few
+        chosen = merged(chosen, {"epochs": 1, "batch_size": batch, "data": few, "metrics": {"bound": False}})
     return run_recipe(chosen, cpu=context.device == "cpu")
 
 

@@ -162,7 +162,7 @@ def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], 
 
 def _linear_image(call: Call, box: Box) -> Image | None:
     weight = call.get("weight")
-    if not isinstance(weight, Tensor) or call.get("transposed"):
+    if not isinstance(weight, Tensor) or weight.dim() < 2 or call.get("transposed"):
         return None
     W = weight.double()
     bias = call.get("bias")
@@ -185,7 +185,7 @@ def _linear_image(call: Call, box: Box) -> Image | None:
     mid = run(box.mid, W, b)
     rounding = up(g * run(box.mid.abs(), W.abs(), None if b is None else b.abs())) * (1 + 1e-9)
     wide = run(box.half, W.abs(), None) * (1 + 2 * g)
-    rows = torch.linalg.vector_norm(W.flatten(1), dim=1) * (1 + g) * box.dev
+    rows = up(frobenius(W.flatten(1), (-1,)) * box.dev)
     shape = [1] * mid.dim()
     shape[1 - W.dim() if W.dim() > 2 else -1] = -1  # with or without a batch dimension
     return mid, up(torch.minimum(wide, rows.reshape(shape).expand_as(wide))), rounding

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import gamma, up
+from equipoise.core.precision import frobenius, gamma, up
 from equipoise.lipschitz.enclose import Box
 from equipoise.lipschitz.forms import Cache, Conv, Dense
 from equipoise.lipschitz.logs import exp_up
@@ -122,10 +122,16 @@ def _reference_pass(run: Propagation, x: Tensor, slopes: dict[fx.Node, Tensor]) 
             else:
                 args = fx.node.map_arg(node.args, value)
                 kwargs = fx.node.map_arg(node.kwargs, value)
-                target = getattr(torch.ops.aten, str(node.target).split(".")[1].rstrip("_"), None)
-                in_place = hasattr(node.target, "_schema") and node.target._schema.is_mutable
-                values[node] = target(*args, **kwargs) if in_place and target else node.target(*args, **kwargs)  # type: ignore[operator]
+                values[node] = _out_of_place(node)(*args, **kwargs)
     return values
+
+
+def _out_of_place(node: fx.Node) -> Any:
+    """The operation of a node, or its twin that does not overwrite its input."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return node.target
+    return getattr(torch.ops.aten, str(node.target).split(".")[1].rstrip("_"), node.target)
 
 
 def _gradients(out: Tensor, k: int, watched: list[fx.Node], values: dict[fx.Node, Any]) -> list[Tensor]:
@@ -141,10 +147,14 @@ def _norm(G: Tensor) -> float:
     return float(spectral_norm(G, rtol=1e-6).upper) if bool(G.any()) else 0.0
 
 
+def _length(values: Tensor) -> float:
+    return float(frobenius(values.reshape(1, -1)))
+
+
 def _backward_noise(run: Propagation, grads: dict[fx.Node, Tensor]) -> dict[fx.Node, float]:
     """Bound of the rounding in every gradient (Frobenius over all rows), carried backward with the gains of the graph."""
     noise: dict[fx.Node, float] = dict.fromkeys(run.facts, 0.0)
-    sizes = {n: float(torch.linalg.vector_norm(g)) for n, g in grads.items()}
+    sizes = {n: _length(g) for n, g in grads.items()}
     for node in reversed(run.program.nodes):
         step = run.steps[node]
         fresh = _roughness(run, node) * (sizes.get(node, 0.0) + noise[node])
@@ -184,14 +194,14 @@ def _switching(
     weight = facts.form.matrix if isinstance(facts.form, Dense) else facts.form.weight
     if isinstance(facts.form, Conv) and facts.form.padding != "zeros":
         return together
-    rows = up(torch.linalg.vector_norm(weight.double().flatten(1), dim=1) * (1 + 1e-9)) + facts.form.error
+    rows = up(frobenius(weight.double().flatten(1), (-1,)) + facts.form.error)
     shape = [1] * width.dim()
     shape[1 if isinstance(facts.form, Conv) else -1] = -1
     spread = rows.reshape(shape).expand(width.shape).flatten()
     each = (w * spread)[active]
-    columns = torch.linalg.vector_norm(G[:, active], dim=0)
+    columns = frobenius(G[:, active], (0,))
     base = exp_up(boxes[facts.base].log)
-    apart = up((float((columns * each).sum()) * (1 + 1e-9) + noise * float(torch.linalg.vector_norm(each))) * base)
-    rows_only = float(torch.linalg.vector_norm(spread[active])) * (1 + 1e-9) * base
+    apart = up((float((columns * each).sum()) * (1 + 1e-9) + noise * _length(each)) * base)
+    rows_only = up(_length(spread[active]) * base)
     mixed = up((_norm(G[:, active] * w[active]) + noise * float(w.max())) * up(rows_only))
     return min(together, apart, mixed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -131,13 +131,17 @@ def project(d: Tensor, radius: float) -> Tensor:
     return d * (radius * (1 - 1e-9) / norms.clamp_min(radius))
 
 
-def _stacked(output: Any) -> Tensor:
-    return torch.cat([t.reshape(len(t), -1) for t in flat_outputs(output)], 1)
+def _stacked(model: nn.Module, x: Tensor) -> Tensor:
+    """The outputs of every sample as one row; sample by sample where they have no batch dimension."""
+    parts = flat_outputs(model(x))
+    if all(t.dim() > 0 and len(t) == len(x) for t in parts):
+        return torch.cat([t.reshape(len(t), -1) for t in parts], 1)
+    return torch.stack([torch.cat([t.flatten() for t in flat_outputs(model(one[None]))]) for one in x])
 
 
 def stretch(model: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     """`‖f(a) − f(b)‖/‖a − b‖` per sample, less what float64 rounding may have added; 0 for pairs too close to tell."""
-    fa, fb = _stacked(model(a)), _stacked(model(b))
+    fa, fb = _stacked(model, a), _stacked(model, b)
     gap = torch.linalg.vector_norm((a - b).flatten(1), dim=1)
     noise = 1e-11 * (fa.detach().abs().amax(1) + fb.detach().abs().amax(1)) * math.sqrt(fa.shape[1])
     size = (torch.linalg.vector_norm(fa - fb, dim=1) - noise).clamp_min(0)
@@ -148,7 +152,7 @@ def _jacobian(model: nn.Module, x: Tensor, v: Tensor, steps: int) -> tuple[Tenso
     """Power iteration on JᵀJ at every sample by vjp; `‖Jᵀu‖/‖u‖` is a lower bound of ‖J‖ for every u."""
     leaf = x.clone().requires_grad_()
     with torch.enable_grad():
-        out = _stacked(model(leaf))
+        out = _stacked(model, leaf)
         u = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         size = torch.zeros(len(x), dtype=torch.float64)
         for _ in range(steps):
@@ -156,5 +160,5 @@ def _jacobian(model: nn.Module, x: Tensor, v: Tensor, steps: int) -> tuple[Tenso
             size = torch.maximum(size, torch.linalg.vector_norm(v.flatten(1), dim=1))
             h = 1e-6
             with torch.no_grad():
-                u = _stacked(model(x + h * unit(v))) - _stacked(model(x - h * unit(v)))
+                u = _stacked(model, x + h * unit(v)) - _stacked(model, x - h * unit(v))
     return size, unit(v)

@@ -29,6 +29,7 @@ from torch.nn.modules import module as modules
 
 from equipoise.core.bounds import Bound, Kind, as_upper
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import changed
 
 #: methods that would change what a call does
 _CALLED = ("forward", "lipschitz_upper", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
@@ -77,7 +78,7 @@ def believed(module: nn.Module) -> bool:
     owners = [
         next((c for c in type(module).__mro__ if name in vars(c)), None) for name in ("forward", "lipschitz_upper")
     ]
-    if owners[0] is None or owners[0] is not owners[1] or owners[0] is nn.Module or _changed(module, owners[0]):
+    if owners[0] is None or owners[0] is not owners[1] or owners[0] is nn.Module or changed(module, owners[0]):
         return False
     if type(module).__call__ is not nn.Module.__call__ or any(name in vars(module) for name in _CALLED):
         return False
@@ -87,14 +88,6 @@ def believed(module: nn.Module) -> bool:
         return False
     own = list(module.modules())
     return not any(m._forward_hooks or m._forward_pre_hooks or m.training or "forward" in vars(m) for m in own)
-
-
-def _changed(module: nn.Module, owner: type) -> bool:
-    """Whether a subclass of `owner`, or the instance, has another version of something that `owner` works with."""
-    kinds = type(module).__mro__
-    names = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
-    names |= {name for name, value in vars(module).items() if callable(value)}
-    return any(hasattr(owner, name) for name in names if not name.startswith("__") and name != "extra_repr")
 
 
 def find_regions(

@@ -38,7 +38,7 @@ def supported(call: Call, step: Step) -> bool:
     if step.kind == "batch norm":
         return isinstance(step.linear, Scale)
     if step.kind in _WEIGHTED:
-        return "weight" in call.arguments and isinstance(call["weight"], Tensor)
+        return isinstance(call.get("weight"), Tensor) and call["weight"].dim() > 1
     if step.kind == "concatenation":
         return "tensors" in call.arguments
     return len(step.gains) == 1 and len(call.node.all_input_nodes) == 1

@@ -318,7 +318,7 @@ def _joint(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float]) -> float:
     weights = _weights(parts, lip)
     stacked = torch.cat([math.sqrt(weights[k]) * m for k, m in parts.items()])
     top = float(spectral_norm(stacked, rtol=1e-2).upper)
-    return up(top * math.sqrt(math.fsum(lip[k] ** 2 / weights[k] for k in parts))) * _WIDER
+    return up(top * math.hypot(*(lip[k] / math.sqrt(weights[k]) for k in parts))) * _WIDER
 
 
 def _weights(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float], rounds: int = 4) -> dict[fx.Node, float]:
@@ -334,7 +334,7 @@ def _weights(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float], rounds: in
     n = next(iter(parts.values())).shape[1]
     start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     norms = {k: math.sqrt(top({k: 1.0}, start, 8)[0]) for k in parts}
-    weights = {k: lip[k] / max(norms[k], 1e-150) for k in parts}
+    weights = {k: max(lip[k] / max(norms[k], 1e-150), 1e-290) for k in parts}
     best, least, v = weights, math.inf, start
     for _ in range(rounds):
         size, v = top(weights, v + 1e-3 * start / math.sqrt(n), 10)
@@ -343,5 +343,5 @@ def _weights(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float], rounds: in
             best, least = weights, value
         along = {k: float(torch.linalg.vector_norm(parts[k] @ v)) for k in parts}
         ideal = {k: lip[k] / max(along[k], 0.1 * norms[k], 1e-150) for k in parts}
-        weights = {k: math.sqrt(weights[k] * ideal[k]) for k in parts}
+        weights = {k: max(math.sqrt(weights[k] * ideal[k]), 1e-290) for k in parts}
     return best

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from equipoise.core.modules import changed
 from equipoise.core.precision import up
 from equipoise.nn.activations import slopes
 from equipoise.nn.effective import Effective
@@ -63,18 +64,6 @@ def hooked(module: nn.Module) -> bool:
     False
     """
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
-
-
-def changed(module: nn.Module, owner: type) -> bool:
-    """Whether a subclass of `owner`, or the instance, has another version of something that `owner` works with.
-
-    >>> changed(nn.ReLU(), nn.ReLU)
-    False
-    """
-    kinds = type(module).__mro__
-    names = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
-    names |= {name for name, value in vars(module).items() if callable(value)}
-    return any(hasattr(owner, name) for name in names if not name.startswith("__") and name != "extra_repr")
 
 
 def _owner(module: nn.Module, name: str) -> type | None:

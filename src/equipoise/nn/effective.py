@@ -80,6 +80,10 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: Effective, values: Tensors, *parameters: Tensor) -> Tensors:
         ctx.layer = layer
+        ctx.names = [name for name, p in layer.named_parameters() if p.requires_grad]
+        ctx.rest = {name: p for name, p in layer.named_parameters() if not p.requires_grad} | dict(
+            layer.named_buffers()
+        )
         ctx.save_for_backward(*parameters)
         return tuple(value.view_as(value) for value in values)
 
@@ -88,12 +92,35 @@ class _Recomputed(torch.autograd.Function):
         parameters = ctx.saved_tensors  # raises if they were changed in between
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
-            values = ctx.layer._computed()
+            values = _computed_with(ctx.layer, {**dict(zip(ctx.names, parameters, strict=True)), **ctx.rest})
             pairs = [(v, g) for v, g in zip(values, gradients, strict=True) if v.requires_grad]
             found = torch.autograd.grad(
                 [v for v, _ in pairs], parameters, [g for _, g in pairs], create_graph=higher, allow_unused=True
             )
         return (None, None, *found)
+
+
+def _computed_with(layer: Effective, tensors: dict[str, Tensor]) -> Tensors:
+    """`g` of given parameters and buffers: `torch.func.functional_call` has put the module's own back by now."""
+    own = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    if all(own[name] is tensor for name, tensor in tensors.items()):
+        return layer._computed()
+    found: Tensors = torch.func.functional_call(
+        _Computing(layer), {f"layer.{name}": tensor for name, tensor in tensors.items()}, ()
+    )
+    return found
+
+
+class _Computing(nn.Module):
+    """`g` as a forward pass, for `functional_call`."""
+
+    def __init__(self, layer: Effective) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensors:
+        """The effective tensors."""
+        return self.layer._computed()
 
 
 def uncast(device: str) -> contextlib.AbstractContextManager[Any]:

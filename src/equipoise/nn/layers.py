@@ -10,12 +10,32 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import Refused
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import changed
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 from equipoise.nn.method import Kernel, Method
 from equipoise.norms import spectral_norm
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
+
+_FIXED = (
+    "{} is fixed when the layer is built: the weight is made for it; build another layer (from_plain keeps the weight)"
+)
+
+
+class Settings(dict[str, Any]):
+    """Hyper-parameters that cannot be written to: a weight made for stride 2 may have norm 2 at stride 1."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise InputError(_FIXED.format(name))
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Refused."""
+        raise InputError(_FIXED.format("a hyper-parameter"))
+
+    def __reduce__(self) -> tuple[type[Settings], tuple[dict[str, Any]]]:
+        return Settings, (dict(self),)
 
 
 class Weighted(Effective):
@@ -34,7 +54,7 @@ class Weighted(Effective):
         super().__init__()
         weight = plain.weight
         assert isinstance(weight, Tensor)
-        self.settings: dict[str, Any] = {name: getattr(plain, name) for name in _SETTINGS if hasattr(plain, name)}
+        self.settings = Settings({name: getattr(plain, name) for name in _SETTINGS if hasattr(plain, name)})
         kernel = kernel_of(plain)
         refuse_enlarging(kernel, self.settings)
         self.method = self.method_type(kernel, device=weight.device, dtype=weight.dtype, **options)
@@ -55,6 +75,11 @@ class Weighted(Effective):
         if settings is not None and name in settings:
             return settings[name]
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("settings", ()):
+            raise InputError(_FIXED.format(name))
+        super().__setattr__(name, value)
 
     def compute(self) -> Tensors:
         """(weight,), in the layout of the plain layer."""
@@ -91,7 +116,8 @@ class Weighted(Effective):
     @property
     def certified(self) -> bool:
         """Whether the method proves a norm of at most 1; `lipschitz_upper` measures it in any case."""
-        return self.method.certified
+        kind, method = self.method_type, self._modules.get("method")
+        return type(method) is kind and isinstance(method, Method) and not changed(method, kind) and method.certified
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """Upper bound of the norm for inputs of this shape (without the batch), from the weight the forward pass uses."""

@@ -110,7 +110,7 @@ class LastLayerNormalised(Effective):
     @property
     def lipschitz_constant(self) -> float:
         """`√classes`, for every value of the weights; `lipschitz()` measures those that are there."""
-        return up(math.sqrt(self.out_features))
+        return up(math.sqrt(len(self.raw)))
 
     def __init__(
         self,
@@ -173,11 +173,18 @@ class LastLayerNormalised(Effective):
 def pairwise_distances(weight: Tensor) -> Tensor:
     """Upper bounds of `‖w_i − w_j‖₂` for all pairs of rows, in float64, rounded up.
 
-    Differences of rows rather than the Gram matrix: no cancellation. `γ` covers the sum of squares.
+    Differences of rows rather than the Gram matrix: no cancellation. `γ` covers the sum of squares; each difference is
+    divided by its largest entry, whose square could vanish.
 
     >>> pairwise_distances(torch.eye(2))[0, 1] >= 2**0.5
     tensor(True)
     """
     w = weight.detach().double()
-    found = torch.stack([torch.linalg.vector_norm(w - row, dim=1) for row in w])
-    return up(found * (1 + gamma(w.shape[1] + 4, torch.float64)))
+    found = torch.stack([_lengths(w - row) for row in w])
+    return up(found * (1 + gamma(w.shape[1] + 8, torch.float64)))
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    largest = rows.abs().amax(1)
+    unit = rows / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
+    return largest * torch.linalg.vector_norm(unit, dim=1)

@@ -42,7 +42,7 @@ def symbol_norm(K: Tensor, iterations: int, grid: int) -> tuple[Tensor, float]:
     True
     """
     sizes = [max(1, math.ceil(grid * (k - 1) / 2)) for k in K.shape[3:]]
-    factor = math.prod(1 / math.cos(math.pi * (k - 1) / (2 * n)) for k, n in zip(K.shape[3:], sizes, strict=True))
+    factor = math.prod([1 / math.cos(math.pi * (k - 1) / (2 * n)) for k, n in zip(K.shape[3:], sizes, strict=True)])
     m, c, taps = max(K.shape[1:3]), min(K.shape[1:3]), math.prod(K.shape[3:])
     K = K.cpu() if K.device.type == "mps" else K
     wide = K.dtype is torch.float64 or rounding(m, c, taps, torch.float32) > MOST_ROUNDING

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import down
+from equipoise.core.precision import down, up
 
 Sizes = int | tuple[int, int]
 
@@ -33,6 +33,11 @@ def _windows(kernel_size: Sizes, stride: Sizes | None, name: str) -> tuple[tuple
     return kernel, step
 
 
+def _reached(kernel: Sizes, stride: Sizes) -> int:
+    """How many windows a pixel reaches, for the attributes as they are now."""
+    return math.prod(-(-k // s) for k, s in zip(_pair(kernel, "kernel_size"), _pair(stride, "stride"), strict=True))
+
+
 class MaxPool2d(nn.Module):
     """Max pooling over windows that do not overlap: 1-Lipschitz. Overlap is refused (3×3 with stride 2 has constant 2).
 
@@ -46,7 +51,11 @@ class MaxPool2d(nn.Module):
     windows, ...
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    @property
+    def lipschitz_constant(self) -> float:
+        """1; for a stride that was changed later, `√` of the number of windows that a pixel reaches."""
+        count = _reached(self.kernel_size, self.stride)
+        return 1.0 if count == 1 else up(math.sqrt(count))
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False
@@ -75,7 +84,12 @@ class ScaledAvgPool2d(nn.Module):
     [2.0, 2.0, 2.0, 2.0]
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    @property
+    def lipschitz_constant(self) -> float | None:
+        """1; not known once its attributes were changed."""
+        kernel = _pair(self.kernel_size, "kernel_size")
+        built = _reached(kernel, self.stride) == 1 and self.scale == _root(math.prod(kernel))
+        return 1.0 if built else None
 
     def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
         super().__init__()

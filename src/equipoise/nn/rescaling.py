@@ -54,10 +54,15 @@ class SN(Method):
             raise InputError(f"iterations must be a whole number from 1 to {most}, got {iterations}")
         if not isinstance(grid, int) or grid < 4:
             raise InputError(f"grid must be a whole number of at least 4, got {grid}")
-        self.iterations, self.estimator, self.grid = iterations, estimator, grid
+        self.iterations, self._estimator, self.grid = iterations, estimator, grid
         self.phases = Phases(kernel)
         if estimator == "power":
             self.register_buffer("start", power_start(kernel).to(device=device, dtype=dtype))
+
+    @property
+    def estimator(self) -> Estimator:
+        """How σ is found; fixed, since a layer may keep weights that were computed with it."""
+        return self._estimator
 
     @property
     def certified(self) -> bool:

@@ -53,7 +53,8 @@ class Lipschitz(nn.Module):
         known = known_constant(self.module) if self.inner is None else self.inner
         if known is None:
             return None
-        return self.constant if known <= 1 or up(self.scale * known) <= up(self.constant) else up(self.scale * known)
+        now = abs(self.scale) if known <= 1 else up(abs(self.scale) * known)
+        return self.constant if now <= up(self.constant) else now
 
     def forward(self, x: Tensor) -> Tensor:
         """The scaled map."""
@@ -94,6 +95,8 @@ class ConvexResidual(nn.Module):
     def lipschitz_constant(self) -> float | None:
         """`max(1, Lip(f))`, which bounds every convex combination; None where Lip(f) is not known."""
         inner = known_constant(self.module)
+        if inner is not None and self.fixed is not None and not 0 <= self.fixed <= 1:  # set by hand: not convex
+            return up(up(abs(self.fixed) + abs(1 - self.fixed) * inner))
         if inner is None or inner <= 1:
             return None if inner is None else 1.0
         return inner if self.fixed is None else up(self.fixed + (1 - self.fixed) * inner)

@@ -85,12 +85,21 @@ def radius_last_layer(logits: Tensor, labels: Tensor, weight: Tensor, trunk: Any
     w = weight.detach().double().cpu()
     y = labels.detach().cpu().long()
     # row differences, not the Gram trick: no cancellation; (features + 4)·2^-52 covers the sum of squares
-    slack = _UP * (1 + (w.shape[1] + 4) * 2.0**-52)
-    pairs = torch.stack([(w - w[k]).norm(dim=1) for k in range(len(w))]).numpy() * slack
+    slack = _UP * (1 + (w.shape[1] + 8) * 2.0**-52)
+    pairs = torch.stack([_lengths(w - w[k]) for k in range(len(w))]).numpy() * slack
     return _smallest(gap, pairs[y.numpy()] * (as_upper(trunk) * _UP))
 
 
+def _lengths(rows: Tensor) -> Tensor:
+    """Lengths of the rows, each divided by its largest entry first: the squares of small ones would vanish."""
+    largest = rows.abs().amax(1)
+    unit = rows / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
+    return largest * unit.norm(dim=1)
+
+
 def _smallest(gap: Floats, slope: Floats) -> Floats:
-    with np.errstate(divide="ignore", invalid="ignore"):
+    slope = np.where(slope > 0, np.nextafter(slope, np.inf), slope)  # a factor does not move the smallest numbers
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         radius = np.where(gap > 0, gap / slope * _DOWN, 0.0)
+    radius = np.where(np.isfinite(radius), np.nextafter(radius, 0.0), radius)
     return np.asarray(radius.min(axis=1))

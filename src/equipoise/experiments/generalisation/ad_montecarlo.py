@@ -60,7 +60,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             bound = nn.functional.cross_entropy(model(x), y) + decay()
             ours = gradient(model, bound)
             model(x)
-            smoothed = decay.smoothed_loss(y, settings.draws)
+            smoothed = decay.smoothed_loss(y, context.steps_of(settings.draws))
             theirs = gradient(model, smoothed.mean.mean())
         error = float(smoothed.standard_error.square().sum().sqrt()) / len(y)
         cosine = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))

@@ -45,13 +45,16 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     for name, arguments, weights in context.steps(settings.networks):
         with torch.random.fork_rng(devices=[]):
             net = network(name, arguments, weights, context).to(context.device)
-        size = arguments.get("input_size", 32)
+        size = (
+            32 if context.dry else arguments.get("input_size", 32)
+        )  # a rehearsal: the network itself, on small images
         x = torch.zeros(1, 3, size, size, device=context.device)
         work: dict[str, Callable[[], Any]] = {
             "ours": partial(lipschitz_bound, net, x, rtol=0.05),
             "ryu": partial(ryu_product, net, x, context.steps_of(settings.iterations)),
         }
-        contest, report = take_turns(work, 1), lipschitz_bound(net, x)
+        contest = take_turns(work, 1)
+        report = contest.results["ours"] if context.dry else lipschitz_bound(net, x)
         ryu, took = float(contest.results["ryu"]), contest.seconds
         context.tell(f"{name}: {math.exp(report.log_product - ryu):.3f}")
         yield {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import float64, frobenius, full_precision, gamma, up
+from equipoise.core.precision import float64, frobenius, full_precision, up
 from equipoise.lipschitz.forms import Adjoint, Conv, Dense, Linear, Scale
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
 from equipoise.norms import spectral_norm
@@ -26,21 +26,21 @@ def norm_of(values: Tensor | None) -> float:
 
 
 def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, kind: str = "linear") -> Step:
-    """`x Wᵀ + b` on the last dimension."""
-    if weight.dim() == 1:
-        weight = weight.reshape(1, -1)
+    """`x Wᵀ + b` on the last dimension; a vector W takes that dimension away."""
+    vector = weight.dim() == 1
+    weight = weight.reshape(1, -1) if vector else weight
     form = Dense(weight.detach())
     found = call.bracket(form)
     top = float(found.upper)
-    rows = math.prod(x.shape[:-1])
-    b = norm_of(bias)
-    widest = up(
-        float(torch.linalg.vector_norm(weight.double(), dim=1).max()) * (1 + gamma(weight.shape[1] + 8, torch.float64))
-    )
+    shift = (
+        None if bias is None else torch.broadcast_to(bias.detach().double(), call.shape)
+    )  # (out), (1), (rows, out) …
+    b_row = 0.0 if shift is None or vector else float(frobenius(shift, (-1,)).max())
+    widest = float(frobenius(weight.detach().double(), (-1,)).max())
     b_peak = float(bias.abs().max()) if bias is not None and bias.numel() else 0.0
     return Step(
-        ((x, top),), kind, bracket=found, offset=up(math.sqrt(rows) * b), row=up(top * x.row + b),
-        peak=up(widest * x.row + b_peak), linear=form,
+        ((x, top),), kind, bracket=found, offset=norm_of(shift), row=math.inf if vector else up(top * x.row + b_row),
+        peak=up(widest * x.row + b_peak), linear=None if vector else form,
     )  # fmt: skip
 
 
@@ -188,8 +188,9 @@ def scaling(call: Call) -> Step:
     top = up(top) if division else top
     grown = copies(x, call.shape)
     gain = top if grown == 1 else up(top * grown)
-    form = _as_scale(c, len(call.shape)) if grown == 1 else None
-    return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=up(top * x.row), linear=form)
+    form = _as_scale(c, len(call.shape)) if x.shape == call.shape else None
+    row = up(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
+    return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=row, linear=form)
 
 
 def _as_scale(c: Tensor, dims: int) -> Scale | None:
@@ -229,7 +230,7 @@ def addition(call: Call) -> Step:
             peak = up(peak + float(c.abs().max()))
             offset = up(norm_of(spread))
             norm = up(norm + offset)
-            row = up(row + (float(torch.linalg.vector_norm(spread, dim=-1).max()) if call.shape else float(c.abs())))
+            row = up(row + (float(frobenius(spread, (-1,)).max()) if call.shape else float(c.abs())))
     minus = "sub" in str(call.node.target) or alpha < 0
     kind = ("difference" if minus else "sum") if len(gains) > 1 else "shift"
     form = None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-import torch
 from torch import fx
 
 from equipoise.core.precision import up
+from equipoise.lipschitz.rules.affine import norm_of
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
 
 BALL = "state an input ball: lipschitz_bound(..., ball=R)"
@@ -153,7 +153,7 @@ def einsum(call: Call) -> Step:
     shapes = [dict(zip(term, operand.shape, strict=True)) for term, operand in zip(terms, operands, strict=True)]
     if any(shapes[0][i] != shapes[1][i] for i in set(terms[0]) & set(terms[1])):
         call.refuse("an einsum that broadcasts an index of length 1", "expand the operands to the same sizes")
-    sizes = [t.norm if isinstance(t, Signal) else up(float(torch.linalg.vector_norm(t.double()))) for t in operands]
+    sizes = [t.norm if isinstance(t, Signal) else norm_of(t) for t in operands]
     gains = [(t, sizes[1 - i]) for i, t in enumerate(operands) if isinstance(t, Signal)]
     if not all(math.isfinite(g) for _, g in gains):
         _unbounded(call, "a product of two branches")

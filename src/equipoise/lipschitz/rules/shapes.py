@@ -11,6 +11,7 @@ from torch import Tensor
 
 from equipoise.core.precision import up
 from equipoise.lipschitz.forms import Pad
+from equipoise.lipschitz.rules.affine import norm_of
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule
 
 VIEWS = (
@@ -179,12 +180,12 @@ def index(call: Call) -> Step:
 def concatenation(call: Call) -> Step:
     """Root of the sum of squares; a maximum next to the minimum of the same two tensors only reorders them (MaxMin)."""
     parts = [t for t in call["tensors"] if isinstance(t, Signal)]
-    constant = math.sqrt(sum(float(t.double().square().sum()) for t in call["tensors"] if isinstance(t, Tensor)))
+    constant = math.hypot(*(norm_of(t) for t in call["tensors"] if isinstance(t, Tensor)))
     gains = _sorted_pairs(call, parts)
     peak = max(
         [t.peak for t in parts] + [float(t.abs().max()) for t in call["tensors"] if isinstance(t, Tensor) and t.numel()]
     )
-    norm = up(math.sqrt(sum(t.norm**2 for t in parts) + up(constant**2)))
+    norm = up(math.hypot(*(t.norm for t in parts), constant))
     return Step(tuple(gains), "concatenation", "root", offset=up(constant), peak=peak, norm=norm)
 
 
@@ -254,8 +255,8 @@ def pad(call: Call) -> Step:
             call.refuse("negative amounts in this padding mode", "slice first")
         top = math.prod(_most_copied(n, pair, mode) for n, pair in zip(sizes, amounts, strict=True))
         gain = root(top)
-    added = max(0, math.prod(call.shape) - x.numel)
     negative = any(p < 0 for pair in amounts for p in pair)
+    added = math.prod(call.shape) - (0 if negative else x.numel)
     form = None if negative or value else Pad(tuple(amounts), tuple(sizes), "zeros" if mode == "constant" else mode)
     spatial = len(amounts) == len(x.shape) - 2
     return Step(

@@ -218,11 +218,11 @@ class SizedConv2d(FramedConv2d):
             with uncast(next(self.parameters()).device.type):
                 return self.compute_at(size)
         views: dict[Size, _AtSize] = self.__dict__.setdefault("_views", {})
-        if size not in views:
+        view = views.get(size)
+        if view is None:
             while len(views) >= self.KEPT:
-                del views[next(iter(views))]
-            views[size] = _AtSize(self, size)
-        view = views[size]
+                views.pop(next(iter(list(views)), size), None)  # another thread may have been here too
+            view = views[size] = _AtSize(self, size)
         view.training = self.training
         return view.effective()
 

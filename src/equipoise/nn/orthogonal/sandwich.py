@@ -151,6 +151,7 @@ class SandwichLinear(Effective):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer with its activation."""
+        monotone(self.activation)
         first, second, _ = self.effective()
         x = as_weight(x, first)
         with uncast(x.device.type):
@@ -164,6 +165,7 @@ class SandwichLinear(Effective):
 
     def export(self) -> nn.Module:
         """`nn.Linear`, activation, `nn.Linear`."""
+        monotone(self.activation)
         with torch.no_grad():
             first, second, psi = self.effective()
             one = nn.utils.skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None)
@@ -241,6 +243,7 @@ class SandwichConv2d(SizedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, through Fourier space."""
+        monotone(self.activation)
         x = x.to(self.raw.dtype) if torch.is_autocast_enabled(x.device.type) else x
         size = self.frame.size((x.shape[-2], x.shape[-1]))
         first, second, _ = self.effective_at(size)
@@ -255,6 +258,7 @@ class SandwichConv2d(SizedConv2d):
 
     def export(self, input_size: int | Size | None = None) -> nn.Module:
         """The plain module for one image size (by default the one this layer was evaluated at)."""
+        monotone(self.activation)
         size = self.known_size(input_size)
         with torch.no_grad():
             weights = self.effective_at(size)

@@ -78,7 +78,13 @@ def largest_modulus(coefficients: tuple[float, ...], theta: float) -> float:
 
 
 def skew(M: Tensor) -> Tensor:
-    """`A_a = M_a − M_{−a}ᵀ` of `M (g, c, c, kh, kw)` with odd kh, kw: exactly skew-symmetric also in floating point."""
+    """`A_a = M_a − M_{−a}ᵀ` of `M (g, c, c, kh, kw)` with odd kh, kw: exactly skew-symmetric also in floating point.
+
+    Entries beyond 2⁶⁰ are scaled down first, all by one number: their difference would overflow, and only the direction
+    of so large a kernel counts.
+    """
+    c = M.detach().abs().amax()
+    M = M * torch.where(c > 2.0**60, 2.0**60 / c, torch.ones_like(c))
     return M - M.transpose(1, 2).flip(3, 4)
 
 
