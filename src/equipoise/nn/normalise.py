@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Number
 from equipoise.core.errors import InputError
-from equipoise.core.precision import gamma, up
+from equipoise.core.precision import frobenius, up
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 
 
@@ -173,18 +173,10 @@ class LastLayerNormalised(Effective):
 def pairwise_distances(weight: Tensor) -> Tensor:
     """Upper bounds of `‖w_i − w_j‖₂` for all pairs of rows, in float64, rounded up.
 
-    Differences of rows rather than the Gram matrix: no cancellation. `γ` covers the sum of squares; each difference is
-    divided by its largest entry, whose square could vanish.
+    Differences of rows rather than the Gram matrix: no cancellation.
 
     >>> pairwise_distances(torch.eye(2))[0, 1] >= 2**0.5
     tensor(True)
     """
     w = weight.detach().double()
-    found = torch.stack([_lengths(w - row) for row in w])
-    return up(found * (1 + gamma(w.shape[1] + 8, torch.float64)))
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    largest = rows.abs().amax(1)
-    unit = rows / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
-    return largest * torch.linalg.vector_norm(unit, dim=1)
+    return torch.stack([up(frobenius(w - row, (-1,))) for row in w])

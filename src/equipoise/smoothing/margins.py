@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
+from equipoise.core.precision import frobenius
 from equipoise.smoothing.ramp import Floats
 
 _DOWN = 1 - 2.0**-50
@@ -84,17 +85,9 @@ def radius_last_layer(logits: Tensor, labels: Tensor, weight: Tensor, trunk: Any
     gap = margins(logits, labels)
     w = weight.detach().double().cpu()
     y = labels.detach().cpu().long()
-    # row differences, not the Gram trick: no cancellation; (features + 4)·2^-52 covers the sum of squares
-    slack = _UP * (1 + (w.shape[1] + 8) * 2.0**-52)
-    pairs = torch.stack([_lengths(w - w[k]) for k in range(len(w))]).numpy() * slack
+    # row differences, not the Gram trick: no cancellation
+    pairs = torch.stack([frobenius(w - w[k], (-1,)) for k in range(len(w))]).numpy() * _UP
     return _smallest(gap, pairs[y.numpy()] * (as_upper(trunk) * _UP))
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    """Lengths of the rows, each divided by its largest entry first: the squares of small ones would vanish."""
-    largest = rows.abs().amax(1)
-    unit = rows / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
-    return largest * unit.norm(dim=1)
 
 
 def _smallest(gap: Floats, slope: Floats) -> Floats:
