@@ -135,6 +135,18 @@ def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     return result
 
 
+def row_lengths(x: Tensor) -> Tensor:
+    """`‖x_i‖₂` of every row of a float64 matrix, rounded up; each is divided by its largest entry first, so that no square
+    vanishes or overflows.
+
+    >>> row_lengths(torch.tensor([[3e-200, 4e-200], [0.0, 0.0]], dtype=torch.float64)).tolist()[1]
+    0.0
+    """
+    largest = x.abs().amax(1)
+    unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
+    return up(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64)))
+
+
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Inside, float32 matrix products really are float32: no TF32, no bfloat16 passes, no autocast, no flushing.

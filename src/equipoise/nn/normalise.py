@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Number
 from equipoise.core.errors import InputError
-from equipoise.core.precision import frobenius, up
+from equipoise.core.precision import row_lengths, up
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 
 
@@ -179,4 +179,4 @@ def pairwise_distances(weight: Tensor) -> Tensor:
     tensor(True)
     """
     w = weight.detach().double()
-    return torch.stack([up(frobenius(w - row, (-1,))) for row in w])
+    return torch.stack([row_lengths(w - row) for row in w])

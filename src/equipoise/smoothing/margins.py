@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
-from equipoise.core.precision import frobenius
+from equipoise.core.precision import row_lengths
 from equipoise.smoothing.ramp import Floats
 
 _DOWN = 1 - 2.0**-50
@@ -86,7 +86,7 @@ def radius_last_layer(logits: Tensor, labels: Tensor, weight: Tensor, trunk: Any
     w = weight.detach().double().cpu()
     y = labels.detach().cpu().long()
     # row differences, not the Gram trick: no cancellation
-    pairs = torch.stack([frobenius(w - w[k], (-1,)) for k in range(len(w))]).numpy() * _UP
+    pairs = torch.stack([row_lengths(w - w[k]) for k in range(len(w))]).numpy() * _UP
     return _smallest(gap, pairs[y.numpy()] * (as_upper(trunk) * _UP))
 
 
