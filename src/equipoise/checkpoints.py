@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from equipoise.core.errors import EquipoiseError, InputError, Refused
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import write_whole
 
 _ENTRIES = re.compile(
@@ -306,5 +306,4 @@ def _mismatch(error: RuntimeError) -> str:
 
 
 def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else type(error).__name__
+    return one_line(error)[:160]

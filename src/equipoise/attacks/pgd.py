@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.attacks.ball import inside_ball, random_start, unit
-from equipoise.core import EquipoiseError, InputError
+from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.maps import apply_map
 
@@ -213,8 +213,7 @@ def _logits(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
     except (torch.OutOfMemoryError, EquipoiseError):
         raise
     except Exception as error:  # whatever the user's own code, or the guards of an exported program, raise
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"the model does not take inputs of shape {tuple(z.shape)}: {line}") from error
+        raise InputError(f"the model does not take inputs of shape {tuple(z.shape)}: {one_line(error)}") from error
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(z):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise InputError(f"expected logits of shape ({len(z)}, classes) from the model, got {got}")

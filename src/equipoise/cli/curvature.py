@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.errors import EquipoiseError, InputError, one_line
 
 if TYPE_CHECKING:
     from equipoise.curvature import LossHessian
@@ -122,8 +122,7 @@ def _operator(
         raise
     except Exception as error:  # whatever the user's own code raises
         shape = tuple(batches[0][0].shape[1:]) if batches else ()
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"the model does not fit the data (inputs of shape {shape}): {line}") from error
+        raise InputError(f"the model does not fit the data (inputs of shape {shape}): {one_line(error)}") from error
     return hessian
 
 

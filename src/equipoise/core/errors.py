@@ -17,3 +17,8 @@ class InputError(EquipoiseError, ValueError):
 
 class Refused(EquipoiseError):
     """The input is fine but the guarantee asked for cannot be given; the message says why and what to try."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from equipoise.core import InputError
+from equipoise.core.errors import InputError, one_line
 from equipoise.data.dataset import Dataset
-from equipoise.data.reading import one_line, read_exactly
+from equipoise.data.reading import read_exactly
 from equipoise.data.sources import MAX_BYTES, Layout, array_source, largest_label
 from equipoise.data.splits import choose_split
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core import EquipoiseError, InputError
+from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.data.dataset import Dataset, as_array
-from equipoise.data.reading import one_line
 from equipoise.data.sources import Ints, Layout, channels_first, default_scale, require_dtype
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import InputError
+from equipoise.core.errors import InputError, one_line
 from equipoise.data.columns import Columns, column_dataset, features_of, find_columns
 from equipoise.data.dataset import Dataset
 from equipoise.data.extras import optional
 from equipoise.data.pictures import as_size
-from equipoise.data.reading import inside, name_of, one_line, read_json
+from equipoise.data.reading import inside, name_of, read_json
 from equipoise.data.sources import Ints, Layout
 from equipoise.data.splits import choose_split
 

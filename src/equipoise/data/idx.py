@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core import InputError
+from equipoise.core.errors import InputError, one_line
 from equipoise.data.dataset import Dataset
-from equipoise.data.reading import DAMAGED, name_of, one_line, open_plain_or_gzip, read_exactly
+from equipoise.data.reading import DAMAGED, name_of, open_plain_or_gzip, read_exactly
 from equipoise.data.sources import MAX_BYTES, Layout, array_source, largest_label
 from equipoise.data.splits import choose_split
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from equipoise.core import InputError
+from equipoise.core.errors import InputError, one_line
 from equipoise.data.archives import load_archive
 from equipoise.data.cifar import find_cifar, load_cifar
 from equipoise.data.dataset import Dataset
@@ -18,7 +18,6 @@ from equipoise.data.folders import load_folder
 from equipoise.data.huggingface import is_saved, load_saved
 from equipoise.data.idx import find_idx, is_idx, load_idx
 from equipoise.data.parquet import find_parquet, load_parquet
-from equipoise.data.reading import one_line
 from equipoise.data.sources import MAX_BYTES, Layout
 
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")

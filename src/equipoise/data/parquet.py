@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core import InputError
+from equipoise.core.errors import InputError, one_line
 from equipoise.data.columns import column_dataset, features_of, find_columns
 from equipoise.data.dataset import Dataset
 from equipoise.data.extras import optional
 from equipoise.data.pictures import as_size
-from equipoise.data.reading import name_of, one_line
+from equipoise.data.reading import name_of
 from equipoise.data.sources import MAX_BYTES, Ints, Layout, largest_label
 from equipoise.data.splits import choose_split
 

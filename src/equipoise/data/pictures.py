@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core import InputError
+from equipoise.core.errors import InputError, one_line
 from equipoise.data.extras import optional
-from equipoise.data.reading import one_line
 
 #: only these readers of pillow are used
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "WEBP")

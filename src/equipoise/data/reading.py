@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
-from equipoise.core import InputError
+from equipoise.core.errors import InputError, one_line
 
 _PIECE = 2**20
 _LARGEST_JSON = 50_000_000
@@ -65,8 +65,3 @@ def inside(folder: Path, name: Any, where: str) -> Path:
 def name_of(path: Path) -> str:
     """The last part of a path, also of `.` and `..`."""
     return path.name if path.name not in ("", "..") else path.resolve().name
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,7 +11,8 @@ from torch.export import ExportedProgram
 
 from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
-from equipoise.lipschitz.capture import batch_note, capture, first_sample, module_path
+from equipoise.lipschitz.batches import batch_note
+from equipoise.lipschitz.capture import capture, first_sample, module_path
 from equipoise.lipschitz.chains import Solve, chain_total
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
 from equipoise.core.precision import full_precision, up
-from equipoise.lipschitz.capture import as_examples, capture, flat_outputs
+from equipoise.lipschitz.batches import flat_outputs
+from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.forms import Cache

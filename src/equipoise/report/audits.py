@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import write_whole
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.norms.reference import operator_matrix
@@ -164,5 +164,4 @@ def audit_source(source: str, weights: Path | None = None, shape: tuple[int, ...
     try:
         return audit_network(source, loaded.model, torch.zeros(1, *shape, dtype=parameter.dtype))
     except RuntimeError as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise Refused(f"{source} does not take inputs of shape {shape}: {line}") from error
+        raise Refused(f"{source} does not take inputs of shape {shape}: {one_line(error)}") from error

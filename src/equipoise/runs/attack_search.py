@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equipoise.attacks import AttackResult, pgd, smooth_pgd
 from equipoise.attacks.pgd import overtaken
-from equipoise.core import EquipoiseError, InputError, Refused
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.inputs import Inputs, check_label
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import InputId, Item
@@ -150,9 +150,8 @@ class Searcher:
         except EquipoiseError:
             raise
         except Exception as error:  # whatever the user's own code raises
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
             shape = tuple(items[0].x.shape)
-            raise InputError(f"the network cannot be attacked at inputs of shape {shape}: {line}") from error
+            raise InputError(f"the network cannot be attacked at inputs of shape {shape}: {one_line(error)}") from error
         return [
             row for item, d in zip(items, known, strict=True) for row in self._group(kind, [item], levels, [d], chosen)
         ]

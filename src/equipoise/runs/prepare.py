@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from equipoise.core import EquipoiseError, InputError, Refused
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.inputs import Inputs
 from equipoise.runs.job import Job
 from equipoise.runs.manifest import Constant
@@ -84,8 +84,7 @@ def count_logits(model: Portable, inputs: Inputs, positions: Ints, device: str) 
     except EquipoiseError:
         raise
     except Exception as error:  # whatever the user's own code, or the guards of an exported program, raise
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"the model does not take inputs of shape {tuple(item.x.shape)}: {line}") from error
+        raise InputError(f"the model does not take inputs of shape {tuple(item.x.shape)}: {one_line(error)}") from error
     if not isinstance(out, torch.Tensor) or out.ndim != 2 or len(out) != 1:
         shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
         raise InputError(f"the model must return logits (batch, classes), it returned {shape} for one input")
@@ -97,6 +96,5 @@ def usable_device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise InputError(f"the device {name!r} cannot be used here: {line}") from error
+        raise InputError(f"the device {name!r} cannot be used here: {one_line(error)}") from error
     return name

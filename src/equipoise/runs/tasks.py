@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import EquipoiseError, InputError, Refused
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.models import Batched, Portable
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Item, Row, Soft, failed
@@ -62,8 +62,9 @@ class Worker:
         except EquipoiseError:
             raise
         except Exception as error:  # whatever the user's own code raises
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise InputError(f"the model failed on input {item.id!r} of shape {tuple(item.x.shape)}: {line}") from error
+            raise InputError(
+                f"the model failed on input {item.id!r} of shape {tuple(item.x.shape)}: {one_line(error)}"
+            ) from error
         return replace(row, key=key, seconds=time.perf_counter() - start)
 
     def _sample(self, item: Item, x: Tensor) -> Row:

@@ -12,17 +12,10 @@ from torch import Tensor
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, up
 from equipoise.lipschitz.forms import Adjoint, Conv, Dense, Linear, Scale
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, rule
 from equipoise.norms import spectral_norm
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.geometry import Convolution, from_kernel
-
-
-def norm_of(values: Tensor | None) -> float:
-    """Upper bound of the ℓ2 norm of a constant tensor."""
-    if values is None or values.numel() == 0:
-        return 0.0
-    return float(frobenius(values.detach().double().reshape(1, -1)))
 
 
 def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, kind: str = "linear") -> Step:

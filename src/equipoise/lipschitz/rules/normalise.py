@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import up
-from equipoise.lipschitz.rules.affine import norm_of
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, norm_of, rule
 
 GLOBAL = "max|γ|/√ε, over the whole space"
 

@@ -12,8 +12,7 @@ from typing import NoReturn
 from torch import fx
 
 from equipoise.core.precision import up
-from equipoise.lipschitz.rules.affine import norm_of
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, rule
 
 BALL = "state an input ball: lipschitz_bound(..., ball=R)"
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import up
+from equipoise.core.precision import frobenius, up
 from equipoise.lipschitz.capture import module_path, where
 from equipoise.lipschitz.forms import Cache, Linear, bracket
 
@@ -187,6 +187,13 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     if not all(isinstance(s, int) for s in value.shape):
         raise Refused(f"{where(node)}: its shape depends on the data")
     return tuple(value.shape)
+
+
+def norm_of(values: Tensor | None) -> float:
+    """Upper bound of the ℓ2 norm of a constant tensor."""
+    if values is None or values.numel() == 0:
+        return 0.0
+    return float(frobenius(values.detach().double().reshape(1, -1)))
 
 
 def root(n: int) -> float:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from equipoise.core.precision import up
 from equipoise.lipschitz.forms import Pad
-from equipoise.lipschitz.rules.affine import norm_of
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule
 
 VIEWS = (
     "view.default", "reshape.default", "_unsafe_view.default", "view_as.default", "reshape_as.default", "flatten.using_ints",
