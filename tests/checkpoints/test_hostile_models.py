@@ -99,7 +99,7 @@ ENUM = json.dumps(
             "children_spec": [],
         },
     ]
-)  # noqa: E501
+)
 FACTORY = json.dumps({"default_factory_module": "os", "default_factory_name": "getcwd", "dict_context": "[]"})
 
 #: what is written into the description of a program
@@ -226,9 +226,10 @@ def config(**changes) -> str:
     return json.dumps(whole)
 
 
+COMMAND = {"spec": "os:system", "arguments": {"command": f"touch {CANARY}"}}
 CONFIGS = {
-    "any command": config(factory="equipoise.checkpoints:load_factory", arguments={"spec": "os:system", "arguments": {"command": f"touch {CANARY}"}}),
-    "any command, where it is now": config(factory="equipoise.checkpoints.sources:load_factory", arguments={"spec": "os:system", "arguments": {"command": f"touch {CANARY}"}}),
+    "any command": config(factory="equipoise.checkpoints:load_factory", arguments=COMMAND),
+    "any command, where it is now": config(factory="equipoise.checkpoints.sources:load_factory", arguments=COMMAND),
     "any file": config(factory="equipoise.core.files:write_whole", arguments={"path": CANARY, "content": "x"}),
     "another name of the table": config(factory="equipoise.nn.models:build", arguments={"name": "mlp"}),
     "inside an object": config(factory="equipoise.nn.models:mlp.__class__"),

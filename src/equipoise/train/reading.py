@@ -126,7 +126,7 @@ def _require_tame(text: str, where: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            raise InputError(f"{where}, line {event.start_mark.line + 1}: aliases (*{event.anchor}) are not read")
+            raise InputError(f"{where}: aliases such as *{event.anchor} are not read: write it out")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
             raise InputError(f"{where} is nested deeper than {_DEEPEST} levels")
