@@ -65,7 +65,7 @@ def evaluate(
     model: nn.Module, part: Part, task: Task, device: torch.device, batch_size: int, epsilons: Sequence[float] = (),
     lipschitz: float | None = None, rank: int = 0, world: int = 1, reduce: Reduce | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R = margin/(√2·L) with the proved L, rounded down.
+    """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R = margin/(√2·L), L proved, rounded down.
 
     The certificate is about the ball of radius ε around each input, in ℓ2; misclassified inputs are never certified. The rounding
     inside the forward pass is not covered (as in `smoothing.margins`). The processes share the examples.
