@@ -24,7 +24,7 @@ from equipoise.smoothing import SmoothedClassifier, clopper_pearson
 from equipoise.train.reading import read_recipe
 
 MODEL = {"factory": "equipoise.nn.models:mlp"}
-RECIPE = {"name": "a", "model": MODEL, "data": {"path": "digits"}, "optimiser": {"lr": 0.1}}
+RECIPE = {"name": "a", "model": MODEL, "data": {"path": "digits"}, "optimizer": {"lr": 0.1}}
 X, Y = torch.zeros(2, 4), torch.tensor([0, 1])
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[str | None, typer.Argument(help="a YAML file, or the name of a bundled recipe")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set optimiser.lr=0.1")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set optimizer.lr=0.1")
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run; the same command goes on where it stopped. [runs/NAME]")
@@ -34,7 +34,7 @@ def train(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Train a network by a recipe: data, model, loss, regularisers, noise, optimiser, schedule.
+    """Train a network by a recipe: data, model, loss, regularizers, noise, optimizer, schedule.
 
     Measures loss, accuracy, the proved Lipschitz bound, the accuracy certified by it and the
     norm of every layer. A run that was killed goes on with the same command, bit by bit.
@@ -44,7 +44,7 @@ def train(
 
       equipoise train --list
       equipoise train sll-sr-digits
-      equipoise train recipe.yaml --set optimiser.lr=0.05 --set seed=1 --run-dir runs/seed1
+      equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
       accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
     """
     from equipoise.train import read_recipe

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -44,7 +45,7 @@ def read_recipe(
 
     A file names registered models and data only; `allow_code` lets it name `package.module:factory` of your own, which is run.
 
-    >>> read_recipe("sll-sr-digits", ["epochs=2", "optimiser.lr=1e-2"]).epochs
+    >>> read_recipe("sll-sr-digits", ["epochs=2", "optimizer.lr=1e-2"]).epochs
     2
     """
     lines: Lines = {}
@@ -62,8 +63,10 @@ def read_recipe(
             document.setdefault("name", _plain(Path(where).stem))
     if not isinstance(document, dict):
         raise InputError(f"{where} must hold `key: value` pairs, got {_kind(document)}")
+    document = _american(document)
     for item in overrides:
-        document = _override(document, item)
+        head, dot, rest = item.partition(".")
+        document = _override(document, f"{_BRITISH.get(head, head)}{dot}{rest}")
     return check(document, where, lines)
 
 
@@ -166,7 +169,7 @@ def _override(document: dict[str, Any], item: str) -> dict[str, Any]:
     key, equals, text = item.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
-        raise InputError(f"--set takes key=value like optimiser.lr=0.1, got {item!r}")
+        raise InputError(f"--set takes key=value like optimizer.lr=0.1, got {item!r}")
     try:
         value = numbers(yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -195,12 +198,30 @@ def check(document: Mapping[str, Any], where: str = "the recipe", lines: Lines |
 
     Unknown keys come first: a misspelt key is also a missing one, and its own line says what to mend.
     """
+    document = _american(document)
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
         problems = sorted(error.errors(), key=lambda p: p["type"] != "extra_forbidden")
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(_sentence(problems[0], where, lines or {}) + more) from error
+
+
+#: keys as they were spelled in the first release
+_BRITISH = {"optimiser": "optimizer", "regularisers": "regularizers"}
+
+
+def _american(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with today's keys; an earlier spelling is accepted with a hint, both at once are an error."""
+    renamed: dict[str, Any] = {}
+    for key, value in document.items():
+        new = _BRITISH.get(key, key) if isinstance(key, str) else key
+        if new != key:
+            if new in document:
+                raise InputError(f"{key!r} is the earlier spelling of {new!r}: give one of them")
+            warnings.warn(f"the recipe's key {key!r} is spelled {new!r} now", FutureWarning, stacklevel=4)
+        renamed[new] = value
+    return renamed
 
 
 def _sentence(problem: Any, where: str, lines: Lines) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from equipoise.checkpoints import registered, save_checkpoint
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import write_whole
-from equipoise.train.build import Parts, build_data, build_model, build_optimiser, from_table
+from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table
 from equipoise.train.keys import key, own_randomness, seed_all
 from equipoise.train.loop import Diverged, Ingredients, Trainer
 from equipoise.train.losses import LOSSES
@@ -24,7 +24,7 @@ from equipoise.train.objective import OBJECTIVES, plain
 from equipoise.train.reading import read_recipe
 from equipoise.train.recipe import Recipe
 from equipoise.train.state import MetricsFile, RunDirectory, State
-from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARISERS, Context
+from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run_recipe(
     Args:
         recipe: a `Recipe`, plain data, a YAML file or the name of a bundled recipe.
         run_dir: the folder that remembers; it belongs to one recipe.
-        overrides: `"optimiser.lr=0.1"` and the like, on top of the recipe.
+        overrides: `"optimizer.lr=0.1"` and the like, on top of the recipe.
         cpu: do not use a GPU.
         progress: called after every step and every epoch.
         allow_code: let a YAML file name code of your own, which is run.
@@ -134,7 +134,7 @@ def prepare(recipe: Recipe, parts: Parts) -> tuple[Ingredients, dict[str, Any]]:
     task = task.fitted(parts.train.source) if hasattr(task, "fitted") else task
     objective = plain(task) if recipe.noise is None else from_table(OBJECTIVES, recipe.noise, "noise", task)
     augment = [from_table(AUGMENTATIONS, a, f"data.augment.{i}") for i, a in enumerate(recipe.data.augment)]
-    made = Ingredients(recipe, parts, model, task, objective, [], [], augment, build_optimiser(recipe.optimiser, model))
+    made = Ingredients(recipe, parts, model, task, objective, [], [], augment, build_optimizer(recipe.optimizer, model))
     return made, arguments
 
 
@@ -142,8 +142,8 @@ def _add_terms(made: Ingredients) -> None:
     example = torch.zeros_like(made.parts.train.batch(torch.tensor([0]))[0])
     parameter = next(made.model.parameters())
     context = Context(made.model, made.task, example.to(parameter.device))
-    for i, choice in enumerate(made.recipe.regularisers):
-        made.penalties.append(from_table(REGULARISERS, choice, f"regularisers.{i}", context))
+    for i, choice in enumerate(made.recipe.regularizers):
+        made.penalties.append(from_table(REGULARIZERS, choice, f"regularizers.{i}", context))
     for i, choice in enumerate(made.recipe.projections):
         made.projections.append(from_table(PROJECTIONS, choice, f"projections.{i}", context))
 
