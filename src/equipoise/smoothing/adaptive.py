@@ -73,7 +73,7 @@ def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Float
     """
     a, t, risk = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (hits, draws, alpha)))
     if not bool(np.all((risk > 0) & (risk < 1))):
-        raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {alpha}")
+        raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {alpha!r}")
     miss = np.maximum(t - a, 0.0)
     goal = betaln(a + 0.5, miss + 0.5) - _LN_HALF_HALF + np.log(risk)
     goal = goal - 1e-11 - 4e-14 * np.abs(goal)
@@ -240,7 +240,10 @@ def _best_level(p1: float, p2: float, gap: float, spread: float) -> tuple[tuple[
     """The level at which class and rival are told apart at the same speed, and that speed."""
     t = np.linspace(ndtri(p2) + gap, ndtri(p1), 33)[1:-1] if 0 < p2 < p1 < 1 else np.array([])
     t = t[ndtri(p1) - t > 0] if len(t) and ndtri(p2) + gap < ndtri(p1) else np.array([gap / 2])
-    up, down = np.minimum(ndtr(t) + 2.0**-45 + spread, 1 - 2.0**-50), np.maximum(ndtr(t - gap) - 2.0**-45 - spread, 1e-12)
+    up, down = (
+        np.minimum(ndtr(t) + 2.0**-45 + spread, 1 - 2.0**-50),
+        np.maximum(ndtr(t - gap) - 2.0**-45 - spread, 1e-12),
+    )
     rate = np.minimum(_information(p1, up), _information(1 - p2, 1 - down))
     best = int(rate.argmax())
     return (float(up[best]), float(down[best])), float(rate[best])

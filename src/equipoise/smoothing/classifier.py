@@ -178,7 +178,9 @@ class SmoothedClassifier:
         network = _network(lipschitz)
         drawn = self.drawn(x, aware=network is not None)
         if not row.soft and network is not None:
-            raise InputError(f"{procedure!r} counts votes, which have no Lipschitz constant: use 'rivals', 'lvm' or 'direct'")
+            raise InputError(
+                f"{procedure!r} counts votes, which have no Lipschitz constant: use 'rivals', 'lvm' or 'direct'"
+            )
         unasked = map is None and network is None and self.map is None
         if not row.soft or (unasked and row.map == "hardmax"):
             return self._certify_votes(x, n0, n, alpha, row, drawn, ids)

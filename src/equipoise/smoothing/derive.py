@@ -123,7 +123,9 @@ def stored_plan(row: Procedure, order: Any, singles: Any, direct: NDArray[np.boo
 
 def _vote_bounds(sample: Votes, plan: Plan, row: Procedure, setting: Setting) -> Bounds:
     if row.ties and sample.ties is None:
-        raise Refused(f"{row.name!r} needs uniform numbers drawn before the sample: give ties, or use a classifier or run")
+        raise Refused(
+            f"{row.name!r} needs uniform numbers drawn before the sample: give ties, or use a classifier or run"
+        )
     ties = sample.ties if row.ties else None
     noise, alpha = setting.noise, setting.alpha
     bounds = count_bounds(

@@ -79,10 +79,10 @@ def randomized_binomial(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, u: ArrayLi
     >>> bool(randomized_binomial(1000, 1000, 0.001, 0.5) > clopper_pearson(1000, 1000, 0.001, "lower"))
     True
     """
-    k, n, alpha, u = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (k, n, alpha, u)))
-    if not bool(np.all((u >= 0) & (u <= 1))):
+    k, n, alpha, given = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (k, n, alpha, u)))
+    if not bool(np.all((given >= 0) & (given <= 1))):
         raise InputError("the numbers that break ties must lie in [0, 1]")
-    u = np.maximum(u, 0.05)
+    share: Floats = np.maximum(given, 0.05)
     low = clopper_pearson(k, n, alpha, "lower")
     high = np.where(k < n, clopper_pearson(np.minimum(k + 1, n), n, alpha, "lower"), 1.0)
     high = np.maximum(high, low)
@@ -90,7 +90,7 @@ def randomized_binomial(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, u: ArrayLi
     def tail(p: Floats) -> Floats:
         least = np.where(k > 0, betainc(np.maximum(k, 1.0), n - k + 1, p), 1.0)
         more = np.where(k < n, betainc(k + 1, np.maximum(n - k, 1.0), p), 0.0)
-        return np.asarray(u * least + (1 - u) * more)
+        return np.asarray(share * least + (1 - share) * more)
 
     for _ in range(55):
         p = (low + high) / 2

@@ -100,7 +100,7 @@ def plan_scores(
 
 def _told_apart(row: Procedure) -> list[Option]:
     """Options that a stored sample of scores can tell apart: by buckets and kind, each kind with its first share."""
-    found = {}
+    found: dict[tuple[Build, bool], Option] = {}
     for option in row.options:
         first = next(o for o in row.options if o.direct == option.direct)
         found.setdefault((option.partition, option.direct), Option(option.partition, first.share, option.direct))
@@ -126,16 +126,14 @@ def _expected_radius(
     ratings = np.zeros((len(options), len(keys)))
     for q in _QUANTILES:
         for s in _QUANTILES:
-            p1, p2 = pictured(*keys.T, q, s, classes)
+            p1, p2 = pictured(keys[:, 0], keys[:, 1], keys[:, 2], q, s, classes)
             for rating, option in zip(ratings, options, strict=True):
                 rating += _promise(option, p1, p2, n, noise, alpha, classes) / len(_QUANTILES) ** 2
     best = ratings.argmax(axis=0)
     return best, ratings[best, np.arange(len(keys))]
 
 
-def _promise(
-    option: Option, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float, classes: int
-) -> Floats:
+def _promise(option: Option, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float, classes: int) -> Floats:
     """Roughly the radius of n draws with these shares of votes; where there is none, the (negative) gap."""
     if option.direct:
         h, var = (1 + p1 - p2) / 2, (p1 + p2 - (p1 - p2) ** 2) / 4
@@ -156,6 +154,7 @@ def _promise(
 
 
 # ---- votes, partitions learned: cross-validation -----------------------------------------------------------------------
+
 
 def _cross_validated(
     options: Sequence[Option], ranked: Floats, n: int, noise: Gaussian, alpha: float

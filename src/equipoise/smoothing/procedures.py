@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+import numpy as np
+
 from equipoise.core import InputError
 from equipoise.smoothing.partitions import Build, Partition, class_partition, every_class, one_against_rest
 from equipoise.smoothing.ramp import Floats
@@ -33,8 +35,9 @@ class Split:
     top: float
 
     def __call__(self, partition: Partition) -> tuple[Floats, Floats]:
-        several = 1.0 * (partition.buckets > 2)
-        return 1 - several * (1 - self.top), 1 - several * self.top
+        """Shares for the class and for each other bucket."""
+        several = partition.buckets > 2
+        return np.where(several, self.top, 1.0), np.where(several, 1 - self.top, 1.0)
 
 
 def union(partition: Partition) -> tuple[Floats, Floats]:

@@ -103,9 +103,7 @@ class _Votes:
         self.row, self.setting, self.target, self.relative = row, setting, target, relative
         self.most, self.hopeless = most, hopeless
 
-    def run(
-        self, classifier: SmoothedClassifier, x: Tensor, name: int | str, n0: int
-    ) -> tuple[Certificates, Verdict]:
+    def run(self, classifier: SmoothedClassifier, x: Tensor, name: int | str, n0: int) -> tuple[Certificates, Verdict]:
         """Sample until decided."""
         selection = classifier.counts(x, n0, input_id=name, stream=Stream.SELECTION)[None].astype(np.float64)
         order = np.argsort(-selection[0], kind="stable")
@@ -146,7 +144,8 @@ class _Votes:
         plan = plan_votes(votes, self.row, self.setting, self.setting.alpha / 2)
 
         def decide(hits: float, rival: float, draws: int) -> Verdict:
-            now = sequence_bounds(*(np.array([v]) for v in (hits, rival, float(draws))), plan, noise, self.setting.alpha / 2)
+            seen = (np.array([hits]), np.array([rival]), np.array([float(draws)]))
+            now = sequence_bounds(seen[0], seen[1], seen[2], plan, noise, self.setting.alpha / 2)
             final = self._final(hits, rival, draws, plan, noise)
             if final == 0 and draws < self.most:
                 return "hopeless"
