@@ -21,9 +21,10 @@ from torch.export import ExportedProgram
 from equipoise.core.bounds import Bound, Bracket, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, require_finite, up
-from equipoise.lipschitz.capture import capture, where
+from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.forms import Adjoint, Conv, Dense, Linear, Pad, Scale
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
+from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import OPAQUE, Propagation, propagate
 from equipoise.lipschitz.rules import Step
 from equipoise.norms.geometry import (
