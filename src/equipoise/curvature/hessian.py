@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.strides import fresh_strides
 
 Loss = Literal["ce", "mse"] | Callable[[Tensor, Tensor], Tensor]
 Data = tuple[Tensor, Tensor] | Iterable[tuple[Tensor, Tensor]]
@@ -162,7 +163,7 @@ class LossHessian:
         return torch.func.vjp(lambda p: gradient(p, x, y), parameters)[1](v)[0]
 
     def _ready(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self._cast(x), self._cast(y)
+        return fresh_strides(self._cast(x)), self._cast(y)
 
     def _cast(self, t: Tensor) -> Tensor:
         return t.to(device=self.device, dtype=self.dtype if t.is_floating_point() else t.dtype)

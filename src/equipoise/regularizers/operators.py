@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+from equipoise.core.strides import fresh_strides
 from equipoise.regularizers.selection import weight_of
 
 
@@ -114,4 +115,4 @@ def _orthonormal(V: Tensor) -> Tensor:
     if len(V) == 1:
         return V / torch.linalg.vector_norm(V)
     Q, _ = torch.linalg.qr(V.flatten(1).mT)
-    return Q.mT.reshape(V.shape).contiguous()
+    return fresh_strides(Q.mT.reshape(V.shape))

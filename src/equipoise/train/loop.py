@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.strides import fresh_strides
 from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Parts
 from equipoise.train.keys import data_order, in_blocks, random_states, set_random_states
@@ -100,7 +101,7 @@ class Trainer:
             place = Place(self.recipe.seed, self.step, first)
             for number, augment in enumerate(self.made.augment):
                 x = in_blocks(augment, x, first, place.seed, f"augment{number}", place.step)
-            self._step(x, y, place, len(x) * self.world / size)
+            self._step(fresh_strides(x), y, place, len(x) * self.world / size)
             self.batch += 1
             self.step += 1
             if self.batch - self._looked >= LOOK:
