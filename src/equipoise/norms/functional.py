@@ -21,16 +21,8 @@ from torch import Tensor
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, rescaled, working_dtype
-from equipoise.norms.geometry import (
-    Lattice,
-    Padding,
-    circular_lattice,
-    from_kernel,
-    padding_norm,
-    polyphase,
-    unpadded,
-    zero_lattice,
-)
+from equipoise.maps.geometry import Lattice, PaddingMode, circular_lattice, padding_norm, polyphase, zero_lattice
+from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.gram import adjoint, gram, gram_iterate, scaled, small_side
 from equipoise.norms.supremum import Cells, grid_cells
 from equipoise.norms.symbol import Symbol, tap_positions
@@ -61,7 +53,7 @@ def gram_norm(W: Tensor, iterations: int = 6) -> Tensor:
 
 def conv_norm(
     K: Tensor,
-    padding: Padding = "zeros",
+    padding: PaddingMode = "zeros",
     stride: int | tuple[int, ...] = 1,
     input_size: int | tuple[int, ...] | None = None,
     iterations: int = 6,
@@ -83,29 +75,34 @@ def conv_norm(
     >>> K.grad.shape
     torch.Size([4, 4, 3, 3])
     """
+    return map_norm(convolution(K, padding, stride, dilation, groups, amount, input_size), iterations, grid)
+
+
+def map_norm(conv: Convolution, iterations: int = 6, grid: int = 32) -> Tensor:
+    """`conv_norm` of a convolution with its geometry."""
     _check_iterations(iterations)
     if grid < 4:
         raise InputError(f"grid must be at least 4, got {grid}")
-    conv = from_kernel(K.to(working_dtype(K.dtype)), padding, stride, dilation, groups, amount, input_size)
+    conv, padding = conv.with_weight(conv.weight.to(working_dtype(conv.weight.dtype))), conv.padding
     factor = 1.0
     lattices: list[Lattice | None]
     if padding == "circular":
         found = [circular_lattice(axis) for axis in conv.axes]
         if any(f is None for f in found):
             raise Refused(
-                f"circular padding with stride {stride} on input size {input_size}: outputs do not fall on a sublattice of the "
-                "circle; use a size that the stride divides, or spectral_norm for a bound without gradient"
+                f"circular padding with stride {conv.stride} on input size {conv.size}: outputs do not fall on a sublattice of "
+                "the circle; use a size that the stride divides, or spectral_norm for a bound without gradient"
             )
         lattices = [f[0] for f in found if f is not None]
         factor = math.prod(f[1] for f in found if f is not None)
     else:
         if padding != "zeros":
             factor = math.prod(padding_norm(axis, padding) for axis in conv.axes)
-            conv = unpadded(conv)
+            conv = conv.unpadded()
         lattices = [zero_lattice(axis) for axis in conv.axes]
     usable = [lattice for lattice in lattices if lattice is not None]
     if len(usable) < len(lattices):
-        return K.sum() * 0.0
+        return conv.weight.sum() * 0.0
     kernel = polyphase(conv.kernel, usable)
     sizes = []
     for lattice, n in zip(usable, kernel.shape[3:], strict=True):
