@@ -12,37 +12,42 @@ from equipoise.core.errors import InputError, Refused
 Examples = tuple[Tensor, ...]
 
 
-def settled(model: nn.Module, example_input: Any) -> tuple[Examples, tuple[str, ...]]:
-    """The tensors to capture the model on, and what is to be said of them.
+def settled(model: nn.Module, example_input: Any) -> tuple[Examples, tuple[str, ...], str]:
+    """The tensors to capture the model on, what is to be said of them, and why there is no bound, if there is none.
 
     One sample, as a batch of one, where the model treats dimension 0 as a batch; the whole example where it has no batch
     dimension, where the model does not run on one sample, and where an output has none (`x.sum()`), so that the
-    bound is for what came. Refused where the samples of a batch mix.
+    bound is for what came. There is none per sample where the samples of a batch mix.
     """
     examples = tuple(x.detach().clone() for x in as_examples(example_input))
     if all(x.dim() < 2 for x in examples):
-        return examples, ("the input has no batch dimension: the bound is for the input as a whole",)
+        return examples, ("the input has no batch dimension: the bound is for the input as a whole",), ""
     count = examples[0].shape[0]
     single = tuple(x[:1].clone() for x in examples)
     whole = f"the bound is for the example as a whole, a batch of {count}" if count > 1 else ""
     alone = _outputs(model, single)
     if alone is None:  # with a batch of one the capture says why
-        return examples, (f"the model does not run on one sample of the example: {whole}",) if whole else ()
+        return examples, (f"the model does not run on one sample of the example: {whole}",) if whole else (), ""
     generator = torch.Generator().manual_seed(0)
     other = tuple(torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in single)
     together = _outputs(model, tuple(torch.cat([a, b]) for a, b in zip(single, other, strict=True)))
     if together is None:
-        return single, ("the model runs on a batch of one only: the bound is for that",)
+        return single, ("the model runs on a batch of one only: the bound is for that",), ""
     if any(a.dim() < 1 or t.dim() < 1 or len(t) != 2 * len(a) for t, a in zip(together, alone, strict=True)):
         note = f"an output has no batch dimension: {whole or 'the bound is for a batch of one'}"
-        return examples, (note,)
+        return examples, (note,), ""
     poisoned = _outputs(model, tuple(torch.cat([a, a * float("nan")]) for a in single))
-    _refuse_mixing(alone, together, poisoned)
-    return single, ()
+    return single, (), _MIXED if _mixed(alone, together, poisoned) else ""
 
 
-def _refuse_mixing(alone: list[Tensor], together: list[Tensor], poisoned: list[Tensor] | None) -> None:
-    """A NaN in one sample must not reach the other, and the values must agree: a check, not a proof.
+_MIXED = (
+    "the output of one sample depends on the other samples of its batch (a mean or reshape over dimension 0?); "
+    "a Lipschitz bound per sample does not exist: make the model treat dimension 0 as the batch"
+)
+
+
+def _mixed(alone: list[Tensor], together: list[Tensor], poisoned: list[Tensor] | None) -> bool:
+    """Whether a NaN in one sample reaches the other, or the values disagree: a check, not a proof.
 
     What is proved is the bound of the program for a batch of one.
     """
@@ -52,10 +57,8 @@ def _refuse_mixing(alone: list[Tensor], together: list[Tensor], poisoned: list[T
         scale = 1e-3 * (1 + float(a.abs().nan_to_num().max()))
         leak = poisoned is not None and bool((poisoned[i][: len(a)].isnan() & ~a.isnan()).any())
         if leak or bool(((together[i][: len(a)] - a).abs() > scale).any()):
-            raise Refused(
-                "the output of one sample depends on the other samples of its batch (a mean or reshape over dimension 0?); "
-                "a Lipschitz bound per sample does not exist: make the model treat dimension 0 as the batch"
-            )
+            return True
+    return False
 
 
 def _outputs(model: nn.Module, inputs: Examples) -> list[Tensor] | None:

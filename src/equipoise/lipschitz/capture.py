@@ -25,7 +25,7 @@ from equipoise.lipschitz.batches import flat_outputs, settled
 from equipoise.lipschitz.memory import flat_tensors, refuse_mutation, written_arguments
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
-from equipoise.lipschitz.values import evaluate, is_mutable
+from equipoise.lipschitz.values import evaluate, is_mutable, perform
 
 #: functions a graph may call besides registered operators
 _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
@@ -36,6 +36,7 @@ class Program:
     """The operations between the user's inputs and outputs; `constants` holds the value of every other node.
 
     `regions` are the calls of modules that bound themselves and are believed; `notes` say what the example stands for.
+    `doubt` is why the network has no bound although every operation may have one; empty where there is no reason.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -44,6 +45,7 @@ class Program:
     constants: dict[fx.Node, Any] = field(repr=False)
     regions: tuple[Region, ...] = ()
     notes: tuple[str, ...] = ()
+    doubt: str = ""
 
 
 def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
@@ -54,20 +56,22 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
     that knows that it is being captured is refused. The model's buffers and the random numbers are left as they were.
     """
     if isinstance(model, ExportedProgram):
-        return analyse(model)
+        program = analyse(model)
+        return replace(program, doubt=_hidden_writes(program))
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
     refuse_training(model)
     with _undisturbed(model):
-        examples, notes = settled(model, example_input)
+        examples, notes, mixed = settled(model, example_input)
         program = analyse(export(model, examples))
-        _refuse_difference(model, program, examples)
+        doubt = mixed or _difference(model, program, examples)
+        program = replace(program, notes=notes, doubt=doubt)
         if not has_blocks(model):
-            return replace(program, notes=notes)
+            return program
         with counted_calls() as counts, torch.no_grad():
             model(*examples)
     regions = find_regions(model, program.inputs, program.nodes, program.outputs, counts)
-    return replace(program, regions=regions, notes=notes)
+    return replace(program, regions=regions)
 
 
 @contextlib.contextmanager
@@ -92,7 +96,13 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
 
 
-def _refuse_difference(model: nn.Module, program: Program, examples: tuple[Tensor, ...]) -> None:
+_DIFFERS = (
+    "the captured graph gives other values than the model itself, so a bound of one says nothing of the other; "
+    "remove branches on torch.compiler.is_compiling(), torch.is_grad_enabled() and their like, hooks and hidden state"
+)
+
+
+def _difference(model: nn.Module, program: Program, examples: tuple[Tensor, ...]) -> str:
     """The program and the model on the example and two random points, with and without gradients: a check, not a proof."""
     generator = torch.Generator().manual_seed(0)
     points = [examples]
@@ -104,15 +114,28 @@ def _refuse_difference(model: nn.Module, program: Program, examples: tuple[Tenso
             theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
         with torch.no_grad():
             ours = run_program(program, point)
-        if len(ours) == len(theirs) and all(_agree(a, b) for a, b in zip(ours, theirs, strict=True)):
-            continue
-        raise Refused(
-            "the captured graph gives other values than the model itself, so a bound of one says nothing of the other; "
-            "remove branches on torch.compiler.is_compiling(), torch.is_grad_enabled() and their like, hooks and hidden state"
-        )
+        if len(ours) != len(theirs) or not all(_agree(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return _DIFFERS
+    return ""
 
 
-def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
+def _hidden_writes(program: Program) -> str:
+    """A program without its model: whether its writes, done in place, reach something that the alias analysis missed."""
+    if not any(is_mutable(node) for node in program.nodes):
+        return ""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [node.meta["val"] for node in program.inputs]
+    point = [torch.randn(v.shape, generator=generator, dtype=v.dtype) for v in shapes]
+    constants = {n: v.clone() if isinstance(v, Tensor) else v for n, v in program.constants.items()}
+    copied = replace(program, constants=constants)
+    with torch.no_grad():
+        ours, theirs = run_program(program, point), run_program(copied, [x.clone() for x in point], in_place=True)
+    return "" if all(_agree(a, b) for a, b in zip(ours, theirs, strict=True)) else _DIFFERS
+
+
+def run_program(
+    program: Program, inputs: Sequence[Tensor], *, exact: bool = False, in_place: bool = False
+) -> list[Tensor]:
     """The floating outputs of the program, constant ones included, in order; `exact` as in `values`, in float64."""
 
     def constant(node: fx.Node) -> Any:
@@ -120,7 +143,7 @@ def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = Fal
         return value.double() if exact and isinstance(value, Tensor) and value.is_floating_point() else value
 
     start: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
-    values = evaluate(program.nodes, constant, start, exact=exact)
+    values = evaluate(program.nodes, constant, start, exact=exact, in_place=in_place)
     found = [values[o] if o in values else program.constants.get(o) for o in _outputs(program.inputs[0].graph)]
     return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
 
@@ -294,8 +317,8 @@ def _attribute(module: fx.GraphModule, target: str) -> Any:
 def _evaluate(node: fx.Node, values: dict[fx.Node, Any], read: set[int], held: set[int]) -> Any:
     """Run a node that does not see the input, as the model would, writes included; chance is refused.
 
-    `read` are the memories that operations on the input have read so far, `held` those of parameters and buffers: neither
-    may be written.
+    `read` are the memories that operations on the input have read so far: they are not overwritten, but copied. `held`
+    are those of parameters and buffers, which may not be written.
     """
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
@@ -306,10 +329,9 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any], read: set[int], held: s
         memories = {_memory(t) for t in flat_tensors(fx.node.map_arg((written,), lambda n: values[n]))}
         if memories & held:
             raise Refused(f"{where(node)} changes a parameter or buffer: the map differs from call to call")
-        if memories & read:
-            raise Refused(
-                f"{where(node)} overwrites a constant that an earlier operation has read; write it out of place"
-            )
+        if memories & read:  # operations ahead of this one keep the old values
+            refuse_mutation(node, set())
+            return perform(node, args, kwargs)
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -94,6 +94,8 @@ def propagate(
                 if found is not None:
                     regions[node] = (*regions.get(node, ()), found)
             facts[node] = _shortened(known, regions.get(node, ()), facts)
+    if program.doubt:
+        raise Refused(program.doubt)
     totals = [(facts[o].product, facts[o].fused) for o in dict.fromkeys(program.outputs)]
     repeats = {o: program.outputs.count(o) for o in program.outputs}
     logs = [0.5 * log_up(float(repeats[o])) if repeats[o] > 1 else 0.0 for o in dict.fromkeys(program.outputs)]

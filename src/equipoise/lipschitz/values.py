@@ -58,11 +58,16 @@ def perform(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, ex
 
 
 def evaluate(
-    nodes: Sequence[fx.Node], known: Callable[[fx.Node], Any], values: dict[fx.Node, Any], *, exact: bool = False
+    nodes: Sequence[fx.Node],
+    known: Callable[[fx.Node], Any],
+    values: dict[fx.Node, Any],
+    *,
+    exact: bool = False,
+    in_place: bool = False,
 ) -> dict[fx.Node, Any]:
     """Run the nodes in order from `values` of the inputs; `known` gives the constants. What nothing reads any more is dropped.
 
-    The nodes that an output of the graph reads are kept.
+    The nodes that an output of the graph reads are kept. `in_place` runs the operations as they are, writes included.
     """
     left = {n: len(n.users) for n in (*values, *nodes)}
 
@@ -71,7 +76,8 @@ def evaluate(
 
     for node in nodes:
         args: Any = fx.node.map_arg(node.args, value)
-        values[node] = perform(node, args, fx.node.map_arg(node.kwargs, value), exact=exact)
+        kwargs = fx.node.map_arg(node.kwargs, value)
+        values[node] = node.target(*args, **kwargs) if in_place else perform(node, args, kwargs, exact=exact)  # type: ignore[operator]
         for source in set(node.all_input_nodes):
             if source in left:
                 left[source] -= 1

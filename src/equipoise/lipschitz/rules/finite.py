@@ -38,7 +38,10 @@ def refuse_nonfinite(call: Call) -> None:
                 continue
             if wrong == -math.inf and _masks(call.node, name):
                 continue
-            call.refuse(f"its constant argument {name!r} holds {wrong}", "check the weights and the checkpoint")
+            call.refuse(
+                f"its constant argument {name!r} holds a non-finite number ({wrong})",
+                "check the weights and the checkpoint",
+            )
 
 
 def _wrong(value: Any) -> float | None:
