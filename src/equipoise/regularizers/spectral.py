@@ -14,7 +14,7 @@ from equipoise.core.bounds import Bracket, Kind
 from equipoise.core.errors import InputError
 from equipoise.maps.linear import Convolution
 from equipoise.maps.reading import geometry_of, module_kind
-from equipoise.norms.functional import gram_norm, map_norm
+from equipoise.norms.differentiable import gram_norm, map_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.operators import SingularVectors, input_shapes
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, select_layers, weight_of
