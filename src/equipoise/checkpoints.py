@@ -1,7 +1,7 @@
 """Models from and to files: what `MODEL` means on the command line, without executing anything a file says.
 
-A model is a `.pt2` program, a checkpoint directory (one safetensors file and `config.json`), or `package.module:factory` with
-safetensors weights.
+A model is a `.pt2` program, an `.onnx` file, a checkpoint directory (one safetensors file and `config.json`), or
+`package.module:factory` with safetensors weights.
 
 A `.pt2` is a zip whose reader, `torch.export.load`, unpickles constants and sample inputs without restriction when
 asked to, evaluates symbolic
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
@@ -50,6 +50,7 @@ class Loaded:
     source: str
     model: nn.Module | ExportedProgram
     input_shape: tuple[int, ...] | None
+    examples: tuple[Tensor, ...] | None = None
 
     def module(self) -> nn.Module:
         """A callable module, also for an exported program."""
@@ -64,6 +65,10 @@ def load_model(source: str | Path, weights: str | Path | None = None) -> Loaded:
             raise InputError("a .pt2 holds its own weights; leave --weights out")
         program = load_program(source)
         return Loaded(source, program, _program_shape(program))
+    if source.endswith(".onnx"):
+        if weights is not None:
+            raise InputError("an .onnx file holds its own weights; leave --weights out")
+        return _onnx(source)
     if Path(source).is_dir():
         if weights is not None:
             raise InputError("a checkpoint directory holds its own weights; leave --weights out")
@@ -74,9 +79,19 @@ def load_model(source: str | Path, weights: str | Path | None = None) -> Loaded:
             "torch.export.save(torch.export.export(model, (x,)), 'model.pt2')"
         )
     if ":" not in source:
-        raise InputError(f"{source!r} is neither a .pt2 file, a directory, nor package.module:factory")
+        raise InputError(f"{source!r} is neither a .pt2 or .onnx file, a directory, nor package.module:factory")
     model = load_factory(source)
     return Loaded(source, load_weights(model, weights) if weights is not None else model, None)
+
+
+def _onnx(source: str) -> Loaded:
+    from equipoise.onnx import load_onnx
+
+    network = load_onnx(source)
+    shapes = network.input_shapes
+    return Loaded(
+        source, network, shapes[0][1:] if len(shapes) == 1 and len(shapes[0]) > 1 else None, network.examples()
+    )
 
 
 def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
