@@ -61,7 +61,7 @@ def project_(
     *,
     input_sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Bound]:
-    """`W ← W / max(1, ‖W‖_p / λ)` for chosen layers, after an optimiser step (λ = `radius`); returns the norms it leaves.
+    """`W ← W / max(1, ‖W‖_p / λ)` for chosen layers, after an optimizer step (λ = `radius`); returns the norms it leaves.
 
     Guarantee: every bound returned is at most λ, for the weights as stored after rounding. It is the radial projection, not
     the nearest matrix. `input_sizes` gives the spatial input size by layer name, for p = 2; without it the bound holds for

@@ -15,7 +15,7 @@ from equipoise.core.errors import InputError
 from equipoise.norms.functional import conv_norm, gram_norm
 from equipoise.norms.geometry import module_kind
 from equipoise.norms.spectral import spectral_norm
-from equipoise.regularizers.operators import SingularVectors, input_shapes
+from equipoise.regularizers.operators import SingularVectors, input_shapes, zero_image
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, select_layers, weight_of
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
@@ -225,7 +225,7 @@ class SpectralPenalty:
             )
         if example is None:
             assert input_size is not None
-            example = _zeros(model, input_size)
+            example = zero_image(model, input_size)
         found = input_shapes(model, {name: self.layers[name] for name in spatial}, example)
         return {**linear, **found}
 
@@ -262,17 +262,3 @@ def layer_bound(module: nn.Module, size: tuple[int, ...] | None, iterations: int
     twice = layer._reversed_padding_repeated_twice
     amount = [(twice[2 * i], twice[2 * i + 1]) for i in range(dims)][::-1]
     return conv_norm(W, layer.padding_mode, layer.stride, size, amount=amount, **options)
-
-
-def _zeros(model: nn.Module, input_size: int | tuple[int, ...]) -> Tensor:
-    """One image of zeros for the first convolution of the model."""
-    first = next(
-        module for module in model.modules() if isinstance(module, LINEAR_MAPS) and not isinstance(module, nn.Linear)
-    )
-    weight = weight_of(first)
-    dims = weight.dim() - 2
-    size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size)
-    if len(size) != dims or any(n < 1 for n in size):
-        raise InputError(f"input_size must be {dims} positive number(s), got {input_size}")
-    channels = getattr(first, "in_channels", 1)
-    return torch.zeros(1, int(channels), *size, device=weight.device, dtype=weight.dtype)
