@@ -11,8 +11,8 @@ from equipoise.lab.experiments.shared.comparison import Settings, Variants, by_v
 
 VARIANTS: Variants = {
     "baseline": {},
-    "AD": {"regularisers": [AD]},
-    "Baek": {"regularisers": [{"kind": "layerwise-decay"}]},
+    "AD": {"regularizers": [AD]},
+    "Baek": {"regularizers": [{"kind": "layerwise-decay"}]},
 }
 PUBLISHED = "65.05 (AD) vs 65.11 (Baek): equal"
 
