@@ -11,6 +11,7 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -32,12 +33,16 @@ def catalogue() -> dict[str, Callable[[], object]]:
     for chapter in CHAPTERS:
         for module in pkgutil.iter_modules([str(Path(__file__).parent / chapter)]):
             path = f"{__package__}.{chapter}.{module.name}"
-            found[module.name.replace("_", "-")] = lambda path=path: importlib.import_module(path).EXPERIMENT
+            found[module.name.replace("_", "-")] = partial(_constant, path)
     for entry in entry_points(group=GROUP):
         if entry.name in found:
             raise InputError(f"the experiment {entry.name!r} of {entry.value} has the name of another one; rename it")
         found[entry.name] = entry.load
     return found
+
+
+def _constant(path: str) -> object:
+    return importlib.import_module(path).EXPERIMENT
 
 
 def find(identifier: str) -> Experiment:
