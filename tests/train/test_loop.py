@@ -161,7 +161,7 @@ def test_processes_share_the_examples_of_an_evaluation(world):
     assert int(total[0, 1]) == len(test)
 
 
-def test_certified_accuracy_is_strict_and_counts_ties_as_wrong():
+def test_certified_accuracy_is_rounded_down_and_counts_ties_as_wrong():
     class Constant(nn.Module):
         def forward(self, x):
             return (
@@ -176,6 +176,25 @@ def test_certified_accuracy_is_strict_and_counts_ties_as_wrong():
     found = evaluate(Constant(), zero, cross_entropy(), torch.device("cpu"), 50, [0.0, 0.999999, 1.0], 1.0)
     assert found["accuracy"] == 1
     assert found["certified_accuracy"] == {"0.0": 1.0, "0.999999": 1.0, "1.0": 0.0}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_input_whose_logits_are_no_numbers_counts_as_not_certified(bad):
+    """It stays in the denominator with its whole batch: certified accuracy never exceeds accuracy."""
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            z = torch.zeros(len(x), 10, dtype=torch.float64)
+            z[:, 0] = 10.0
+            z[0, 3] = bad
+            return z
+
+    parts = build_data(read_recipe("sll-sr-digits").data).test
+    found = evaluate(Broken(), parts, cross_entropy(), torch.device("cpu"), 50, [0.0, 1.0], 1.0)
+    zero = torch.tensor([int(y) == 0 for y in parts.batch(torch.arange(len(parts)))[1]])
+    kept = zero & (torch.arange(len(parts)) % 50 != 0)
+    assert found["certified_accuracy"] == {"0.0": float(kept.double().mean()), "1.0": float(kept.double().mean())}
+    assert found["accuracy"] >= found["certified_accuracy"]["0.0"]
 
 
 def test_a_batch_larger_than_the_data_is_the_data(small):

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from equipoise.core.accuracy import certified_at
 from equipoise.experiments.experiment import Context, Row
 from equipoise.experiments.intervals import Mean, mean_of
 from equipoise.experiments.training import Plain, merged, train
@@ -156,7 +157,7 @@ class Rated:
 
     def hits(self, epsilon: float) -> Floats:
         """1 where the input is certified at ε, else 0."""
-        return np.asarray((self.correct & (self.radius >= epsilon)).astype(np.float64))
+        return np.asarray(certified_at(self.radius, self.correct, epsilon).astype(np.float64))
 
 
 def rated(found: Certificates, labels: NDArray[np.int64]) -> Rated:
