@@ -87,7 +87,9 @@ def test_the_size_of_the_symbol_bounds_it_everywhere(taps):
         E = torch.einsum("ft,gort->fgor", phases, kernel.flatten(3).to(phases.dtype))
         sizes = torch.linalg.matrix_norm(E).amax(1)
         assert float(sizes.max()) <= symbol_size(kernel)
-        assert symbol_size(kernel) <= 1.0001 * float(kernel.flatten(3).abs().sum(-1).square().sum((1, 2)).max()) ** 0.5 * 2
+        assert (
+            symbol_size(kernel) <= 1.0001 * float(kernel.flatten(3).abs().sum(-1).square().sum((1, 2)).max()) ** 0.5 * 2
+        )
 
 
 def test_a_shared_kernel_is_refused():
