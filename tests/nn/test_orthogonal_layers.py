@@ -94,14 +94,14 @@ def singular_values(layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
 def attack(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, steps: int) -> None:
     """Raise ‖layer(v) − layer(0)‖ over raw weights, while v follows the power iteration."""
     v = torch.randn(1, *shape, dtype=dtype)
-    optimiser = torch.optim.Adam([p for n, p in layer.named_parameters() if n != "bias"], lr=0.1)
+    optimizer = torch.optim.Adam([p for n, p in layer.named_parameters() if n != "bias"], lr=0.1)
     for _ in range(steps):
         v = (v / v.norm()).detach().requires_grad_()
         y, offset = layer(torch.cat([v, torch.zeros_like(v)]))
         y = y - offset
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-y.square().sum()).backward()
-        optimiser.step()
+        optimizer.step()
         assert v.grad is not None
         if float(v.grad.norm()) > 0:
             v = v.grad

@@ -12,7 +12,7 @@ from torch import nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import gamma, up
+from equipoise.core.precision import gamma, rescaled, up
 from equipoise.norms.geometry import Axis, module_kind, padding_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, plain_weight, select_layers, weight_of
@@ -61,7 +61,7 @@ def project_(
     *,
     input_sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Bound]:
-    """`W ← W / max(1, ‖W‖_p / λ)` for chosen layers, after an optimiser step (λ = `radius`); returns the norms it leaves.
+    """`W ← W / max(1, ‖W‖_p / λ)` for chosen layers, after an optimizer step (λ = `radius`); returns the norms it leaves.
 
     Guarantee: every bound returned is at most λ, for the weights as stored after rounding. It is the radial projection, not
     the nearest matrix. `input_sizes` gives the spatial input size by layer name, for p = 2; without it the bound holds for
@@ -83,6 +83,9 @@ def project_(
 
 @torch.no_grad()
 def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size: tuple[int, ...] | None) -> Bound:
+    largest = float(W.abs().max()) if W.numel() else 0.0
+    if math.isfinite(largest) and largest > max(torch.finfo(W.dtype).max / 2**32, 4 * radius):  # sums may overflow
+        W.copy_(rescaled(W)[0] * max(1.0, 4 * radius))  # still outside: only the direction counts
     bound, margin = operator_norm(module, p, size), 0.0
     for _ in range(60):
         if float(bound) <= radius:

@@ -49,9 +49,9 @@ class SpectralPenalty:
 
     - `"tracked"` (default): `‖A v‖` for singular vectors that follow the layer by one step of subspace iteration per call. It
       is a **lower** bound that is tight once settled, its gradient is that of σ₁, and it costs a few hundredths of a step.
-    - `"gram"`: `gram_norm` and `conv_norm`, an **upper** bound at every call (in float32 up to some 1e-6), at the cost of
-      Gram products. `every=k` recomputes it every k calls only; between, `s + ⟨∂s, W − W₀⟩` takes its place, which lies
-      below the bound (which is convex in W) and is an estimate.
+    - `"gram"`: `gram_norm` and `conv_norm`, an upper bound in exact arithmetic, at the cost of Gram products. Its rounding is
+      not covered (float32 may lie some 1e-6 below the norm), so it is labelled an **estimate**. `every=k` recomputes it
+      every k calls only; between, `s + ⟨∂s, W − W₀⟩` takes its place, which lies below the bound (which is convex in W).
 
     Neither feeds a certificate; `brackets()` gives proved ones.
 
@@ -124,10 +124,8 @@ class SpectralPenalty:
 
     @property
     def side(self) -> Kind:
-        """On which side of the truth the norms that are penalised lie."""
-        if self.bound == "tracked":
-            return Kind.LOWER
-        return Kind.UPPER if self.every == 1 else Kind.ESTIMATE
+        """What the penalised norms are: a lower bound, or an estimate (an upper bound but for its rounding)."""
+        return Kind.LOWER if self.bound == "tracked" else Kind.ESTIMATE
 
     def __call__(self) -> Tensor:
         """The penalty, to be added to the loss; moves the tracked vectors by one step."""

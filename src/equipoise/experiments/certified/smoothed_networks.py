@@ -29,7 +29,7 @@ _NUMBERS = 40_000_000  # logits held at a time
 FASHION: Plain = {
     "model": {"factory": "equipoise.nn.models:cnn", "arguments": {"channels": [8, 16], "hidden": 64}},
     "data": {"path": "fashion_mnist.npz", "limit": 6000, "test_limit": 200, "validation": 0.02},
-    "optimiser": {"lr": 0.05, "weight_decay": 5e-4, "nesterov": True},
+    "optimizer": {"lr": 0.05, "weight_decay": 5e-4, "nesterov": True},
     "schedule": {"kind": "cosine", "warmup": 0.1},
     "epochs": 5,
     "batch_size": 64,
@@ -48,7 +48,7 @@ CIFAR: Plain = {
         "validation": 0.01,
         "augment": ["flip", {"kind": "pad-crop", "padding": 4}],
     },
-    "optimiser": {"lr": 0.1, "weight_decay": 1e-4},
+    "optimizer": {"lr": 0.1, "weight_decay": 1e-4},
     "schedule": {"kind": "step", "milestones": [1 / 3, 2 / 3]},
     "epochs": 90,
     "batch_size": 256,
