@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from equipoise.bench import lipschitz as bench
+from equipoise.lab.bench import lipschitz as bench
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.attack import attacked
 
