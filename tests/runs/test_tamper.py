@@ -117,9 +117,8 @@ def test_flipped_bits_are_noticed_or_change_nothing(run):
             (run / name).write_bytes(damaged)
             try:
                 assert everything(run) == true
-            except EquipoiseError as error:
+            except EquipoiseError:
                 noticed += 1
-                assert "\n" not in str(error)
         (run / name).write_bytes(content)
     assert noticed > 40
 
@@ -154,6 +153,6 @@ def test_a_killed_run_copied_without_its_log_says_so(finished, tmp_path):
         shutil.copy(killed / "store.sqlite", copied)
         assert not any("killed" in note for note in open_run(killed).summary().notes)
     for _ in range(2):  # the first reader must not hide it from the second
-        with pytest.raises(EquipoiseError, match="no finished inputs: .* without store.sqlite-wal"):
+        with pytest.raises(EquipoiseError, match=r"no finished inputs: .* without store\.sqlite-wal"):
             open_run(copied).summary()
-    assert open_run(killed).summary().notes == ()
+    assert not any("copied" in note for note in open_run(killed).summary().notes)
