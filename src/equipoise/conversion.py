@@ -220,7 +220,7 @@ def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, b
     A deep copy in evaluation mode; the attribute `certificate` says what was proved of it: a bound per layer, and one
     of the whole from `lipschitz_bound` on the example (or from the construction, without one).
 
-    >>> from equipoise.nn.named import SRLinear
+    >>> from equipoise.nn import SRLinear
     >>> net = export(nn.Sequential(SRLinear(4, 4), nn.ReLU()), torch.zeros(1, 4))
     >>> type(net[0]).__name__, net.certificate.upper <= 1.00001
     ('Linear', True)

@@ -14,11 +14,11 @@ from torch import nn
 from equipoise.conversion import export, make_lipschitz
 from equipoise.core.errors import Refused
 from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn import SRConv2d, SRLinear
 from equipoise.nn.activations import HouseholderActivation, MaxMin
 from equipoise.nn.effective import Effective
 from equipoise.nn.export import largest_difference
 from equipoise.nn.models import build, input_shape
-from equipoise.nn.named import SRConv2d, SRLinear
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised
 from equipoise.nn.pooling import ScaledAvgPool2d, SpaceToDepth
 
