@@ -79,7 +79,7 @@ CALLS = {
     "factory fails": (lambda _: load_factory(f"{__name__}:failing"), InputError, "failed with an AttributeError: inside"),
     "factory raises": (lambda _: load_factory(f"{__name__}:raising"), InputError, "failed with KeyError: 'inside'"),
     "a zip bomb": (
-        lambda f: load_model(bomb(f)), Refused, "holds 'a/data/weights/weight_0' compressed, which PyTorch never does"
+        lambda f: load_model(bomb(f)), Refused, "holds 'data/weights/weight_0' compressed, which PyTorch never does"
     ),
     "a network that raises": (lambda _: attack(model=Unkind()), InputError, "does not take inputs of shape (2, 4): Guard"),
     "a network without parameters": (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.train import bundled, read_recipe, run_recipe
 from equipoise.train.build import build_data, from_table
 from equipoise.train.losses import LOSSES
@@ -124,7 +124,7 @@ def test_bad_overrides(tmp_path, change, said):
 
 
 def test_files_that_are_not_there():
-    with pytest.raises(InputError, match=r"cannot read the recipe nowhere\.yaml: No such file"):
+    with pytest.raises(InputError, match=r"cannot read nowhere\.yaml: No such file"):
         read_recipe("nowhere.yaml")
     with pytest.raises(InputError, match=r"no bundled recipe 'sll-sr-digit'; did you mean 'sll-sr-digits'\?"):
         read_recipe("sll-sr-digit")
@@ -237,6 +237,32 @@ def test_schedules_have_their_shape():
     assert values["one-cycle"][30:] == sorted(values["one-cycle"][30:], reverse=True)
     assert values["piecewise"][50] == 1
     assert [values["step"][t] for t in (49, 50, 75)] == pytest.approx([1, 0.1, 0.01])
+
+
+HOSTILE = {
+    "a command": ("model: {factory: 'os:system', arguments: {command: ls}}\ndata: {path: digits}\nepochs: 1\n", "os:system"),
+    "data that runs": ("model: {factory: 'equipoise.nn.models:mlp'}\ndata: {path: 'sys:exit#train'}\nepochs: 1\n", "sys:exit"),
+    "a bomb": ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", "aliases"),
+    "bottomless": ("[" * 5000 + "]" * 5000, "nested deeper"),
+    "a strange date": ("name: 2024-99-99\n", "not YAML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_file_names_no_code(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    text, said = HOSTILE[case]
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(EquipoiseError, match=said):
+        read_recipe("recipe.yaml")
+
+
+def test_code_of_ones_own_is_allowed_or_typed(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {factory: 'my_nets:net'}\ndata: {path: digits}\nepochs: 1\n")
+    assert read_recipe(path, allow_code=True).model.factory == "my_nets:net"
+    path.write_text("model: {factory: 'equipoise.nn.models:mlp'}\ndata: {path: digits}\nepochs: 1\n")
+    assert read_recipe(path, ["model.factory=my_nets:net"]).model.factory == "my_nets:net"
 
 
 @pytest.mark.parametrize(("old", "new"), [("optimiser", "optimizer"), ("regularisers", "regularizers")])

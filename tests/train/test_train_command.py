@@ -78,7 +78,7 @@ def test_list_and_show():
     ("args", "said"),
     [
         ([], "which recipe?"),
-        (["nothing.yaml"], "cannot read the recipe nothing.yaml"),
+        (["nothing.yaml"], "cannot read nothing.yaml"),
         (["sll-sr-digts"], "did you mean 'sll-sr-digits'"),
         (["sll-sr-digits", "--set", "optimizer.lrr=1"], "did you mean 'lr'"),
         (["sll-sr-digits", "--set", "data.path=nowhere.npz"], "nowhere.npz"),

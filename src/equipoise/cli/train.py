@@ -25,6 +25,9 @@ def train(
         Path | None, typer.Option(help="Folder of the run; the same command goes on where it stopped. [runs/NAME]")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let the recipe file name code of its own (module:factory); it is run.")
+    ] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes.")] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
@@ -51,7 +54,7 @@ def train(
         return
     if recipe is None:
         raise InputError("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
-    chosen = read_recipe(recipe, changes or [])
+    chosen = read_recipe(recipe, changes or [], allow_code=allow_code)
     if show:
         _show_recipe(chosen, as_json)
         return
@@ -167,8 +170,10 @@ def _show(result: Result) -> None:
         if isinstance(value, float):
             shown.add_row(f"test {name}", f"{value:.2%}" if "accuracy" in name else f"{value:.4f}")
     results().print(shown, markup=False)
+    from equipoise.checkpoints import registered
+
     factory = result.recipe.model.factory
-    if factory.startswith("equipoise."):
+    if registered(factory):
         results().print(f"Next: equipoise audit {result.folder}", markup=False)
     else:
         results().print(f"Next: equipoise audit {factory} --weights {result.folder}/model.safetensors", markup=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError
+from equipoise.core.imports import resolve
 from equipoise.train.keys import generator
 from equipoise.train.reading import fill_in, nearest
 from equipoise.train.recipe import Choice, Data, Model, Optimizer
@@ -134,15 +135,9 @@ def _facts(source: Source) -> dict[str, Any]:
 
 def _parameters(factory: str) -> list[str] | None:
     """The names a factory takes, or None if it takes any."""
-    import importlib
-
-    module, _, attribute = factory.partition(":")
     try:
-        target: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            target = getattr(target, part)
-        parameters = inspect.signature(target).parameters
-    except (ImportError, AttributeError, ValueError, TypeError):
+        parameters = inspect.signature(resolve(factory)).parameters
+    except (InputError, ValueError, TypeError):
         return None  # load_factory says what is wrong
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None

@@ -14,11 +14,16 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from equipoise.core.errors import InputError
+from equipoise.checkpoints.builders import registered
+from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core.files import read_bounded
+from equipoise.core.imports import SPEC
 from equipoise.train.recipe import Recipe
 
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+_LARGEST = 1_000_000  # bytes of a recipe
+_DEEPEST = 50
 Lines = dict[tuple[str | int, ...], int]
 
 
@@ -33,8 +38,12 @@ def bundled() -> dict[str, str]:
     return {name.removesuffix(".yaml"): found[name] for name in sorted(found)}
 
 
-def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> Recipe:
+def read_recipe(
+    source: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = (), *, allow_code: bool = False
+) -> Recipe:
     """A checked recipe from a bundled name, a YAML file, plain data or a recipe, with `key.key=value` overrides on top.
+
+    A file names registered models and data only; `allow_code` lets it name `package.module:factory` of your own, which is run.
 
     >>> read_recipe("sll-sr-digits", ["epochs=2", "optimizer.lr=1e-2"]).epochs
     2
@@ -48,6 +57,8 @@ def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Iter
     else:
         where, text = _text(str(source))
         document, lines = parse(text, where)
+        if not allow_code:
+            _require_no_code(document, where)
         if isinstance(document, dict):
             document.setdefault("name", _plain(Path(where).stem))
     if not isinstance(document, dict):
@@ -59,13 +70,28 @@ def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Iter
     return check(document, where, lines)
 
 
+def _require_no_code(document: Any, where: str) -> None:
+    """Refuse a file that names code: a model that is not registered, or data made by a factory."""
+    if not isinstance(document, dict):
+        return
+    model, data = document.get("model"), document.get("data")
+    factory = model.get("factory") if isinstance(model, dict) else None
+    path = data.get("path") if isinstance(data, dict) else None
+    named = factory if isinstance(factory, str) and SPEC.match(factory) and not registered(factory) else None
+    if named is None and isinstance(path, str) and SPEC.match(path.split("#")[0]) and not path.startswith("snips:"):
+        named = path
+    if named is not None:
+        raise Refused(
+            f"{where} names {named[:100]!r}, code that would be run: if you trust it, allow it (--allow-code, "
+            "allow_code=True), or name it yourself (--set model.factory=…)"
+        )
+
+
 def _text(source: str) -> tuple[str, str]:
     path = Path(source)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         try:
-            return source, path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot read the recipe {path}: {error.strerror}") from error
+            return source, read_bounded(path, _LARGEST).decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"the recipe {path} is not UTF-8 text") from error
     known = bundled()
@@ -81,8 +107,13 @@ def _plain(name: str) -> str:
 def parse(text: str, where: str) -> tuple[Any, Lines]:
     """Safe YAML and the line of every key; numbers like 1e-3 are numbers, a key given twice is an error."""
     try:
+        _require_tame(text, where)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         document = yaml.safe_load(text)
+    except (ValueError, RecursionError, OverflowError) as error:  # dates and numbers that are none, bottomless nesting
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{where} is not YAML: {one_line(error)[:160]}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}, line {mark.line + 1}" if mark else where
@@ -91,6 +122,17 @@ def parse(text: str, where: str) -> tuple[Any, Lines]:
     if node is not None:
         _walk(node, (), lines, where)
     return numbers(document), lines
+
+
+def _require_tame(text: str, where: str) -> None:
+    """Refuse aliases, which a few lines can multiply into gigabytes, and nesting beyond any recipe."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise InputError(f"{where}: aliases such as *{event.anchor} are not read: write it out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise InputError(f"{where} is nested deeper than {_DEEPEST} levels")
 
 
 def _walk(node: yaml.Node, path: tuple[str | int, ...], lines: Lines, where: str) -> None:

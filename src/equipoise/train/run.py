@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise.checkpoints import save_checkpoint
+from equipoise.checkpoints import registered, save_checkpoint
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import write_whole
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table
@@ -67,6 +67,7 @@ def run_recipe(
     overrides: Iterable[str] = (),
     cpu: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    allow_code: bool = False,
 ) -> Result:
     """Train what the recipe describes; in `run_dir`, go on from the last checkpoint if there is one.
 
@@ -81,13 +82,14 @@ def run_recipe(
         overrides: `"optimizer.lr=0.1"` and the like, on top of the recipe.
         cpu: do not use a GPU.
         progress: called after every step and every epoch.
+        allow_code: let a YAML file name code of your own, which is run.
 
     >>> small = ["epochs=1", "data.limit=128", "metrics.bound=false"]
     >>> result = run_recipe("sll-sr-digits", overrides=small)
     >>> result.final["epoch"], 0 <= result.final["accuracy"] <= 1
     (1, True)
     """
-    chosen = read_recipe(recipe, overrides)
+    chosen = read_recipe(recipe, overrides, allow_code=allow_code)
     accelerator = _accelerator(cpu)
     began = time.monotonic()
     with own_randomness(chosen.seed):
@@ -286,7 +288,7 @@ class _Run:
         final = {k: v for k, v in self.history[-1].items() if k != "layer_norms"}
         trained = {"training": {"recipe": self.recipe.name, "seed": self.recipe.seed, "figures": final}}
         factory = self.recipe.model.factory
-        if factory.startswith("equipoise."):
+        if registered(factory):
             save_checkpoint(folder, model, factory, self.arguments, shape, trained)
         else:  # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
             from safetensors.torch import save
