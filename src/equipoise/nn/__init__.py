@@ -9,6 +9,7 @@ from typing import Any
 
 from equipoise.nn import models
 from equipoise.nn.activations import Contracted, GroupSort, HouseholderActivation, MaxMin
+from equipoise.nn.attention import L2Attention
 from equipoise.nn.effective import Effective
 from equipoise.nn.layers import layer_named, layers_of, methods
 from equipoise.nn.losses import (
@@ -98,6 +99,7 @@ __all__ = [
     "FirstFeatures",
     "GroupSort",
     "HouseholderActivation",
+    "L2Attention",
     "LastLayerNormalised",
     "LayerCentering",
     "Lipschitz",

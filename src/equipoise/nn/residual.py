@@ -22,12 +22,12 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import up
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
+from equipoise.nn.activations import homogeneous, unit_slopes
 from equipoise.nn.diagonal import check_steps, normalised_pair, rescaling_pair
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 from equipoise.nn.layers import arguments, build_plain, kernel_of, upper_near_one
 from equipoise.nn.method import Method
 from equipoise.nn.rescaling import SN
-from equipoise.nn.slopes import HOMOGENEOUS, require_unit_slopes
 
 Rescaling = Literal["aol", "sr", "sn"]
 
@@ -67,8 +67,7 @@ class Residual(Effective):
         if rescaling not in get_args(Rescaling):
             raise InputError(f"rescaling must be one of {', '.join(get_args(Rescaling))}, got {rescaling!r}")
         check_steps(t)
-        self.activation = nn.ReLU() if activation is None else activation
-        require_unit_slopes(self.activation)
+        self.activation = unit_slopes(nn.ReLU() if activation is None else activation)
         self.rescaling, self.t = rescaling, t
         plain = _plain_of(self.plain_type, args, hidden, options)
         self.kernel = kernel_of(plain)
@@ -97,7 +96,7 @@ class Residual(Effective):
             outer = outer.flip(list(range(2, 2 + self.kernel.dims)))
         R = R.expand(self.kernel.groups, U.shape[2]).reshape(-1)
         none = self.raw.new_empty(0)
-        if type(self.activation) in HOMOGENEOUS:  # R·act(z/R + b) = act(z + R·b)
+        if homogeneous(self.activation):  # R·act(z/R + b) = act(z + R·b)
             return inner, outer, none if self.bias is None else R * self.bias, none
         offset = none if self.bias is None else self.bias
         # any positive scale keeps the bound: this range keeps z/R and its gradient finite
@@ -105,7 +104,7 @@ class Residual(Effective):
 
     def forward(self, x: Tensor) -> Tensor:
         """The block on `x`."""
-        require_unit_slopes(self.activation)
+        unit_slopes(self.activation)
         inner, outer, offset, scale = self.effective()
         x = as_weight(x, inner)
         with uncast(x.device.type):
@@ -130,7 +129,7 @@ class Residual(Effective):
 
     def export(self) -> ExportedResidual:
         """The block on plain layers with the effective weights: nothing is recomputed."""
-        require_unit_slopes(self.activation)
+        unit_slopes(self.activation)
         with torch.no_grad():
             inner, outer, offset, scale = (value.detach().clone() for value in self.effective())
         block = ExportedResidual(self._plain(inner), self._plain(outer), self.activation, offset, scale)
@@ -179,7 +178,7 @@ class ExportedResidual(nn.Module):
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`max(1, 2‖U‖² − 1)`, as long as the two maps belong together and the activation has slopes in [0, 1]."""
-        require_unit_slopes(self.activation)
+        unit_slopes(self.activation)
         inner, outer = self.inner, self.outer
         if type(inner) is not type(outer) or not isinstance(inner, nn.Linear | nn.Conv2d):
             raise Refused("the maps of this block are no longer those it was exported with: no bound of its own")
