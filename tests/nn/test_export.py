@@ -38,7 +38,7 @@ NETS = {
     "sll": (lambda: build("sll", **SLL), input_shape("sll", **SLL)),
     "orthogonal": (lambda: build("orthogonal_cnn", **ORTHOGONAL), (1, 8, 8)),
     "sandwich mlp": (lambda: build("sandwich_mlp", widths=[8], num_classes=3, constant=2.0), (1, 8, 8)),
-    "converted": (lambda: make_lipschitz(build("mlp", widths=[8], num_classes=3)).model, (1, 8, 8)),
+    "converted": (lambda: make_lipschitz(build("mlp", widths=[8], num_classes=3)), (1, 8, 8)),
 }
 SPECTRAL = {
     "sandwich cnn": (lambda: build("sandwich_cnn", in_channels=1, input_size=8, channels=[2], hidden=8), (1, 8, 8))

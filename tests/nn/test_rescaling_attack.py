@@ -9,7 +9,7 @@ import pytest
 import torch
 from layer_cases import geometries, inputs_for, marked_rows, quick, rows
 from nn_parts import jacobian_norm
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise.norms import reference_norm, spectral_norm
 

@@ -11,6 +11,7 @@ from equipoise.nn import models
 from equipoise.nn.activations import Contracted, GroupSort, HouseholderActivation, MaxMin
 from equipoise.nn.attention import L2Attention
 from equipoise.nn.effective import Effective
+from equipoise.nn.layers import Weighted as _Weighted
 from equipoise.nn.layers import layer_named, layers_of, methods
 from equipoise.nn.losses import (
     OffsetCrossEntropy,
@@ -22,6 +23,7 @@ from equipoise.nn.losses import (
     margin_hinge,
     offset_cross_entropy,
 )
+from equipoise.nn.method import PLAIN as _PLAIN
 from equipoise.nn.method import Method
 from equipoise.nn.metrics import CertifiedAccuracy, certified_accuracy, certified_radius
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised, LayerCentering
@@ -75,6 +77,10 @@ def __getattr__(name: str) -> Any:
         module, attribute = _EARLIER[name]
         warnings.warn(f"equipoise.nn.{name} is now {module}.{attribute}", DeprecationWarning, stacklevel=2)
         return getattr(importlib.import_module(module), attribute)
+    plain = {f"{kind.__name__}Layer": kind for kind in _PLAIN}.get(name)
+    if plain is not None:
+        warnings.warn(f"equipoise.nn.{name} is no longer needed: see layers_of", DeprecationWarning, stacklevel=2)
+        return type(name, (_Weighted,), {"plain_type": plain})
     layer = None if name.startswith("_") else layer_named(name)
     if layer is None:
         raise AttributeError(f"module 'equipoise.nn' has no attribute {name!r}")

@@ -183,7 +183,7 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
 
 #: why the slopes of these are not in the table
 _UNKNOWN: dict[type[nn.Module], str] = {
-    nn.PReLU: "its slope is learned and may leave [0, 1]",
+    nn.PReLU: "its slopes are learned and may leave [0, 1]",
     nn.Threshold: "it jumps",
     nn.Hardshrink: "it jumps",
     nn.Softplus: "with threshold below 20 it jumps where it switches to the identity",

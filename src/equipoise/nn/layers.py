@@ -282,7 +282,10 @@ def layer_named(name: str) -> type[Any] | None:
 def _load_others() -> None:
     """Methods of other packages, from the entry points `equipoise.layers`: a `Method` each."""
     for point in entry_points(group="equipoise.layers"):
-        found = point.load()
+        try:
+            found = point.load()
+        except ImportError as error:
+            raise InputError(f"the layers of {point.value!r} (entry point of equipoise.layers): {error}") from error
         if not (isinstance(found, type) and issubclass(found, Method)):
             raise InputError(f"the entry point {point.value!r} of equipoise.layers must be a Method, got {found!r}")
         if found.name not in _TABLE:

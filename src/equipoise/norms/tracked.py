@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.strides import fresh_strides
-from equipoise.maps.linear import Linear
+from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix, Padding
 
 Act = Callable[[Tensor], Tensor]
 
@@ -44,6 +44,15 @@ def power_norm(form: Linear, start: Tensor, steps: int) -> Tensor:
     return torch.linalg.vector_norm(form.apply(v))
 
 
+def weight_of(form: Linear) -> Tensor:
+    """The numbers a map is made of, for their dtype and device."""
+    if isinstance(form, Adjoint):
+        return weight_of(form.conv)
+    if isinstance(form, Padding):
+        return torch.zeros(())
+    return form.matrix if isinstance(form, Matrix) else form.factor if isinstance(form, Diagonal) else form.weight
+
+
 class SingularVectors:
     """Subspace iteration on `AᵀA`, warm-started: a few right singular vectors of a map that follow it while it trains.
 
@@ -61,6 +70,7 @@ class SingularVectors:
     def iterate(self, steps: int) -> None:
         """`V ← orth(AᵀA V)`, `steps` times."""
         form = self.form()
+        self.V = self.V.to(weight_of(form))
         turned = form.adjoint()
         for _ in range(steps):
             V = turned.apply(form.apply(self.V))
