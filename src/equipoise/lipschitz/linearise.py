@@ -21,10 +21,12 @@ from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, gamma, up
 from equipoise.lipschitz.enclose import Box
-from equipoise.lipschitz.forms import Cache, Conv, Dense
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation
+from equipoise.lipschitz.values import perform
+from equipoise.maps.linear import Convolution, Matrix
 from equipoise.norms import spectral_norm
+from equipoise.norms.bracket import Cache
 
 _AFFINE = {
     "linear", "convolution", "matmul", "batch norm", "sum", "shift", "difference", "scaling", "concatenation", "view",
@@ -95,7 +97,7 @@ def secant_slopes(run: Propagation, node: fx.Node, box: Box) -> tuple[Tensor, Te
         at = box.mid.clone().requires_grad_()
         with torch.enable_grad():
             rest = [a for a in node.args[1:] if not isinstance(a, fx.Node)]
-            (slope,) = torch.autograd.grad(node.target(at, *rest, **node.kwargs).sum(), at)  # type: ignore[operator]
+            (slope,) = torch.autograd.grad(perform(node, (at, *rest), node.kwargs, exact=True).sum(), at)
         lows = torch.maximum(lows, slope - CURVATURE[step.kind] * box.half - 1e-9)
         highs = torch.minimum(highs, slope + CURVATURE[step.kind] * box.half + 1e-9)
     middle = (lows + highs) / 2
@@ -120,18 +122,9 @@ def _reference_pass(run: Propagation, x: Tensor, slopes: dict[fx.Node, Tensor]) 
             elif step.kind == "identity":
                 values[node] = value(step.gains[0][0].node)
             else:
-                args = fx.node.map_arg(node.args, value)
-                kwargs = fx.node.map_arg(node.kwargs, value)
-                values[node] = _out_of_place(node)(*args, **kwargs)
+                args: Any = fx.node.map_arg(node.args, value)
+                values[node] = perform(node, args, fx.node.map_arg(node.kwargs, value), exact=True)
     return values
-
-
-def _out_of_place(node: fx.Node) -> Any:
-    """The operation of a node, or its twin that does not overwrite its input."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return node.target
-    return getattr(torch.ops.aten, str(node.target).split(".")[1].rstrip("_"), node.target)
 
 
 def _gradients(out: Tensor, k: int, watched: list[fx.Node], values: dict[fx.Node, Any]) -> list[Tensor]:
@@ -169,10 +162,10 @@ def _roughness(run: Propagation, node: fx.Node) -> float:
     step = run.steps[node]
     top = max((g for _, g in step.gains), default=0.0)
     form = step.linear
-    if isinstance(form, Dense):
+    if isinstance(form, Matrix):
         size = float(torch.linalg.vector_norm(form.matrix.double()))
         return gamma(form.matrix.shape[0] + 16, torch.float64) * up(size)
-    if isinstance(form, Conv):
+    if isinstance(form, Convolution):
         taps = math.prod(form.weight.shape[2:])
         size = float(torch.linalg.vector_norm(form.weight.double())) * math.sqrt(taps)
         return gamma(taps * form.weight.shape[0] + 16, torch.float64) * up(size)
@@ -189,14 +182,18 @@ def _switching(
     active = w > 0
     together = up((_norm(G[:, active] * w[active]) + noise * float(w.max())) * exp_up(boxes[before].log))
     facts = run.facts[before]
-    if facts.base is None or not isinstance(facts.form, Dense | Conv) or not math.isfinite(boxes[facts.base].log):
+    if (
+        facts.base is None
+        or not isinstance(facts.form, Matrix | Convolution)
+        or not math.isfinite(boxes[facts.base].log)
+    ):
         return together
-    weight = facts.form.matrix if isinstance(facts.form, Dense) else facts.form.weight
-    if isinstance(facts.form, Conv) and facts.form.padding != "zeros":
+    weight = facts.form.matrix if isinstance(facts.form, Matrix) else facts.form.weight
+    if isinstance(facts.form, Convolution) and facts.form.padding != "zeros":
         return together
     rows = up(frobenius(weight.double().flatten(1), (-1,)) + facts.form.error)
     shape = [1] * width.dim()
-    shape[1 if isinstance(facts.form, Conv) else -1] = -1
+    shape[1 if isinstance(facts.form, Convolution) else -1] = -1
     spread = rows.reshape(shape).expand(width.shape).flatten()
     each = (w * spread)[active]
     columns = frobenius(G[:, active], (0,))

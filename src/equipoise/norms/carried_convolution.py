@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,10 @@ from equipoise.core.precision import (
     up,
     working_dtype,
 )
+from equipoise.maps.geometry import padding_norm
+from equipoise.maps.linear import Convolution
+from equipoise.maps.reading import read
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.geometry import Convolution, from_module, padding_norm
 
 
 def symbol_size(kernel: Tensor) -> float:
@@ -61,9 +62,12 @@ class CarriedConvolution:
     """
 
     def __init__(self, layer: nn.Module, input_size: tuple[int, ...] | None = None) -> None:
-        self.conv = from_module(layer, input_size)
-        self.groups = self.conv.kernel.shape[0]
-        self.shape = self.conv.kernel.flatten(0, 1).shape
+        found = read(layer, input_size)
+        conv = found if isinstance(found, Convolution) else found.adjoint()
+        if not isinstance(conv, Convolution):
+            raise InputError(f"expected a convolution, got {type(layer).__name__}")
+        self.conv = conv
+        self.shape = self.conv.weight.shape
         self.factor = _padding_factor(self.conv)
         self.rtol = 0.0
         self.used: Counter[str] = Counter()
@@ -101,10 +105,7 @@ class CarriedConvolution:
             * math.sqrt(taps)
             * float(frobenius(difference, flat) + kappa * frobenius(S, flat))
         )
-        return up(self.factor * up(symbol_size(self._grouped(difference)) + lost))
-
-    def _grouped(self, K: Tensor) -> Tensor:
-        return K.reshape(self.groups, K.shape[0] // self.groups, *K.shape[1:])
+        return up(self.factor * up(symbol_size(self.conv.geometry.grouped(difference)) + lost))
 
     def _direct(self, A: Tensor, rtol: float) -> tuple[float, float]:
         self.rtol = rtol / 2
@@ -113,7 +114,7 @@ class CarriedConvolution:
         return self.lower, self.upper
 
     def _proved(self, K: Tensor) -> tuple[float, float]:
-        found = conv_bracket(replace(self.conv, kernel=self._grouped(K)), self.rtol)
+        found = conv_bracket(self.conv.with_weight(K), self.rtol)
         return float(found.lower), float(found.upper)
 
     def scaled(self, factor: float) -> None:

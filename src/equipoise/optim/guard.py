@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import down, frobenius, unit_roundoff, up, working_dtype
+from equipoise.maps.reading import module_kind
 from equipoise.norms.carried import CarriedMatrix
 from equipoise.norms.carried_convolution import CarriedConvolution
-from equipoise.norms.geometry import module_kind
 from equipoise.optim.ranks import agreed, leads, shared
 from equipoise.optim.restoring import RESTORES, How, check_how, write
 from equipoise.regularizers.operators import input_shapes, zero_image

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,8 @@ from torch import nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, rescaled, up
-from equipoise.norms.geometry import Axis, module_kind, padding_norm
+from equipoise.maps.geometry import padding_norm
+from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, plain_weight, select_layers, weight_of
 
@@ -150,14 +150,7 @@ def after_step(project: Callable[[], Any], optimizer: torch.optim.Optimizer) -> 
     return optimizer.register_step_post_hook(hook)
 
 
-def _copies(layer: Any, input_size: int | tuple[int, ...] | None) -> float:
+def _copies(module: nn.Module, input_size: int | tuple[int, ...] | None) -> float:
     """How many positions of the padded input one pixel fills at most."""
-    dims = len(layer.kernel_size)
-    twice = layer._reversed_padding_repeated_twice
-    pads = [(twice[2 * i], twice[2 * i + 1]) for i in range(dims)][::-1]
-    sizes = (input_size,) * dims if isinstance(input_size, int) or input_size is None else input_size
-    axes = [
-        replace(Axis(k, s, d, left, right), size=n)
-        for k, s, d, (left, right), n in zip(layer.kernel_size, layer.stride, layer.dilation, pads, sizes, strict=True)
-    ]
-    return math.prod(float(round(padding_norm(axis, layer.padding_mode) ** 2)) for axis in axes)
+    conv = geometry_of(module, input_size)
+    return math.prod(float(round(padding_norm(axis, conv.padding) ** 2)) for axis in conv.axes)

@@ -12,17 +12,17 @@ from torch.nn.utils import parametrize
 
 from equipoise.core.bounds import Bracket, Kind
 from equipoise.core.errors import InputError
+from equipoise.maps.linear import Convolution
+from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.carried import CarriedMatrix
 from equipoise.norms.carried_convolution import CarriedConvolution
-from equipoise.norms.functional import conv_norm, gram_norm
-from equipoise.norms.geometry import module_kind
+from equipoise.norms.differentiable import gram_norm, map_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.operators import SingularVectors, input_shapes, zero_image
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, select_layers, weight_of
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
 BoundName = Literal["tracked", "gram", "proved"]
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 #: what each kind makes of the norms σ (a vector) and the target γ
 _FORMULAS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -272,29 +272,7 @@ def layer_bound(module: nn.Module, size: tuple[int, ...] | None, iterations: int
     >>> layer_bound(nn.Linear(2, 2, bias=False).requires_grad_(False), None).shape
     torch.Size([])
     """
-    layer: Any = module
     W = weight_of(module)
     if isinstance(module, nn.Linear):
         return gram_norm(W, iterations)
-    dims = W.dim() - 2
-    options: dict[str, Any] = {
-        "dilation": layer.dilation,
-        "groups": layer.groups,
-        "grid": grid,
-        "iterations": iterations,
-    }
-    if isinstance(
-        module, _TRANSPOSED
-    ):  # the adjoint of the convolution with the same weight and the output as its input
-        amount = [(p, p) for p in layer.padding]
-        if size is not None:
-            size = tuple(
-                (n - 1) * s - 2 * p + d * (k - 1) + e + 1
-                for n, s, p, d, k, e in zip(
-                    size, layer.stride, layer.padding, layer.dilation, W.shape[2:], layer.output_padding, strict=True
-                )
-            )
-        return conv_norm(W, "zeros", layer.stride, size, amount=amount, **options)
-    twice = layer._reversed_padding_repeated_twice
-    amount = [(twice[2 * i], twice[2 * i + 1]) for i in range(dims)][::-1]
-    return conv_norm(W, layer.padding_mode, layer.stride, size, amount=amount, **options)
+    return map_norm(Convolution(W, geometry_of(module, size)), iterations, grid)

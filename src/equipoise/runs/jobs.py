@@ -193,7 +193,7 @@ def start(
         raise InputError(f"cannot make {folder}: {error.strerror}") from error
     with locked(folder):
         manifest = _settle(job, folder)
-        with Store(folder, identity=manifest.digest(), writable=True) as store:
+        with Store(folder, identity=manifest.digest(), seal=manifest.seal(), writable=True) as store:
             if retry_failed:
                 store.forget_failures()
             done = store.done()
@@ -258,6 +258,7 @@ def _settle(job: Job, folder: Path) -> Manifest:
     if is_run(folder):
         old = read_manifest(folder)
         require_same(folder, old, job.manifest)
+        _require_proved(folder, job, old)
         return old
     if (folder / store_file.NAME).exists():
         raise Refused(f"{folder} holds a store but no run.json: restore it, or use another run directory")
@@ -265,3 +266,15 @@ def _settle(job: Job, folder: Path) -> Manifest:
     manifest = replace(job.manifest, lipschitz=constant, map=fixed_map(job, constant))
     manifest.write(folder)
     return manifest
+
+
+def _require_proved(folder: Path, job: Job, old: Manifest) -> None:
+    """Compute the constant of the network again: a stored one that is smaller was not proved for this network."""
+    if old.lipschitz is None or old.lipschitz.assumed:
+        return
+    now = fixed_constant(job)
+    if now is not None and old.lipschitz.value < now.value * (1 - 1e-9):
+        raise Refused(
+            f"{folder} holds the Lipschitz constant {old.lipschitz.value:g}, but only {now.value:g} can be proved for this "
+            "network here: run.json was changed, or another version proved more; start a new run"
+        )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import up
-from equipoise.lipschitz.forms import Scale
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
+from equipoise.maps.linear import Diagonal
 
 GELU, GELU_TANH, SILU = 1.128904145185156, 1.128993068658773, 1.099839320128868
 MISH, MISH_LOW = 1.088498161251729, -0.112526123
@@ -78,7 +78,7 @@ def fixed(call: Call) -> Step:
     name = str(call.node.target).split(".")[1].rstrip("_")
     low, high, peak, odd = FIXED[name]
     step = pointwise(call, low, high, peak, 0.0 if odd else 1.0, name)
-    return replace(step, linear=Scale(torch.tensor([-1.0], dtype=torch.float64), 1)) if name == "neg" else step
+    return replace(step, linear=Diagonal(torch.tensor([-1.0], dtype=torch.float64), 1)) if name == "neg" else step
 
 
 @rule("aten.gelu.default")
@@ -133,14 +133,13 @@ def celu(call: Call) -> Step:
 
 @rule("aten.softplus.default")
 def softplus(call: Call) -> Step:
-    """Slopes in [0, 1]; above β·x > threshold PyTorch returns x, a jump of log(1 + e^-t)/β that no constant covers.
-
-    At the default threshold (20) the jump is 2·10⁻⁹ and is part of floating-point noise; a threshold below 15 is refused.
-    """
-    beta = float(call["beta"])
-    if beta <= 0 or float(call["threshold"]) < 15:
-        call.refuse("softplus with this threshold is discontinuous", "use the default threshold of 20")
-    return pointwise(call, 0.0, 1.0, at_zero=up(math.log(2) / beta), kind="softplus")
+    """`log(1 + e^{βx})/β`: slopes in [0, 1]. PyTorch returns x above βx = threshold; see `values` for what is promised."""
+    beta, threshold = float(call["beta"]), float(call["threshold"])
+    if not (beta > 0 and threshold >= 20):
+        call.refuse("softplus with a threshold below 20 jumps where it turns into x", "use the default threshold of 20")
+    jump = math.log1p(math.exp(-threshold)) / beta
+    note = f"for log(1 + exp({beta:g}·x))/{beta:g}; PyTorch's own jumps by {jump:.1e} at x = {threshold / beta:g}"
+    return replace(pointwise(call, 0.0, 1.0, at_zero=up(math.log(2) / beta), kind="softplus"), note=note)
 
 
 @rule(
