@@ -322,7 +322,7 @@ def test_what_never_ends_is_not_read(name, kind, tmp_path):
         (tmp_path / name).symlink_to("/dev/zero")
     else:
         os.mkfifo(tmp_path / name)
-    with pytest.raises(InputError, match="not a regular file|of no known kind"):
+    with pytest.raises(InputError, match=r"not a regular file|of no known kind"):
         load_dataset(tmp_path)
 
 
