@@ -27,6 +27,7 @@ from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import Store
 from equipoise.runs.tasks import TaskSpec
 from equipoise.smoothing import SimplexMap
+from equipoise.smoothing.procedures import DEFAULT
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
 Progress = Callable[[Row, int, int], None]
@@ -63,7 +64,7 @@ def certify(
     n0: int = 100,
     n: int = 10_000,
     alpha: float = 1e-3,
-    procedure: str = "cpm",
+    procedure: str = DEFAULT,
     engine: str = "local",
     workers: int = 1,
     address: str | None = None,
@@ -86,7 +87,7 @@ def certify(
         n0: selection draws per input.
         n: estimation draws per input.
         alpha: risk per input.
-        procedure: "cohen", "bonferroni", "cpm", "direct" or "lvm".
+        procedure: a row of `smoothing.PROCEDURES`: "rivals", "cohen", "bonferroni", "cpm", "direct", "lvm", …
         engine: "local" or "ray".
         workers: of the Ray engine.
         address: of an existing Ray cluster.
@@ -126,7 +127,7 @@ def describe(
     n0: int = 100,
     n: int = 10_000,
     alpha: float = 1e-3,
-    procedure: str = "cpm",
+    procedure: str = DEFAULT,
     seed: int = 0,
     skip: int = 0,
     limit: int | None = None,
