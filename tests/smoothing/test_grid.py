@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import mpmath as mp
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ def exact(grid: Grid, k: np.ndarray) -> np.ndarray:
     with mp.workdps(50):
         scale = mp.mpf(grid.cells) * mp.mpf(grid.sigma)
         edges = [mp.ncdf((mp.mpf(int(j)) - mp.mpf(1) / 2) / scale) for j in [*k, k[-1] + 1]]
-        return np.array([float(b - a) for a, b in zip(edges, edges[1:], strict=False)])
+        return np.array([float(b - a) for a, b in itertools.pairwise(edges)])
 
 
 @pytest.mark.parametrize("grid", GRIDS[:3], ids=IDS[:3])
@@ -35,7 +37,7 @@ def test_thresholds_are_the_distribution_function_to_64_bits(grid: Grid):
         scale = mp.mpf(grid.cells) * mp.mpf(grid.sigma)
         cdf = [mp.ncdf((mp.mpf(law.lowest + j) + mp.mpf(1) / 2) / scale) for j in range(law.cells - 1)]
         true = [b - a for a, b in zip([mp.mpf(0), *cdf], [*cdf, mp.mpf(1)], strict=True)]
-        drawn = [mp.mpf(b - a) / 2**64 for a, b in zip(edges, edges[1:], strict=False)]
+        drawn = [mp.mpf(b - a) / 2**64 for a, b in itertools.pairwise(edges)]
         beyond = 2 * mp.ncdf((mp.mpf(law.lowest) - mp.mpf(1) / 2) / scale)
         variation = sum(abs(a - b) for a, b in zip(true, drawn, strict=True)) / 2 + beyond
     assert float(variation) <= grid.variation(1)

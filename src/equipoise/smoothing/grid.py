@@ -150,7 +150,7 @@ def _law(sigma: float, cells: float) -> Law:
     mpmath is installed with torch (through sympy); 40 digits leave an error far below one unit of the 64-bit threshold,
     and a value too near a whole number to be rounded safely is computed again with 80.
     """
-    tail = []
+    tail: list[int] = []
     while not tail or tail[-1] > 0:
         tail.append(_threshold(len(tail), sigma, cells))
     low = [t for t in tail if t > 0][::-1]
@@ -164,7 +164,7 @@ def _law(sigma: float, cells: float) -> Law:
 
 
 def _threshold(k: int, sigma: float, cells: float) -> int:
-    import mpmath
+    import mpmath  # type: ignore[import-untyped]
 
     for digits in (40, 80, 160):
         with mpmath.workdps(digits):
