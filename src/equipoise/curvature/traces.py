@@ -45,9 +45,7 @@ class TraceEstimate:
         """
         if not 0 < confidence < 1:
             raise InputError(f"a confidence lies between 0 and 1, got {confidence}")
-        reach = (
-            float(stdtrit(self.samples - 1, (1 + confidence) / 2)) * self.standard_error if self.samples else 0.0
-        )
+        reach = float(stdtrit(self.samples - 1, (1 + confidence) / 2)) * self.standard_error if self.samples else 0.0
         return self.value - reach, self.value + reach
 
     def to_dict(self) -> dict[str, Any]:
