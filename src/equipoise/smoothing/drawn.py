@@ -50,7 +50,7 @@ class Drawn:
         if self.noise is None:
             return NOT_COVERED
         source = (
-            f"Seed {self.seed} was chosen by the user: nothing is certified of a model or an input that was made knowing its draws."
+            f"Seed {self.seed} was chosen by the user: nothing is certified of a model or an input made knowing its draws."
             if self.chosen
             else f"The seed {self.seed} was drawn from the operating system."
         )
