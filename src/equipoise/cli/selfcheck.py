@@ -103,7 +103,8 @@ def show(report: Report, console: Console) -> None:
         for example in t.examples:
             console.print(f"  {example}", markup=False)
         for text in t.scripts:
-            console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
+            long = max(map(len, text.splitlines())) > 500  # files packed as text: --scripts keeps them
+            console.print(f"\n{text[:300] + ' …' if long else text}", markup=False, highlight=False, soft_wrap=True)
     verdict = "no violations" if not report.violations else f"{report.violations} VIOLATIONS"
     console.print(
         f"{report.operators:,} operators, {verdict} "
