@@ -119,7 +119,7 @@ def test_stored_verdicts_are_judged_anew(tmp_path: Path):
 def test_misspelt_identifiers_and_scales():
     with pytest.raises(InputError, match="did you mean 'readouts'"):
         find("readout")
-    with pytest.raises(InputError, match="'laptop' or 'paper'"):
+    with pytest.raises(InputError, match="'laptop', 'desk', 'paper'"):
         find("readouts").settings("huge")
 
 

@@ -107,6 +107,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="ad-montecarlo",
     chapter="Generalisation",
+    place="Table D.1",
     title="Activation decay and the loss it bounds",
     claim="The gradient of the bound is nearly that of the smoothed loss, and the bound is tight.",
     published="cosine 0.92–0.94, norm ratio 1.06–1.09, loss gap about 0 (σ = 0.05 … 1)",

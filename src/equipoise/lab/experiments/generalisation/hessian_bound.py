@@ -90,6 +90,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="hessian-bound",
     chapter="Generalisation",
+    place="Figure 7.1",
     title="Curvature and its layer-wise bound",
     claim="The bound falls with the noise level of activation decay as the measured top eigenvalue does.",
     published="same trend (figure)",

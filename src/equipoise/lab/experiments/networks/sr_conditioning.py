@@ -99,6 +99,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="sr-conditioning",
     chapter="Lipschitz networks",
+    place="Figure 4.10",
     title="Conditioning after rescaling",
     claim="Spectral rescaling leaves a flatter spectrum than spectral normalisation and AOL, and tends to norm 1 from below.",
     published="SR flatter than both (figure, 512 × 1000 layer of a ResNet-18)",

@@ -89,6 +89,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="dense-convergence",
     chapter="Spectral norms",
+    place="Figures 3.3 and 3.5",
     title="Convergence on dense matrices",
     claim="Gram iteration reaches numerical zero in a dozen iterations; power iteration has not after two thousand.",
     published="Gram iteration at numerical zero in < 12–15 iterations, power iteration not after 2000",

@@ -90,6 +90,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="readouts",
     chapter="Spectral norms",
+    place="Figure 3.6",
     title="Read-outs of Gram iteration",
     claim="The local order of convergence tends to 2 for the Frobenius read-out only.",
     published="order → 2 only for Frobenius",

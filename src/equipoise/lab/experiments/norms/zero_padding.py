@@ -102,6 +102,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="zero-padding",
     chapter="Spectral norms",
+    place="Figure 3.11",
     title="Zero padding against the truth",
     claim="Power iteration stays below the true norm of the zero-padded operator; norm2_toep is the best upper bound.",
     published="Ryu below the truth, norm2_toep best",
