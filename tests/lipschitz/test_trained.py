@@ -7,7 +7,7 @@ import torch
 
 from equipoise.lab.bench import lipschitz as bench
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
-from equipoise.lipschitz.local import attacked
+from equipoise.lipschitz.attack import attacked
 
 
 @pytest.fixture(autouse=True)
