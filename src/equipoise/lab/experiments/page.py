@@ -17,13 +17,14 @@ def stored(experiments: Iterable[Experiment], folder: Path) -> list[Outcome]:
 
 
 INTRODUCTION = (
-    "Every table and figure of the thesis as a command, `equipoise reproduce ID`, at three scales: `laptop` (minutes on two cores), "
-    "`desk` (up to forty minutes) and `paper` (the thesis' settings with the same code). A claim with parts has a verdict for each. "
-    "**Inconclusive** means that the interval holds both 0 and the published effect, or, where «equal» is claimed, reaches beyond the "
-    "margin: the sign of a mean decides nothing. Under each figure stand what the design could detect, and the settings beside those "
-    "of the thesis. Smaller scales test directions, not published accuracies. Settings or criteria of dense-convergence, readouts, "
-    "weierstrass-gradient, bonferroni-counterexample, hessian-bound, ad-montecarlo, zero-padding, sr-conditioning and reg-histogram "
-    "were changed after a first look, and results stored before these rules are judged by them."
+    "Every table and figure of the thesis as a command, `equipoise reproduce ID`, at three scales: `laptop` (minutes "
+    "on two cores), `desk` (up to forty minutes) and `paper` (the thesis' settings with the same code). A claim with "
+    "parts has a verdict for each. **Inconclusive** means that the interval holds both 0 and the published effect, "
+    "or, where «equal» is claimed, reaches beyond the margin: the sign of a mean decides nothing. Under each figure "
+    "stand what the design could detect, and the settings beside those of the thesis. Smaller scales test directions, "
+    "not published accuracies. Settings or criteria of dense-convergence, readouts, weierstrass-gradient, "
+    "bonferroni-counterexample, hessian-bound, ad-montecarlo, zero-padding, sr-conditioning and reg-histogram were "
+    "changed after a first look, and results stored before these rules are judged by them."
 )
 
 
