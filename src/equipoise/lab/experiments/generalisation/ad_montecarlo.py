@@ -59,7 +59,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             model(x)
             smoothed = decay.smoothed_loss(y, context.steps_of(settings.draws))
             theirs = gradient(model[-1], smoothed.mean)
-        gap, error = float((bound - smoothed.mean).detach()), float(smoothed.standard_error)
+        gap, error = float((bound - smoothed.mean).detach()), float(smoothed.standard_error.detach())
         cosine = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
         figures = {
             "cosine": cosine,
@@ -67,7 +67,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             "gap": gap,
             "standard error": error,
         }
-        yield {"sigma": sigma, **figures, "loss": float(smoothed.mean)}
+        yield {"sigma": sigma, **figures, "loss": float(smoothed.mean.detach())}
         context.tell(f"σ = {sigma}: cosine {cosine:.3f}")
 
 
