@@ -63,6 +63,10 @@ class Context:
         """A number of repetitions; at most two in a dry run."""
         return min(n, 2) if self.dry else n
 
+    def size_of(self, n: int) -> int:
+        """A size of a matrix; at most 100 in a dry run."""
+        return min(n, 100) if self.dry else n
+
     def file(self, name: str) -> Path:
         """A file of the data folder, or one sentence on where it was expected."""
         if self.data is None:

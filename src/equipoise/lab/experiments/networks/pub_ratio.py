@@ -50,7 +50,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         )  # a rehearsal: the network itself, on small images
         x = torch.zeros(1, 3, size, size, device=context.device)
         work: dict[str, Callable[[], Any]] = {
-            "ours": partial(lipschitz_bound, net, x, rtol=0.05),
+            "ours": partial(lipschitz_bound, net, x, rtol=0.5 if context.dry else 0.05),
             "ryu": partial(ryu_product, net, x, context.steps_of(settings.iterations)),
         }
         contest = take_turns(work, 1)

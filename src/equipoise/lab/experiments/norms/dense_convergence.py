@@ -35,7 +35,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per matrix, method and iteration: signed relative error to the SVD, float64."""
     generator = torch.Generator().manual_seed(context.seed)
     for k in context.steps(range(settings.matrices)):
-        W = torch.randn(settings.shape, generator=generator, dtype=torch.float64).to(context.device)
+        shape = [context.size_of(n) for n in settings.shape]
+        W = torch.randn(shape, generator=generator, dtype=torch.float64).to(context.device)
         sigma = float(torch.linalg.matrix_norm(W, ord=2))
         context.tell(f"matrix {k + 1} of {settings.matrices}")
         for t in range(1, settings.gram + 1):

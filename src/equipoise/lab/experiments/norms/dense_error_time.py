@@ -46,7 +46,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per matrix and method: signed error ratio and median seconds, float64, all methods taking turns."""
     generator = torch.Generator().manual_seed(context.seed)
     for k in context.steps(range(settings.matrices)):
-        W = torch.randn(settings.shape, generator=generator, dtype=torch.float64).to(context.device)
+        shape = [context.size_of(n) for n in settings.shape]
+        W = torch.randn(shape, generator=generator, dtype=torch.float64).to(context.device)
         contest = take_turns(contestants(W, settings, context), context.steps_of(settings.rounds))
         reference = contest.results["SVD"]
         context.tell(f"matrix {k + 1} of {settings.matrices}")
