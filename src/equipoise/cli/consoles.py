@@ -75,10 +75,11 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     return result
 
 
-def emit_json(document: Any) -> None:
+def emit_json(document: Any, indent: int | None = 2) -> None:
     """Write one JSON document to stdout; numbers JSON cannot hold become null, letters it cannot print are escaped."""
     plain = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    sys.stdout.write(json.dumps(_finite(document), indent=2, ensure_ascii=plain, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(_finite(document), indent=indent, ensure_ascii=plain, allow_nan=False) + "\n")
+    sys.stdout.flush()
 
 
 def _finite(value: Any) -> Any:
