@@ -22,7 +22,9 @@ FIRST = {
 def first_release(tmp_path, net, xy):
     """A finished run as the first release wrote it: today's rows under a manifest without the newer parameters."""
     now = certify(net, xy, run_dir=tmp_path / "now", sigma=0.3, n=300)
-    old = Manifest(now.manifest.model, now.manifest.data, now.manifest.selection, now.manifest.total, Parameters(**FIRST))
+    old = Manifest(
+        now.manifest.model, now.manifest.data, now.manifest.selection, now.manifest.total, Parameters(**FIRST)
+    )
     folder = tmp_path / "old"
     folder.mkdir()
     plain = json.loads(json.dumps(old.to_dict()))

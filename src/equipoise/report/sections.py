@@ -276,9 +276,7 @@ def provenance(data: ReportData) -> str:
             f"<details><summary>{esc(run.get('run', 'run'))} <small>{esc(run.get('model', ''))}</small></summary>"
             f'<div class="scroll"><table class="facts"><tbody>{rows}</tbody></table></div></details>'
         )
-    about = dict.fromkeys(
-        f"{s.model}, {s.procedure}: {s.about.partition('. ')[0]}." for s in data.series if s.about
-    )
+    about = dict.fromkeys(f"{s.model}, {s.procedure}: {s.about.partition('. ')[0]}." for s in data.series if s.about)
     said = "".join(f"<li>{esc(t)}</li>" for t in about)
     made = ", ".join(f"{k} {v}" for k, v in data.versions.items())
     attacks = dict.fromkeys(
