@@ -12,7 +12,7 @@ from equipoise.core.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
 else:  # matplotlib is loaded when something is drawn
     Axes = Figure = Any
 
