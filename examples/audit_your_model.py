@@ -14,11 +14,11 @@ torch.manual_seed(0)
 train, test = eq.data.load_dataset("digits#train"), eq.data.load_dataset("digits#test")
 images, labels = train.batch(range(len(train)))
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 for _ in range(60):
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     nn.functional.cross_entropy(model(images), labels).backward()
-    optimiser.step()
+    optimizer.step()
 model.eval()  # certificates are about the network as it is deployed; training mode is refused
 
 # 2. The global bound: no two inputs are driven apart by more than this factor. Proved, rounding of the bound included.

@@ -23,15 +23,15 @@ print(found)
 
 # 3. It computes another function now, so train it: for margin, since the margin is what certifies.
 model = found.model
-optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 generator = torch.Generator().manual_seed(0)
 for _step in range(70):
     batch = torch.randint(len(images), (128,), generator=generator)
     # the logits of a 1-Lipschitz network are small: scaled up, for the loss only
     loss = eq.nn.offset_cross_entropy(8 * model(images[batch]), labels[batch])
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    optimiser.step()
+    optimizer.step()
 
 # 4. The weights changed, so the factor is measured again; `report.upper` is proved to be at most 1.
 report = model.eval().rescale(x[:1])

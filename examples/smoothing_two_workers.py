@@ -19,11 +19,11 @@ def train() -> nn.Module:
     data = eq.data.load_dataset("digits#train")
     x, y = data.batch(range(len(data)))
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(80):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(eq.regularizers.add_noise(x, SIGMA)), y).backward()
-        optimiser.step()
+        optimizer.step()
     return model.eval()
 
 

@@ -24,7 +24,7 @@ from equipoise.smoothing import SmoothedClassifier, clopper_pearson
 from equipoise.train.reading import read_recipe
 
 MODEL = {"factory": "equipoise.nn.models:mlp"}
-RECIPE = {"name": "a", "model": MODEL, "data": {"path": "digits"}, "optimiser": {"lr": 0.1}}
+RECIPE = {"name": "a", "model": MODEL, "data": {"path": "digits"}, "optimizer": {"lr": 0.1}}
 X, Y = torch.zeros(2, 4), torch.tensor([0, 1])
 
 
@@ -79,7 +79,7 @@ CALLS = {
     "factory fails": (lambda _: load_factory(f"{__name__}:failing"), InputError, "failed with an AttributeError: inside"),
     "factory raises": (lambda _: load_factory(f"{__name__}:raising"), InputError, "failed with KeyError: 'inside'"),
     "a zip bomb": (
-        lambda f: load_model(bomb(f)), Refused, "holds 'a/data/weights/weight_0' compressed, which PyTorch never does"
+        lambda f: load_model(bomb(f)), Refused, "holds 'data/weights/weight_0' compressed, which PyTorch never does"
     ),
     "a network that raises": (lambda _: attack(model=Unkind()), InputError, "does not take inputs of shape (2, 4): Guard"),
     "a network without parameters": (

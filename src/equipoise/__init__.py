@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equipoise import attacks, curvature, data, lipschitz, nn, regularizers, report, runs, smoothing, train
+    from equipoise import attacks, curvature, data, lipschitz, nn, optim, regularizers, report, runs, smoothing, train
     from equipoise.conversion import export, make_lipschitz
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
     from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
@@ -42,6 +42,7 @@ __all__ = [
     "make_lipschitz",
     "nn",
     "open_run",
+    "optim",
     "regularizers",
     "report",
     "runs",
@@ -70,6 +71,7 @@ _HOME: dict[str, tuple[str, str]] = {
     "make_lipschitz": ("equipoise.conversion", "make_lipschitz"),
     "nn": ("equipoise.nn", ""),
     "open_run": ("equipoise.runs", "open_run"),
+    "optim": ("equipoise.optim", ""),
     "regularizers": ("equipoise.regularizers", ""),
     "report": ("equipoise.report", ""),
     "runs": ("equipoise.runs", ""),

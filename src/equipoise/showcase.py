@@ -158,7 +158,7 @@ def recipes(s: Settings) -> dict[str, tuple[str, dict[str, Any]]]:
             {
                 **common, "name": "demo-lipschitz", "model": {"factory": "equipoise.nn.models:sll", "arguments": narrow},
                 "loss": {"kind": "lipschitz-ce", "temperature": 0.1, "offset": 0.3}, "epochs": s.epochs,
-                "optimiser": {"kind": "adam", "lr": 0.01}, "schedule": {"kind": "one-cycle", "warmup": 0.3},
+                "optimizer": {"kind": "adam", "lr": 0.01}, "schedule": {"kind": "one-cycle", "warmup": 0.3},
             },
         ),
         "noise": (
@@ -168,7 +168,7 @@ def recipes(s: Settings) -> dict[str, tuple[str, dict[str, Any]]]:
                 "model": {
                     "factory": "equipoise.nn.models:cnn", "arguments": {"channels": [s.width, 2 * s.width], "hidden": 4 * s.width}
                 },
-                "optimiser": {"lr": 0.05, "weight_decay": 5e-4, "nesterov": True},
+                "optimizer": {"lr": 0.05, "weight_decay": 5e-4, "nesterov": True},
                 "schedule": {"kind": "cosine", "warmup": 0.1},
             },
         ),

@@ -92,7 +92,7 @@ def test_command_prints_a_table_and_fails_on_violations(equipoise, monkeypatch):
     def wrong(batch):
         batch.tally.record(0.0, 0.5, 1.0, "by construction")
 
-    monkeypatch.setattr("equipoise.selfcheck.CHECKS", (Check("wrong on purpose", 1.0, wrong),))
+    monkeypatch.setattr("equipoise.selfcheck.SUITES", {"norms": (Check("wrong on purpose", 1.0, wrong),)})
     ran = equipoise("selfcheck", "--minutes", "0.0001")
     assert ran.code == 1
     assert "wrong on purpose" in ran.out

@@ -33,12 +33,12 @@ def attack(
     y = inside(x + 0.1 * scales.reshape(-1, *[1] * len(shape)) * torch.randn(x.shape, generator=g, dtype=torch.float64))
     best = max(best, float(stretch(model, x, y).max()))
     x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
-    optimiser = torch.optim.Adam([x, y], lr=0.05)
+    optimizer = torch.optim.Adam([x, y], lr=0.05)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         ratio = stretch(model, inside(x), inside(y))
         (-(ratio + 1e-300).log().sum()).backward()
-        optimiser.step()
+        optimizer.step()
         best = max(best, float(ratio.detach().max()))
     return max(best, jacobian_norm(model, inside(x.detach())))
 

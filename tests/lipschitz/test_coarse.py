@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.lipschitz.coarse import pair, spectrum
-from equipoise.lipschitz.forms import Cache, Conv, Scale, bracket, compose
+from equipoise.maps.algebra import compose
+from equipoise.maps.linear import Convolution, Diagonal, convolution
+from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.coarse import pair, spectrum
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.geometry import from_kernel
 
 # name: (out, in, kernel, input, stride, dilation, padding)
 SHAPES = {
@@ -46,12 +47,12 @@ def test_both_ends_hold(name, rows):
         K = kernel(co, ci, k, low_rank)
         factor = ROWS[rows](co).double()
         geometry = ("zeros", stride, dilation, 1, [(padding, padding)] * len(k), n)
-        spec = spectrum(from_kernel(K, *geometry), 0.05)
+        spec = spectrum(convolution(K, *geometry), 0.05)
         assert spec is not None
         alone, together = pair(spec, factor, 0.05)
         scaled = K.double() * factor.reshape(-1, *[1] * (K.dim() - 1))
         for found, weight in ((alone, K), (together, scaled)):
-            truth = conv_bracket(from_kernel(weight, *geometry), 1e-2)
+            truth = conv_bracket(convolution(weight, *geometry), 1e-2)
             assert found.upper >= truth.lower
             assert found.lower <= truth.upper
             assert found.upper <= 1.15 * truth.upper
@@ -60,12 +61,12 @@ def test_both_ends_hold(name, rows):
 @pytest.mark.parametrize(
     "conv",
     [
-        from_kernel(torch.randn(40, 40, 3, 3), "circular", input_size=8),
-        from_kernel(torch.randn(40, 40, 3, 3), "zeros"),
-        from_kernel(torch.randn(64, 32, 3, 3), "zeros", groups=2, input_size=8),
-        from_kernel(torch.randn(64, 32, 3, 3), "zeros", input_size=8),
-        from_kernel(torch.randn(64, 64, 1, 1), "zeros", input_size=8),
-        from_kernel(torch.randn(40, 40, 3, 3), "zeros", input_size=2),
+        convolution(torch.randn(40, 40, 3, 3), "circular", input_size=8),
+        convolution(torch.randn(40, 40, 3, 3), "zeros"),
+        convolution(torch.randn(64, 32, 3, 3), "zeros", groups=2, input_size=8),
+        convolution(torch.randn(64, 32, 3, 3), "zeros", input_size=8),
+        convolution(torch.randn(64, 64, 1, 1), "zeros", input_size=8),
+        convolution(torch.randn(40, 40, 3, 3), "zeros", input_size=2),
     ],
     ids=["circular", "unknown size", "grouped", "tall", "1x1", "small"],
 )
@@ -76,23 +77,23 @@ def test_what_it_does_not_cover_is_left_to_the_general_route(conv):
 def test_a_changed_geometry_or_weight_has_no_origin():
     from dataclasses import replace
 
-    form = Conv(torch.randn(32, 32, 3, 3), (1, 1), (1, 1), 1, ((1, 1), (1, 1)), (8, 8))
+    form = convolution(torch.randn(32, 32, 3, 3), input_size=8)
     factor = torch.rand(32, dtype=torch.float64)
-    made = compose(form, Scale(factor, 1))
-    assert isinstance(made, Conv)
+    made = compose(form, Diagonal(factor, 1))
+    assert isinstance(made, Convolution)
     assert made.origin is not None
-    assert replace(made, amount=((2, 2), (2, 2))).origin is None
+    assert made.unpadded().origin is None
     assert replace(made, weight=made.weight.clone()).origin is None
 
 
 def test_a_prepared_bracket_serves_its_own_factors_only():
     torch.manual_seed(0)
-    form = Conv(torch.randn(32, 32, 3, 3), (1, 1), (1, 1), 1, ((1, 1), (1, 1)), (8, 8))
+    form = convolution(torch.randn(32, 32, 3, 3), input_size=8)
     cache = Cache(0.05)
     one, other = torch.rand(32, dtype=torch.float64), 5 * torch.rand(32, dtype=torch.float64)
     bracket(form, cache, one)
     for factor in (one, other):
-        made = compose(form, Scale(factor, 1))
+        made = compose(form, Diagonal(factor, 1))
         tight = bracket(made, Cache(1e-3))
         assert tight.lower <= bracket(made, cache).upper <= 1.15 * tight.upper
 

@@ -14,10 +14,10 @@ from equipoise.core import InputError
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import enclose
-from equipoise.lipschitz.forms import Cache
 from equipoise.lipschitz.linearise import CURVATURE
 from equipoise.lipschitz.local import stretch
 from equipoise.lipschitz.propagate import propagate
+from equipoise.norms.bracket import Cache
 
 NETS = networks()
 

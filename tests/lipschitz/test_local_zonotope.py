@@ -20,10 +20,10 @@ from equipoise.core.precision import full_precision
 from equipoise.lipschitz import local_lipschitz, zonotope
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import Box, enclose
-from equipoise.lipschitz.forms import Cache
 from equipoise.lipschitz.linearise import secant_slopes
 from equipoise.lipschitz.local import attacked, stretch
 from equipoise.lipschitz.propagate import propagate
+from equipoise.norms.bracket import Cache
 
 NETS = networks()
 

@@ -67,10 +67,10 @@ CASES: list[LayerCase] = [
     LayerCase("sll", by_name("SLL"), **BLOCK),
     LayerCase("sll-sr", by_name("SLL"), options={"rescaling": "sr", "t": 3}, **BLOCK),
     LayerCase("sll-tanh", by_name("SLL"), options={"activation": nn.Tanh()}, **BLOCK),
-    LayerCase("bcop", by_name("BCOP"), ALL_KINDS),
-    LayerCase("rko", by_name("RKO"), ALL_KINDS),
-    LayerCase("bjorck", by_name("Bjorck")),
-    LayerCase("soc", by_name("SOC"), strided_circle=False),  # even circles: test_orthogonal_layers.py
+    LayerCase("bcop", by_name("BCOP"), ALL_KINDS, strided_circle=False),  # even circles: test_orthogonal_layers.py
+    LayerCase("rko", by_name("RKO"), ALL_KINDS, strided_circle=False),
+    LayerCase("bjorck", by_name("Bjorck"), strided_circle=False),
+    LayerCase("soc", by_name("SOC"), strided_circle=False),
     LayerCase("cayley", by_name("Cayley"), ("linear",)),  # the convolution's weight depends on the size: own tests
     LayerCase("householder", by_name("Householder"), ("linear",)),
     LayerCase("sandwich", by_name("Sandwich"), ("linear",), affine=False),

@@ -123,11 +123,11 @@ def test_training_goes_on_and_rescaling_is_due_afterwards():
     model = found.model
     assert model.training
     assert model.module.bn.training
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(10):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-model(x).square().sum()).backward()
-        optimiser.step()
+        optimizer.step()
     assert not model.current
     report = model.rescale(x)
     assert model.current

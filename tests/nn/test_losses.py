@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -166,3 +168,53 @@ def test_bad_input():
             losses.offset_cross_entropy(z, y)
     with pytest.raises(InputError, match="temperature"):
         losses.offset_cross_entropy(Z, Y, temperature=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pair_constants_are_float64_and_never_below_the_truth(dtype):
+    """√2·L and ‖w_i − w_j‖ of the stored weights, against exact rational arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    W = torch.randn(6, 40, generator=generator, dtype=dtype)
+    y = torch.arange(6)
+    K = losses.pair_constants(y, 0.7, W)
+    assert K.dtype == torch.float64
+    exact = [[Fraction(v) for v in row] for row in W.double().tolist()]
+    for i, j in itertools.permutations(range(6), 2):
+        square = sum((a - b) ** 2 for a, b in zip(exact[i], exact[j], strict=True)) * Fraction(0.7) ** 2
+        found = Fraction(K[i, j].item()) ** 2
+        assert square <= found <= square * (1 + Fraction(1, 10**9))
+    flat = losses.pair_constants(y, 0.7, classes=6)
+    assert flat.dtype == torch.float64
+    assert Fraction(flat[0, 1].item()) ** 2 >= 2 * Fraction(0.7) ** 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gloro_is_never_sure_of_a_radius_that_is_not_certified(dtype):
+    """Margins that are exactly ε·√2·L, or one step of the dtype below: ⊥ wins against all but true margins."""
+    generator = torch.Generator().manual_seed(0)
+    for epsilon in (0.1, 1.0, 3.0):
+        other = 10 * torch.randn(500, generator=generator, dtype=dtype)
+        own = (other.double() + math.sqrt(2) * epsilon).to(dtype)
+        z = torch.stack([own, other], 1)
+        sure = losses.gloro_logits(z, epsilon).argmax(1) == 0
+        margins = own.double() - other.double()  # exact: the logits are near each other
+        assert bool((margins[sure] >= math.sqrt(2) * epsilon).all())
+
+
+@pytest.mark.parametrize("name", sorted(losses.LOSSES))
+def test_logits_near_the_end_of_float32_do_not_overflow(name):
+    z = torch.tensor([[3e38, -3e38, 1.0], [3e38, 2.9e38, 0.0]], requires_grad=True)
+    y = torch.tensor([0, 0])
+    loss = losses.LOSSES[name](z, y, **({"epsilon": 1.0} if name in losses.MARGIN_LOSSES else {}))
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert bool(torch.isfinite(z.grad).all())
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(losses.LOSSES) if n != "cross_entropy"])
+def test_a_loss_beyond_float32_still_has_a_gradient(name):
+    z = torch.tensor([[-3e38, 3e38, 0.0]], requires_grad=True)
+    loss = losses.LOSSES[name](z, torch.tensor([0]), **({"epsilon": 1.0} if name in losses.MARGIN_LOSSES else {}))
+    assert not math.isnan(loss.item())
+    loss.backward()
+    assert bool(torch.isfinite(z.grad).all())

@@ -118,11 +118,11 @@ def test_the_constant_survives_training(name):
     torch.manual_seed(3)
     net = build(name, **SMALL[name])
     x = example(name, 8)
-    optimiser = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     for _ in range(4):  # maximise the stretch between two batches
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-(net(x) - net(x + 0.1 * torch.randn_like(x))).square().sum()).backward()
-        optimiser.step()
+        optimizer.step()
     constant = SMALL[name].get("constant", 1.0)
     assert bound(net.eval(), x[:1]) <= constant * (1 + 1e-4)
 
@@ -139,13 +139,13 @@ def test_two_hundred_blocks_train_without_normalisation():
     train, test = load_digits(split="train"), load_digits(split="test")
     arguments = {"in_channels": 1, "input_size": 8, "channels": 1, "pool": 1, "head": "first"}
     net = build("sll", **arguments, depth=0, dense_depth=200, hidden=16, rescaling="aol", threshold=1.0)
-    optimiser = torch.optim.Adam(net.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
     for _ in range(12):
         x, y = train.batch(torch.randint(0, len(train), (128,)))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         offset_cross_entropy(net(x), y).backward()
         assert all(bool(torch.isfinite(p.grad).all()) for p in net.parameters())
-        optimiser.step()
+        optimizer.step()
     x, y = test.batch(range(len(test)))
     with torch.no_grad():
         assert float((net.eval()(x).argmax(1) == y).float().mean()) > 0.45  # 0.1 by chance

@@ -46,6 +46,8 @@ def test_batch_centering_in_evaluation_is_an_isometry_without_side_effects():
 def test_layer_centering_is_a_projection():
     layer = LayerCentering()
     assert jacobian_norm(layer, torch.randn(3, 2, 2, dtype=torch.float64)) == pytest.approx(1)
+    with pytest.raises(InputError, match="batch dimension"):
+        layer(torch.randn(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -75,13 +75,13 @@ def test_stays_1_lipschitz_under_attack(case: str, dtype: torch.dtype) -> None:
     layer = make(dtype=dtype)
     x = torch.randn(8, *shape, dtype=dtype).requires_grad_()
     v = torch.randn(8, *shape, dtype=dtype).requires_grad_()
-    optimiser = torch.optim.Adam([*layer.parameters(), x, v], lr=0.05)
+    optimizer = torch.optim.Adam([*layer.parameters(), x, v], lr=0.05)
     for _ in range(200):
         unit = v / v.flatten(1).norm(dim=1).reshape(-1, *[1] * len(shape))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         ratio = (layer(x + 0.5 * unit) - layer(x - 0.5 * unit)).flatten(1).norm(dim=1)
         (-ratio.amax()).backward()
-        optimiser.step()
+        optimizer.step()
     assert float(ratio.amax().detach()) > 0.7
     plain = plain_of(layer.eval(), shape)
     assert steepest(plain, shape) <= LIMIT

@@ -118,7 +118,7 @@ def test_zero_and_rank_one_weights(case, kind):
 
 
 @pytest.mark.parametrize(("case", "kind"), marked_rows())
-def test_guarantee_survives_any_optimiser_step(case, kind):
+def test_guarantee_survives_any_optimizer_step(case, kind):
     torch.manual_seed(0)
     layer, x = case.make(kind), inputs_for(kind)
     sgd = torch.optim.SGD(layer.parameters(), lr=1e3)

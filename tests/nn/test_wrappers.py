@@ -218,12 +218,12 @@ def test_convex_residual(alpha):
 def test_learned_weights_stay_convex():
     block = ConvexResidual(MaxMin(), 0.9, learnable=True).double()
     assert float(block.alpha.detach()) == pytest.approx(0.9)
-    optimiser = torch.optim.SGD(block.parameters(), lr=100.0)
+    optimizer = torch.optim.SGD(block.parameters(), lr=100.0)
     for sign in (1, -1):
         for _ in range(5):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             (sign * block(torch.randn(20, 4, dtype=torch.float64)).square().sum()).backward()
-            optimiser.step()
+            optimizer.step()
         assert 0 <= float(block.alpha.detach()) <= 1
         assert worst_ratio(block, (4,)) <= 1 + 1e-12
     for alpha, learnable in [(1.2, False), (-0.1, False), (1.0, True)]:

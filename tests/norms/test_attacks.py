@@ -25,14 +25,14 @@ def symbol(K: Tensor, omega: Tensor) -> Tensor:
 def train(ratio: Callable[[Tensor], Tensor], K: Tensor, steps: int = 200) -> float:
     """Gradient ascent on truth/bound; returns the largest ratio met on the way."""
     K = K.clone().requires_grad_()
-    optimiser = torch.optim.Adam([K], lr=0.05)
+    optimizer = torch.optim.Adam([K], lr=0.05)
     best = 0.0
     for _ in range(steps):
         value = ratio(K)
         best = max(best, float(value.detach()))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-value).backward()
-        optimiser.step()
+        optimizer.step()
     return best
 
 
@@ -84,7 +84,7 @@ def test_search_over_all_frequencies(shape: tuple[int, ...]) -> None:
         )
 
     K = torch.randn(shape, dtype=torch.float64).requires_grad_()
-    optimiser = torch.optim.Adam([K], lr=0.05)
+    optimizer = torch.optim.Adam([K], lr=0.05)
     for step in range(120):
         value = ratio(K)
         if step % 20 == 0:
@@ -93,9 +93,9 @@ def test_search_over_all_frequencies(shape: tuple[int, ...]) -> None:
             assert found.settled
             assert found.upper >= truth * (1 - 1e-13)
             assert found.upper <= truth * 1.01
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-value).backward()
-        optimiser.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("padding", ["zeros", "circular", "reflect", "replicate"])
@@ -104,7 +104,7 @@ def test_layers_trained_against_their_bracket(padding: str, stride: int) -> None
     torch.manual_seed(stride)
     layer = nn.Conv2d(2, 2, 3, stride=stride, padding=1, padding_mode=padding, bias=False, dtype=torch.float64)
     basis = torch.eye(2 * 36, dtype=torch.float64).reshape(-1, 2, 6, 6)
-    optimiser = torch.optim.Adam(layer.parameters(), lr=0.03)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.03)
     for step in range(100):
         truth = torch.linalg.matrix_norm(layer(basis).flatten(1), ord=2)
         if step % 10 == 0:
@@ -113,9 +113,9 @@ def test_layers_trained_against_their_bracket(padding: str, stride: int) -> None
                 assert bracket.upper >= float(truth.detach()) * (1 - 1e-12), (step, size)
                 if size:
                     assert bracket.lower <= float(truth.detach()) * (1 + 1e-12)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-truth / layer.weight.flatten(1).norm()).backward()
-        optimiser.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("readout", ["inf", "fro"])

@@ -1,6 +1,8 @@
 """Activation decay: the statement it makes, where it is found, and the loops it works in."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from equipoise.core import InputError
+from equipoise.core import InputError, Refused
 from equipoise.regularizers import (
     ActivationDecay,
     LayerwiseDecay,
@@ -253,3 +255,82 @@ def test_accelerate_loop():
         optimizer.step()
     assert math.isfinite(loss.item())
     assert ad.name == "4"
+
+
+class Checkpointed(nn.Module):
+    """The head runs inside a checkpoint, or gets its input by name."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.fc, self.how = nn.Linear(4, 6), nn.Linear(6, 3), how
+
+    def forward(self, x):
+        h = self.trunk(x).tanh()
+        if self.how == "named":
+            return self.fc(input=h)
+        return torch.utils.checkpoint.checkpoint(self.fc, h, use_reentrant=self.how == "reentrant")
+
+
+@pytest.mark.parametrize("make", [ActivationDecay, LayerwiseDecay], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("how", ["named", "checkpoint"])
+def test_heads_that_are_called_otherwise_have_the_same_gradient(make, how):
+    gradients = []
+    for way in (how, "plain"):
+        model = Checkpointed(way)
+        if way == "plain":
+            model.forward = lambda x, model=model: model.fc(model.trunk(x).tanh())
+        decay = make(model, 0.3)
+        loss = model(torch.ones(2, 4)).square().mean() + decay()
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", [ActivationDecay, LayerwiseDecay], ids=lambda make: make.__name__)
+def test_a_reentrant_checkpoint_is_refused_and_evaluation_is_not(make):
+    model = Checkpointed("reentrant")
+    decay = make(model, 0.3)
+    with pytest.raises(Refused, match="use_reentrant=False"):
+        model(torch.ones(2, 4))
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+        assert decay().item() > 0
+
+
+@pytest.mark.parametrize("make", [ActivationDecay, LayerwiseDecay], ids=lambda make: make.__name__)
+def test_copies_may_be_made_while_a_pass_is_pending(make):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    decay = make(model, 0.3)
+    model(torch.ones(2, 4))
+    copied, stored = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    value = decay()
+    for other in (copied, stored):
+        other(torch.zeros(2, 4))
+    with pytest.raises(InputError, match="latest forward pass"):
+        decay()  # the copies' passes are their own
+    model(torch.ones(2, 4))
+    assert torch.equal(decay(), value)
+
+
+def test_a_copy_made_inside_a_pass_keeps_no_trace_of_it():
+    copies = []
+
+    class Copying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x):
+            if not copies:
+                copies.append(copy.deepcopy(self))
+            return self.fc(x)
+
+    model = Copying()
+    decay = ActivationDecay(model, 0.3)
+    model(torch.ones(2, 4))
+    value = decay()
+    copies[0](torch.zeros(2, 4))
+    model(torch.ones(2, 4))
+    assert torch.equal(decay(), value)

@@ -131,23 +131,25 @@ def test_padding_does_not_change_the_penalty(tmp_path):
 class Normalised(nn.Module):
     """A model that divides its loss by the items of the whole accumulated batch, as the Trainer asks it to."""
 
-    def __init__(self, normalise):
+    def __init__(self, normalise, factor):
         super().__init__()
         torch.manual_seed(0)
-        self.head, self.normalise = nn.Linear(4, 3), normalise
+        self.head, self.normalise, self.factor = nn.Linear(4, 3), normalise, factor
 
     def forward(self, x, labels, num_items_in_batch=None, **kwargs):
         z = self.head(x)
-        loss = nn.functional.cross_entropy(z, labels, reduction="sum")
+        loss = self.factor * nn.functional.cross_entropy(z, labels, reduction="sum")
         return {"loss": loss / (num_items_in_batch if self.normalise and num_items_in_batch else len(x)), "logits": z}
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.2, 5.0])
 @pytest.mark.parametrize("normalise", [True, False])
-def test_gradient_accumulation_keeps_the_balance_of_loss_and_penalty(normalise, tmp_path):
-    """Four parts of two, or one batch of eight: penalty and loss keep their ratio whatever the model divides by."""
+def test_gradient_accumulation_keeps_the_balance_of_loss_and_penalty(normalise, factor, tmp_path):
+    """Four parts of two, or one batch of eight: the penalty is weighted as the loss, whatever the model divides by, and also
+    where the loss is not plain cross-entropy (factor)."""
     g = torch.Generator().manual_seed(3)
     data = [{"x": torch.randn(4, generator=g), "labels": torch.randint(3, (), generator=g)} for _ in range(8)]
-    model = Normalised(normalise)
+    model = Normalised(normalise, factor)
     trainer = decay_in_trainer(make_trainer(model, Items(data), tmp_path), sigma=1.0)
     model.train()
     parts = [
@@ -159,7 +161,9 @@ def test_gradient_accumulation_keeps_the_balance_of_loss_and_penalty(normalise, 
     ]
     total = sum(trainer.compute_loss(model, part, num_items_in_batch=torch.tensor(8)).item() for part in parts)
     x, y = (torch.cat([p[k] for p in parts]) for k in ("x", "labels"))
-    whole = float(nn.functional.cross_entropy(model.head(x), y).detach()) + 0.5 * float(x.square().sum(1).mean())
+    whole = factor * float(nn.functional.cross_entropy(model.head(x), y).detach()) + 0.5 * float(
+        x.square().sum(1).mean()
+    )
     assert total == pytest.approx(whole * (1 if normalise else 4), rel=1e-4)
 
 

@@ -65,6 +65,19 @@ def test_projection_keeps_its_promise(p, radius, dtype):
         assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("p", [1, 2, math.inf])
+@pytest.mark.parametrize(("dtype", "big"), [(torch.float32, 3e38), (torch.float64, 1e308)])
+def test_projection_of_weights_near_the_end_of_the_numbers_keeps_their_direction(p, dtype, big):
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5, bias=False, dtype=dtype)
+    direction = torch.empty_like(layer.weight).uniform_(-1, 1)
+    layer.weight.data = direction * big
+    bound = project_(layer, p, 0.7)[""]
+    assert 0.69 < float(bound) <= 0.7
+    scale = layer.weight.detach().norm() / direction.norm()
+    assert torch.allclose(layer.weight.detach(), direction * scale, rtol=1e-5)
+
+
 def test_projection_refuses_before_it_changes_anything():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     torch.nn.utils.parametrizations.weight_norm(net[1])

@@ -9,7 +9,7 @@ MLP = "equipoise.nn.models:mlp"
 
 @pytest.fixture
 def small():
-    """A recipe of seconds: `small("optimiser.lr=0.1", noise={...})`."""
+    """A recipe of seconds: `small("optimizer.lr=0.1", noise={...})`."""
 
     def make(*overrides, **parts):
         base = {

@@ -71,8 +71,8 @@ KINDS = {
         "data": {"path": "digits", "limit": 200, "test_limit": 61, "augment": ["pad-crop"]},
     },
     "penalties-sam-ema": {
-        "optimiser": {"kind": "sam", "lr": 0.05}, "ema": 0.9,
-        "regularisers": [{"kind": "activation-decay", "sigma": 0.3}, {"kind": "spectral", "weight": 0.1}],
+        "optimizer": {"kind": "sam", "lr": 0.05}, "ema": 0.9,
+        "regularizers": [{"kind": "activation-decay", "sigma": 0.3}, {"kind": "spectral", "weight": 0.1}],
     },
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from equipoise.train.keys import data_order
 from equipoise.train.losses import LOSSES, cross_entropy
 from equipoise.train.metrics import certified_bound, evaluate
 from equipoise.train.objective import OBJECTIVES
-from equipoise.train.terms import AUGMENTATIONS, REGULARISERS, layer_types
+from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, layer_types
 
 #: arguments of rows that have no default
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
@@ -28,12 +28,12 @@ def row(kind):
 
 ROWS = [
     *({"loss": row(k)} for k in LOSSES if k != "intent-slots"),
-    *({"regularisers": [row(k)]} for k in REGULARISERS),
+    *({"regularizers": [row(k)]} for k in REGULARIZERS),
     *({"projections": [row(k)]} for k in ("norm", "clip")),
     *({"noise": row(k)} for k in OBJECTIVES),
     *({"data": {"path": "digits", "limit": 64, "augment": [row(k)]}} for k in AUGMENTATIONS),
-    *({"optimiser": {"kind": k, "lr": 0.01}} for k in ("sgd", "adam", "adamw", "sam", "asam")),
-    {"optimiser": {"kind": "sgd", "decay": "matrices", "weight_decay": 0.1, "clip": 0.5}},
+    *({"optimizer": {"kind": k, "lr": 0.01}} for k in ("sgd", "adam", "adamw", "sam", "asam")),
+    {"optimizer": {"kind": "sgd", "decay": "matrices", "weight_decay": 0.1, "clip": 0.5}},
     {"precision": "bf16"},
     {"ema": 0.5},
 ]
@@ -52,24 +52,24 @@ def test_it_is_the_plain_loop(small):
     """SGD with momentum, cosine schedule, Frobenius penalty: the same weights as twenty obvious lines."""
     recipe = small(
         "model.arguments.dropout=0", "metrics.bound=false", schedule={"kind": "cosine"},
-        regularisers=[{"kind": "frobenius", "weight": 0.01}],
+        regularizers=[{"kind": "frobenius", "weight": 0.01}],
     )  # fmt: skip
     result = run_recipe(recipe)
     parts = build_data(recipe.data)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step, steps = 0, 15
     for epoch in range(3):
         for rows in data_order(0, epoch, 160).split(32):
             x, y = parts.train.batch(rows)
             loss = nn.functional.cross_entropy(model(x), y)
             loss = loss + 0.01 * (model[1].weight.square().sum() + model[3].weight.square().sum())
-            optimiser.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * step / steps)) / 2
-            optimiser.zero_grad()
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * step / steps)) / 2
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             step += 1
     for ours, theirs in zip(result.model.parameters(), model.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
@@ -83,7 +83,7 @@ def test_the_orders_of_epochs_are_permutations_and_differ():
 
 
 def test_projections_hold_for_the_network_that_is_kept(small):
-    recipe = small("optimiser.lr=0.5", projections=[{"kind": "norm", "radius": 0.7}])
+    recipe = small("optimizer.lr=0.5", projections=[{"kind": "norm", "radius": 0.7}])
     result = run_recipe(recipe)
     for layer in result.model:
         if isinstance(layer, nn.Linear):
@@ -92,9 +92,9 @@ def test_projections_hold_for_the_network_that_is_kept(small):
 
 
 def test_the_spectral_hinge_pulls_norms_down(small):
-    wild = run_recipe(small("optimiser.lr=0.5", "epochs=6"))
+    wild = run_recipe(small("optimizer.lr=0.5", "epochs=6"))
     tame = run_recipe(
-        small("optimiser.lr=0.5", "epochs=6", regularisers=[{"kind": "spectral", "penalty": "hinge", "weight": 1}])
+        small("optimizer.lr=0.5", "epochs=6", regularizers=[{"kind": "spectral", "penalty": "hinge", "weight": 1}])
     )
     assert max(tame.final["layer_norms"].values()) < max(wild.final["layer_norms"].values())
     assert tame.final["bound"] < wild.final["bound"]
@@ -113,14 +113,14 @@ def test_the_average_is_what_is_measured_and_kept(small, tmp_path):
 
 
 def test_penalties_leave_no_hooks_behind(small):
-    result = run_recipe(small(regularisers=["activation-decay", "layerwise-decay"]))
+    result = run_recipe(small(regularizers=["activation-decay", "layerwise-decay"]))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in result.model.modules())
 
 
 def test_batch_norm_statistics_move_once_per_step_under_sam(small):
     model = {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": 2}}
     recipe = small(
-        "epochs=1", "metrics.bound=false", "data.limit=64", model=model, optimiser={"kind": "sam", "lr": 0.01}
+        "epochs=1", "metrics.bound=false", "data.limit=64", model=model, optimizer={"kind": "sam", "lr": 0.01}
     )
     result = run_recipe(recipe)
     assert int(result.model.bn1.num_batches_tracked) == 2
@@ -161,7 +161,7 @@ def test_processes_share_the_examples_of_an_evaluation(world):
     assert int(total[0, 1]) == len(test)
 
 
-def test_certified_accuracy_is_strict_and_counts_ties_as_wrong():
+def test_certified_accuracy_is_rounded_down_and_counts_ties_as_wrong():
     class Constant(nn.Module):
         def forward(self, x):
             return (
@@ -176,6 +176,25 @@ def test_certified_accuracy_is_strict_and_counts_ties_as_wrong():
     found = evaluate(Constant(), zero, cross_entropy(), torch.device("cpu"), 50, [0.0, 0.999999, 1.0], 1.0)
     assert found["accuracy"] == 1
     assert found["certified_accuracy"] == {"0.0": 1.0, "0.999999": 1.0, "1.0": 0.0}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_input_whose_logits_are_no_numbers_counts_as_not_certified(bad):
+    """It stays in the denominator with its whole batch: certified accuracy never exceeds accuracy."""
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            z = torch.zeros(len(x), 10, dtype=torch.float64)
+            z[:, 0] = 10.0
+            z[0, 3] = bad
+            return z
+
+    parts = build_data(read_recipe("sll-sr-digits").data).test
+    found = evaluate(Broken(), parts, cross_entropy(), torch.device("cpu"), 50, [0.0, 1.0], 1.0)
+    zero = torch.tensor([int(y) == 0 for y in parts.batch(torch.arange(len(parts)))[1]])
+    kept = zero & (torch.arange(len(parts)) % 50 != 0)
+    assert found["certified_accuracy"] == {"0.0": float(kept.double().mean()), "1.0": float(kept.double().mean())}
+    assert found["accuracy"] >= found["certified_accuracy"]["0.0"]
 
 
 def test_a_batch_larger_than_the_data_is_the_data(small):

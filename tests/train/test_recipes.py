@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.train import bundled, read_recipe, run_recipe
 from equipoise.train.build import build_data, from_table
 from equipoise.train.losses import LOSSES
@@ -14,13 +14,13 @@ from equipoise.train.objective import OBJECTIVES
 from equipoise.train.reading import fill_in, parse
 from equipoise.train.recipe import Schedule
 from equipoise.train.schedule import factor
-from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARISERS
+from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS
 
 GOOD = """
 model:
   factory: equipoise.nn.models:mlp
 data: {path: digits}
-optimiser:
+optimizer:
   lr: 1e-2
 epochs: 2
 """
@@ -32,13 +32,13 @@ BAD = {
         "epoch: 2",
         r"line 7: unknown key 'epoch'; did you mean 'epochs'\?|'epochs' is missing",
     ),
-    "unknown inner key": ("  lr: 1e-2", "  learning_rate: 1", r"line 6: unknown key 'optimiser\.learning_rate'"),
+    "unknown inner key": ("  lr: 1e-2", "  learning_rate: 1", r"line 6: unknown key 'optimizer\.learning_rate'"),
     "near inner key": ("  lr: 1e-2", "  momentun: 0.5", r"line 6: .*did you mean 'momentum'\?"),
     "wrong type": ("epochs: 2", "epochs: many", r"line 7: 'epochs' must be a valid integer.*got 'many'"),
-    "negative": ("  lr: 1e-2", "  lr: -1", r"line 6: 'optimiser\.lr' must be greater than 0, got -1"),
-    "nan": ("  lr: 1e-2", "  lr: .nan", r"line 6: 'optimiser\.lr' must be greater than 0|finite"),
+    "negative": ("  lr: 1e-2", "  lr: -1", r"line 6: 'optimizer\.lr' must be greater than 0, got -1"),
+    "nan": ("  lr: 1e-2", "  lr: .nan", r"line 6: 'optimizer\.lr' must be greater than 0|finite"),
     "zero epochs": ("epochs: 2", "epochs: 0", r"'epochs' must be greater than or equal to 1"),
-    "choice": ("  lr: 1e-2", "  kind: sdg", r"line 6: 'optimiser\.kind' must be 'sgd', 'adam'"),
+    "choice": ("  lr: 1e-2", "  kind: sdg", r"line 6: 'optimizer\.kind' must be 'sgd', 'adam'"),
     "missing": ("epochs: 2", "", r"'epochs' is missing"),
     "missing part": ("data: {path: digits}", "", r"'data' is missing"),
     "twice": ("epochs: 2", "epochs: 2\nepochs: 3", r"line 8: 'epochs' is given twice"),
@@ -71,19 +71,19 @@ def test_a_good_recipe(tmp_path):
     path = tmp_path / "my recipe.yaml"
     path.write_text(GOOD)
     recipe = read_recipe(path)
-    assert (recipe.name, recipe.optimiser.lr, recipe.epochs) == ("my-recipe", 0.01, 2)
+    assert (recipe.name, recipe.optimizer.lr, recipe.epochs) == ("my-recipe", 0.01, 2)
     assert read_recipe(recipe.to_dict()) == recipe
     assert read_recipe(recipe) == recipe
 
 
 #: (override, path of attributes, value)
 OVERRIDES = [
-    ("optimiser.lr=0.5", lambda r: r.optimiser.lr, 0.5),
-    ("optimiser.lr=1e-3", lambda r: r.optimiser.lr, 1e-3),
-    ("optimiser.nesterov=true", lambda r: r.optimiser.nesterov, True),
+    ("optimizer.lr=0.5", lambda r: r.optimizer.lr, 0.5),
+    ("optimizer.lr=1e-3", lambda r: r.optimizer.lr, 1e-3),
+    ("optimizer.nesterov=true", lambda r: r.optimizer.nesterov, True),
     ("model.arguments.widths=[4, 8]", lambda r: r.model.arguments["widths"], [4, 8]),
-    ("regularisers=[{kind: spectral, weight: 0.1}]", lambda r: r.regularisers[0].arguments, {"weight": 0.1}),
-    ("regularisers.0=spectral", lambda r: r.regularisers[0].kind, "spectral"),
+    ("regularizers=[{kind: spectral, weight: 0.1}]", lambda r: r.regularizers[0].arguments, {"weight": 0.1}),
+    ("regularizers.0=spectral", lambda r: r.regularizers[0].kind, "spectral"),
     ("noise={kind: gaussian, sigma: 0.25}", lambda r: r.noise.arguments, {"sigma": 0.25}),
     ("noise=null", lambda r: r.noise, None),
     ("loss=margin", lambda r: r.loss.kind, "margin"),
@@ -100,31 +100,31 @@ def test_overrides_are_typed(tmp_path, change, read, value):
 
 def test_overrides_inside_a_list_and_of_a_shorthand(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(GOOD + "regularisers:\n  - spectral\n  - {kind: frobenius, weight: 1.0}\nloss: ce\n")
-    recipe = read_recipe(path, ["regularisers.1.weight=2", "regularisers.0.weight=3", "loss.label_smoothing=0.1"])
-    assert [r.arguments for r in recipe.regularisers] == [{"weight": 3}, {"weight": 2}]
+    path.write_text(GOOD + "regularizers:\n  - spectral\n  - {kind: frobenius, weight: 1.0}\nloss: ce\n")
+    recipe = read_recipe(path, ["regularizers.1.weight=2", "regularizers.0.weight=3", "loss.label_smoothing=0.1"])
+    assert [r.arguments for r in recipe.regularizers] == [{"weight": 3}, {"weight": 2}]
     assert recipe.loss.arguments == {"label_smoothing": 0.1}
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("optimiser.lr", "takes key=value"),
+        ("optimizer.lr", "takes key=value"),
         ("=3", "takes key=value"),
-        ("optimiser.lt=3", "did you mean 'lr'"),
+        ("optimizer.lt=3", "did you mean 'lr'"),
         ("epochs=[1", "is not a YAML value"),
-        ("regularisers.5.weight=1", "no position in a list"),
+        ("regularizers.5.weight=1", "no position in a list"),
     ],
 )
 def test_bad_overrides(tmp_path, change, said):
     path = tmp_path / "recipe.yaml"
-    path.write_text(GOOD + "regularisers: [spectral]\n")
+    path.write_text(GOOD + "regularizers: [spectral]\n")
     with pytest.raises(InputError, match=said):
         read_recipe(path, [change])
 
 
 def test_files_that_are_not_there():
-    with pytest.raises(InputError, match=r"cannot read the recipe nowhere\.yaml: No such file"):
+    with pytest.raises(InputError, match=r"cannot read nowhere\.yaml: No such file"):
         read_recipe("nowhere.yaml")
     with pytest.raises(InputError, match=r"no bundled recipe 'sll-sr-digit'; did you mean 'sll-sr-digits'\?"):
         read_recipe("sll-sr-digit")
@@ -146,7 +146,7 @@ def test_any_text_gives_a_recipe_or_a_sentence(text):
 #: kinds and arguments that do not exist, per table
 TABLES = {
     "loss": LOSSES,
-    "regulariser": REGULARISERS,
+    "regularizer": REGULARIZERS,
     "projection": PROJECTIONS,
     "augment": AUGMENTATIONS,
     "noise": OBJECTIVES,
@@ -159,7 +159,7 @@ def test_unknown_kinds_and_arguments_get_suggestions(table, small):
 
     rows = TABLES[table]
     first = next(iter(rows))
-    count = 1 if table in ("regulariser", "projection", "noise") else 0
+    count = 1 if table in ("regularizer", "projection", "noise") else 0
     with pytest.raises(InputError, match=f"no kind.*{first}"):
         from_table(rows, Choice(kind=first + "x"), table, *[None] * count)
     for kind in rows:
@@ -173,7 +173,7 @@ def test_missing_and_wrong_arguments(small):
     with pytest.raises(InputError, match=r"takes no argument 'width'; did you mean 'widths'\?"):
         run_recipe(small("model.arguments.width=3"))
     with pytest.raises(InputError, match="no layer type 'Conv2'"):
-        run_recipe(small(regularisers=[{"kind": "spectral", "only": "Conv2"}]))
+        run_recipe(small(regularizers=[{"kind": "spectral", "only": "Conv2"}]))
     with pytest.raises(InputError, match="leaves one part empty"):
         run_recipe(small("data.validation=0.001"))
 
@@ -237,3 +237,40 @@ def test_schedules_have_their_shape():
     assert values["one-cycle"][30:] == sorted(values["one-cycle"][30:], reverse=True)
     assert values["piecewise"][50] == 1
     assert [values["step"][t] for t in (49, 50, 75)] == pytest.approx([1, 0.1, 0.01])
+
+
+HOSTILE = {
+    "a command": ("model: {factory: 'os:system', arguments: {command: ls}}\ndata: {path: digits}\nepochs: 1\n", "os:system"),
+    "data that runs": ("model: {factory: 'equipoise.nn.models:mlp'}\ndata: {path: 'sys:exit#train'}\nepochs: 1\n", "sys:exit"),
+    "a bomb": ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", "aliases"),
+    "bottomless": ("[" * 5000 + "]" * 5000, "nested deeper"),
+    "a strange date": ("name: 2024-99-99\n", "not YAML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_file_names_no_code(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    text, said = HOSTILE[case]
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(EquipoiseError, match=said):
+        read_recipe("recipe.yaml")
+
+
+def test_code_of_ones_own_is_allowed_or_typed(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {factory: 'my_nets:net'}\ndata: {path: digits}\nepochs: 1\n")
+    assert read_recipe(path, allow_code=True).model.factory == "my_nets:net"
+    path.write_text("model: {factory: 'equipoise.nn.models:mlp'}\ndata: {path: digits}\nepochs: 1\n")
+    assert read_recipe(path, ["model.factory=my_nets:net"]).model.factory == "my_nets:net"
+
+
+@pytest.mark.parametrize(("old", "new"), [("optimiser", "optimizer"), ("regularisers", "regularizers")])
+def test_the_earlier_spelling_is_accepted_with_a_hint(old: str, new: str) -> None:
+    value: object = {"lr": 0.25} if old == "optimiser" else ["weight-decay"]
+    document = {"model": {"factory": "torch.nn:Flatten"}, "data": {"path": "digits"}, "epochs": 1}
+    with pytest.warns(FutureWarning, match=new):
+        recipe = read_recipe({**document, old: value})
+    assert recipe == read_recipe({**document, new: value})
+    with pytest.raises(InputError, match=new):
+        read_recipe({**document, old: value, new: value})

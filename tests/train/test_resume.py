@@ -18,17 +18,17 @@ from equipoise.train.state import MetricsFile, differences
 KINDS = {
     "sgd": {},
     "adamw-ema-schedule": {
-        "optimiser": {"kind": "adamw", "lr": 0.01}, "ema": 0.9, "schedule": {"kind": "cosine", "warmup": 0.2},
+        "optimizer": {"kind": "adamw", "lr": 0.01}, "ema": 0.9, "schedule": {"kind": "cosine", "warmup": 0.2},
     },
-    "sam": {"optimiser": {"kind": "sam", "lr": 0.05}},
-    "asam-adamw": {"optimiser": {"kind": "asam", "base": "adamw", "lr": 0.01}},
+    "sam": {"optimizer": {"kind": "sam", "lr": 0.05}},
+    "asam-adamw": {"optimizer": {"kind": "asam", "base": "adamw", "lr": 0.01}},
     "noise": {"noise": {"kind": "gaussian", "sigma": 0.1}, "data": {"path": "digits", "limit": 160, "augment": ["pad-crop"]}},
     "consistency": {"noise": {"kind": "consistency", "sigma": 0.1}},
     "smoothadv": {"noise": {"kind": "smoothadv", "sigma": 0.1, "epsilon": 0.2}},
-    "spectral": {"regularisers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.1}]},
-    "spectral-gram": {"regularisers": [{"kind": "spectral", "bound": "gram", "every": 3, "weight": 0.1}]},
+    "spectral": {"regularizers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.1}]},
+    "spectral-gram": {"regularizers": [{"kind": "spectral", "bound": "gram", "every": 3, "weight": 0.1}]},
     "decay": {
-        "regularisers": [{"kind": "activation-decay", "sigma": 0.3}],
+        "regularizers": [{"kind": "activation-decay", "sigma": 0.3}],
         "data": {"path": "digits", "limit": 160, "validation": 0.2},
     },
     "projected": {"projections": [{"kind": "norm", "radius": 0.9}]},
@@ -162,8 +162,8 @@ def test_checkpoints_are_safetensors_with_json_and_few(small, tmp_path):
 def test_another_recipe_is_refused_with_the_difference(small, tmp_path):
     run_recipe(small(epochs=1), tmp_path / "run")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.name != ".lock"}
-    with pytest.raises(InputError, match=r"recipe\.optimiser\.lr: 0\.1 → 0\.5.*another --run-dir"):
-        run_recipe(small("optimiser.lr=0.5", epochs=1), tmp_path / "run")
+    with pytest.raises(InputError, match=r"recipe\.optimizer\.lr: 0\.1 → 0\.5.*another --run-dir"):
+        run_recipe(small("optimizer.lr=0.5", epochs=1), tmp_path / "run")
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.name != ".lock"}
 
 
@@ -245,7 +245,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(small, tmp_path):
 
 
 def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(small, tmp_path):
-    recipe = small("optimiser.momentum=0", "optimiser.lr=1e30", "schedule.kind=piecewise",
+    recipe = small("optimizer.momentum=0", "optimizer.lr=1e30", "schedule.kind=piecewise",
                    "schedule.points=[[0.5, 1e-32], [0.6, 1.0]]", "checkpoint_steps=1")  # fmt: skip
     with pytest.raises(Diverged, match=r"at step \d+ of 15 .*last good checkpoint is that of step \d+"):
         run_recipe(recipe, tmp_path / "run")

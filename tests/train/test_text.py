@@ -107,7 +107,7 @@ def test_a_missing_folder_is_named(tmp_path):
 
 
 @pytest.mark.text
-@pytest.mark.parametrize("variant", [[], ["regularisers=[]", "optimiser.kind=sam", "model.arguments.dropout=0.1"]])
+@pytest.mark.parametrize("variant", [[], ["regularizers=[]", "optimizer.kind=sam", "model.arguments.dropout=0.1"]])
 def test_the_text_recipe_trains_and_resumes(sentences, monkeypatch, tmp_path, variant):
     monkeypatch.setenv("EQUIPOISE_DATA", str(sentences.parent))
     recipe = read_recipe("text-snips", [*TINY, *variant])

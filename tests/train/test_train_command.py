@@ -78,9 +78,9 @@ def test_list_and_show():
     ("args", "said"),
     [
         ([], "which recipe?"),
-        (["nothing.yaml"], "cannot read the recipe nothing.yaml"),
+        (["nothing.yaml"], "cannot read nothing.yaml"),
         (["sll-sr-digts"], "did you mean 'sll-sr-digits'"),
-        (["sll-sr-digits", "--set", "optimiser.lrr=1"], "did you mean 'lr'"),
+        (["sll-sr-digits", "--set", "optimizer.lrr=1"], "did you mean 'lr'"),
         (["sll-sr-digits", "--set", "data.path=nowhere.npz"], "nowhere.npz"),
         (["sll-sr-digits", "--set", "model.factory=nowhere:net"], "cannot import 'nowhere'"),
         (["sll-sr-digits", "--set", "loss=crossentropy"], "no kind 'crossentropy'"),
@@ -157,14 +157,14 @@ def test_the_certified_figures_are_those_of_the_proved_bound(recipe, tmp_path):
     from equipoise.data import load_dataset
     from equipoise.train import run_recipe
 
-    result = run_recipe(recipe, overrides=["epochs=8", "optimiser.lr=0.3", "metrics.epsilons=[0.0, 0.05, 0.1]"])
+    result = run_recipe(recipe, overrides=["epochs=8", "optimizer.lr=0.3", "metrics.epsilons=[0.0, 0.05, 0.1]"])
     test = load_dataset("digits", "test")
     x, y = test.batch(range(len(test)))
     assert result.final["bound"] == lipschitz_bound(result.model, x[:1]).upper
     certified = result.final["certified_accuracy"]
     assert result.final["accuracy"] >= certified["0.0"] >= certified["0.05"] >= certified["0.1"]
     measured = run_recipe(
-        recipe, overrides=["epochs=8", "optimiser.lr=0.3", "metrics.epsilons=[0.05]", "data.test_limit=null"]
+        recipe, overrides=["epochs=8", "optimizer.lr=0.3", "metrics.epsilons=[0.05]", "data.test_limit=null"]
     )
     attacked = pgd(measured.model, x, y, 0.05, steps=20)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equipoise.attacks.ball import inside_ball
 from equipoise.attacks.pgd import AttackResult
-from equipoise.core import Refused
+from equipoise.core import Refused, fresh_strides
 
 
 def autoattack(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, *, batch_size: int = 250) -> AttackResult:
@@ -23,7 +23,7 @@ def autoattack(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, *, batch_
             "https://github.com/fra31/auto-attack, or use equipoise.attacks.pgd"
         ) from error
     attack = package.AutoAttack(model, norm="L2", eps=epsilon, version="standard", verbose=False)
-    found = attack.run_standard_evaluation(x, y, bs=batch_size)
+    found = attack.run_standard_evaluation(fresh_strides(x), y, bs=batch_size)
     radius = torch.full((len(x),), float(epsilon), dtype=torch.float64, device=x.device)
     stored = inside_ball(x, found.double(), radius)
     with torch.no_grad():

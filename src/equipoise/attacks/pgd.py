@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from equipoise.attacks.ball import inside_ball, random_start, unit
 from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.core.strides import fresh_strides
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
 from equipoise.smoothing.maps import apply_map
 
@@ -158,6 +159,7 @@ def _ascend(
     loss: Loss, broken: Verdict, x: Tensor, epsilon: float | Tensor, steps: int, step_size: float | None,
     restarts: int, seed: int, every_step: bool = True,
 ) -> AttackResult:  # fmt: skip
+    x = fresh_strides(x)
     radius = _radius(x, epsilon, steps, restarts)
     alpha = 2.5 * radius / max(steps, 1) if step_size is None else torch.full_like(radius, step_size)
     generator = torch.Generator(device=x.device).manual_seed(seed)
@@ -174,7 +176,7 @@ def _ascend(
     for _ in range(restarts):
         z = random_start(x, radius, generator)
         for _ in range(steps):
-            moving = z.detach().requires_grad_(True)
+            moving = fresh_strides(z.detach()).requires_grad_(True)
             score = loss(moving)
             (gradient,) = torch.autograd.grad(score.sum(), moving)
             keep(z, score.detach().double(), every_step)

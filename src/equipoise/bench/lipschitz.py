@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from equipoise.checkpoints import load_weights
+from equipoise.core.strides import fresh_strides
 from equipoise.core.timing import seconds
 from equipoise.data import data_file
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
@@ -89,7 +90,7 @@ def local_rows(radii: tuple[float, ...] = (0.05, 0.25), samples: int = 2) -> lis
 
     net = trained_resnet(20)
     pixels = np.load(data_file("cifar10.npz"))["x_test"][:samples]
-    x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+    x = fresh_strides(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
     x = (x - torch.tensor([0.485, 0.456, 0.406]).reshape(1, 3, 1, 1)) / torch.tensor([0.229, 0.224, 0.225]).reshape(
         1, 3, 1, 1
     )

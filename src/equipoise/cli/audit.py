@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def audit(
-    model: Annotated[str, typer.Argument(help="a .pt2 file, a checkpoint directory, or package.module:factory")],
+    model: Annotated[
+        str, typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory")
+    ],
     weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
     input_shape: Annotated[str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")] = None,
     ball: Annotated[float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")] = None,
@@ -28,8 +30,8 @@ def audit(
 ) -> None:
     """How much can this network stretch a distance between inputs? A proved upper bound, layer by layer.
 
-    MODEL is a program saved by torch.export, a checkpoint directory (safetensors and JSON),
-    or package.module:factory. Nothing in a file is executed: what is not plain weights and
+    MODEL is a program saved by torch.export, an ONNX file, a checkpoint directory (safetensors
+    and JSON), or package.module:factory. Nothing in a file is executed: what is not plain weights and
     tensor operations is refused, and so is a network with an operation that has no rule.
 
     Examples:
@@ -65,6 +67,8 @@ def audit_report(
         if shape is not None:
             raise InputError(f"{model} has its own input shape: leave out --input-shape")
         return lipschitz_bound(loaded.model, ball=ball, rtol=rtol, chain=chain)
+    if loaded.examples is not None and shape is None:
+        return lipschitz_bound(loaded.model, loaded.examples, ball=ball, rtol=rtol, chain=chain)
     net, shape = loaded.model, shape or loaded.input_shape
     if shape is None:
         raise InputError("the bound depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,9 +16,15 @@ if TYPE_CHECKING:
 
 
 def selfcheck(
+    suite: Annotated[
+        str, typer.Argument(help="norms: matrices and convolutions; networks: random programs.", metavar="[SUITE]")
+    ] = "norms",
     minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
     device: Annotated[str, typer.Option(help="cpu, cuda (or cuda:1) or mps.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Other seeds test other operators.")] = 0,
+    scripts: Annotated[
+        Path | None, typer.Option(help="Folder for the scripts that show violations of `networks`.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.
@@ -27,22 +34,33 @@ def selfcheck(
     the brackets came, and how many were wrong: 0, or the exit code is 1.
     An end counts as wrong beyond 1e-12 relative, the rounding of the reference SVD.
 
+    With `networks`: random programs, written as source code, are bounded globally and
+    locally and attacked by pairs and Jacobians; a violation is printed as a script.
+
     Examples:
 
       equipoise selfcheck
       equipoise selfcheck --minutes 10 --device cuda --seed 3
+      equipoise selfcheck networks --minutes 10 --scripts found
     """
-    from equipoise.selfcheck import CHECKS, run
+    from equipoise.core.errors import InputError
+    from equipoise.selfcheck import SUITES, run
 
+    if suite not in SUITES:
+        raise InputError(f"selfcheck knows the suites {', '.join(SUITES)}; got {suite!r}")
     with progress() as bar:
         task = bar.add_task("selfcheck", total=100)
         report = run(
-            CHECKS, 60 * minutes, device, seed, lambda tally, done: bar.update(task, completed=round(100 * done))
+            SUITES[suite], 60 * minutes, device, seed, lambda tally, done: bar.update(task, completed=round(100 * done))
         )
     if as_json:
         emit_json(report.to_dict())
     else:
         show(report, results())
+    if scripts is not None:
+        scripts.mkdir(parents=True, exist_ok=True)
+        for number, text in enumerate(text for t in report.tallies for text in t.scripts):
+            (scripts / f"violation-{number:03d}.py").write_text(text)
     if report.violations:
         messages().print(f"equipoise: {report.violations} violations: please report them", style="red")
         raise typer.Exit(1)
@@ -77,6 +95,8 @@ def show(report: Report, console: Console) -> None:
     for t in report.tallies:
         for example in t.examples:
             console.print(f"  {example}", markup=False)
+        for text in t.scripts:
+            console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
     verdict = "no violations" if not report.violations else f"{report.violations} VIOLATIONS"
     console.print(
         f"{report.operators:,} operators, {verdict} "

@@ -19,19 +19,22 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[str | None, typer.Argument(help="a YAML file, or the name of a bundled recipe")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set optimiser.lr=0.1")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set optimizer.lr=0.1")
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run; the same command goes on where it stopped. [runs/NAME]")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let the recipe file name code of its own (module:factory); it is run.")
+    ] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes.")] = False,
     show: Annotated[
         bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Train a network by a recipe: data, model, loss, regularisers, noise, optimiser, schedule.
+    """Train a network by a recipe: data, model, loss, regularizers, noise, optimizer, schedule.
 
     Measures loss, accuracy, the proved Lipschitz bound, the accuracy certified by it and the
     norm of every layer. A run that was killed goes on with the same command, bit by bit.
@@ -41,7 +44,7 @@ def train(
 
       equipoise train --list
       equipoise train sll-sr-digits
-      equipoise train recipe.yaml --set optimiser.lr=0.05 --set seed=1 --run-dir runs/seed1
+      equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
       accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
     """
     from equipoise.train import read_recipe
@@ -51,7 +54,7 @@ def train(
         return
     if recipe is None:
         raise InputError("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
-    chosen = read_recipe(recipe, changes or [])
+    chosen = read_recipe(recipe, changes or [], allow_code=allow_code)
     if show:
         _show_recipe(chosen, as_json)
         return
@@ -167,8 +170,10 @@ def _show(result: Result) -> None:
         if isinstance(value, float):
             shown.add_row(f"test {name}", f"{value:.2%}" if "accuracy" in name else f"{value:.4f}")
     results().print(shown, markup=False)
+    from equipoise.checkpoints import registered
+
     factory = result.recipe.model.factory
-    if factory.startswith("equipoise."):
+    if registered(factory):
         results().print(f"Next: equipoise audit {result.folder}", markup=False)
     else:
         results().print(f"Next: equipoise audit {factory} --weights {result.folder}/model.safetensors", markup=False)

@@ -3,6 +3,7 @@
 from equipoise.core.bounds import Bound, Bracket, Kind, as_upper, round_down, round_up
 from equipoise.core.errors import EquipoiseError, InputError, Refused
 from equipoise.core.precision import full_precision
+from equipoise.core.strides import fresh_strides
 
 __all__ = [
     "Bound",
@@ -12,6 +13,7 @@ __all__ = [
     "Kind",
     "Refused",
     "as_upper",
+    "fresh_strides",
     "full_precision",
     "round_down",
     "round_up",

@@ -1,17 +1,86 @@
-"""Files that are written whole or not at all."""
+"""Files: written whole or not at all, read in bounded amounts from regular files only, JSON without surprises."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, one_line
 
 #: how the names of temporary files end
 PART = ".part"
+#: a description (JSON, YAML) longer than this is not read
+LARGEST_TEXT = 16_000_000
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """A file opened for reading, if it is a plain one: a device, a pipe or a folder is refused, and never waited for."""
+    path = Path(path)
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # a zero byte in the name
+        raise InputError(f"cannot read {str(path)!r}: {one_line(error)}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise InputError(f"cannot read {path}: it is not a regular file but a folder, a device or a pipe")
+    return os.fdopen(handle, "rb")
+
+
+def read_bounded(path: str | Path, limit: int = LARGEST_TEXT) -> bytes:
+    """The whole of a regular file, refused where it is longer than `limit` bytes."""
+    with open_regular(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(size + 1) if size <= limit else b""
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        except MemoryError as error:
+            raise InputError(f"cannot read {path}: its {size:,} bytes do not fit into memory") from error
+    if size > limit:
+        raise InputError(f"{path} is longer than {limit:,} bytes, too long for what it should be: it was not read")
+    if len(content) != size:
+        raise InputError(f"cannot read {path}: it changes while it is read")
+    return content
+
+
+def read_json(path: str | Path, limit: int = LARGEST_TEXT) -> Any:
+    """The JSON document in a file, read as `parse_json` does."""
+    return parse_json(read_bounded(path, limit), str(path))
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """A JSON document as the standard has it: no key twice in one object, no NaN or Infinity, no bottomless nesting.
+
+    >>> parse_json('{"a": 1, "a": 2}', "x.json")
+    Traceback (most recent call last):
+    equipoise.core.errors.InputError: x.json is not JSON that can be trusted: the key 'a' is given twice
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"the key {key[:60]!r} is given twice")
+            found[key] = value
+        return found
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
+        kind = "JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else "JSON that can be trusted"
+        raise InputError(f"{where} is not {kind}: {said}") from error
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 from torch import nn
 
 from equipoise.core.errors import InputError
-from equipoise.curvature.hessian import Data, Loss, LossHessian, Pattern, Vector
+from equipoise.curvature.hessian import Data, LossHessian, Pattern, Vector
+from equipoise.curvature.losses import Loss
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 from torch import nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.curvature.hessian import Data, Loss, LossHessian, Pattern, Vector
+from equipoise.curvature.hessian import Data, LossHessian, Pattern, Vector
+from equipoise.curvature.losses import Loss
 
 #: up to this many parameters the matrix is formed and solved
 SMALL = 40

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,18 +17,16 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.strides import fresh_strides
+from equipoise.curvature.losses import Loss, mean_loss
 
-Loss = Literal["ce", "mse"] | Callable[[Tensor, Tensor], Tensor]
 Data = tuple[Tensor, Tensor] | Iterable[tuple[Tensor, Tensor]]
 Pattern = str | re.Pattern[str] | None
 Vector = NDArray[np.float64]
 
-_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "ce": nn.functional.cross_entropy,
-    "mse": lambda z, y: (z - y).square().mean(),  # torch's own has no working forward derivative
-}
 #: what torch says where an operation has no forward derivative
 _NO_FORWARD = ("forward AD", "forward mode", "forward-mode", "ZeroTensors")
 
@@ -42,13 +39,14 @@ class LossHessian:
 
     Args:
         model: the network.
-        loss: `"ce"`, `"mse"`, or a function of outputs and labels that is a mean over the batch.
+        loss: `"ce"` (labels of −100 are left out), `"mse"`, or a function of outputs and labels that is a mean over the
+            samples of the batch; a function that leaves some out is weighted wrongly where batches differ in them.
         data: a pair of tensors `(x, y)`, or batches of such pairs; batches are read once and kept.
         layer: glob over parameter names (`"fc.*"`; a layer's name alone means its parameters) or a compiled pattern.
         dtype: arithmetic, by default that of the parameters (at least float32).
         batch_size: of the batches a pair of tensors is cut into.
-        noise: `(σ, samples, seed)`: the Hessian of the loss smoothed by Gaussian noise on the chosen parameters, as a
-            mean over that many draws, which are fixed.
+        noise: `(σ, samples, seed)`: value, gradient and Hessian of the loss smoothed by Gaussian noise on the chosen
+            parameters, as a mean over that many draws, which are fixed.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> H = LossHessian(model, "mse", (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
@@ -67,7 +65,7 @@ class LossHessian:
         batch_size: int = 256,
         noise: tuple[float, int, int] | None = None,
     ) -> None:
-        self.model, self.loss = model, _loss(loss)
+        self.model, self.loss = model, mean_loss(loss)
         chosen = {name: p for name, p in model.named_parameters() if _matches(name, layer)}
         if not chosen:
             wanted = "parameters" if layer is None else f"parameter with a name that matches {layer!r}"
@@ -84,6 +82,7 @@ class LossHessian:
         self.slots = tensor_slots(model)
         self.batches = _batches(data, batch_size)
         self.count = sum(len(x) for x, _ in self.batches)
+        self.weights = self._weights()
         self.size = sum(p.numel() for p in self.parameters.values())
         self.shifts = self._draw(noise)
         self.products = 0
@@ -98,10 +97,14 @@ class LossHessian:
         return self._over_batches(lambda p, x, y: torch.func.grad(self._value)(p, x, y), count=False)
 
     def value(self, shift: Vector | None = None) -> float:
-        """`L(θ + shift)`."""
-        point = self._moved(shift)
+        """`L(θ + shift)`; with `noise`, the mean over its draws."""
+        point, total = self._moved(shift), 0.0
         with _evaluating(self.model), torch.no_grad():
-            return sum(len(x) / self.count * float(self._value(point, *self._ready(x, y))) for x, y in self.batches)
+            for noise in self.shifts:
+                parameters = _plus(point, noise)
+                for (x, y), weight in zip(self.batches, self.weights, strict=True):
+                    total += weight / len(self.shifts) * float(self._value(parameters, *self._ready(x, y)))
+        return total
 
     def gradient_at(self, shift: Vector) -> Vector:
         """`∇L(θ + shift)`."""
@@ -131,10 +134,10 @@ class LossHessian:
         total = np.zeros(self.size)
         with _evaluating(self.model), sdpa_kernel(SDPBackend.MATH):
             for shift in self.shifts:
-                point = self.parameters if shift is None else {n: p + shift[n] for n, p in self.parameters.items()}
-                for x, y in self.batches:
+                point = _plus(self.parameters, shift)
+                for (x, y), weight in zip(self.batches, self.weights, strict=True):
                     part = work(point, *self._ready(x, y))
-                    total += _flatten(part) * (len(x) / self.count / len(self.shifts))
+                    total += _flatten(part) * (weight / len(self.shifts))
         self.products += count
         if not np.isfinite(total).all():
             raise Refused(
@@ -145,7 +148,7 @@ class LossHessian:
     def _value(self, parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         tensors = {slot: t for name, t in {**self.constants, **parameters}.items() for slot in self.slots[name]}
         output = torch.func.functional_call(self.model, tensors, (x,), tie_weights=False)
-        value = self.loss(output, y)
+        value = self.loss.mean(output, y)
         if value.dim() != 0:
             raise InputError(f"the loss must be one number, a mean over the batch; got shape {tuple(value.shape)}")
         return value
@@ -161,8 +164,21 @@ class LossHessian:
                 self._forward_mode = False  # an operation without forward derivative: reverse over reverse instead
         return torch.func.vjp(lambda p: gradient(p, x, y), parameters)[1](v)[0]
 
+    def _weights(self) -> list[float]:
+        """The share of each batch in the mean over the data; refused where the mean depends on how the data is cut."""
+        terms = [self.loss.terms(y) for _, y in self.batches]
+        if sum(terms) == 0:
+            raise InputError("every label of the data is one that the loss leaves out: there is nothing to average")
+        mixing = [n for n, m in self.model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is None]
+        if mixing and len(self.batches) > 1:
+            raise Refused(
+                f"{mixing[0]!r} has no running statistics, so that the loss depends on how the data is cut into batches: "
+                f"give all {self.count} samples as one batch (batch_size={self.count}), or keep running statistics"
+            )
+        return [t / sum(terms) for t in terms]
+
     def _ready(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return self._cast(x), self._cast(y)
+        return fresh_strides(self._cast(x)), self._cast(y)
 
     def _cast(self, t: Tensor) -> Tensor:
         return t.to(device=self.device, dtype=self.dtype if t.is_floating_point() else t.dtype)
@@ -171,7 +187,7 @@ class LossHessian:
         if shift is None:
             return self.parameters
         moves = self._unflatten(shift)
-        return {name: p + moves[name] for name, p in self.parameters.items()}
+        return _plus(self.parameters, moves)
 
     def _unflatten(self, v: NDArray) -> dict[str, Tensor]:
         flat = torch.as_tensor(np.ascontiguousarray(v), dtype=self.dtype, device=self.device)
@@ -210,16 +226,12 @@ def tensor_slots(model: nn.Module) -> dict[str, list[str]]:
     return slots
 
 
+def _plus(point: dict[str, Tensor], shift: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    return point if shift is None else {name: p + shift[name] for name, p in point.items()}
+
+
 def _flatten(part: dict[str, Tensor]) -> Vector:
     return np.concatenate([t.detach().double().cpu().numpy().ravel() for t in part.values()])
-
-
-def _loss(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
-    if isinstance(loss, str):
-        if loss not in _LOSSES:
-            raise InputError(f"loss must be one of {', '.join(_LOSSES)} or a function, got {loss!r}")
-        return _LOSSES[loss]
-    return loss
 
 
 def _matches(name: str, layer: Pattern) -> bool:

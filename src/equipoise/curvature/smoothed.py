@@ -16,7 +16,8 @@ from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
 from equipoise.core.precision import up
 from equipoise.curvature.eigenvalues import Eigenvalue, top_of
-from equipoise.curvature.hessian import Data, Loss, LossHessian, Pattern
+from equipoise.curvature.hessian import Data, LossHessian, Pattern
+from equipoise.curvature.losses import Loss
 from equipoise.norms.spectral import spectral_norm
 
 

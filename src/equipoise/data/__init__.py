@@ -1,9 +1,19 @@
 """Data: labelled inputs from files that are only ever read, never executed, with a fingerprint of their content."""
 
+from equipoise.core.strides import fresh_strides
 from equipoise.data.augment import Augmentation, random_crop, random_flip
 from equipoise.data.dataset import Dataset
 from equipoise.data.factories import as_dataset
 from equipoise.data.folder import data_file
 from equipoise.data.load import load_dataset
 
-__all__ = ["Augmentation", "Dataset", "as_dataset", "data_file", "load_dataset", "random_crop", "random_flip"]
+__all__ = [
+    "Augmentation",
+    "Dataset",
+    "as_dataset",
+    "data_file",
+    "fresh_strides",
+    "load_dataset",
+    "random_crop",
+    "random_flip",
+]

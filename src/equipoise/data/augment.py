@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equipoise.core import InputError
+from equipoise.core import InputError, fresh_strides
 
 Border = Literal["zeros", "reflect"]
 
@@ -28,7 +28,7 @@ def random_flip(x: Tensor, generator: torch.Generator, p: float = 0.5) -> Tensor
     if not 0 <= p <= 1:
         raise InputError(f"p must be a probability, got {p}")
     flipped = _coins(len(x), p, generator).to(x.device)
-    return torch.where(flipped[:, None, None, None], x.flip(-1), x)
+    return fresh_strides(torch.where(flipped[:, None, None, None], x.flip(-1), x))
 
 
 def random_crop(x: Tensor, padding: int, generator: torch.Generator, border: Border = "zeros") -> Tensor:
@@ -45,13 +45,13 @@ def random_crop(x: Tensor, padding: int, generator: torch.Generator, border: Bor
     if padding < 0 or (border == "reflect" and padding >= min(height, width)):
         raise InputError(f"padding {padding} does not fit images of {height}×{width} with border {border!r}")
     if padding == 0:
-        return x
+        return fresh_strides(x)
     padded = functional.pad(x, [padding] * 4, mode="constant" if border == "zeros" else "reflect")
     corners = crop_corners(len(x), padding, generator).to(x.device)
     rows = corners[:, :1] + torch.arange(height, device=x.device)
     columns = corners[:, 1:] + torch.arange(width, device=x.device)
     by_row = padded.gather(2, rows[:, None, :, None].expand(-1, x.shape[1], -1, padded.shape[-1]))
-    return by_row.gather(3, columns[:, None, None, :].expand(-1, x.shape[1], height, -1))
+    return fresh_strides(by_row.gather(3, columns[:, None, None, :].expand(-1, x.shape[1], height, -1)))
 
 
 def crop_corners(count: int, padding: int, generator: torch.Generator) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.core import InputError
+from equipoise.core import InputError, fresh_strides
 from equipoise.data.sources import Ints, Layout, Source, array_source, check_labels, first_non_finite
 
 _CHUNK_BYTES = 16 * 2**20
@@ -118,7 +118,7 @@ class Dataset:
         x = torch.from_numpy(raw).to(torch.float32)
         if self.source.scale != 1.0:
             x = x / self.source.scale
-        return x, torch.from_numpy(self.labels[positions])
+        return fresh_strides(x), torch.from_numpy(self.labels[positions])
 
     def select(self, skip: int = 0, limit: int | None = None, stride: int = 1) -> Dataset:
         """Every `stride`-th example after the first `skip`, at most `limit` of them; they keep their ids."""

@@ -26,9 +26,9 @@ from torch import Tensor, fx
 
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, gamma, rescaled, up
-from equipoise.lipschitz.forms import Dense
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.lipschitz.propagate import Propagation
+from equipoise.maps.linear import Matrix
 from equipoise.norms import spectral_norm
 
 #: wider layers than this are left to the product bound
@@ -52,7 +52,7 @@ def chain_bound(weights: Sequence[Tensor], slopes: Slopes = (0.0, 1.0)) -> float
     True
     """
     weights, each = checked_chain(weights, slopes)
-    layers = [Dense(w.detach()) for w in weights]
+    layers = [Matrix(w.detach()) for w in weights]
     with torch.no_grad(), full_precision():
         product = log_product(*(log_up(_norm(layer)) for layer in layers), *(log_up(max(map(abs, s))) for s in each))
         closed = _closed_form(layers, each)
@@ -87,11 +87,11 @@ def closed_multipliers(weights: Sequence[Tensor], slopes: Sequence[tuple[float, 
     return found
 
 
-def _norm(layer: Dense) -> float:
+def _norm(layer: Matrix) -> float:
     return up(float(spectral_norm(layer.matrix).upper) + layer.error)
 
 
-def _closed_form(layers: Sequence[Dense], slopes: Sequence[tuple[float, float]]) -> float | None:
+def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]) -> float | None:
     """Logarithm of the bound, or None where the recursion cannot be verified (α ≤ −β, a linear activation, ill conditioning)."""
     if any(not bool(layer.matrix.any()) and layer.error == 0 for layer in layers):
         return -math.inf
@@ -117,14 +117,14 @@ def _closed_form(layers: Sequence[Dense], slopes: Sequence[tuple[float, float]])
     return log_product(total, log_up(up(float(spectral_norm(A, rtol=1e-6).upper)))) / 2
 
 
-def _scaled(layer: Dense) -> tuple[Dense, int]:
+def _scaled(layer: Matrix) -> tuple[Matrix, int]:
     """`(2^−e·layer, e)` with the largest entry brought to [1/2, 1), so that no product overflows or vanishes."""
     matrix, e = rescaled(layer.matrix.double())
     error = up(math.ldexp(layer.error, -e)) + 1e-290 if layer.error else 0.0
-    return Dense(matrix, error), e
+    return Matrix(matrix, error), e
 
 
-def _spread(layer: Dense, X: Tensor, e: float) -> Tensor | None:
+def _spread(layer: Matrix, X: Tensor, e: float) -> Tensor | None:
     """A symmetric matrix above `W Y⁻¹ Wᵀ` for every `Y⁻¹ ⪯ X + e·I` and every W within `error` of the stored one."""
     W = layer.matrix.double()
     if max(W.shape) > WIDEST and X.shape[0] > WIDEST:
@@ -192,7 +192,7 @@ def verified_inverse(Y: Tensor, positive: bool | None = None) -> tuple[Tensor, f
     return (X, up(x * r / (1 - r))) if r < 0.5 else None
 
 
-Solve = Callable[[Sequence[Dense], Sequence[tuple[float, float]]], float | None]
+Solve = Callable[[Sequence[Matrix], Sequence[tuple[float, float]]], float | None]
 
 
 def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
@@ -202,7 +202,7 @@ def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
     """
     if len(run.program.outputs) != 1:
         return None
-    layers: list[Dense] = []
+    layers: list[Matrix] = []
     slopes: list[tuple[float, float]] = []
     node, after = _skip(run, run.program.outputs[0]), 0.0
     step = run.steps.get(node)
@@ -211,7 +211,7 @@ def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
         node = _skip(run, step.gains[0][0].node)
     while True:
         facts = run.facts[node]
-        if not isinstance(facts.form, Dense) or facts.base is None:
+        if not isinstance(facts.form, Matrix) or facts.base is None:
             return None if len(layers) < 2 else _finish(run, layers, slopes[: len(layers) - 1], node, after, solve)
         layers.insert(0, facts.form)
         base = _skip(run, facts.base)
@@ -220,7 +220,7 @@ def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
             return None if len(layers) < 2 else _finish(run, layers, slopes, base, after, solve)
         slopes.insert(0, step.slopes)
         node = _skip(run, step.gains[0][0].node)
-        if not isinstance(run.facts[node].form, Dense):
+        if not isinstance(run.facts[node].form, Matrix):
             return None if len(layers) < 2 else _finish(run, layers, slopes[1:], base, after, solve)
 
 
@@ -233,7 +233,7 @@ def _skip(run: Propagation, node: fx.Node) -> fx.Node:
 
 def _finish(
     run: Propagation,
-    layers: list[Dense],
+    layers: list[Matrix],
     slopes: list[tuple[float, float]],
     start: fx.Node,
     after: float,

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import float64, frobenius, gamma, up
-from equipoise.lipschitz.forms import Cache, Conv, Dense, Linear, Scale, bracket
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import OPAQUE, Propagation
 from equipoise.lipschitz.rules import Call, Signal, Step
+from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
+from equipoise.norms.bracket import Cache, bracket
 
 _U = 2.0**-53
 #: a convolution with at most this many matrix entries is materialised, so that single positions can be dropped
@@ -193,7 +194,7 @@ def _linear_image(call: Call, box: Box) -> Image | None:
 
 def _batch_norm_image(call: Call, step: Step, box: Box) -> Image | None:
     form = step.linear
-    if not isinstance(form, Scale):
+    if not isinstance(form, Diagonal):
         return None
     assert box.mid is not None
     assert box.half is not None
@@ -222,7 +223,7 @@ def _arithmetic_image(call: Call, step: Step, boxes: dict[fx.Node, Box]) -> Imag
             box = boxes[value.node]
             assert box.half is not None
             assert box.mid is not None
-            factor = step.linear.factor if step.kind == "scaling" and isinstance(step.linear, Scale) else None
+            factor = step.linear.factor if step.kind == "scaling" and isinstance(step.linear, Diagonal) else None
             if step.kind == "scaling":
                 if factor is None:
                     return None
@@ -281,7 +282,7 @@ def _local_norm(call: Call, step: Step, box: Box) -> float:
 def _pruned(node: fx.Node, step: Step, run: Propagation, boxes: dict[fx.Node, Box], cache: Cache) -> float:
     """log of ‖W[:, moving columns]‖·L(base) for the linear run that ends in this node."""
     facts = run.facts[node]
-    if facts.form is None or facts.base is None or isinstance(step.linear, Scale):
+    if facts.form is None or facts.base is None or isinstance(step.linear, Diagonal):
         return math.inf
     base = boxes[facts.base]
     alive = None if base.half is None else base.half > 0
@@ -303,7 +304,7 @@ def _pruned_rows(
 
 def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
     """Upper bound of the norm of a linear form restricted to moving inputs and outputs (masks of the batch-of-one tensors)."""
-    if isinstance(form, Dense):
+    if isinstance(form, Matrix):
         W = form.matrix
         if columns is not None and columns.numel() == W.shape[1]:
             W = W[:, columns.flatten()]
@@ -312,28 +313,25 @@ def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache
         if W.numel() == 0:
             return 0.0
         same = W.shape == form.matrix.shape
-        return float(bracket(form if same else Dense(W.contiguous(), form.error), cache).upper)
-    if isinstance(form, Conv):
+        return float(bracket(form if same else Matrix(W.contiguous(), form.error), cache).upper)
+    if isinstance(form, Convolution):
         return _masked_conv(form, columns, rows, cache)
-    if isinstance(form, Scale):
+    if isinstance(form, Diagonal):
         return float(bracket(form, cache).upper)
     return math.inf
 
 
-def _masked_conv(form: Conv, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
-    inputs = form.weight.shape[1] * form.groups * math.prod(form.size)
+def _masked_conv(form: Convolution, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
+    inputs = math.prod(form.input_shape)
     small = rows is not None and rows.numel() * inputs <= MATERIALISED and form.padding == "zeros"
     if small and columns is not None and columns.numel() == inputs and not bool(columns.all() and rows.all()):  # type: ignore[union-attr]
         eye = torch.eye(inputs, dtype=torch.float64)[columns.flatten()]
         if eye.numel() == 0:
             return 0.0
-        pads = [p for pair in reversed(form.amount) for p in pair]
-        image = torch.nn.functional.pad(eye.reshape(-1, form.weight.shape[1] * form.groups, *form.size), pads)
-        apply = (torch.nn.functional.conv1d, torch.nn.functional.conv2d, torch.nn.functional.conv3d)[len(form.size) - 1]
-        M = apply(image, form.weight.double(), None, form.stride, 0, form.dilation, form.groups).flatten(1).mT
+        M = form.with_weight(form.weight.double()).apply(eye.reshape(-1, *form.input_shape)).flatten(1).mT
         if rows is not None and rows.numel() == M.shape[0]:
             M = M[rows.flatten()]
-        return 0.0 if M.numel() == 0 else float(bracket(Dense(M.contiguous(), form.error), cache).upper)
+        return 0.0 if M.numel() == 0 else float(bracket(Matrix(M.contiguous(), form.error), cache).upper)
     weight = form.weight
     if form.groups == 1:
         if columns is not None and columns.dim() > 1 and columns.shape[1] == weight.shape[1]:
@@ -343,4 +341,4 @@ def _masked_conv(form: Conv, columns: Tensor | None, rows: Tensor | None, cache:
     if weight.numel() == 0:
         return 0.0
     same = weight.shape == form.weight.shape
-    return float(bracket(form if same else replace(form, weight=weight.contiguous()), cache).upper)
+    return float(bracket(form if same else form.with_weight(weight.contiguous()), cache).upper)

@@ -21,10 +21,11 @@ from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, gamma, up
 from equipoise.lipschitz.enclose import Box
-from equipoise.lipschitz.forms import Cache, Conv, Dense
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation
+from equipoise.maps.linear import Convolution, Matrix
 from equipoise.norms import spectral_norm
+from equipoise.norms.bracket import Cache
 
 _AFFINE = {
     "linear", "convolution", "matmul", "batch norm", "sum", "shift", "difference", "scaling", "concatenation", "view",
@@ -169,10 +170,10 @@ def _roughness(run: Propagation, node: fx.Node) -> float:
     step = run.steps[node]
     top = max((g for _, g in step.gains), default=0.0)
     form = step.linear
-    if isinstance(form, Dense):
+    if isinstance(form, Matrix):
         size = float(torch.linalg.vector_norm(form.matrix.double()))
         return gamma(form.matrix.shape[0] + 16, torch.float64) * up(size)
-    if isinstance(form, Conv):
+    if isinstance(form, Convolution):
         taps = math.prod(form.weight.shape[2:])
         size = float(torch.linalg.vector_norm(form.weight.double())) * math.sqrt(taps)
         return gamma(taps * form.weight.shape[0] + 16, torch.float64) * up(size)
@@ -189,14 +190,18 @@ def _switching(
     active = w > 0
     together = up((_norm(G[:, active] * w[active]) + noise * float(w.max())) * exp_up(boxes[before].log))
     facts = run.facts[before]
-    if facts.base is None or not isinstance(facts.form, Dense | Conv) or not math.isfinite(boxes[facts.base].log):
+    if (
+        facts.base is None
+        or not isinstance(facts.form, Matrix | Convolution)
+        or not math.isfinite(boxes[facts.base].log)
+    ):
         return together
-    weight = facts.form.matrix if isinstance(facts.form, Dense) else facts.form.weight
-    if isinstance(facts.form, Conv) and facts.form.padding != "zeros":
+    weight = facts.form.matrix if isinstance(facts.form, Matrix) else facts.form.weight
+    if isinstance(facts.form, Convolution) and facts.form.padding != "zeros":
         return together
     rows = up(frobenius(weight.double().flatten(1), (-1,)) + facts.form.error)
     shape = [1] * width.dim()
-    shape[1 if isinstance(facts.form, Conv) else -1] = -1
+    shape[1 if isinstance(facts.form, Convolution) else -1] = -1
     spread = rows.reshape(shape).expand(width.shape).flatten()
     each = (w * spread)[active]
     columns = frobenius(G[:, active], (0,))

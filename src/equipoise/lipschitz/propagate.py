@@ -17,12 +17,14 @@ from torch import Tensor, fx
 from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.capture import Program, module_path, where
-from equipoise.lipschitz.forms import Cache, Linear, Pad, Scale, bracket, compose, parallel
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.residual import residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
 from equipoise.lipschitz.rules.registry import shape_of
+from equipoise.maps.algebra import add, compose
+from equipoise.maps.linear import Diagonal, Linear, Padding
+from equipoise.norms.bracket import Cache, bracket
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _advance(call: Call, step: Step, facts: dict[fx.Node, Facts]) -> Facts:
 def _pending(node: fx.Node, step: Step) -> bool:
     """Whether only one affine operation reads this node: the run goes on, and its norm is taken at the end."""
     users = list(node.users)
-    if isinstance(step.linear, Pad):
+    if isinstance(step.linear, Padding):
         return True
     if len(users) != 1:
         return False
@@ -216,13 +218,13 @@ def _parallel_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | Non
     (a, gain_a), (b, gain_b) = step.gains
     if gain_a != 1 or gain_b != 1 or a.shape != b.shape:
         return None, None
-    identity = Scale(torch.ones(1, dtype=torch.float64), 1)
+    identity = Diagonal(torch.ones(1, dtype=torch.float64), 1)
     runs_a = [(facts[a.node].form, facts[a.node].base), (identity, a.node)]
     runs_b = [(facts[b.node].form, facts[b.node].base), (identity, b.node)]
     for form_a, base_a in runs_a:
         for form_b, base_b in runs_b:
             if form_a is not None and form_b is not None and base_a is base_b and base_a is not None:
-                joined = parallel(form_a, form_b)
+                joined = add(form_a, form_b)
                 if joined is not None:
                     return joined, base_a
     return None, None

@@ -25,27 +25,32 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import frobenius, up
-from equipoise.lipschitz.forms import Adjoint, Cache, Conv, Dense, Linear, bracket, spread
+from equipoise.maps.algebra import spread
+from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
+from equipoise.norms.bracket import Cache, bracket
 
 _U = 2.0**-53
 
 
-def adjoint(form: Linear | None) -> Dense | Conv | None:
+def adjoint(form: Linear | None) -> Matrix | Convolution | None:
     """The adjoint of a matrix, of a transposed convolution, or of a zero-padded convolution of stride 1."""
-    if isinstance(form, Dense):
-        return Dense(form.matrix.mT, form.error)
+    if isinstance(form, Matrix):
+        return Matrix(form.matrix.mT, form.error)
     if isinstance(form, Adjoint):
-        return form.conv
-    if not isinstance(form, Conv) or form.groups != 1 or form.padding != "zeros" or any(s != 1 for s in form.stride):
+        return form.conv if isinstance(form.conv, Convolution) else None
+    if (
+        not isinstance(form, Convolution)
+        or form.groups != 1
+        or form.padding != "zeros"
+        or any(s != 1 for s in form.stride)
+    ):
         return None
-    axes = range(len(form.size))
-    reach = [d * (k - 1) for d, k in zip(form.dilation, form.weight.shape[2:], strict=True)]
-    amount = tuple((reach[i] - form.amount[i][0], reach[i] - form.amount[i][1]) for i in axes)
+    amount = [(axis.reach - axis.left, axis.reach - axis.right) for axis in form.axes]
     if any(p < 0 for pair in amount for p in pair):
         return None
-    size = tuple(form.size[i] + sum(form.amount[i]) - reach[i] for i in axes)
-    weight = form.weight.transpose(0, 1).flip(tuple(i + 2 for i in axes)).contiguous()
-    return replace(form, weight=weight, amount=amount, size=size)
+    weight = form.weight.transpose(0, 1).flip(tuple(range(2, form.weight.dim()))).contiguous()
+    turned = convolution(weight, "zeros", 1, form.dilation, 1, amount, form.geometry.out)
+    return replace(turned, error=form.error)
 
 
 def residual_bound(
@@ -53,9 +58,9 @@ def residual_bound(
 ) -> float | None:
     """Bound of `x ↦ x + sign·A·φ(B·x + b)`; None where A has no adjoint of the geometry of B."""
     turned = adjoint(A)
-    if isinstance(B, Dense) and isinstance(turned, Dense):
+    if isinstance(B, Matrix) and isinstance(turned, Matrix):
         ours, theirs = B.matrix, turned.matrix
-    elif isinstance(B, Conv) and isinstance(turned, Conv) and B.geometry == turned.geometry:
+    elif isinstance(B, Convolution) and isinstance(turned, Convolution) and B.geometry == turned.geometry:
         ours, theirs = B.weight, turned.weight
     else:
         return None
@@ -86,10 +91,10 @@ def _multipliers(K: Tensor, R: Tensor) -> Tensor:
     return t.clamp_min(0).reshape(-1, *[1] * (K.dim() - 1))
 
 
-def _size(K: Tensor, like: Dense | Conv) -> float:
+def _size(K: Tensor, like: Matrix | Convolution) -> float:
     """Upper bound of the operator norm of a weight, without an iteration."""
-    return float(frobenius(K)) if isinstance(like, Dense) else spread(K, like)
+    return float(frobenius(K)) if isinstance(like, Matrix) else spread(K, like)
 
 
-def _rebuilt(like: Dense | Conv, weight: Tensor, error: float) -> Dense | Conv:
-    return Dense(weight, error) if isinstance(like, Dense) else replace(like, weight=weight, error=error)
+def _rebuilt(like: Matrix | Convolution, weight: Tensor, error: float) -> Matrix | Convolution:
+    return Matrix(weight, error) if isinstance(like, Matrix) else like.with_weight(weight, error)

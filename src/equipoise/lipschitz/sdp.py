@@ -26,8 +26,8 @@ from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import frobenius, full_precision, gamma, up
 from equipoise.lipschitz.chains import Slopes, chain_bound, checked_chain, closed_multipliers
-from equipoise.lipschitz.forms import Dense
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
+from equipoise.maps.linear import Matrix
 from equipoise.norms import spectral_norm
 from equipoise.norms.verify import below
 
@@ -74,13 +74,16 @@ def sdp_bound(
     for alpha, beta in each:
         if not (beta > 0 and -beta < alpha < beta):
             raise Refused(f"slopes ({alpha}, {beta}) have no such program: they must satisfy −β < α < β")
-    found = sdp_log([Dense(w) for w in layers], each, method, solver)
+    found = sdp_log([Matrix(w) for w in layers], each, method, solver)
     value = closed if found is None else min(closed, exp_up(found))
     return Bound(value, Kind.UPPER, f"{method}, certified" if value < closed else "closed form")
 
 
 def sdp_log(
-    layers: Sequence[Dense], slopes: Sequence[tuple[float, float]], method: Method = "lipsdp", solver: str | None = None
+    layers: Sequence[Matrix],
+    slopes: Sequence[tuple[float, float]],
+    method: Method = "lipsdp",
+    solver: str | None = None,
 ) -> float | None:
     """Logarithm of the certified bound of a chain; None where nothing was proved."""
     with torch.no_grad(), full_precision():
@@ -92,7 +95,7 @@ def sdp_log(
     return None if found is None else log_product(chain.scale, log_up(found) / 2)
 
 
-def normalised(layers: Sequence[Dense], slopes: Sequence[tuple[float, float]]) -> Chain:
+def normalised(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]) -> Chain:
     """Divide every matrix by (about) its norm, and replace the first by a square factor that is not smaller."""
     neurons = sum(layer.matrix.shape[0] for layer in layers)
     if neurons > LARGEST:

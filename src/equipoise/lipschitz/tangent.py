@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import float64, gamma
-from equipoise.lipschitz.forms import Scale
 from equipoise.lipschitz.rules import Call, Signal, Step
+from equipoise.maps.linear import Diagonal
 
 _WEIGHTED = {"linear", "convolution", "transposed convolution", "matmul"}
 _ARITHMETIC = {"sum", "difference", "shift"}
@@ -36,7 +36,7 @@ def supported(call: Call, step: Step) -> bool:
     if step.kind in _ARITHMETIC | {"scaling"}:
         return "self" in call.arguments and "other" in call.arguments
     if step.kind == "batch norm":
-        return isinstance(step.linear, Scale)
+        return isinstance(step.linear, Diagonal)
     if step.kind in _WEIGHTED:
         return isinstance(call.get("weight"), Tensor) and call["weight"].dim() > 1
     if step.kind == "concatenation":
@@ -131,7 +131,7 @@ def _scaling(call: Call, values: Values, magnitude: bool) -> Tensor:
 
 
 def _batch_norm(call: Call, step: Step, values: Values, offset: bool, magnitude: bool) -> Tensor:
-    assert isinstance(step.linear, Scale)
+    assert isinstance(step.linear, Diagonal)
     x = values[step.gains[0][0].node]
     shape = [1] * x.dim()
     shape[1] = -1

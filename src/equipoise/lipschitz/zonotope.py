@@ -28,13 +28,14 @@ from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, up
 from equipoise.lipschitz.enclose import Box
-from equipoise.lipschitz.forms import Cache, Pad, Scale, bracket
 from equipoise.lipschitz.linearise import secant_slopes
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, pushforward, roundoff, supported
+from equipoise.maps.linear import Diagonal, Padding
 from equipoise.norms import spectral_norm
+from equipoise.norms.bracket import Cache, bracket
 
 #: most entries of all generators of one node (float64); about three nodes are alive at once
 ENTRIES = 250_000_000
@@ -208,7 +209,7 @@ def _remainder(state: Zonotope, node: fx.Node, step: Step, own: tuple[float, flo
     facts = state.run.facts[node]
     fused, found, added = math.inf, [], []
     direct = any(s.node is facts.base for s, _ in step.gains)
-    if facts.form is not None and not direct and not isinstance(facts.form, Scale | Pad):
+    if facts.form is not None and not direct and not isinstance(facts.form, Diagonal | Padding):
         fused = float(bracket(facts.form, state.cache).upper)
     for i in range(2):
         plain = up(_combined(step, [gain * state.noise[s.node][i] for s, gain in step.gains]) + own[i])

@@ -20,7 +20,7 @@ class Effective(nn.Module):
 
     * Training mode: `g` is computed in every forward pass, with its graph.
     * Evaluation mode: `g` is computed once and kept with a copy of θ. The copy is compared bit for bit before each
-      use, so that no way of changing θ (an optimiser, `load_state_dict`, `.data`, a file, a transfer) leaves a stale value.
+      use, so that no way of changing θ (an optimizer, `load_state_dict`, `.data`, a file, a transfer) leaves a stale value.
       Gradients flow all the same: the backward pass computes `g` again with its graph.
     * Inside `torch.compile`, `torch.export` and `torch.func` transforms `g` is traced like any other code.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -55,7 +56,7 @@ class Weighted(Effective):
         weight = plain.weight
         assert isinstance(weight, Tensor)
         self.settings = Settings({name: getattr(plain, name) for name in _SETTINGS if hasattr(plain, name)})
-        kernel = kernel_of(plain)
+        kernel = replace(kernel_of(plain), whole_circles=self.method_type.whole_circles)
         refuse_enlarging(kernel, self.settings)
         self.method = self.method_type(kernel, device=weight.device, dtype=weight.dtype, **options)
         with torch.no_grad():
@@ -99,6 +100,8 @@ class Weighted(Effective):
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
         """The plain layer's map with a given weight."""
+        if self.method_type.whole_circles and self.settings.get("padding_mode") == "circular":
+            refuse_uneven(self.settings, x.shape[-len(self.settings["stride"]) :])
         return _apply(self.plain_type, self.settings, x, weight, self.bias)
 
     def export(self) -> nn.Module:
@@ -172,6 +175,17 @@ def refuse_enlarging(kernel: Kernel, settings: dict[str, Any]) -> None:
             raise Refused(
                 f"circular padding of {amount} on both sides of a kernel that reaches {dilation * (taps - 1)} pixels "
                 f"repeats outputs, so that no kernel has norm 1; use padding ≤ {dilation * (taps - 1) // 2}"
+            )
+
+
+def refuse_uneven(settings: dict[str, Any], size: tuple[int, ...]) -> None:
+    """On a circle that the stride does not divide patches meet that are apart elsewhere; without padding nothing is a circle."""
+    twice = settings["_reversed_padding_repeated_twice"]
+    for axis, (n, stride) in enumerate(zip(size, settings["stride"], strict=True)):
+        if n % stride and twice[-2 * axis - 1] + twice[-2 * axis - 2]:
+            raise Refused(
+                f"a stride of {stride} does not divide the circle of {n} pixels, on which this layer would not be "
+                f"1-Lipschitz; use a size that is a multiple of {stride}, or padding_mode='zeros'"
             )
 
 

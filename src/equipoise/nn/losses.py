@@ -2,6 +2,9 @@
 
 `K_ij` bounds the Lipschitz constant of `z_i − z_j`: `√2·L` for any pair, `L_trunk·‖w_i − w_j‖₂` where the last layer
 W is known. Both may be tensors with a graph; then the constants are trained as well.
+
+Everything is computed in float64, whatever the logits: constants of pairs are rounded up, and logits near the end of
+float32 do not overflow on the way.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from torch.nn import functional
 
 from equipoise.core.errors import InputError
 
+#: covers the rounding of a handful of float64 operations and of sums of squares over up to 2¹⁶ features
+_ABOVE = 1 + 2.0**-36
 #: 3/2·√2: the offset of the thesis, in units of the constant
 OFFSET = 1.5 * math.sqrt(2)
 
@@ -34,8 +39,9 @@ def offset_cross_entropy(
     _check(z, y)
     if not temperature > 0:
         raise InputError(f"the temperature must be positive, got {temperature}")
-    shifted = z - offset * lipschitz * _one_hot(z, y)
-    return temperature * functional.cross_entropy(shifted / temperature, y)
+    wide = _wide(z)
+    shifted = wide - offset * lipschitz * _one_hot(wide, y)
+    return (temperature * functional.cross_entropy(shifted / temperature, y)).to(z.dtype)
 
 
 def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor | float = 1.0) -> Tensor:
@@ -45,7 +51,7 @@ def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor |
     0.0
     """
     _check(z, y)
-    return functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(z, y)).mean()
+    return functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(_wide(z), y)).mean().to(z.dtype)
 
 
 def margin(z: Tensor, y: Tensor) -> Tensor:
@@ -64,19 +70,25 @@ def pair_constants(
 ) -> Tensor:
     """`K_{y,k}` (batch, classes) with 0 at k = y: `√2·L`, or `L·‖w_y − w_k‖` where the last layer's weight is given.
 
+    In float64, rounded up: never below the constant of the stored weights.
+
     >>> pair_constants(torch.tensor([1]), 2.0, torch.eye(2)).round(decimals=4)
-    tensor([[2.8284, 0.0000]])
+    tensor([[2.8284, 0.0000]], dtype=torch.float64)
     """
+    if isinstance(lipschitz, Tensor):
+        lipschitz = _wide(lipschitz)
     if weight is not None:
-        gap = (weight[y][:, None, :] - weight[None]).square().sum(-1)
+        weight = _wide(weight)
         own = functional.one_hot(y, len(weight)).bool()
-        distance = gap.masked_fill(own, 1.0).sqrt()  # the root has no gradient at 0
-        return (lipschitz * distance).masked_fill(own, 0.0)
+        distance = _lengths((weight[y][:, None, :] - weight[None]).masked_fill(own[..., None], 1.0))
+        return (lipschitz * distance).masked_fill(own, 0.0) * _ABOVE
     if classes is None:
         raise InputError("pair_constants needs the number of classes or the last layer's weight")
     own = functional.one_hot(y, classes).bool()
-    every = torch.as_tensor(math.sqrt(2) * lipschitz, device=y.device).expand(len(y), classes)
-    return every.masked_fill(own, 0.0)
+    every = math.sqrt(2) * (
+        lipschitz if isinstance(lipschitz, Tensor) else _wide(torch.ones(1, device=y.device)) * lipschitz
+    )
+    return every.expand(len(y), classes).masked_fill(own, 0.0) * _ABOVE
 
 
 def lipschitz_margin(
@@ -92,22 +104,28 @@ def lipschitz_margin(
     True
     """
     _check(z, y)
-    return functional.cross_entropy(z + epsilon * pair_constants(y, lipschitz, weight, z.shape[1]).to(z.dtype), y)
+    lifted = _wide(z) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
+    return functional.cross_entropy(lifted, y).to(z.dtype)
 
 
 def gloro_logits(z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None) -> Tensor:
-    """`(z, z_⊥)` with `z_⊥ = max_{k≠j} (z_k + ε·K_{jk})`, j the predicted class: ⊥ wins exactly where radius ε is not
-    certified.
+    """`(z, z_⊥)` with `z_⊥ = max_{k≠j} (z_k + ε·K_{jk})`, j the predicted class, rounded up: where ⊥ does not win, radius ε
+    is certified.
 
     Reference: Leino, Wang, Fredrikson (2021), Globally-robust neural networks, §3.
 
     >>> gloro_logits(torch.tensor([[3.0, 0.0]]), 1.0).argmax(1), gloro_logits(torch.tensor([[1.0, 0.0]]), 1.0).argmax(1)
     (tensor([0]), tensor([2]))
     """
+    return _rounded_up(_with_bottom(_wide(z), epsilon, lipschitz, weight), z.dtype)
+
+
+def _with_bottom(z: Tensor, epsilon: float, lipschitz: Tensor | float, weight: Tensor | None) -> Tensor:
     j = z.argmax(1)
-    lifted = z + epsilon * pair_constants(j, lipschitz, weight, z.shape[1]).to(z.dtype)
+    lifted = z + epsilon * pair_constants(j, lipschitz, weight, z.shape[1])
     bottom = lifted.masked_fill(_one_hot(z, j).bool(), -math.inf).amax(1, keepdim=True)
-    return torch.cat([z, bottom], 1)
+    above = torch.nextafter(bottom.detach(), bottom.new_tensor(math.inf))  # the sum was rounded, perhaps down
+    return torch.cat([z, bottom + (above - bottom.detach())], 1)
 
 
 def gloro(
@@ -120,7 +138,7 @@ def gloro(
     True
     """
     _check(z, y)
-    return functional.cross_entropy(gloro_logits(z, epsilon, lipschitz, weight), y)
+    return functional.cross_entropy(_with_bottom(_wide(z), epsilon, lipschitz, weight), y).to(z.dtype)
 
 
 def gloro_trades(
@@ -140,10 +158,11 @@ def gloro_trades(
     True
     """
     _check(z, y)
-    log_p = z.log_softmax(1)
-    log_q = gloro_logits(z, epsilon, lipschitz, weight).log_softmax(1)[:, :-1]
+    wide = _wide(z)
+    log_p = wide.log_softmax(1)
+    log_q = _with_bottom(wide, epsilon, lipschitz, weight).log_softmax(1)[:, :-1]
     divergence = (log_p.exp() * (log_p - log_q)).sum(1).mean()
-    return functional.cross_entropy(z, y) + beta * divergence
+    return (functional.cross_entropy(wide, y) + beta * divergence).to(z.dtype)
 
 
 def emma(z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None) -> Tensor:
@@ -160,11 +179,11 @@ def emma(z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, 
     True
     """
     _check(z, y)
-    K = pair_constants(y, lipschitz, weight, z.shape[1]).to(z.dtype)
+    K, wide = pair_constants(y, lipschitz, weight, z.shape[1]), _wide(z)
     with torch.no_grad():
-        reached = (z.gather(1, y[:, None]) - z) / K.clamp_min(torch.finfo(z.dtype).tiny)
+        reached = (wide.gather(1, y[:, None]) - wide) / K.clamp_min(torch.finfo(K.dtype).tiny)
         radius = reached.clamp(0, epsilon)
-    return functional.cross_entropy(z + radius * K, y)
+    return functional.cross_entropy(wide + radius * K, y).to(z.dtype)
 
 
 class OffsetCrossEntropy(nn.Module):
@@ -187,6 +206,32 @@ class OffsetCrossEntropy(nn.Module):
     def extra_repr(self) -> str:
         """The constants."""
         return f"temperature={self.temperature}, offset={self.offset:.6g}, lipschitz={self.lipschitz}"
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float64, where the device has it."""
+    return x if x.device.type == "mps" else x.double()
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """‖x‖₂ over the last axis, scaled so that no square vanishes or overflows; the gradient at equal rows is 0."""
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))
+    square = unit.square().sum(-1)
+    positive = square > 0
+    length = torch.where(
+        positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), torch.zeros_like(square)
+    )
+    return largest[..., 0] * length
+
+
+def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype, the last column not below what it was; the gradient is that of the cast."""
+    y = x.to(dtype)
+    last = y.detach()[:, -1:]
+    short = (last.to(x.dtype) < x.detach()[:, -1:]) & torch.isfinite(last)
+    step = torch.nextafter(last, last.new_tensor(math.inf)) - last
+    return torch.cat([y[:, :-1], y[:, -1:] + torch.where(short, step, torch.zeros_like(step))], 1)
 
 
 def _one_hot(z: Tensor, y: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ class Kernel:
     """What a method has to know of its layer: `shape` is (out, in/groups, *taps); a dense layer has no taps.
 
     A transposed convolution is described as the convolution it is the adjoint of: the norm is the same.
+    `whole_circles`: on a circle the layer is applied only where the stride divides the size, and refuses the others.
     """
 
     shape: tuple[int, ...]
@@ -23,11 +25,23 @@ class Kernel:
     stride: tuple[int, ...] = ()
     dilation: tuple[int, ...] = ()
     padding_mode: str = "zeros"
+    whole_circles: bool = False
 
     @property
     def dims(self) -> int:
         """Number of spatial dimensions."""
         return len(self.shape) - 2
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """Along each axis how many taps patches may have that do not meet: `s/gcd(s, d)`, for patches of taps at distance d.
+
+        `i·s + a·d = j·s + b·d` means that `s/gcd(s, d)` divides a − b, on the line and on circles that s divides. On
+        another circle patches meet at odd distances: 1.
+        """
+        if self.padding_mode == "circular" and not self.whole_circles:
+            return (1,) * self.dims
+        return tuple(s // math.gcd(s, d) for s, d in zip(self.stride, self.dilation, strict=True))
 
     def grouped(self, weight: Tensor) -> Tensor:
         """(out, in/g, *taps) → (g, out/g, in/g, *taps): one block of the block-diagonal operator per group."""
@@ -44,6 +58,8 @@ class Method(nn.Module):
 
     #: as it is written in `make_lipschitz(method=…)`
     name: ClassVar[str] = ""
+    #: whether its layers refuse circles that the stride does not divide, for the sake of orthogonality on the others
+    whole_circles: ClassVar[bool] = False
 
     def __init__(self, kernel: Kernel, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()

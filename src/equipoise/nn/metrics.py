@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.core.accuracy import certified_at
 from equipoise.core.bounds import as_upper
 from equipoise.core.errors import InputError
 from equipoise.core.precision import down, up
@@ -88,12 +89,12 @@ class CertifiedAccuracy:
         self.certified = self.certified or [0] * len(self.radii)
 
     def update(self, logits: Tensor, labels: Tensor, lipschitz: Any = 1.0, weight: Tensor | None = None) -> None:
-        """Count a batch: certified at ε means correct and `R > 0`, `R ≥ ε`."""
+        """Count a batch: certified at ε means that the label wins (`R > 0`) and `R ≥ ε`, see `core.accuracy`."""
         found = certified_radius(logits, labels, lipschitz, weight)
         self.samples += len(labels)
         self.correct += int((logits.argmax(1) == labels).sum())
         for i, r in enumerate(self.radii):
-            self.certified[i] += int(((found >= r) & (found > 0)).sum())
+            self.certified[i] += int(certified_at(found, found > 0, r).sum())
 
     def merge(self, other: CertifiedAccuracy) -> None:
         """Add the counts of another part."""

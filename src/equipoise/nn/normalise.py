@@ -87,6 +87,10 @@ class LayerCentering(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The centred samples."""
+        if x.dim() < 2:
+            raise InputError(
+                f"expected (batch, …), got {tuple(x.shape)}: without a batch dimension there are no samples"
+            )
         return x - x.mean(list(range(1, x.dim())), keepdim=True)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from equipoise.maps.geometry import Axis, Lattice, zero_lattice
 from equipoise.nn.method import Kernel
-from equipoise.norms.geometry import Axis, Lattice, zero_lattice
 
 
 class Phases:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError, Refused
 from equipoise.nn.diagonal import check_steps, normalised, rescaling, rounding
 from equipoise.nn.method import Kernel, Method
-from equipoise.nn.peaks import symbol_norm
 from equipoise.nn.phases import Phases
 from equipoise.nn.power import power_norm, power_start
-from equipoise.norms import functional
+from equipoise.norms.differentiable import gram_norm, symbol_norm
 
 Estimator = Literal["gram", "power"]
 
@@ -83,7 +82,7 @@ class SN(Method):
         wide = (raw.cpu() if raw.device.type == "mps" else raw).double()
         blocks = wide.reshape(kernel.groups, -1, kernel.shape[1])
         delta = rounding(kernel.shape[0], kernel.shape[1], 1, 1)
-        return functional.gram_norm(blocks, self.iterations).amax(), delta
+        return gram_norm(blocks, self.iterations).amax(), delta
 
 
 class AOL(Method):

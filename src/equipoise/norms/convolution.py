@@ -7,6 +7,7 @@ size known), or is bounded by the supremum over all frequencies. Lower end: a Ra
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,20 +15,17 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import down, frobenius, gamma, require_finite, rescaled, up
-from equipoise.norms.dense import LARGE, cholesky_bracket, lanczos, random_start
-from equipoise.norms.geometry import (
+from equipoise.maps.geometry import (
     Axis,
-    Convolution,
     Lattice,
-    apply,
     circular_lattice,
-    input_shape,
     is_whole_circle,
     padding_norm,
     polyphase,
-    unpadded,
     zero_lattice,
 )
+from equipoise.maps.linear import Convolution
+from equipoise.norms.dense import LARGE, cholesky_bracket, lanczos, random_start
 from equipoise.norms.gram import gram_bracket, rayleigh_lower, wide
 from equipoise.norms.supremum import Search, SymbolBound
 from equipoise.norms.symbol import Symbol
@@ -54,11 +52,11 @@ def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def conv_bracket(conv: Convolution, rtol: float = 1e-3) -> Bracket:
     """Bracket of the norm of a convolution operator; with unknown input size, of the supremum over all sizes."""
-    kernel = wide(require_finite(conv.kernel))
-    if not bool(kernel.any()):
+    weight = wide(require_finite(conv.weight))
+    if not bool(weight.any()):
         return Bracket(0.0, 0.0, rtol, "zero kernel")
-    kernel, e = rescaled(kernel)
-    bracket = _scaled_bracket(replace(conv, kernel=kernel), rtol)
+    weight, e = rescaled(weight)
+    bracket = _scaled_bracket(conv.with_weight(weight), rtol)
     return replace(bracket, lower=math.ldexp(float(bracket.lower), e), upper=math.ldexp(float(bracket.upper), e))
 
 
@@ -104,7 +102,7 @@ def _by_symbol(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | N
         upper, lower, start = _zero_bound(conv, rtol)
         return upper, lower, start, "symbol"
     factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
-    upper, lower, start = _zero_bound(unpadded(conv), rtol)
+    upper, lower, start = _zero_bound(conv.unpadded(), rtol)
     lower = 0.0 if conv.known else lower
     return up(upper * factor), lower, None, f"symbol × {conv.padding} padding"
 
@@ -112,9 +110,9 @@ def _by_symbol(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | N
 def _irregular_circle(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
     """Circular padding with a stride that does not divide the size: outputs are a selection of all stride-1 outputs."""
     pad = math.prod(padding_norm(axis, "circular") for axis in conv.axes)
-    by_pad, lower, _ = _zero_bound(unpadded(conv), rtol)
+    by_pad, lower, _ = _zero_bound(conv.unpadded(), rtol)
     upper, method = up(by_pad * pad), "symbol × circular padding"
-    plain = replace(conv, axes=tuple(_dense_outputs(axis) for axis in conv.axes))
+    plain = conv.on([_dense_outputs(axis) for axis in conv.axes])
     found = [circular_lattice(axis) for axis in plain.axes]
     factor = math.prod(_repeats(axis) for axis in conv.axes)
     by_rows = _lattice_bound(plain, [f[0] for f in found if f is not None], 0.9 * rtol, rtol)[0] * factor
@@ -165,7 +163,7 @@ def _lattice_bound(
         at_symbol = float(rayleigh_lower(E, v)) - float(symbol.at_error()[found.group])
         return found.upper, max(0.0, down(at_symbol)), None
     sides = [lattice.window_out if symbol.adjoint else lattice.window for lattice in lattices]
-    lower = _windowed_lower(symbol, found.group, found.omega, v, sides)
+    lower = windowed_lower(symbol, found.group, found.omega, v, sides)
     start = (
         None if found.upper <= (1 + rtol) * lower else _plane_wave(conv, symbol.adjoint, found.group, found.omega, v)
     )
@@ -208,20 +206,16 @@ def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: 
     x[group] = wave
     x = x.flatten(0, 1)[None]
     x = x if conv.kernel.is_complex() else x.real.contiguous()
-    return _adjoint_times(conv, x) if adjoint else x
+    return conv.adjoint().apply(x) if adjoint else x
 
 
-def _adjoint_times(conv: Convolution, y: Tensor) -> Tensor:
-    image = y.new_zeros(1, *input_shape(conv)).requires_grad_()
-    with torch.enable_grad():
-        out = apply(conv, image)
-    return torch.autograd.grad(out, image, y)[0]
-
-
-def _windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows: list[int]) -> float:
+def windowed_lower(
+    symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows: Sequence[int], scale: Tensor | None = None
+) -> float:
     """Rayleigh quotient of `w(i)·e^{iω·i}·v`, a plane wave under a sine window that meets no border.
 
-    `‖K x‖² = Σ_b r(b)·v*C_b v·e^{-ib·ω}` with r the autocorrelation of the window: no convolution is run, whatever the size.
+    `‖K x‖² = Σ_b r(b)·v*C_b v·e^{-ib·ω}` with r the autocorrelation of the window: no convolution is run, whatever the
+    size. With `scale` (at most 1) the columns of the symbol are multiplied by it.
     """
     if symbol.correlations is None or any(w < 1 for w in windows):
         return 0.0
@@ -231,11 +225,17 @@ def _windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, window
         window = torch.sin(math.pi * torch.arange(1, n + 1, dtype=torch.float64) / (n + 1))
         r = [float(window[: n - b] @ window[b:]) if b < n else 0.0 for b in range(symbol.lengths[j])]
         correlation *= correlation.new_tensor([r[abs(int(b))] / r[0] for b in symbol.offsets[:, j]])
-    v = wide(v) / torch.linalg.vector_norm(v)
-    C = symbol.correlations[group].to(torch.complex128)
-    inner = (v.conj() @ (C @ v[:, None])[..., 0].mT).resolve_conj()
+    v = wide(v)
+    v = v / torch.linalg.vector_norm(v)
+    v = v if scale is None else v * scale
+    if symbol.correlations.is_complex():
+        inner = (v.conj() @ (symbol.correlations[group] @ v[:, None])[..., 0].mT).resolve_conj()
+        real, imag = inner.real, inner.imag
+    else:  # real products are the faster ones
+        p, q = symbol.correlations[group] @ v.real, symbol.correlations[group] @ v.imag
+        real, imag = p @ v.real + q @ v.imag, q @ v.real - p @ v.imag
     angle = symbol.offsets @ omega
-    terms = (inner * torch.complex(angle.cos(), -angle.sin())).real * correlation
+    terms = (real * angle.cos() + imag * angle.sin()) * correlation
     terms[1:] *= 2  # each offset stands for ±b
     slack = gamma(2 * sum(symbol.kernel.shape[1:3]) + 2 * symbol.kernel[0].numel() + 16384, torch.float64)
     error = 8 * (slack + symbol.phase_error()) * float(symbol.size[group]) ** 2
@@ -243,27 +243,21 @@ def _windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, window
 
 
 def _entries(conv: Convolution) -> float:
-    rows, columns = _dimensions(conv)
-    return float(rows) * columns
-
-
-def _dimensions(conv: Convolution) -> tuple[int, int]:
-    groups, co, _ = conv.kernel.shape[:3]
-    return groups * co * math.prod(a.out or 0 for a in conv.axes), math.prod(input_shape(conv))
+    return float(math.prod(conv.output_shape)) * math.prod(conv.input_shape)
 
 
 def materialise(conv: Convolution) -> Tensor:
     """The dense matrix of the operator in float64, by applying it to every unit vector (small cases only)."""
-    shape = input_shape(conv)
-    basis = torch.eye(math.prod(shape), dtype=conv.kernel.dtype, device=conv.kernel.device).reshape(-1, *shape)
-    return apply(conv, basis).flatten(1).mT
+    shape = conv.input_shape
+    basis = torch.eye(math.prod(shape), dtype=conv.weight.dtype, device=conv.weight.device).reshape(-1, *shape)
+    return conv.apply(basis).flatten(1).mT
 
 
 def _materialised(conv: Convolution, rtol: float) -> Bracket:
     """Bracket of the dense matrix; overlapping copies (wrapped or reflected taps) are sums, whose rounding is added."""
     W = materialise(conv)
     low, high, _ = dense_bracket(W, rtol)
-    size = frobenius(materialise(replace(conv, kernel=conv.kernel.abs().to(conv.kernel.dtype))))
+    size = frobenius(materialise(conv.with_weight(conv.weight.abs().to(conv.weight.dtype))))
     error = float(up(gamma(conv.kernel[0, 0].numel() + 4, torch.float64) * size)) * 2
     note = "" if float(high) <= (1 + rtol) * float(low) else "the precision does not allow a smaller gap"
     return Bracket(max(0.0, down(float(low) - error)), up(float(high) + error), rtol, "materialised", note)
@@ -271,31 +265,31 @@ def _materialised(conv: Convolution, rtol: float) -> Bracket:
 
 def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float) -> float:
     """Lanczos on the operator itself, then a Rayleigh quotient in float64; 0 where that would cost too much."""
-    rows, columns = _dimensions(conv)
+    rows, columns = math.prod(conv.output_shape), math.prod(conv.input_shape)
     flops = 4.0 * rows * conv.kernel[0, 0].numel()
     steps = int(min(16 if start is None else 3, LANCZOS_FLOPS / flops))
     if steps < 3 or columns * steps > 2e8:
         return 0.0
-    quick = replace(conv, kernel=conv.kernel.to(torch.complex64 if conv.kernel.is_complex() else torch.float32))
-    shape = input_shape(conv)
+    quick = conv.with_weight(conv.weight.to(torch.complex64 if conv.weight.is_complex() else torch.float32))
+    shape = conv.input_shape
 
     def multiply(x: Tensor) -> Tensor:
-        return _adjoint_times(quick, apply(quick, x.reshape(1, *shape))).flatten()
+        return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
 
     if start is None or not bool(start.any()):
-        first = random_start(columns, quick.kernel)
+        first = random_start(columns, quick.weight)
     else:
-        first = start.to(quick.kernel.dtype).flatten()
+        first = start.to(quick.weight.dtype).flatten()
     v, reached = first, 0.0
     for _ in range(5):  # from the plane wave one short run is nearly always enough; go on while it pays
         v = lanczos(multiply, v, steps)
-        value = float(torch.linalg.vector_norm(apply(quick, v.reshape(1, *shape))) / torch.linalg.vector_norm(v))
+        value = float(torch.linalg.vector_norm(quick.apply(v.reshape(1, *shape))) / torch.linalg.vector_norm(v))
         if value <= reached * (1 + rtol / 10) or steps * flops > LANCZOS_FLOPS / 2:
             break
         reached = value
     x = wide(v).reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
-    y = apply(conv, x)
+    y = conv.apply(x)
     pad = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
     size = float(frobenius(conv.kernel.abs().flatten(3).sum(-1)).max()) * (1 + 1e-10)
     error = gamma(2 * conv.kernel[0, 0].numel() + 8, torch.float64) * size * pad * 2

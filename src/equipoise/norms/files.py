@@ -28,8 +28,9 @@ from torch import Tensor
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.precision import full_precision, require_finite, working_dtype
+from equipoise.maps.geometry import PaddingMode
+from equipoise.maps.linear import convolution
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.geometry import Padding, from_kernel
 from equipoise.norms.spectral import spectral_norm
 
 Status = Literal["bracket", "skipped", "refused"]
@@ -67,7 +68,7 @@ class Reading:
 
     rtol: float = 1e-3
     input_size: tuple[int, ...] | None = None
-    padding: Padding = "zeros"
+    padding: PaddingMode = "zeros"
     stride: int = 1
 
     def __post_init__(self) -> None:
@@ -144,7 +145,7 @@ def tensor_bracket(tensor: Tensor, reading: Reading) -> Bracket:
     given = reading.input_size
     size = given[0] if given is not None and len(given) == 1 else given  # one number serves every axis
     with torch.no_grad(), full_precision():
-        conv = from_kernel(weight, reading.padding, reading.stride, input_size=size)
+        conv = convolution(weight, reading.padding, reading.stride, input_size=size)
         return conv_bracket(conv, reading.rtol)
 
 

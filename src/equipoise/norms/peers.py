@@ -20,12 +20,13 @@ from torch import Tensor
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, require_finite, up
+from equipoise.maps.geometry import PaddingMode
+from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.convolution import dense_bracket, materialise
 from equipoise.norms.dense import random_start
-from equipoise.norms.geometry import Convolution, Padding, apply, from_kernel, input_shape
 from equipoise.norms.symbol import Symbol
 
-Run = Callable[[Tensor, tuple[int, ...], Padding, int], Bound]
+Run = Callable[[Tensor, tuple[int, ...], PaddingMode, int], Bound]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,11 @@ class Peer:
     call: Run
 
     def run(
-        self, kernel: Tensor, input_size: int | tuple[int, ...], padding: Padding = "circular", iterations: int = 100
+        self,
+        kernel: Tensor,
+        input_size: int | tuple[int, ...],
+        padding: PaddingMode = "circular",
+        iterations: int = 100,
     ) -> Bound:
         """The norm of the stride-1 «same» convolution with this kernel on this input size, as this method sees it."""
         if kernel.dim() != 4:
@@ -53,8 +58,8 @@ class Peer:
             return self.call(require_finite(kernel.detach()), sizes, padding, iterations)
 
 
-def _conv(kernel: Tensor, sizes: tuple[int, ...], padding: Padding) -> Convolution:
-    return from_kernel(kernel, padding, input_size=sizes)
+def _conv(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode) -> Convolution:
+    return convolution(kernel, padding, input_size=sizes)
 
 
 def _symbol(kernel: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -71,30 +76,30 @@ def _symbol(kernel: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.fft.rfft2(folded, s=sizes).permute(2, 3, 0, 1).flatten(0, 1)
 
 
-def _circular(padding: Padding, kind: Kind) -> Kind:
+def _circular(padding: PaddingMode, kind: Kind) -> Kind:
     """What a statement about the circular operator is worth for the padding asked about."""
     return kind if padding == "circular" else Kind.ESTIMATE
 
 
-def _svd(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
+def _svd(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     conv = _conv(kernel.double(), sizes, padding)
-    if math.prod(input_shape(conv)) > 20_000:
-        raise InputError(f"exact SVD materialises the operator; {math.prod(input_shape(conv))} inputs are too many")
+    if math.prod(conv.input_shape) > 20_000:
+        raise InputError(f"exact SVD materialises the operator; {math.prod(conv.input_shape)} inputs are too many")
     return Bound(float(torch.linalg.matrix_norm(materialise(conv), ord=2)), Kind.EXACT, "svd")
 
 
 def _power_iteration(conv: Convolution, iterations: int) -> float:
     """`‖Kv‖/‖v‖` after power iteration on K*K, with the adjoint from autograd."""
-    shape = input_shape(conv)
-    x = random_start(math.prod(shape), conv.kernel).reshape(1, *shape)
+    shape = conv.input_shape
+    x = random_start(math.prod(shape), conv.weight).reshape(1, *shape)
     for _ in range(iterations):
         x = (x / torch.linalg.vector_norm(x)).requires_grad_()
         with torch.enable_grad():
-            y = apply(conv, x)
+            y = conv.apply(x)
         (x,) = torch.autograd.grad(y, x, y.detach())
     x = (x / torch.linalg.vector_norm(x)).double()
-    wide = Convolution(conv.kernel.double(), conv.axes, conv.padding)
-    return float(torch.linalg.vector_norm(apply(wide, x)) / torch.linalg.vector_norm(x)) * (1 - 1e-12)
+    wide = conv.with_weight(conv.weight.double())
+    return float(torch.linalg.vector_norm(wide.apply(x)) / torch.linalg.vector_norm(x)) * (1 - 1e-12)
 
 
 def power_iterates(W: Tensor, iterations: int, start: Tensor | None = None) -> list[float]:
@@ -113,21 +118,21 @@ def power_iterates(W: Tensor, iterations: int, start: Tensor | None = None) -> l
     return values
 
 
-def _power(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
+def _power(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     return Bound(_power_iteration(_conv(kernel, sizes, padding), iterations), Kind.LOWER, "power")
 
 
-def _ryu(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
+def _ryu(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     kind = Kind.LOWER if padding == "zeros" else Kind.ESTIMATE
     return Bound(_power_iteration(_conv(kernel, sizes, "zeros"), iterations), kind, "ryu")
 
 
-def _sedghi(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
+def _sedghi(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     value = float(torch.linalg.svdvals(_symbol(kernel, sizes)).amax())
     return Bound(value, _circular(padding, Kind.EXACT), "sedghi")
 
 
-def _singla(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
+def _singla(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     """√(k1·k2) times the least of four reshaped norms; proved for zero and circular padding."""
     co, ci, k1, k2 = kernel.shape
     shapes = (
@@ -141,7 +146,7 @@ def _singla(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations
     return Bound(up(up(least) * math.sqrt(k1 * k2)), kind, "singla")
 
 
-def _araujo(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
+def _araujo(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     """Frobenius norm of the symbol on a grid of ten points per tap, with the cosine factor (1/(1 − α) in print is larger)."""
     symbol = Symbol.of(kernel[None], 1)
     grid = [10 * k for k in kernel.shape[2:]]
@@ -154,7 +159,7 @@ def _araujo(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations
     return Bound(min(value, float(symbol.size.max())), kind, "araujo")
 
 
-def _yi(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
+def _yi(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     E = _symbol(kernel.double(), sizes)
     v = random_start(E.shape[-1], E).expand(len(E), -1)[..., None]
     for _ in range(iterations):
@@ -177,7 +182,7 @@ def complex_gram(K: Tensor, size: int | tuple[int, ...], iterations: int = 6) ->
     return ((torch.linalg.matrix_norm(A).log() + log) / 2**iterations).amax().exp()
 
 
-def _gram(kernel: Tensor, sizes: tuple[int, ...], padding: Padding, iterations: int) -> Bound:
+def _gram(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     """At most ten doublings. An upper bound for circular padding in real arithmetic; rounding is not covered: an estimate."""
     return Bound(float(complex_gram(kernel, sizes, min(iterations, 10))), Kind.ESTIMATE, "gram")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
 from equipoise.core.precision import full_precision, require_finite, up, working_dtype
+from equipoise.maps.linear import Adjoint, Convolution, Matrix
+from equipoise.maps.reading import read
 from equipoise.norms.convolution import conv_bracket, dense_bracket
 from equipoise.norms.dense import LARGE, cholesky_bracket
-from equipoise.norms.geometry import effective_weight, from_module, module_kind
 from equipoise.norms.gram import cast_error, complete_pair, gram_bracket, scaled, wide
 
 Method = Literal["auto", "gram", "cholesky"]
@@ -62,12 +62,12 @@ def spectral_norm(
         raise InputError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
     with torch.no_grad(), full_precision():
         if isinstance(operator, nn.Module):
-            kind = module_kind(operator)
-            if kind is nn.Linear:
-                operator = effective_weight(operator)
-            else:
-                conv = from_module(operator, input_size)
-                return conv_bracket(replace(conv, kernel=_computable(conv.kernel)), rtol)
+            found = read(operator, input_size)
+            if not isinstance(found, Matrix):
+                conv = found.conv if isinstance(found, Adjoint) else found
+                assert isinstance(conv, Convolution)
+                return conv_bracket(conv.with_weight(_computable(conv.weight)), rtol)
+            operator = found.matrix
         if not isinstance(operator, Tensor):
             raise InputError(f"expected a tensor or a layer, got {type(operator).__name__}")
         return _matrix_bracket(_computable(operator.detach()), rtol, method, dtype, vectors)

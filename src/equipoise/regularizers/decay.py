@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, Refused
 from equipoise.regularizers.selection import Names, select_layers, weight_of
 
 Form = Literal["jensen", "centred", "taylor", "montecarlo"]
@@ -141,10 +142,15 @@ class ActivationDecay:
             raise InputError(f"there is no nn.Linear named {layer!r}; there are {', '.join(map(repr, self._layers))}")
         self._seen: tuple[str, Tensor, Tensor] | None = None
         self._inner: list[Any] = []
+        self._differentiated = True
         self._outer = [
             model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end, always_call=True),
+            model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles start without a forward pass: the activations of this one are not theirs."""
+        return {**self.__dict__, "_seen": None, "_inner": []}
 
     def __call__(
         self, targets: Tensor | None = None, mask: Tensor | None = None, count: Tensor | float | None = None
@@ -218,25 +224,30 @@ class ActivationDecay:
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         self._drop()
-        self._seen = None
+        self._seen, self._differentiated = None, torch.is_grad_enabled()
         watched = self._layers if self.name is None else {self.name: self._layers[self.name]}
         self._inner = [
-            layer.register_forward_hook(lambda _, args, out, name=name: self._note(name, args, out))
+            layer.register_forward_hook(partial(self._pass, name), with_kwargs=True)
             for name, layer in watched.items()
             if layer is not model
         ]
 
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         self._drop()
         if model in self._layers.values():  # the model is itself the last layer
-            self._note(next(iter(self._layers)), args, output)
+            self._note(next(iter(self._layers)), args, kwargs, output)
         if self._seen is None and isinstance(output, Tensor):
             raise InputError(f"the forward pass did not call {self.name!r}" if self.name else "no nn.Linear was called")
         if self._seen is not None:
             self.name = self._seen[0]
 
-    def _note(self, name: str, args: Any, output: Tensor) -> None:
-        self._seen = (name, args[0], output)
+    def _pass(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
+        if self._inner:  # a copy made during a pass has the hook, but is not in one
+            self._note(name, args, kwargs, output)
+
+    def _note(self, name: str, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
+        refuse_without_gradient(name, self._differentiated)
+        self._seen = (name, _input(args, kwargs), output)
 
     def _drop(self) -> None:
         for handle in self._inner:
@@ -265,10 +276,15 @@ class LayerwiseDecay:
         self._layers = _linear_layers(model, names)
         self._seen: list[tuple[str, Tensor]] = []
         self._inner: list[Any] = []
+        self._differentiated = True
         self._outer = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles start without a forward pass."""
+        return {**self.__dict__, "_seen": [], "_inner": []}
 
     def __call__(self) -> Tensor:
         """The penalty of the latest forward pass."""
@@ -290,16 +306,36 @@ class LayerwiseDecay:
         self._outer, self._inner, self._seen = [], [], []
 
     def _begin(self, model: nn.Module, args: Any) -> None:
-        self._seen = []
+        self._seen, self._differentiated = [], torch.is_grad_enabled()
         self._inner = [
-            layer.register_forward_pre_hook(lambda _, args, name=name: self._seen.append((name, args[0])))
+            layer.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
             for name, layer in self._layers.items()
         ]
+
+    def _note(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._inner:
+            refuse_without_gradient(name, self._differentiated)
+            self._seen.append((name, _input(args, kwargs)))
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         for handle in self._inner:
             handle.remove()
         self._inner = []
+
+
+def refuse_without_gradient(name: str, wanted: bool) -> None:
+    """A reentrant checkpoint runs its part without gradients first: the penalty would be a number and not train anything."""
+    if wanted and not torch.is_grad_enabled():
+        raise Refused(
+            f"{name!r} runs where gradients are switched off (a reentrant checkpoint?), so that its activations could not be "
+            "decayed: call torch.utils.checkpoint.checkpoint(…, use_reentrant=False), or the whole model under no_grad"
+        )
+
+
+def _input(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """What an `nn.Linear` was given, by place or by name."""
+    found: Tensor = args[0] if args else kwargs["input"]
+    return found
 
 
 def _linear_layers(model: nn.Module, names: Names = None) -> dict[str, nn.Module]:

@@ -164,7 +164,7 @@ class SharpnessAware:
         return loss.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the optimiser."""
+        """State of the optimizer."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state
 

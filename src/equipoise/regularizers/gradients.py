@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+from equipoise.core.strides import fresh_strides
 
 
 def input_gradient_penalty(
@@ -37,7 +38,7 @@ def input_gradient_penalty(
     if not (math.isfinite(target) and target >= 0 and math.isfinite(weight) and weight >= 0):
         raise InputError(f"target and weight must be non-negative numbers, got {target} and {weight}")
     with torch.enable_grad():
-        x = x.detach().requires_grad_()
+        x = fresh_strides(x.detach()).requires_grad_()
         output = model(x)
         if y is None:
             if output.numel() != len(x):

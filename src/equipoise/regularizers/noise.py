@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
+from equipoise.core.strides import fresh_strides
 
 Model = nn.Module | Callable[[Tensor], Tensor]
 
@@ -21,7 +22,7 @@ def add_noise(x: Tensor, sigma: float, generator: torch.Generator | None = None)
     torch.Size([2, 3])
     """
     _check_sigma(sigma)
-    return x + sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    return fresh_strides(x) + sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
 def noisy_copies(x: Tensor, sigma: float, copies: int, generator: torch.Generator | None = None) -> Tensor:
@@ -89,7 +90,7 @@ def smooth_adversarial(
     _check_sigma(sigma)
     if not (math.isfinite(epsilon) and epsilon >= 0) or steps < 1:
         raise InputError(f"expected epsilon ≥ 0 and steps ≥ 1, got {epsilon} and {steps}")
-    x = x.detach()
+    x = fresh_strides(x.detach())
     many = x.repeat(copies, *(1,) * (x.dim() - 1))
     noise = sigma * torch.randn(many.shape, generator=generator, dtype=x.dtype, device=x.device)
     step = 2 * epsilon / steps if step_size is None else step_size

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
-from equipoise.regularizers.selection import weight_of
+from equipoise.core.strides import fresh_strides
+from equipoise.regularizers.selection import LINEAR_MAPS, weight_of
 
 
 def apply_linear(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
@@ -33,6 +34,20 @@ def input_shapes(model: nn.Module, layers: dict[str, nn.Module], example: Tensor
     if missing:
         raise InputError(f"the forward pass does not use {', '.join(missing)}; leave them out with names=")
     return shapes
+
+
+def zero_image(model: nn.Module, input_size: int | tuple[int, ...]) -> Tensor:
+    """One image of zeros for the first convolution of the model."""
+    first = next(
+        module for module in model.modules() if isinstance(module, LINEAR_MAPS) and not isinstance(module, nn.Linear)
+    )
+    weight = weight_of(first)
+    dims = weight.dim() - 2
+    size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size)
+    if len(size) != dims or any(n < 1 for n in size):
+        raise InputError(f"input_size must be {dims} positive number(s), got {input_size}")
+    channels = getattr(first, "in_channels", 1)
+    return torch.zeros(1, int(channels), *size, device=weight.device, dtype=weight.dtype)
 
 
 @contextmanager
@@ -114,4 +129,4 @@ def _orthonormal(V: Tensor) -> Tensor:
     if len(V) == 1:
         return V / torch.linalg.vector_norm(V)
     Q, _ = torch.linalg.qr(V.flatten(1).mT)
-    return Q.mT.reshape(V.shape).contiguous()
+    return fresh_strides(Q.mT.reshape(V.shape))

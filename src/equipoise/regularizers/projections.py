@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,8 +11,9 @@ from torch import nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import gamma, up
-from equipoise.norms.geometry import Axis, module_kind, padding_norm
+from equipoise.core.precision import gamma, rescaled, up
+from equipoise.maps.geometry import padding_norm
+from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, plain_weight, select_layers, weight_of
 
@@ -61,7 +61,7 @@ def project_(
     *,
     input_sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Bound]:
-    """`W ← W / max(1, ‖W‖_p / λ)` for chosen layers, after an optimiser step (λ = `radius`); returns the norms it leaves.
+    """`W ← W / max(1, ‖W‖_p / λ)` for chosen layers, after an optimizer step (λ = `radius`); returns the norms it leaves.
 
     Guarantee: every bound returned is at most λ, for the weights as stored after rounding. It is the radial projection, not
     the nearest matrix. `input_sizes` gives the spatial input size by layer name, for p = 2; without it the bound holds for
@@ -83,6 +83,9 @@ def project_(
 
 @torch.no_grad()
 def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size: tuple[int, ...] | None) -> Bound:
+    largest = float(W.abs().max()) if W.numel() else 0.0
+    if math.isfinite(largest) and largest > max(torch.finfo(W.dtype).max / 2**32, 4 * radius):  # sums may overflow
+        W.copy_(rescaled(W)[0] * max(1.0, 4 * radius))  # still outside: only the direction counts
     bound, margin = operator_norm(module, p, size), 0.0
     for _ in range(60):
         if float(bound) <= radius:
@@ -147,14 +150,7 @@ def after_step(project: Callable[[], Any], optimizer: torch.optim.Optimizer) -> 
     return optimizer.register_step_post_hook(hook)
 
 
-def _copies(layer: Any, input_size: int | tuple[int, ...] | None) -> float:
+def _copies(module: nn.Module, input_size: int | tuple[int, ...] | None) -> float:
     """How many positions of the padded input one pixel fills at most."""
-    dims = len(layer.kernel_size)
-    twice = layer._reversed_padding_repeated_twice
-    pads = [(twice[2 * i], twice[2 * i + 1]) for i in range(dims)][::-1]
-    sizes = (input_size,) * dims if isinstance(input_size, int) or input_size is None else input_size
-    axes = [
-        replace(Axis(k, s, d, left, right), size=n)
-        for k, s, d, (left, right), n in zip(layer.kernel_size, layer.stride, layer.dilation, pads, sizes, strict=True)
-    ]
-    return math.prod(float(round(padding_norm(axis, layer.padding_mode) ** 2)) for axis in axes)
+    conv = geometry_of(module, input_size)
+    return math.prod(float(round(padding_norm(axis, conv.padding) ** 2)) for axis in conv.axes)

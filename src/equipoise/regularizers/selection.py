@@ -1,4 +1,4 @@
-"""Which layers a regulariser speaks of: by module type, and by name pattern."""
+"""Which layers a regularizer speaks of: by module type, and by name pattern."""
 
 from __future__ import annotations
 

@@ -12,15 +12,15 @@ from torch.nn.utils import parametrize
 
 from equipoise.core.bounds import Bracket, Kind
 from equipoise.core.errors import InputError
-from equipoise.norms.functional import conv_norm, gram_norm
-from equipoise.norms.geometry import module_kind
+from equipoise.maps.linear import Convolution
+from equipoise.maps.reading import geometry_of, module_kind
+from equipoise.norms.differentiable import gram_norm, map_norm
 from equipoise.norms.spectral import spectral_norm
-from equipoise.regularizers.operators import SingularVectors, input_shapes
+from equipoise.regularizers.operators import SingularVectors, input_shapes, zero_image
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, select_layers, weight_of
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
 BoundName = Literal["tracked", "gram"]
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 #: what each kind makes of the norms σ (a vector) and the target γ
 _FORMULAS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -49,9 +49,9 @@ class SpectralPenalty:
 
     - `"tracked"` (default): `‖A v‖` for singular vectors that follow the layer by one step of subspace iteration per call. It
       is a **lower** bound that is tight once settled, its gradient is that of σ₁, and it costs a few hundredths of a step.
-    - `"gram"`: `gram_norm` and `conv_norm`, an **upper** bound at every call (in float32 up to some 1e-6), at the cost of
-      Gram products. `every=k` recomputes it every k calls only; between, `s + ⟨∂s, W − W₀⟩` takes its place, which lies
-      below the bound (which is convex in W) and is an estimate.
+    - `"gram"`: `gram_norm` and `conv_norm`, an upper bound in exact arithmetic, at the cost of Gram products. Its rounding is
+      not covered (float32 may lie some 1e-6 below the norm), so it is labelled an **estimate**. `every=k` recomputes it
+      every k calls only; between, `s + ⟨∂s, W − W₀⟩` takes its place, which lies below the bound (which is convex in W).
 
     Neither feeds a certificate; `brackets()` gives proved ones.
 
@@ -124,10 +124,8 @@ class SpectralPenalty:
 
     @property
     def side(self) -> Kind:
-        """On which side of the truth the norms that are penalised lie."""
-        if self.bound == "tracked":
-            return Kind.LOWER
-        return Kind.UPPER if self.every == 1 else Kind.ESTIMATE
+        """What the penalised norms are: a lower bound, or an estimate (an upper bound but for its rounding)."""
+        return Kind.LOWER if self.bound == "tracked" else Kind.ESTIMATE
 
     def __call__(self) -> Tensor:
         """The penalty, to be added to the loss; moves the tracked vectors by one step."""
@@ -227,7 +225,7 @@ class SpectralPenalty:
             )
         if example is None:
             assert input_size is not None
-            example = _zeros(model, input_size)
+            example = zero_image(model, input_size)
         found = input_shapes(model, {name: self.layers[name] for name in spatial}, example)
         return {**linear, **found}
 
@@ -238,43 +236,7 @@ def layer_bound(module: nn.Module, size: tuple[int, ...] | None, iterations: int
     >>> layer_bound(nn.Linear(2, 2, bias=False).requires_grad_(False), None).shape
     torch.Size([])
     """
-    layer: Any = module
     W = weight_of(module)
     if isinstance(module, nn.Linear):
         return gram_norm(W, iterations)
-    dims = W.dim() - 2
-    options: dict[str, Any] = {
-        "dilation": layer.dilation,
-        "groups": layer.groups,
-        "grid": grid,
-        "iterations": iterations,
-    }
-    if isinstance(
-        module, _TRANSPOSED
-    ):  # the adjoint of the convolution with the same weight and the output as its input
-        amount = [(p, p) for p in layer.padding]
-        if size is not None:
-            size = tuple(
-                (n - 1) * s - 2 * p + d * (k - 1) + e + 1
-                for n, s, p, d, k, e in zip(
-                    size, layer.stride, layer.padding, layer.dilation, W.shape[2:], layer.output_padding, strict=True
-                )
-            )
-        return conv_norm(W, "zeros", layer.stride, size, amount=amount, **options)
-    twice = layer._reversed_padding_repeated_twice
-    amount = [(twice[2 * i], twice[2 * i + 1]) for i in range(dims)][::-1]
-    return conv_norm(W, layer.padding_mode, layer.stride, size, amount=amount, **options)
-
-
-def _zeros(model: nn.Module, input_size: int | tuple[int, ...]) -> Tensor:
-    """One image of zeros for the first convolution of the model."""
-    first = next(
-        module for module in model.modules() if isinstance(module, LINEAR_MAPS) and not isinstance(module, nn.Linear)
-    )
-    weight = weight_of(first)
-    dims = weight.dim() - 2
-    size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size)
-    if len(size) != dims or any(n < 1 for n in size):
-        raise InputError(f"input_size must be {dims} positive number(s), got {input_size}")
-    channels = getattr(first, "in_channels", 1)
-    return torch.zeros(1, int(channels), *size, device=weight.device, dtype=weight.dtype)
+    return map_norm(Convolution(W, geometry_of(module, size)), iterations, grid)

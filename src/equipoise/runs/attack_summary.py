@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from equipoise.core.accuracy import certified_at
 from equipoise.runs.attack_search import Known, Searcher, Violation
 from equipoise.runs.attack_target import Target
 from equipoise.runs.rows import InputId
@@ -95,7 +96,7 @@ def summarise_attacks(
     count = max(len(whole), 1)
     accuracy = {k: {e: sum(not rows[i, k, e].success for i in whole) / count for e in levels} for k in kinds}
     known = [certified[i] for i in whole if i in certified]
-    proved = {e: sum(c.right and c.radius >= e for c in known) / len(known) for e in levels} if known else {}
+    proved = {e: sum(certified_at(c.radius, c.right, e) for c in known) / len(known) for e in levels} if known else {}
     tried = sum(r.kind == "smoothed" and r.id in certified and certified[r.id].contradicts(r.epsilon) for r in kept)
     unique = {(v.id, v.distance): v for v in reversed(searcher.violations)}
     alpha = None if target.parameters is None else target.parameters.alpha

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import InputError
+from equipoise.core import InputError, fresh_strides
 from equipoise.runs.rows import InputId, Item, plain_id
 from equipoise.smoothing.partitions import Ints
 
@@ -92,7 +92,7 @@ class Inputs:
             raise InputError(f"input {self.ids[position]!r} is {x.dtype}; expected floats, e.g. x.float() / 255")
         if not bool(torch.isfinite(x).all()):
             raise InputError(f"input {self.ids[position]!r} holds NaN or infinity")
-        return Item(position, self.ids[position], y, x)
+        return Item(position, self.ids[position], y, fresh_strides(x))
 
     def fingerprint(self, positions: Ints) -> str:
         """Of the whole data where that is cheap or the dataset knows its own; else of the selected inputs, read once."""

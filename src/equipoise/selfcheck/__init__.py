@@ -1,10 +1,10 @@
-"""Guarantees tested on the user's own hardware: random and trained operators against a float64 reference.
+"""Guarantees tested on the user's own hardware: random and trained operators and whole networks, attacked in float64.
 
-`CHECKS` is the table of what is tested; a later floor adds its guarantees as a row.
+`SUITES` is the table of what is tested; a later floor adds its guarantees as a row.
 """
 
 from equipoise.selfcheck.runner import Check, Report, run
-from equipoise.selfcheck.table import CHECKS
+from equipoise.selfcheck.table import CHECKS, SUITES
 from equipoise.selfcheck.tally import REFERENCE_ROUNDING, Tally
 
-__all__ = ["CHECKS", "REFERENCE_ROUNDING", "Check", "Report", "Tally", "run"]
+__all__ = ["CHECKS", "REFERENCE_ROUNDING", "SUITES", "Check", "Report", "Tally", "run"]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from equipoise.core.bounds import Kind
+from equipoise.maps.linear import convolution
 from equipoise.norms.convolution import materialise
-from equipoise.norms.geometry import from_kernel
 from equipoise.norms.peers import PEERS
 from equipoise.norms.reference import reference_norm
 from equipoise.norms.spectral import spectral_norm
@@ -136,7 +136,7 @@ def other_bounds(batch: Batch) -> None:
     shape = (batch.integer(1, 3), batch.integer(1, 3), batch.integer(1, 3), batch.integer(1, 3))
     K = torch.randn(shape, generator=batch.generator, dtype=batch.choose(torch.float32, torch.float64))
     n, padding = batch.integer(3, 7), batch.choose("zeros", "circular")
-    conv = from_kernel(K.double(), padding, input_size=n)
+    conv = convolution(K.double(), padding, input_size=n)
     truth = torch.linalg.matrix_norm(materialise(conv), ord=2)
     found = [norm2_toep(K.to(batch.device), batch.integer(0, 3), readout) for readout in ("inf", "fro")]
     found += [peer.run(K.to(batch.device), n, padding) for peer in PEERS.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equipoise.selfcheck import convolutions, matrices, trained
+from equipoise.selfcheck import convolutions, matrices, networks, trained
 from equipoise.selfcheck.runner import Check
 
 #: name, share of the time, one batch of operators
@@ -15,3 +15,9 @@ CHECKS: tuple[Check, ...] = (
     Check("convolutions, trained", 0.10, trained.kernels),
     Check("convolutions, other bounds", 0.05, convolutions.other_bounds),
 )
+
+#: what `equipoise selfcheck NAME` runs
+SUITES: dict[str, tuple[Check, ...]] = {
+    "norms": CHECKS,
+    "networks": (Check("networks, random programs", 1.0, networks.random_networks),),
+}

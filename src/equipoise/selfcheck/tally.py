@@ -21,6 +21,7 @@ class Tally:
     `closest_upper` is the smallest `upper/truth − 1` and `closest_lower` the largest `lower/truth`: the nearer to 0 and 1,
     the harder the test was. `comparisons` counts brackets: one operator may be bounded in several ways (size known and unknown,
     two arithmetics). `refused` counts batches in which the library declined to give a bound, which is not a violation.
+    `scripts` are programs that show a violation by themselves.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Tally:
     closest_lower: float = 0.0
     seconds: float = 0.0
     examples: list[str] = field(default_factory=list)
+    scripts: list[str] = field(default_factory=list)
 
     def record(self, lower: Any, upper: Any, truth: Any, what: str, *, again: bool = False) -> None:
         """Compare brackets with the truth (numbers or tensors of one shape); `what` describes the batch and its seed.

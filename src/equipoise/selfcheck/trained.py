@@ -22,7 +22,7 @@ def matrices_batch(batch: Batch) -> None:
     """Small matrices that raise `σ₁/‖W_t‖^(2^-t)`: they become nearly rank one, where only the rounding terms are left."""
     m, n = batch.integer(1, 6), batch.integer(1, 6)
     W = torch.randn(64, m, n, generator=batch.generator, dtype=torch.float64).requires_grad_()
-    optimiser = torch.optim.Adam([W], lr=0.1)
+    optimizer = torch.optim.Adam([W], lr=0.1)
     dtype = batch.choose(torch.float32, torch.float64)
     for step in range(STEPS):
         stored = W.detach().float() if batch.device.type == "mps" else W.detach()
@@ -31,9 +31,9 @@ def matrices_batch(batch: Batch) -> None:
             b = spectral_norm(stored.to(batch.device), rtol=1e-6, dtype=arithmetic)
             batch.tally.record(b.lower, b.upper, norm, what, again=number > 0)
         loss = (gram_norm_plain(W, 2).log() - torch.linalg.matrix_norm(W, ord=2).log()).sum()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
 
 
 def kernels(batch: Batch) -> None:
@@ -44,7 +44,7 @@ def kernels(batch: Batch) -> None:
     layer = nn.Conv2d(ci, co, k, padding=k // 2, padding_mode=mode, bias=False, dtype=torch.float64)
     K = torch.randn(co, ci, k, k, generator=batch.generator, dtype=torch.float64).requires_grad_()
     spread = _placements(layer, n)
-    optimiser = torch.optim.Adam([K], lr=0.05)
+    optimizer = torch.optim.Adam([K], lr=0.05)
     grid = (n + k - 1, n + k - 1) if batch.integer(0, 1) else (24, 24)
     for step in range(STEPS):
         matrix = torch.tensordot(K.flatten(), spread, 1)
@@ -53,9 +53,9 @@ def kernels(batch: Batch) -> None:
             _judge(batch, layer, K, n, float(norm.detach()), step)
         symbol = torch.fft.fft2(K, s=grid).permute(2, 3, 0, 1)
         loss = torch.linalg.matrix_norm(symbol, ord=2).amax().log() - norm.log()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
 
 
 def _judge(batch: Batch, layer: nn.Conv2d, K: Tensor, n: int, norm: float, step: int) -> None:

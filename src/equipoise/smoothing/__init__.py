@@ -1,10 +1,10 @@
 """Certificates: Lipschitz margins, randomized smoothing, and both together."""
 
+from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.smoothing.adaptive import ScoreTest, log_e_value, lower_sequence, target_probability
 from equipoise.smoothing.betting import betting
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
 from equipoise.smoothing.classifier import SmoothedClassifier, predict_counts
-from equipoise.smoothing.curves import average_certified_radius, certified_accuracy
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, hoeffding
 from equipoise.smoothing.logs import CertificationLog, accuracy_table, read_log, write_log
 from equipoise.smoothing.maps import choose_map, map_grid

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core import InputError
-from equipoise.smoothing.curves import average_certified_radius, certified_accuracy
+from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.smoothing.partitions import Ints
 from equipoise.smoothing.ramp import Floats
 

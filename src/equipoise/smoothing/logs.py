@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core import InputError, round_down
+from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.core.files import write_whole
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
-from equipoise.smoothing.curves import average_certified_radius, certified_accuracy
 from equipoise.smoothing.partitions import Ints
 from equipoise.smoothing.ramp import Floats
 

@@ -1,4 +1,4 @@
-"""From a recipe to the things it names: data, network, optimiser, penalties, projections."""
+"""From a recipe to the things it names: data, network, optimizer, penalties, projections."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError
+from equipoise.core.imports import resolve
 from equipoise.train.keys import generator
 from equipoise.train.reading import fill_in, nearest
-from equipoise.train.recipe import Choice, Data, Model, Optimiser
+from equipoise.train.recipe import Choice, Data, Model, Optimizer
 
 Penalty = Callable[[], Tensor]
 
@@ -134,15 +135,9 @@ def _facts(source: Source) -> dict[str, Any]:
 
 def _parameters(factory: str) -> list[str] | None:
     """The names a factory takes, or None if it takes any."""
-    import importlib
-
-    module, _, attribute = factory.partition(":")
     try:
-        target: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            target = getattr(target, part)
-        parameters = inspect.signature(target).parameters
-    except (ImportError, AttributeError, ValueError, TypeError):
+        parameters = inspect.signature(resolve(factory)).parameters
+    except (InputError, ValueError, TypeError):
         return None  # load_factory says what is wrong
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None
@@ -174,32 +169,32 @@ def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: s
         raise InputError(f"{where}: {choice.kind!r} cannot use {choice.arguments}: {error}") from error
 
 
-def build_optimiser(optimiser: Optimiser, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser of the trainable parameters; `decay: matrices` spares biases and scales from weight decay."""
+def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters; `decay: matrices` spares biases and scales from weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise InputError("the network has no parameters to train")
-    groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": optimiser.weight_decay}]
-    if optimiser.decay == "matrices":
+    groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": optimizer.weight_decay}]
+    if optimizer.decay == "matrices":
         groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": optimiser.weight_decay},
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": optimizer.weight_decay},
             {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ]
         groups = [g for g in groups if g["params"]]
-    adaptive = optimiser.kind == "asam"
-    if optimiser.kind not in ("sam", "asam"):
-        kind, options = _base(optimiser, optimiser.kind)
+    adaptive = optimizer.kind == "asam"
+    if optimizer.kind not in ("sam", "asam"):
+        kind, options = _base(optimizer, optimizer.kind)
         return kind(groups, **options)
     try:
         from pytorch_optimizer import SAM
     except ImportError as error:
-        raise InputError(f"{optimiser.kind} needs pytorch-optimizer: pip install 'equipoise[train]'") from error
-    kind, options = _base(optimiser, optimiser.base)
-    return SAM(groups, kind, rho=optimiser.rho, adaptive=adaptive, **options)
+        raise InputError(f"{optimizer.kind} needs pytorch-optimizer: pip install 'equipoise[train]'") from error
+    kind, options = _base(optimizer, optimizer.base)
+    return SAM(groups, kind, rho=optimizer.rho, adaptive=adaptive, **options)
 
 
-def _base(optimiser: Optimiser, kind: str) -> tuple[Any, dict[str, Any]]:
+def _base(optimizer: Optimizer, kind: str) -> tuple[Any, dict[str, Any]]:
     if kind == "sgd":
-        return torch.optim.SGD, {"lr": optimiser.lr, "momentum": optimiser.momentum, "nesterov": optimiser.nesterov}
+        return torch.optim.SGD, {"lr": optimizer.lr, "momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
     chosen = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    return chosen, {"lr": optimiser.lr, "betas": optimiser.betas}
+    return chosen, {"lr": optimizer.lr, "betas": optimizer.betas}

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.strides import fresh_strides
 from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Parts
 from equipoise.train.keys import data_order, in_blocks, random_states, set_random_states
 from equipoise.train.objective import Objective, Place
 from equipoise.train.recipe import Recipe
 from equipoise.train.schedule import factor
-from equipoise.train.state import State, optimiser_state, prefixed, restore_optimiser
+from equipoise.train.state import State, optimizer_state, prefixed, restore_optimizer
 from equipoise.train.task import Task
 from equipoise.train.terms import Augment, Penalty
 
@@ -47,7 +48,7 @@ class Ingredients:
     penalties: list[Penalty]
     projections: list[Callable[[], Any]]
     augment: list[Augment]
-    optimiser: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
 
 
 class Trainer:
@@ -100,7 +101,7 @@ class Trainer:
             place = Place(self.recipe.seed, self.step, first)
             for number, augment in enumerate(self.made.augment):
                 x = in_blocks(augment, x, first, place.seed, f"augment{number}", place.step)
-            self._step(x, y, place, len(x) * self.world / size)
+            self._step(fresh_strides(x), y, place, len(x) * self.world / size)
             self.batch += 1
             self.step += 1
             if self.batch - self._looked >= LOOK:
@@ -110,21 +111,21 @@ class Trainer:
         self.look()
 
     def _step(self, x: Tensor, y: Tensor, place: Place, share: float) -> None:
-        recipe, optimiser = self.recipe, self.made.optimiser
-        lr = recipe.optimiser.lr * factor(recipe.schedule, self.step, self.steps)
-        for group in optimiser.param_groups:
+        recipe, optimizer = self.recipe, self.made.optimizer
+        lr = recipe.optimizer.lr * factor(recipe.schedule, self.step, self.steps)
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         self._backward(x, y, place, share, record=True)
-        if recipe.optimiser.kind in ("sam", "asam"):
-            optimiser.first_step(zero_grad=True)  # type: ignore[attr-defined]
+        if recipe.optimizer.kind in ("sam", "asam"):
+            optimizer.first_step(zero_grad=True)  # type: ignore[attr-defined]
             with frozen_statistics(self.model):
                 self._backward(x, y, place, share, record=False)
             self._clip()
-            optimiser.second_step()  # type: ignore[attr-defined]
+            optimizer.second_step()  # type: ignore[attr-defined]
         else:
             self._clip()
-            optimiser.step()
+            optimizer.step()
         for project in self.made.projections:
             project()
         if self.average is not None:
@@ -153,8 +154,8 @@ class Trainer:
             self.hits[name] = (before[0] + good, before[1] + tried)
 
     def _clip(self) -> None:
-        if self.recipe.optimiser.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimiser.clip)
+        if self.recipe.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip)
 
     def reduce(self, values: Tensor) -> Tensor:
         """The sum over processes."""
@@ -175,7 +176,7 @@ class Trainer:
             step = self.step - (self.batch - start) + place
             raise Diverged(
                 f"training diverged: the loss is {float(seen[place]):g} at step {step + 1} of {self.steps} "
-                f"(epoch {self.epoch + 1}); try a smaller optimiser.lr or optimiser.clip"
+                f"(epoch {self.epoch + 1}); try a smaller optimizer.lr or optimizer.clip"
             )
 
     def agree(self) -> None:
@@ -205,9 +206,9 @@ class Trainer:
         if broken:
             raise Diverged(
                 f"training diverged: {broken[0]!r} is not finite after step {self.step} of {self.steps} "
-                f"(epoch {self.epoch + 1}); try a smaller optimiser.lr or optimiser.clip"
+                f"(epoch {self.epoch + 1}); try a smaller optimizer.lr or optimizer.clip"
             )
-        moments, plain = optimiser_state(self.made.optimiser)
+        moments, plain = optimizer_state(self.made.optimizer)
         tensors = {**prefixed("model", model), **prefixed("optimiser", moments)}
         if self.average is not None:
             tensors |= prefixed("ema", self.average.state_dict())
@@ -231,7 +232,7 @@ class Trainer:
         """Go back to where `state` was taken."""
         try:
             self.model.load_state_dict(state.part("model"))
-            restore_optimiser(self.made.optimiser, state.part("optimiser"), state.position["optimiser"])
+            restore_optimizer(self.made.optimizer, state.part("optimiser"), state.position["optimiser"])
             if self.average is not None:
                 self.average.load_state_dict(state.part("ema"))
         except (RuntimeError, KeyError, ValueError) as error:
@@ -254,7 +255,7 @@ class Trainer:
     @property
     def lr(self) -> float:
         """The learning rate of the last step."""
-        return self.recipe.optimiser.lr * factor(self.recipe.schedule, max(0, self.step - 1), self.steps)
+        return self.recipe.optimizer.lr * factor(self.recipe.schedule, max(0, self.step - 1), self.steps)
 
     def last_loss(self) -> float:
         """The loss of the last step on this process (for a progress line)."""

@@ -26,8 +26,9 @@ class Classification:
         return self.function(output, y)
 
     def counts(self, output: Any, y: Tensor, quick: bool = False) -> Counts:
-        """Right answers."""
-        return {"accuracy": ((output.argmax(1) == y).sum(), len(y))}
+        """Right answers; logits that hold NaN are none."""
+        right = (output.argmax(1) == y) & ~output.isnan().any(1)
+        return {"accuracy": (right.sum(), len(y))}
 
 
 def cross_entropy(label_smoothing: float = 0.0) -> Classification:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.accuracy import certified_at
 from equipoise.core.errors import Refused
 from equipoise.train.build import Part
 from equipoise.train.losses import Classification
@@ -64,7 +65,7 @@ def evaluate(
     model: nn.Module, part: Part, task: Task, device: torch.device, batch_size: int, epsilons: Sequence[float] = (),
     lipschitz: float | None = None, rank: int = 0, world: int = 1, reduce: Reduce | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Mean loss, the task's metrics, and certified accuracy `#{R > ε}/n`, R = margin/(√2·L) with the proved L, rounded down.
+    """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R = margin/(√2·L), L proved, rounded down.
 
     The certificate is about the ball of radius ε around each input, in ℓ2; misclassified inputs are never certified. The rounding
     inside the forward pass is not covered (as in `smoothing.margins`). The processes share the examples.
@@ -83,10 +84,13 @@ def evaluate(
         found = {n: torch.tensor([float(v) for v in pair], dtype=torch.float64, device=device) for n, pair in counted}
         one = torch.tensor(float(len(y)), dtype=torch.float64, device=device)
         found["loss"] = torch.stack([task.loss(output, y).double() * len(y), one])
-        if certify and bool(torch.isfinite(output).all()):
-            radius = torch.from_numpy(radius_global(output, y, lipschitz))
+        if certify:
+            finite = torch.isfinite(output).all(
+                1
+            )  # logits that are no numbers have no margin, and count as not certified
+            radius = torch.from_numpy(radius_global(output[finite], y[finite], lipschitz))
             for epsilon in epsilons:
-                hits = (radius > epsilon).sum().double().to(device)
+                hits = certified_at(radius, radius > 0, epsilon).sum().double().to(device)
                 found[f"certified/{float(epsilon)}"] = torch.stack([hits, one])
         for name, pair in found.items():
             sums[name] = sums[name] + pair if name in sums else pair

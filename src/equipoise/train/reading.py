@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -13,11 +14,16 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from equipoise.core.errors import InputError
+from equipoise.checkpoints.builders import registered
+from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core.files import read_bounded
+from equipoise.core.imports import SPEC
 from equipoise.train.recipe import Recipe
 
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+_LARGEST = 1_000_000  # bytes of a recipe
+_DEEPEST = 50
 Lines = dict[tuple[str | int, ...], int]
 
 
@@ -32,10 +38,14 @@ def bundled() -> dict[str, str]:
     return {name.removesuffix(".yaml"): found[name] for name in sorted(found)}
 
 
-def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> Recipe:
+def read_recipe(
+    source: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = (), *, allow_code: bool = False
+) -> Recipe:
     """A checked recipe from a bundled name, a YAML file, plain data or a recipe, with `key.key=value` overrides on top.
 
-    >>> read_recipe("sll-sr-digits", ["epochs=2", "optimiser.lr=1e-2"]).epochs
+    A file names registered models and data only; `allow_code` lets it name `package.module:factory` of your own, which is run.
+
+    >>> read_recipe("sll-sr-digits", ["epochs=2", "optimizer.lr=1e-2"]).epochs
     2
     """
     lines: Lines = {}
@@ -47,22 +57,41 @@ def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Iter
     else:
         where, text = _text(str(source))
         document, lines = parse(text, where)
+        if not allow_code:
+            _require_no_code(document, where)
         if isinstance(document, dict):
             document.setdefault("name", _plain(Path(where).stem))
     if not isinstance(document, dict):
         raise InputError(f"{where} must hold `key: value` pairs, got {_kind(document)}")
+    document = _american(document)
     for item in overrides:
-        document = _override(document, item)
+        head, dot, rest = item.partition(".")
+        document = _override(document, f"{_BRITISH.get(head, head)}{dot}{rest}")
     return check(document, where, lines)
+
+
+def _require_no_code(document: Any, where: str) -> None:
+    """Refuse a file that names code: a model that is not registered, or data made by a factory."""
+    if not isinstance(document, dict):
+        return
+    model, data = document.get("model"), document.get("data")
+    factory = model.get("factory") if isinstance(model, dict) else None
+    path = data.get("path") if isinstance(data, dict) else None
+    named = factory if isinstance(factory, str) and SPEC.match(factory) and not registered(factory) else None
+    if named is None and isinstance(path, str) and SPEC.match(path.split("#")[0]) and not path.startswith("snips:"):
+        named = path
+    if named is not None:
+        raise Refused(
+            f"{where} names {named[:100]!r}, code that would be run: if you trust it, allow it (--allow-code, "
+            "allow_code=True), or name it yourself (--set model.factory=…)"
+        )
 
 
 def _text(source: str) -> tuple[str, str]:
     path = Path(source)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         try:
-            return source, path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot read the recipe {path}: {error.strerror}") from error
+            return source, read_bounded(path, _LARGEST).decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"the recipe {path} is not UTF-8 text") from error
     known = bundled()
@@ -78,8 +107,13 @@ def _plain(name: str) -> str:
 def parse(text: str, where: str) -> tuple[Any, Lines]:
     """Safe YAML and the line of every key; numbers like 1e-3 are numbers, a key given twice is an error."""
     try:
+        _require_tame(text, where)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         document = yaml.safe_load(text)
+    except (ValueError, RecursionError, OverflowError) as error:  # dates and numbers that are none, bottomless nesting
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{where} is not YAML: {one_line(error)[:160]}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}, line {mark.line + 1}" if mark else where
@@ -88,6 +122,17 @@ def parse(text: str, where: str) -> tuple[Any, Lines]:
     if node is not None:
         _walk(node, (), lines, where)
     return numbers(document), lines
+
+
+def _require_tame(text: str, where: str) -> None:
+    """Refuse aliases, which a few lines can multiply into gigabytes, and nesting beyond any recipe."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise InputError(f"{where}: aliases such as *{event.anchor} are not read: write it out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise InputError(f"{where} is nested deeper than {_DEEPEST} levels")
 
 
 def _walk(node: yaml.Node, path: tuple[str | int, ...], lines: Lines, where: str) -> None:
@@ -124,7 +169,7 @@ def _override(document: dict[str, Any], item: str) -> dict[str, Any]:
     key, equals, text = item.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
-        raise InputError(f"--set takes key=value like optimiser.lr=0.1, got {item!r}")
+        raise InputError(f"--set takes key=value like optimizer.lr=0.1, got {item!r}")
     try:
         value = numbers(yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -153,12 +198,30 @@ def check(document: Mapping[str, Any], where: str = "the recipe", lines: Lines |
 
     Unknown keys come first: a misspelt key is also a missing one, and its own line says what to mend.
     """
+    document = _american(document)
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
         problems = sorted(error.errors(), key=lambda p: p["type"] != "extra_forbidden")
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InputError(_sentence(problems[0], where, lines or {}) + more) from error
+
+
+#: keys as they were spelled in the first release
+_BRITISH = {"optimiser": "optimizer", "regularisers": "regularizers"}
+
+
+def _american(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with today's keys; an earlier spelling is accepted with a hint, both at once are an error."""
+    renamed: dict[str, Any] = {}
+    for key, value in document.items():
+        new = _BRITISH.get(key, key) if isinstance(key, str) else key
+        if new != key:
+            if new in document:
+                raise InputError(f"{key!r} is the earlier spelling of {new!r}: give one of them")
+            warnings.warn(f"the recipe's key {key!r} is spelled {new!r} now", FutureWarning, stacklevel=4)
+        renamed[new] = value
+    return renamed
 
 
 def _sentence(problem: Any, where: str, lines: Lines) -> str:

@@ -1,7 +1,7 @@
 """A training run as data: the recipe, checked field by field before anything is built.
 
 Every part is a small model with defaults; unknown keys are refused (`reading.py` turns the refusal into a sentence with the
-nearest known key). Parts that choose from a table (`loss`, `regularisers`, `projections`, `augment`, `noise`) take a `kind` and
+nearest known key). Parts that choose from a table (`loss`, `regularizers`, `projections`, `augment`, `noise`) take a `kind` and
 the arguments of that kind beside it, or just the name of the kind.
 """
 
@@ -67,7 +67,7 @@ class Data(Part):
     augment: list[Named] = []
 
 
-class Optimiser(Part):
+class Optimizer(Part):
     """`sgd`, `adam`, `adamw`, or `sam`/`asam` around a `base` of these with radius `rho`."""
 
     kind: Literal["sgd", "adam", "adamw", "sam", "asam"] = "sgd"
@@ -82,7 +82,7 @@ class Optimiser(Part):
     clip: Positive | None = None
 
     @model_validator(mode="after")
-    def _momentum(self) -> Optimiser:
+    def _momentum(self) -> Optimizer:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
         return self
@@ -131,7 +131,7 @@ class Recipe(Part):
     """A whole training run. Two runs with equal recipes and data on one machine give equal networks, bit by bit on a CPU.
 
     >>> recipe = Recipe(model={"factory": "torch.nn:Flatten"}, data={"path": "digits"}, epochs=1)
-    >>> recipe.optimiser.kind, recipe.batch_size
+    >>> recipe.optimizer.kind, recipe.batch_size
     ('sgd', 128)
     """
 
@@ -140,10 +140,10 @@ class Recipe(Part):
     model: Model
     data: Data
     loss: Named = Choice(kind="ce")
-    regularisers: list[Named] = []
+    regularizers: list[Named] = []
     projections: list[Named] = []
     noise: Named | None = None
-    optimiser: Optimiser = Optimiser()
+    optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     epochs: AtLeastOne
     batch_size: AtLeastOne = 128

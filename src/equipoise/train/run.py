@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise.checkpoints import save_checkpoint
+from equipoise.checkpoints import registered, save_checkpoint
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import write_whole
-from equipoise.train.build import Parts, build_data, build_model, build_optimiser, from_table
+from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table
 from equipoise.train.keys import key, own_randomness, seed_all
 from equipoise.train.loop import Diverged, Ingredients, Trainer
 from equipoise.train.losses import LOSSES
@@ -24,7 +24,7 @@ from equipoise.train.objective import OBJECTIVES, plain
 from equipoise.train.reading import read_recipe
 from equipoise.train.recipe import Recipe
 from equipoise.train.state import MetricsFile, RunDirectory, State
-from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARISERS, Context
+from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def run_recipe(
     overrides: Iterable[str] = (),
     cpu: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    allow_code: bool = False,
 ) -> Result:
     """Train what the recipe describes; in `run_dir`, go on from the last checkpoint if there is one.
 
@@ -78,16 +79,17 @@ def run_recipe(
     Args:
         recipe: a `Recipe`, plain data, a YAML file or the name of a bundled recipe.
         run_dir: the folder that remembers; it belongs to one recipe.
-        overrides: `"optimiser.lr=0.1"` and the like, on top of the recipe.
+        overrides: `"optimizer.lr=0.1"` and the like, on top of the recipe.
         cpu: do not use a GPU.
         progress: called after every step and every epoch.
+        allow_code: let a YAML file name code of your own, which is run.
 
     >>> small = ["epochs=1", "data.limit=128", "metrics.bound=false"]
     >>> result = run_recipe("sll-sr-digits", overrides=small)
     >>> result.final["epoch"], 0 <= result.final["accuracy"] <= 1
     (1, True)
     """
-    chosen = read_recipe(recipe, overrides)
+    chosen = read_recipe(recipe, overrides, allow_code=allow_code)
     accelerator = _accelerator(cpu)
     began = time.monotonic()
     with own_randomness(chosen.seed):
@@ -132,7 +134,7 @@ def prepare(recipe: Recipe, parts: Parts) -> tuple[Ingredients, dict[str, Any]]:
     task = task.fitted(parts.train.source) if hasattr(task, "fitted") else task
     objective = plain(task) if recipe.noise is None else from_table(OBJECTIVES, recipe.noise, "noise", task)
     augment = [from_table(AUGMENTATIONS, a, f"data.augment.{i}") for i, a in enumerate(recipe.data.augment)]
-    made = Ingredients(recipe, parts, model, task, objective, [], [], augment, build_optimiser(recipe.optimiser, model))
+    made = Ingredients(recipe, parts, model, task, objective, [], [], augment, build_optimizer(recipe.optimizer, model))
     return made, arguments
 
 
@@ -140,8 +142,8 @@ def _add_terms(made: Ingredients) -> None:
     example = torch.zeros_like(made.parts.train.batch(torch.tensor([0]))[0])
     parameter = next(made.model.parameters())
     context = Context(made.model, made.task, example.to(parameter.device))
-    for i, choice in enumerate(made.recipe.regularisers):
-        made.penalties.append(from_table(REGULARISERS, choice, f"regularisers.{i}", context))
+    for i, choice in enumerate(made.recipe.regularizers):
+        made.penalties.append(from_table(REGULARIZERS, choice, f"regularizers.{i}", context))
     for i, choice in enumerate(made.recipe.projections):
         made.projections.append(from_table(PROJECTIONS, choice, f"projections.{i}", context))
 
@@ -286,7 +288,7 @@ class _Run:
         final = {k: v for k, v in self.history[-1].items() if k != "layer_norms"}
         trained = {"training": {"recipe": self.recipe.name, "seed": self.recipe.seed, "figures": final}}
         factory = self.recipe.model.factory
-        if factory.startswith("equipoise."):
+        if registered(factory):
             save_checkpoint(folder, model, factory, self.arguments, shape, trained)
         else:  # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
             from safetensors.torch import save

@@ -3,7 +3,7 @@
 ```
 recipe.json                    the recipe and the data's fingerprint, compared at every start
 metrics.jsonl                  one line per epoch
-state/step-00000120.safetensors  weights, EMA, optimiser, random states; the header holds the position as JSON
+state/step-00000120.safetensors  weights, EMA, optimizer, random states; the header holds the position as JSON
 model.safetensors, config.json   the finished network, an equipoise checkpoint
 ```
 
@@ -12,9 +12,11 @@ Each file is written whole or not at all; nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,28 +52,28 @@ def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": value for name, value in tensors.items()}
 
 
-def optimiser_state(optimiser: Optim) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimiser's state as flat tensors and plain numbers (`i/name`, i the parameter's place)."""
+def optimizer_state(optimizer: Optim) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state as flat tensors and plain numbers (`i/name`, i the parameter's place)."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    for index, entries in optimiser.state_dict()["state"].items():
+    for index, entries in optimizer.state_dict()["state"].items():
         for name, value in entries.items():
             if isinstance(value, Tensor):
                 tensors[f"{index}/{name}"] = value
             elif value is None or isinstance(value, bool | int | float | str):
                 plain[f"{index}/{name}"] = value
             else:
-                raise InputError(f"the optimiser keeps {name!r} as {type(value).__name__}: it cannot be checkpointed")
+                raise InputError(f"the optimizer keeps {name!r} as {type(value).__name__}: it cannot be checkpointed")
     return tensors, plain
 
 
-def restore_optimiser(optimiser: Optim, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-    """Put back what `optimiser_state` gave; hyperparameters stay those of the recipe."""
+def restore_optimizer(optimizer: Optim, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Put back what `optimizer_state` gave; hyperparameters stay those of the recipe."""
     state: dict[int, dict[str, Any]] = {}
     for key, value in {**tensors, **plain}.items():
         index, _, name = key.partition("/")
         state.setdefault(int(index), {})[name] = value
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 class RunDirectory:
@@ -127,7 +129,7 @@ class RunDirectory:
             before = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{path} cannot be read: remove {self.folder} or choose another --run-dir") from error
-        changes = differences(before, json.loads(json.dumps(document)))
+        changes = differences(_completed(before), json.loads(json.dumps(document)))
         if changes:
             raise InputError(
                 f"{self.folder} belongs to another recipe ({'; '.join(changes)}): "
@@ -160,6 +162,18 @@ def read_state(path: Path) -> State:
             return State({name: file.get_tensor(name) for name in file.keys()}, position)  # noqa: SIM118
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"the checkpoint {path} is damaged: remove it to go on from the one before") from error
+
+
+def _completed(document: Any) -> Any:
+    """A stored recipe with today's spelling and defaults, so that a run of an earlier release goes on."""
+    from equipoise.train.reading import check
+
+    if not isinstance(document, dict) or not isinstance(document.get("recipe"), dict):
+        return document
+    with warnings.catch_warnings(), contextlib.suppress(InputError):  # what is no recipe differs from every one
+        warnings.simplefilter("ignore", FutureWarning)
+        return {**document, "recipe": json.loads(json.dumps(check(document["recipe"]).to_dict()))}
+    return document
 
 
 def differences(before: Any, after: Any, path: str = "") -> list[str]:

@@ -56,7 +56,7 @@ def _alone(term: Callable[[], Tensor]) -> Penalty:
 
 
 def layer_types(only: str | list[str] | None) -> dict[str, Any]:
-    """`only: Conv2d` (or a list) as the module types the regularisers take.
+    """`only: Conv2d` (or a list) as the module types the regularizers take.
 
     >>> layer_types("Conv2d")
     {'only': (<class 'torch.nn.modules.conv.Conv2d'>,)}
@@ -148,7 +148,7 @@ def layerwise_decay(
 
 
 #: penalties added to the loss; a new one is a new row
-REGULARISERS: dict[str, Callable[..., Penalty]] = {
+REGULARIZERS: dict[str, Callable[..., Penalty]] = {
     "spectral": spectral,
     "frobenius": frobenius,
     "orthogonality": orthogonality,

@@ -40,8 +40,8 @@ MULTI, LIP, SMOOTH, BASE = "R_mult", "R_multiLip", "attack on the smoothed netwo
 def liresnet(base: Mapping[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """The base recipe with a LiResNet trained under noise σ = 0.5."""
     model = {"factory": "equipoise.nn.models:liresnet", "arguments": arguments}
-    change = {"optimiser": {"kind": "adam", "lr": 0.005}, "schedule": {"kind": "one-cycle", "warmup": 0.3}}
-    return under_noise({**merged(base, change), "model": model, "optimiser": change["optimiser"]}, 0.5)
+    change = {"optimizer": {"kind": "adam", "lr": 0.005}, "schedule": {"kind": "one-cycle", "warmup": 0.3}}
+    return under_noise({**merged(base, change), "model": model, "optimizer": change["optimizer"]}, 0.5)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ def sandwich(base: Mapping[str, Any], channels: Sequence[int], hidden: int) -> d
     """The base recipe with a 5-Lipschitz Sandwich network, trained under noise σ = 0.4."""
     arguments = {"channels": list(channels), "hidden": hidden, "constant": LIPSCHITZ}
     model = {"factory": "equipoise.nn.models:sandwich_cnn", "arguments": arguments}
-    change = {"optimiser": {"kind": "adam", "lr": 0.01}, "schedule": {"kind": "one-cycle", "warmup": 0.3}}
-    return under_noise({**merged(base, change), "model": model, "optimiser": change["optimiser"]}, 0.4)
+    change = {"optimizer": {"kind": "adam", "lr": 0.01}, "schedule": {"kind": "one-cycle", "warmup": 0.3}}
+    return under_noise({**merged(base, change), "model": model, "optimizer": change["optimizer"]}, 0.4)
 
 
 LAPTOP_NETWORK = sandwich(FASHION, (8, 16), 64)

@@ -157,7 +157,7 @@ EXPERIMENT = Experiment(
         recipe={
             "data": {"limit": 4000, "test_limit": 2000},
             "loss": {"kind": "lipschitz-ce", "temperature": 0.25, "offset": 1.5 * 2**0.5},
-            "optimiser": {"kind": "adam", "lr": 0.01, "betas": [0.5, 0.9]},
+            "optimizer": {"kind": "adam", "lr": 0.01, "betas": [0.5, 0.9]},
             "schedule": {"kind": "one-cycle", "warmup": 0.3},
             "epochs": 4,
             "metrics": {"bound": False, "every": 4},
@@ -173,7 +173,7 @@ EXPERIMENT = Experiment(
         recipe={
             "data": {"augment": ["flip", {"kind": "pad-crop", "padding": 4}]},
             "loss": {"kind": "lipschitz-ce", "temperature": 0.25, "offset": 1.5 * 2**0.5},
-            "optimiser": {"kind": "adam", "lr": 0.01, "betas": [0.5, 0.9]},
+            "optimizer": {"kind": "adam", "lr": 0.01, "betas": [0.5, 0.9]},
             "schedule": {"kind": "piecewise", "points": [[0, 0], [0.4, 1], [0.8, 0.05], [1, 0]]},
             "epochs": 200,
             "metrics": {"bound": False, "every": 20},

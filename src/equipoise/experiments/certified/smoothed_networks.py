@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from equipoise.core.accuracy import certified_at
 from equipoise.experiments.experiment import Context, Row
 from equipoise.experiments.intervals import Mean, mean_of
 from equipoise.experiments.training import Plain, merged, train
@@ -28,7 +29,7 @@ _NUMBERS = 40_000_000  # logits held at a time
 FASHION: Plain = {
     "model": {"factory": "equipoise.nn.models:cnn", "arguments": {"channels": [8, 16], "hidden": 64}},
     "data": {"path": "fashion_mnist.npz", "limit": 6000, "test_limit": 200, "validation": 0.02},
-    "optimiser": {"lr": 0.05, "weight_decay": 5e-4, "nesterov": True},
+    "optimizer": {"lr": 0.05, "weight_decay": 5e-4, "nesterov": True},
     "schedule": {"kind": "cosine", "warmup": 0.1},
     "epochs": 5,
     "batch_size": 64,
@@ -47,7 +48,7 @@ CIFAR: Plain = {
         "validation": 0.01,
         "augment": ["flip", {"kind": "pad-crop", "padding": 4}],
     },
-    "optimiser": {"lr": 0.1, "weight_decay": 1e-4},
+    "optimizer": {"lr": 0.1, "weight_decay": 1e-4},
     "schedule": {"kind": "step", "milestones": [1 / 3, 2 / 3]},
     "epochs": 90,
     "batch_size": 256,
@@ -156,7 +157,7 @@ class Rated:
 
     def hits(self, epsilon: float) -> Floats:
         """1 where the input is certified at ε, else 0."""
-        return np.asarray((self.correct & (self.radius >= epsilon)).astype(np.float64))
+        return np.asarray(certified_at(self.radius, self.correct, epsilon).astype(np.float64))
 
 
 def rated(found: Certificates, labels: NDArray[np.int64]) -> Rated:

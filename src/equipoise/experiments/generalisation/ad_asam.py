@@ -8,9 +8,9 @@ from equipoise.experiments.generalisation.comparison import Settings, Variants, 
 
 VARIANTS: Variants = {
     "baseline": {},
-    "ASAM": {"optimiser": {"kind": "asam", "rho": 0.5}},
-    "AD": {"regularisers": [AD]},
-    "AD + ASAM": {"optimiser": {"kind": "asam", "rho": 0.5}, "regularisers": [AD]},
+    "ASAM": {"optimizer": {"kind": "asam", "rho": 0.5}},
+    "AD": {"regularizers": [AD]},
+    "AD + ASAM": {"optimizer": {"kind": "asam", "rho": 0.5}, "regularizers": [AD]},
 }
 
 
@@ -19,7 +19,7 @@ def recipe(data: str, depth: int, widen: int, epochs: int, limit: int | None) ->
     return {
         "model": {"factory": "equipoise.nn.models:wide_resnet", "arguments": {"depth": depth, "widen": widen}},
         "data": {"path": data, "augment": ["flip", {"kind": "pad-crop", "padding": 4}], "limit": limit},
-        "optimiser": {"lr": 0.1, "weight_decay": 5e-4, "nesterov": True},
+        "optimizer": {"lr": 0.1, "weight_decay": 5e-4, "nesterov": True},
         "schedule": {"kind": "cosine", "warmup": 0.1},
         "epochs": epochs,
         "batch_size": 128,

@@ -11,8 +11,8 @@ from equipoise.experiments.intervals import mean_of
 
 VARIANTS: Variants = {
     "baseline": {},
-    "AD": {"regularisers": [AD]},
-    "Baek": {"regularisers": [{"kind": "layerwise-decay"}]},
+    "AD": {"regularizers": [AD]},
+    "Baek": {"regularizers": [{"kind": "layerwise-decay"}]},
 }
 PUBLISHED = "65.05 (AD) vs 65.11 (Baek): equal"
 

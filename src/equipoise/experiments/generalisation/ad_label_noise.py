@@ -44,7 +44,7 @@ def noisy_digits(split: str | None = None, share: float = 0.3) -> Dataset:
     return Dataset.from_arrays(x.numpy(), labels, name="noisy digits", num_classes=10)
 
 
-def recipe(settings: Settings, regularisers: list[dict[str, object]]) -> dict[str, object]:
+def recipe(settings: Settings, regularizers: list[dict[str, object]]) -> dict[str, object]:
     """A GELU MLP with Adam."""
     return {
         "model": {
@@ -52,8 +52,8 @@ def recipe(settings: Settings, regularisers: list[dict[str, object]]) -> dict[st
             "arguments": {"widths": [settings.width] * 2, "activation": "gelu"},
         },
         "data": {"path": f"{__name__}:noisy_digits"},
-        "regularisers": regularisers,
-        "optimiser": {"kind": "adam", "lr": 2e-3},
+        "regularizers": regularizers,
+        "optimizer": {"kind": "adam", "lr": 2e-3},
         "epochs": settings.epochs,
         "batch_size": 64,
         "metrics": {"bound": False, "every": settings.epochs},
@@ -64,8 +64,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per seed and variant: accuracy on clean test labels, and tr H of the training loss with its standard error."""
     x, y = noisy_digits("train").batch(range(settings.inputs))
     for seed in context.steps(range(settings.seeds)):
-        for name, regularisers in VARIANTS.items():
-            result = train(recipe(settings, regularisers), context, seed)
+        for name, regularizers in VARIANTS.items():
+            result = train(recipe(settings, regularizers), context, seed)
             found = trace(result.model, "ce", (x, y), products=max(6, context.steps_of(settings.products)), seed=seed)
             yield {"variant": name, "seed": seed, "accuracy": result.final["accuracy"], "trace": found.value}
             context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.4f}, trace {found.value:.1f}")

@@ -15,7 +15,7 @@ def recipe(data: str, width: int, depth: int, epochs: int, limit: int | None) ->
             "arguments": {"width": width, "depth": depth, "patch_size": 4, "channel_hidden": 4 * width},
         },
         "data": {"path": data, "augment": ["flip"], "limit": limit},
-        "optimiser": {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.01},
+        "optimizer": {"kind": "adamw", "lr": 2e-3, "weight_decay": 0.01},
         "schedule": {"kind": "cosine", "warmup": 0.1},
         "epochs": epochs,
         "batch_size": 128,
@@ -23,7 +23,7 @@ def recipe(data: str, width: int, depth: int, epochs: int, limit: int | None) ->
     }
 
 
-VARIANTS: Variants = {"baseline": {}, "AD": {"regularisers": [AD]}}
+VARIANTS: Variants = {"baseline": {}, "AD": {"regularizers": [AD]}}
 PUBLISHED = "improves"
 EXPERIMENT = Experiment(
     id="ad-mixer",

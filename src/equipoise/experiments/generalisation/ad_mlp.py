@@ -9,12 +9,12 @@ AD = {"kind": "activation-decay", "sigma": 0.1}
 SPECTRAL = {"kind": "spectral", "penalty": "hinge", "target": 1.0, "weight": 0.01}
 VARIANTS: Variants = {
     "baseline": {},
-    "AD": {"regularisers": [AD]},
-    "weight decay": {"optimiser": {"weight_decay": 5e-4}},
+    "AD": {"regularizers": [AD]},
+    "weight decay": {"optimizer": {"weight_decay": 5e-4}},
     "dropout": {"model": {"arguments": {"dropout": 0.1}}},
-    "SAM": {"optimiser": {"kind": "sam", "rho": 0.05}},
-    "AD + weight decay": {"regularisers": [AD], "optimiser": {"weight_decay": 5e-4}},
-    "AD + spectral": {"regularisers": [AD, SPECTRAL]},
+    "SAM": {"optimizer": {"kind": "sam", "rho": 0.05}},
+    "AD + weight decay": {"regularizers": [AD], "optimizer": {"weight_decay": 5e-4}},
+    "AD + spectral": {"regularizers": [AD, SPECTRAL]},
 }
 #: two cores have time for these
 LAPTOP: Variants = {name: VARIANTS[name] for name in ("baseline", "AD", "dropout", "AD + spectral")}
@@ -25,7 +25,7 @@ def recipe(data: str, widths: list[int], epochs: int) -> dict[str, object]:
     return {
         "model": {"factory": "equipoise.nn.models:mlp", "arguments": {"widths": widths, "activation": "gelu"}},
         "data": {"path": data},
-        "optimiser": {"lr": 0.05},
+        "optimizer": {"lr": 0.05},
         "schedule": {"kind": "cosine", "warmup": 0.05},
         "epochs": epochs,
         "batch_size": 128,

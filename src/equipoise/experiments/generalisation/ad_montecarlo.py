@@ -32,7 +32,7 @@ class Settings:
 RECIPE: dict[str, object] = {
     "model": {"factory": "equipoise.nn.models:mlp", "arguments": {"widths": [64, 64], "activation": "gelu"}},
     "data": {"path": "digits"},
-    "optimiser": {"kind": "adam", "lr": 2e-3},
+    "optimizer": {"kind": "adam", "lr": 2e-3},
     "batch_size": 64,
     "metrics": {"bound": False},
 }

@@ -32,7 +32,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """Baseline and activation decay at every width."""
     for width in context.steps(settings.widths):
         base = recipe(settings.data, [width] * 3, settings.epochs)
-        chosen = Comparison(base, {"baseline": {}, "AD": {"regularisers": [AD]}}, settings.seeds)
+        chosen = Comparison(base, {"baseline": {}, "AD": {"regularizers": [AD]}}, settings.seeds)
         for row in compare(chosen, context):
             yield {"width": width, **row}
 

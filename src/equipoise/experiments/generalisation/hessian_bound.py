@@ -36,8 +36,8 @@ def recipe(settings: Settings, sigma: float) -> dict[str, object]:
     return {
         "model": {"factory": "equipoise.nn.models:mlp", "arguments": {"widths": [settings.width] * 2}},
         "data": {"path": "digits"},
-        "regularisers": [{"kind": "activation-decay", "sigma": sigma}] if sigma else [],
-        "optimiser": {"kind": "adam", "lr": 3e-3},
+        "regularizers": [{"kind": "activation-decay", "sigma": sigma}] if sigma else [],
+        "optimizer": {"kind": "adam", "lr": 3e-3},
         "epochs": settings.epochs,
         "batch_size": 64,
         "metrics": {"bound": False, "every": settings.epochs},

@@ -1,4 +1,4 @@
-"""Accuracy and time of six regularisers in a ResNet."""
+"""Accuracy and time of six regularizers in a ResNet."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from equipoise.experiments.intervals import mean_of
 
 VARIANTS: Variants = {
     "baseline": {},
-    "ours": {"regularisers": [{"kind": "spectral", "penalty": "squares", "weight": 2e-4, "only": "Conv2d"}]},
-    "ours, hinge at 1": {"regularisers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.02, "only": "Conv2d"}]},
-    "Frobenius": {"regularisers": [{"kind": "frobenius", "weight": 2.5e-4}]},
-    "orthogonality": {"regularisers": [{"kind": "orthogonality", "weight": 1e-4, "only": "Conv2d"}]},
+    "ours": {"regularizers": [{"kind": "spectral", "penalty": "squares", "weight": 2e-4, "only": "Conv2d"}]},
+    "ours, hinge at 1": {"regularizers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.02, "only": "Conv2d"}]},
+    "Frobenius": {"regularizers": [{"kind": "frobenius", "weight": 2.5e-4}]},
+    "orthogonality": {"regularizers": [{"kind": "orthogonality", "weight": 1e-4, "only": "Conv2d"}]},
     "projection": {"projections": [{"kind": "norm", "p": 2, "radius": 2.0, "only": "Conv2d"}]},
 }
 
@@ -23,7 +23,7 @@ def recipe(data: str, width: int, epochs: int, limit: int | None) -> dict[str, o
     return {
         "model": {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": width}},
         "data": {"path": data, "augment": ["flip", {"kind": "pad-crop", "padding": 4}], "limit": limit},
-        "optimiser": {"lr": 0.1, "nesterov": True},
+        "optimizer": {"lr": 0.1, "nesterov": True},
         "schedule": {"kind": "cosine", "warmup": 0.1},
         "epochs": epochs,
         "batch_size": 128,
@@ -48,7 +48,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
 EXPERIMENT = Experiment(
     id="reg-accuracy",
     chapter="Generalisation",
-    title="Accuracy and time of regularisers",
+    title="Accuracy and time of regularizers",
     claim="Regularising the spectral norms of all convolutions keeps the accuracy at a fraction of the cost of other methods.",
     published=PUBLISHED,
     laptop=Settings(recipe("cifar10.npz", 8, 3, 3000), VARIANTS, seeds=2),

@@ -40,7 +40,7 @@ def recipe(settings: Settings, name: str, sigma: float) -> dict[str, object]:
         "model": {"factory": f"equipoise.nn.models:{factory}", "arguments": arguments},
         "data": {"path": settings.data, "limit": settings.limit},
         "noise": {"kind": "gaussian", "sigma": sigma} if sigma else None,
-        "optimiser": {"kind": "adam", "lr": 2e-3},
+        "optimizer": {"kind": "adam", "lr": 2e-3},
         "schedule": {"kind": "cosine", "warmup": 0.1},
         "epochs": settings.epochs,
         "batch_size": 128,

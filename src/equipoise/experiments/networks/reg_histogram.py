@@ -1,4 +1,4 @@
-"""Norms of every convolution after training towards γ = 1 with different regularisers."""
+"""Norms of every convolution after training towards γ = 1 with different regularizers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 #: with lr 0.02 a weight of 1 makes `2·weight·lr·taps` = 0.36: the penalty's own steps settle without swinging
 METHODS: Mapping[str, Mapping[str, object]] = {
     "none": {},
-    "ours (towards 1)": {"regularisers": [{"kind": "spectral", "penalty": "target", "weight": 1.0, "only": "Conv2d"}]},
-    "ours (hinge at 1)": {"regularisers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.1, "only": "Conv2d"}]},
-    "weight decay": {"regularisers": [{"kind": "frobenius", "weight": 5e-3, "only": "Conv2d"}]},
+    "ours (towards 1)": {"regularizers": [{"kind": "spectral", "penalty": "target", "weight": 1.0, "only": "Conv2d"}]},
+    "ours (hinge at 1)": {"regularizers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.1, "only": "Conv2d"}]},
+    "weight decay": {"regularizers": [{"kind": "frobenius", "weight": 5e-3, "only": "Conv2d"}]},
 }
 
 
@@ -44,7 +44,7 @@ def recipe(settings: Settings) -> dict[str, object]:
     return {
         "model": {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": settings.width}},
         "data": {"path": settings.data, "augment": ["flip"], "limit": settings.limit},
-        "optimiser": {"lr": settings.lr},
+        "optimizer": {"lr": settings.lr},
         "schedule": {"kind": "cosine", "warmup": 0.1},
         "epochs": settings.epochs,
         "batch_size": 128,

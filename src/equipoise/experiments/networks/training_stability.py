@@ -47,13 +47,13 @@ VARIANTS: dict[str, tuple[str, list[dict[str, object]]]] = {
 }
 
 
-def recipe(settings: Settings, factory: str, regularisers: list[dict[str, object]]) -> dict[str, object]:
+def recipe(settings: Settings, factory: str, regularizers: list[dict[str, object]]) -> dict[str, object]:
     """Momentum SGD with a cosine schedule; the bound is measured along the way."""
     return {
         "model": {"factory": factory, "arguments": {"width": settings.width}},
         "data": {"path": settings.data, "augment": ["flip"], "limit": settings.limit},
-        "regularisers": regularisers,
-        "optimiser": {"lr": 0.05, "clip": 1.0},
+        "regularizers": regularizers,
+        "optimizer": {"lr": 0.05, "clip": 1.0},
         "schedule": {"kind": "cosine", "warmup": 0.1},
         "epochs": settings.epochs,
         "batch_size": 128,
@@ -63,8 +63,8 @@ def recipe(settings: Settings, factory: str, regularisers: list[dict[str, object
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per variant and epoch."""
-    for name, (factory, regularisers) in VARIANTS.items():
-        result = train(recipe(settings, factory, regularisers), context)
+    for name, (factory, regularizers) in VARIANTS.items():
+        result = train(recipe(settings, factory, regularizers), context)
         for row in result.history:
             bound = row.get("bound")
             log = math.log10(bound) if bound else None

@@ -114,7 +114,9 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
     if inner is None:
         centre = node.forward([ball.centre[s] for s in node.sources], offset=True)
         slip = node.forward([ball.slip[s] for s in node.sources], magnitude=True) * _WIDER
-        slip = slip + g * node.forward([ball.centre[s].abs() for s in node.sources], offset=True, magnitude=True) + 1e-300
+        slip = (
+            slip + g * node.forward([ball.centre[s].abs() for s in node.sources], offset=True, magnitude=True) + 1e-300
+        )
     else:
         centre, slip = inner.centre[k], inner.slip[k]
     middle = node.forward([(a + b) / 2 for a, b in ends], offset=True)
@@ -212,9 +214,7 @@ def _sharpen(ball: Ball, k: int) -> None:
 Slopes = dict[int, tuple[Tensor, Tensor]]
 
 
-def slope_ranges(
-    ball: Ball, inner: Ball | None = None, *, anchored: bool = False, before: int | None = None
-) -> Slopes:
+def slope_ranges(ball: Ball, inner: Ball | None = None, *, anchored: bool = False, before: int | None = None) -> Slopes:
     """Middle and half-width of every activation's secant slopes between two inputs of the ball.
 
     With `inner`, a smaller ball around the same point, one of the two lies in that; with `anchored` it is the centre.

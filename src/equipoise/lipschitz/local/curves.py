@@ -45,8 +45,9 @@ class Lines:
 class Curve(Protocol):
     """A pointwise activation."""
 
-    #: bounds of the slopes everywhere
-    slopes: tuple[float, float]
+    @property
+    def slopes(self) -> tuple[float, float]:
+        """Bounds of the slopes everywhere."""
 
     def value(self, z: Tensor) -> Tensor:
         """φ(z) in float64."""

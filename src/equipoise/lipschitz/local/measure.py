@@ -16,12 +16,12 @@ from equipoise.lipschitz.batches import flat_outputs
 from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
-from equipoise.lipschitz.forms import Cache
 from equipoise.lipschitz.linearise import gradient_bound
 from equipoise.lipschitz.local.switching import Switching
 from equipoise.lipschitz.logs import exp_up, log_root
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.zonotope import zonotope_bound
+from equipoise.norms.bracket import Cache
 
 Effort = Literal["auto", "fast", "zonotope", "multipliers"]
 #: with more input entries than this `effort="auto"` leaves the zonotope out: it takes minutes and gigabytes

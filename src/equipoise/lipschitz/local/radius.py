@@ -16,12 +16,13 @@ from equipoise.core.precision import down, full_precision, row_lengths, up
 from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
-from equipoise.lipschitz.forms import Cache, Dense
 from equipoise.lipschitz.local.backward import Norm, enclose_ball
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
+from equipoise.maps.linear import Matrix
+from equipoise.norms.bracket import Cache
 
 Effort = Literal["auto", "fast", "relaxation", "integral"]
 #: `effort="auto"` leaves the relaxation out of networks with more neurons than this
@@ -235,7 +236,7 @@ class Certifier:
 def _pairs(run: Propagation) -> Tensor | None:
     """`L'·‖w_y − w_k‖`, rounded up, for a network that ends in a dense layer."""
     facts = run.facts[run.program.outputs[0]]
-    if not isinstance(facts.form, Dense) or facts.base is None:
+    if not isinstance(facts.form, Matrix) or facts.base is None:
         return None
     weight = facts.form.matrix.detach().double()
     trunk = exp_up(log_product(run.facts[facts.base].fused, log_up(1.0)))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.lipschitz.forms import Cache
 from equipoise.lipschitz.local.backward import enclose_ball, slope_ranges
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.multipliers import best_multipliers
 from equipoise.lipschitz.local.reduced import count_switching, reduced_maps
 from equipoise.lipschitz.propagate import Propagation
+from equipoise.norms.bracket import Cache
 
 #: limits of `effort="auto"`: neurons of the network, and of those that may switch
 NEURONS, SWITCHING = 20_000, 900

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, up
-from equipoise.lipschitz.forms import Adjoint, Conv, Dense, Linear, Scale
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, rule
+from equipoise.maps import linear as linear_maps
+from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix
 from equipoise.norms import spectral_norm
-from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.geometry import Convolution, from_kernel
 
 
 def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, kind: str = "linear") -> Step:
     """`x Wᵀ + b` on the last dimension; a vector W takes that dimension away."""
     vector = weight.dim() == 1
     weight = weight.reshape(1, -1) if vector else weight
-    form = Dense(weight.detach())
+    form = Matrix(weight.detach())
     found = call.bracket(form)
     top = float(found.upper)
     shift = (
@@ -79,7 +78,8 @@ def convolution(call: Call) -> Step:
         amount = tuple((r // 2, r - r // 2) for r in reach)
     else:
         amount = tuple((p, p) for p in _numbers(padding, dims))
-    form = Conv(weight.detach(), stride, dilation, int(call["groups"]), amount, _spatial(call, x, weight))
+    size = _spatial(call, x, weight)
+    form = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount, size)
     found = call.bracket(form, _factors_ahead(call))
     return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, "convolution")
 
@@ -115,20 +115,12 @@ def conv_transpose(call: Call) -> Step:
     x, weight = call.signal("input"), call.constant("weight")
     dims = weight.dim() - 2
     stride, dilation = _numbers(call["stride"], dims), _numbers(call["dilation"], dims)
-    padding, groups = _numbers(call["padding"], dims), int(call["groups"])
-    amount = tuple((p, p) for p in padding)
-    inner, out = _spatial(call, x, weight), call.shape[-dims:]
-    if len(x.shape) == dims + 2 and all(
-        (n + 2 * p - d * (k - 1) - 1) // s + 1 == m
-        for n, p, d, k, s, m in zip(out, padding, dilation, weight.shape[2:], stride, inner, strict=True)
-    ):
-        form = Adjoint(Conv(weight.detach(), stride, dilation, groups, amount, out))
-        return _conv_step(call, x, call.bracket(form), form, "transposed convolution")
-    plain = from_kernel(weight.detach(), "zeros", stride, dilation, groups, list(amount))
-    axes = [replace(axis, size=big, out=small) for axis, big, small in zip(plain.axes, out, inner, strict=True)]
-    with torch.no_grad(), full_precision():
-        found = conv_bracket(Convolution(plain.kernel, tuple(axes), "zeros"), call.rtol)
-    return _conv_step(call, x, found, None, "transposed convolution")
+    amount = [(p, p) for p in _numbers(call["padding"], dims)]
+    plain = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount)
+    sizes = zip(plain.axes, call.shape[-dims:], _spatial(call, x, weight), strict=True)
+    form = Adjoint(plain.on([replace(axis, size=big, out=small) for axis, big, small in sizes]))
+    found = call.bracket(form)
+    return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, "transposed convolution")
 
 
 @rule("aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default", "aten.native_batch_norm.default")
@@ -155,7 +147,7 @@ def diagonal_step(call: Call, x: Signal, scale: Tensor, dim: int, shift: float, 
     return Step(
         ((x, high),), kind, bracket=Bracket(top * (1 - 2.0**-49), high, method="exact"),
         offset=up(up(math.sqrt(positions)) * up(shift)), peak=up(high * x.peak + up(shift)),
-        linear=Scale(scale, dim, up(8 * 2.0**-53 * top)),
+        linear=Diagonal(scale, dim, up(8 * 2.0**-53 * top)),
     )  # fmt: skip
 
 
@@ -186,18 +178,18 @@ def scaling(call: Call) -> Step:
     return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=row, linear=form)
 
 
-def _as_scale(c: Tensor, dims: int) -> Scale | None:
+def _as_scale(c: Tensor, dims: int) -> Diagonal | None:
     """A constant that varies along one dimension only, as a form (dimension 1 of images, the last of others)."""
     error = up(8 * 2.0**-53 * float(c.abs().max()))
     if c.numel() == 1:
-        return Scale(c.reshape(1), 1, error)
+        return Diagonal(c.reshape(1), 1, error)
     long = [c.dim() - i for i, n in enumerate(c.shape) if n > 1]
     if len(long) != 1:
         return None
     dim = dims - long[0]
     if dim == dims - 1:
-        return Scale(c.flatten(), -1, error)
-    return Scale(c.flatten(), 1, error) if dim == 1 else None
+        return Diagonal(c.flatten(), -1, error)
+    return Diagonal(c.flatten(), 1, error) if dim == 1 else None
 
 
 @rule(
@@ -231,7 +223,7 @@ def addition(call: Call) -> Step:
         first = isinstance(call["self"], Signal)
         negative = first if reverse else (not first and "sub" in str(call.node.target))
         factor = weights["self" if first else "other"] * (-1 if negative else 1)
-        form = Scale(torch.tensor([factor], dtype=torch.float64), 1)
+        form = Diagonal(torch.tensor([factor], dtype=torch.float64), 1)
     return Step(tuple(gains), kind, offset=offset, peak=peak, norm=norm, row=row, linear=form)
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import up
-from equipoise.lipschitz.forms import Scale
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
+from equipoise.maps.linear import Diagonal
 
 GELU, GELU_TANH, SILU = 1.128904145185156, 1.128993068658773, 1.099839320128868
 MISH, MISH_LOW = 1.088498161251729, -0.112526123
@@ -78,7 +78,7 @@ def fixed(call: Call) -> Step:
     name = str(call.node.target).split(".")[1].rstrip("_")
     low, high, peak, odd = FIXED[name]
     step = pointwise(call, low, high, peak, 0.0 if odd else 1.0, name)
-    return replace(step, linear=Scale(torch.tensor([-1.0], dtype=torch.float64), 1)) if name == "neg" else step
+    return replace(step, linear=Diagonal(torch.tensor([-1.0], dtype=torch.float64), 1)) if name == "neg" else step
 
 
 @rule("aten.gelu.default")

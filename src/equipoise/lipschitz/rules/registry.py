@@ -15,7 +15,8 @@ from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import frobenius, up
 from equipoise.lipschitz.capture import module_path, where
-from equipoise.lipschitz.forms import Cache, Linear, bracket
+from equipoise.maps.linear import Linear
+from equipoise.norms.bracket import Cache, bracket
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import up
-from equipoise.lipschitz.forms import Pad
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule
+from equipoise.maps.linear import Padding
 
 VIEWS = (
     "view.default", "reshape.default", "_unsafe_view.default", "view_as.default", "reshape_as.default", "flatten.using_ints",
@@ -256,7 +256,7 @@ def pad(call: Call) -> Step:
         gain = root(top)
     negative = any(p < 0 for pair in amounts for p in pair)
     added = math.prod(call.shape) - (0 if negative else x.numel)
-    form = None if negative or value else Pad(tuple(amounts), tuple(sizes), "zeros" if mode == "constant" else mode)
+    form = None if negative or value else Padding(tuple(amounts), tuple(sizes), "zeros" if mode == "constant" else mode)
     spatial = len(amounts) == len(x.shape) - 2
     return Step(
         ((x, gain),), f"{mode} padding", offset=up(abs(value) * math.sqrt(added)), peak=max(x.peak, abs(value)),

@@ -8,9 +8,9 @@ such kernels along both axes, times a matrix H with orthonormal rows or columns,
 
 so that the guarantee holds with zero padding (errata 7) on every input size, also before P has become a projection.
 
-Stride s: H reads s×s patches that do not overlap (it is orthogonal as a strided convolution), the two-tap kernels stand
-before it: a composition of contractions with k taps. Circular padding on sizes that s does not divide lets such patches
-meet, so there the stride-1 kernel is taken and outputs are left out; the same with stride and dilation together.
+Stride s, dilation d: H reads patches of `s/gcd(s, d)` taps along each axis, which do not meet (it is orthogonal as a strided
+convolution), the two-tap kernels stand before it: a composition of contractions with k taps. On a circle that s does not
+divide patches meet; the layers refuse it.
 
 References: Li et al. 2019 (BCOP); Xiao et al. 2018; Boissin et al. 2025 (stride by composition).
 """
@@ -31,12 +31,13 @@ from equipoise.nn.orthogonal.polar import orthonormal
 class BCOP(Method):
     """`K = H·Π(P, I − P)` with `H = orthonormal(raw)` and `P = VVᵀ`, `V = orthonormal(projections)` of half rank; dense: `K = H`.
 
-    Guarantee: `sup_ω ‖K(ω)‖ ≤ 1` for every raw weight. For stride 1 all singular values of the symbol are 1 (where raw
-    weights are not deficient), so with circular padding the layer is orthogonal: norm-preserving if out ≥ in, and its
-    adjoint is if out ≤ in.
+    Guarantee: norm at most 1 for every raw weight. With circular padding that returns every s-th pixel all singular values
+    that the shape leaves room for are 1 (where raw weights are not deficient): with k ≥ s the layer is norm-preserving if
+    out ≥ in·s², and its adjoint is if out ≤ in·s².
     """
 
     name = "bcop"
+    whole_circles = True
     projections: nn.Parameter | None
 
     def __init__(self, kernel: Kernel, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
@@ -93,9 +94,8 @@ class BCOP(Method):
 
 
 def core_taps(kernel: Kernel) -> tuple[int, ...]:
-    """Taps of H along each axis: min(k, s) with zero padding and no dilation, else 1."""
-    plain = kernel.padding_mode == "zeros" and all(d == 1 for d in kernel.dilation)
-    return tuple(min(k, s) if plain else 1 for k, s in zip(kernel.shape[2:], kernel.stride, strict=True))
+    """Taps of H along each axis: as many as patches that do not meet may have."""
+    return tuple(map(min, kernel.shape[2:], kernel.apart))
 
 
 def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:

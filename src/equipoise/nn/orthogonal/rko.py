@@ -4,7 +4,7 @@ A convolution multiplies patches: `y = W·patches(x)` with W the kernel as a mat
 most c patches, so `‖patches(x)‖² ≤ c·‖x‖²` and the layer `W/√c` with `‖W‖ ≤ 1` is 1-Lipschitz for every input size,
 whatever the padding (zeros, or circular that does not enlarge the image). Along one axis with k taps, stride s and
 dilation d, c = ⌈k·gcd(s, d)/s⌉: 1 where stride and kernel size are equal, and then the layer is orthogonal. On a circle
-whose size s does not divide patches meet at odd distances, so with circular padding c = k.
+whose size s does not divide patches meet at odd distances; the layers refuse it where they are padded at all.
 
 References: Li et al. 2019, §4.1 (RKO); Serrurier et al. 2021.
 """
@@ -22,16 +22,12 @@ from equipoise.nn.orthogonal.polar import orthonormal
 
 
 def overlap(kernel: Kernel) -> int:
-    """How many patches may hold one pixel: `Π_j ⌈k_j·gcd(s_j, d_j)/s_j⌉`, or Π k_j on a circle.
+    """How many patches may hold one pixel: `Π_j ⌈k_j·gcd(s_j, d_j)/s_j⌉`, or Π k_j on circles of any size.
 
     >>> overlap(Kernel((4, 4, 3, 3), 1, (1, 1), (1, 1))), overlap(Kernel((4, 4, 2, 2), 1, (2, 2), (1, 1)))
     (9, 1)
     """
-    taps = kernel.shape[2:]
-    if kernel.padding_mode == "circular":
-        return math.prod(taps)
-    axes = zip(taps, kernel.stride, kernel.dilation, strict=True)
-    return math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in axes)
+    return math.prod(-(-k // apart) for k, apart in zip(kernel.shape[2:], kernel.apart, strict=True))
 
 
 class RKO(Method):
@@ -42,6 +38,7 @@ class RKO(Method):
     """
 
     name = "rko"
+    whole_circles = True
     steps: int | None = None
 
     def __init__(self, kernel: Kernel, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:

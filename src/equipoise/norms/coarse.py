@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import down, frobenius, gamma, require_finite, rescaled, up
+from equipoise.core.precision import frobenius, require_finite, rescaled, up
+from equipoise.maps.geometry import Lattice, polyphase, zero_lattice
+from equipoise.maps.linear import Convolution
+from equipoise.norms.convolution import DENSE_ENTRIES, windowed_lower
 from equipoise.norms.dense import lanczos, random_start
-from equipoise.norms.geometry import Convolution, Lattice, input_shape, polyphase, zero_lattice
 from equipoise.norms.supremum import grid_cells
 from equipoise.norms.symbol import Symbol
 from equipoise.norms.verify import below, verification_loss
@@ -30,8 +32,6 @@ from equipoise.norms.verify import below, verification_loss
 COARSE = 0.02
 #: bytes the Gram matrices of all frequencies may occupy
 MOST_BYTES = 300_000_000
-#: operators with fewer entries are materialised by the general route
-DENSE_ENTRIES = 1_500_000
 #: fewer channels than this are left to branch and bound
 FEWEST = 32
 
@@ -52,10 +52,9 @@ class Spectrum:
 
 def spectrum(conv: Convolution, rtol: float) -> Spectrum | None:
     """Gram matrices on the output side of a zero-padded, ungrouped convolution; None where that is not the cheap side."""
-    if conv.padding != "zeros" or not conv.known or conv.kernel.shape[0] != 1 or conv.kernel.is_complex():
+    if conv.padding != "zeros" or not conv.known or conv.groups != 1 or conv.weight.is_complex():
         return None
-    outputs = conv.kernel.shape[1] * math.prod(axis.out or 0 for axis in conv.axes)
-    if outputs * math.prod(input_shape(conv)) <= DENSE_ENTRIES:
+    if math.prod(conv.output_shape) * math.prod(conv.input_shape) <= DENSE_ENTRIES:
         return None  # small enough to be bounded as a matrix, borders included
     lattices = [zero_lattice(axis) for axis in conv.axes]
     known = [lattice for lattice in lattices if lattice is not None]
@@ -132,7 +131,7 @@ def pair(spec: Spectrum, rows: Tensor | None, rtol: float) -> tuple[Bracket, Bra
     found = []
     for rows_, spread in ((None, (1 / R).amax()), (s, (s / R).amax())):
         upper = up(up(math.sqrt(kappa)) * up(float(spread)))
-        lower = _windowed(spec, index, v, rows_)
+        lower = _lower(spec, index, v, rows_)
         found.append(_bracket(spec, lower, upper, 1.0 if rows_ is None else float(size.max()), rtol, "shared proof"))
     return found[0], found[1]
 
@@ -141,7 +140,11 @@ def _alone(spec: Spectrum, rows: Tensor | None, rtol: float) -> Bracket:
     top = 1.0 if rows is None else float(rows.max())
     s = None if rows is None else rows / top
     tau, index, v = _scaled_proof(spec, s, rtol)
-    return _bracket(spec, _windowed(spec, index, v, s), up(math.sqrt(tau)), top, rtol, "Cholesky")
+    return _bracket(spec, _lower(spec, index, v, s), up(math.sqrt(tau)), top, rtol, "Cholesky")
+
+
+def _lower(spec: Spectrum, index: int, v: Tensor, scale: Tensor | None) -> float:
+    return windowed_lower(spec.symbol, 0, spec.omega[index], v, spec.windows, scale)
 
 
 def _bracket(spec: Spectrum, lower: float, upper: float, top: float, rtol: float, how: str) -> Bracket:
@@ -200,30 +203,3 @@ def _seen(G: Tensor, indices: Tensor, s: Tensor | None = None) -> tuple[float, i
         if value > best:
             best, where, vector = value, i, v
     return max(best, 1e-30), where, vector
-
-
-def _windowed(spec: Spectrum, index: int, v: Tensor, scale: Tensor | None) -> float:
-    """Proved lower end: the Rayleigh quotient of a plane wave under a sine window that meets no border.
-
-    `‖K x‖² = Σ_b r(b)·v*C_b v·e^{-ib·ω}` with r the autocorrelation of the window (as in `norms.convolution`).
-    """
-    symbol = spec.symbol
-    if symbol.correlations is None or any(n < 1 for n in spec.windows):
-        return 0.0
-    weight = torch.ones(len(symbol.offsets), dtype=torch.float64)
-    for j, n in enumerate(min(w, 4096) for w in spec.windows):
-        window = torch.sin(math.pi * torch.arange(1, n + 1, dtype=torch.float64) / (n + 1))
-        r = [float(window[: n - b] @ window[b:]) if b < n else 0.0 for b in range(symbol.lengths[j])]
-        weight *= torch.tensor([r[abs(int(b))] / r[0] for b in symbol.offsets[:, j]], dtype=torch.float64)
-    u = v.to(torch.complex128) / torch.linalg.vector_norm(v.to(torch.complex128))
-    u = u if scale is None else u * scale
-    C = symbol.correlations[0]
-    p, q = C @ u.real, C @ u.imag  # (B, c)
-    real = p @ u.real + q @ u.imag
-    imag = q @ u.real - p @ u.imag
-    angle = symbol.offsets @ spec.omega[index]
-    terms = (real * angle.cos() + imag * angle.sin()) * weight
-    terms[1:] *= 2
-    slack = gamma(2 * sum(symbol.kernel.shape[1:3]) + 2 * symbol.kernel[0].numel() + 16384, torch.float64)
-    error = 8 * (slack + symbol.phase_error()) * float(symbol.size[0]) ** 2
-    return down(max(0.0, float(terms.sum()) - error) ** 0.5)

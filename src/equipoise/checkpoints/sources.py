@@ -1,0 +1,95 @@
+"""What `MODEL` means on the command line: a `.pt2` or `.onnx` file, a checkpoint directory, or `package.module:factory`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from equipoise.checkpoints.directory import load_checkpoint, load_weights
+from equipoise.checkpoints.program import load_program
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.imports import guarded, resolve
+
+_PICKLES = (".pt", ".pth", ".ckpt", ".bin")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model as it was named: a module in eval mode or an exported program, and the shape of one input if it is known."""
+
+    source: str
+    model: nn.Module | ExportedProgram
+    input_shape: tuple[int, ...] | None
+    examples: tuple[Tensor, ...] | None = None
+
+    def module(self) -> nn.Module:
+        """A callable module, also for an exported program."""
+        return self.model.module() if isinstance(self.model, ExportedProgram) else self.model
+
+
+def load_model(source: str | Path, weights: str | Path | None = None) -> Loaded:
+    """What `source` names; every failure is an `EquipoiseError` with one sentence.
+
+    A file or a folder cannot choose which code runs; `package.module:factory` is the user's own choice and is imported.
+    """
+    source = str(source)
+    if "\0" in source:
+        raise InputError(f"{source!r} is no name of a file: it holds a zero byte")
+    if source.endswith(".pt2"):
+        if weights is not None:
+            raise InputError("a .pt2 holds its own weights; leave --weights out")
+        program = load_program(source)
+        return Loaded(source, program, _program_shape(program))
+    if source.endswith(".onnx"):
+        if weights is not None:
+            raise InputError("an .onnx file holds its own weights; leave --weights out")
+        return _onnx(source)
+    if Path(source).is_dir():
+        if weights is not None:
+            raise InputError("a checkpoint directory holds its own weights; leave --weights out")
+        return Loaded(source, *load_checkpoint(source))
+    if Path(source).suffix in _PICKLES and (":" not in source or Path(source).is_file()):
+        raise Refused(
+            f"{source}: pickles are never opened; export the model: "
+            "torch.export.save(torch.export.export(model, (x,)), 'model.pt2')"
+        )
+    if ":" not in source:
+        raise InputError(f"{source!r} is neither a .pt2 or .onnx file, a directory, nor package.module:factory")
+    model = load_factory(source)
+    return Loaded(source, load_weights(model, weights) if weights is not None else model, None)
+
+
+def _onnx(source: str) -> Loaded:
+    from equipoise.onnx import load_onnx
+
+    network = load_onnx(source)
+    shapes = network.input_shapes
+    one = shapes[0][1:] if len(shapes) == 1 and len(shapes[0]) > 1 else None
+    return Loaded(source, network, one, network.examples())
+
+
+def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
+    names = program.graph_signature.user_inputs
+    values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
+    return (
+        tuple(int(d) for d in values[0].shape[1:]) if len(values) == 1 and isinstance(values[0], torch.Tensor) else None
+    )
+
+
+def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module:
+    """`package.module:factory` as the user typed it, called with these arguments; it must return a module.
+
+    For names that come from a file use `equipoise.checkpoints.builders.build_registered`.
+    """
+    target = resolve(spec)
+    made = target
+    if callable(target) and not isinstance(target, nn.Module):
+        made = guarded(lambda: target(**(arguments or {})), repr(spec))
+    if not isinstance(made, nn.Module):
+        raise InputError(f"{spec!r} gave a {type(made).__name__}, not an nn.Module")
+    return made.eval()

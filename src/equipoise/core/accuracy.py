@@ -1,0 +1,59 @@
+"""Certified accuracy, in one place: what counts as certified at ε, curves over ε, the average certified radius."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from equipoise.core.errors import InputError
+
+Floats = NDArray[np.float64]
+Mask = TypeVar("Mask", bound=Any)
+
+
+def certified_at(radius: Any, correct: Mask, epsilon: float) -> Mask:
+    """Which inputs are certified at ε: `correct and R ≥ ε`, of arrays or of tensors.
+
+    Radii are rounded down, so `≥` is safe. `correct` must be False where there is no decision: for an abstention, for a
+    margin of 0 (then R = 0, and a tie is not a decision) and for logits that are no numbers. Such inputs stay in the
+    denominator, so that certified accuracy never exceeds accuracy.
+
+    >>> certified_at(np.array([0.5, 0.5, 0.4]), np.array([True, False, True]), 0.5).tolist()
+    [True, False, False]
+    """
+    if not epsilon >= 0:
+        raise InputError(f"epsilon must be non-negative, got {epsilon}")
+    return correct & (radius >= epsilon)
+
+
+def certified_accuracy(radius: ArrayLike, correct: ArrayLike, epsilon: ArrayLike = 0.0) -> Floats:
+    """`A(ε) = mean(correct and R ≥ ε)`, see `certified_at`; for an array of ε it is the curve.
+
+    >>> certified_accuracy([0.3, 0.6, 0.9], [True, True, False], [0.0, 0.5, 0.7]).round(3).tolist()
+    [0.667, 0.333, 0.0]
+    """
+    radius, correct = _pair(radius, correct)
+    levels = np.asarray(epsilon, dtype=np.float64)
+    found = [certified_at(radius, correct, float(level)).mean() for level in levels.ravel()]
+    return np.asarray(found).reshape(levels.shape)
+
+
+def average_certified_radius(radius: ArrayLike, correct: ArrayLike) -> float:
+    """`ACR = mean(R·correct)`, the area under the certified-accuracy curve (Zhai et al. 2020).
+
+    >>> average_certified_radius([0.3, 0.6, 0.9], [True, True, False])
+    0.3
+    """
+    radius, correct = _pair(radius, correct)
+    return float(np.where(correct, radius, 0.0).mean())
+
+
+def _pair(radius: ArrayLike, correct: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
+    r, c = np.asarray(radius, dtype=np.float64).ravel(), np.asarray(correct, dtype=bool).ravel()
+    if r.size == 0 or r.shape != c.shape:
+        raise InputError(f"expected as many radii as verdicts and at least one, got {r.size} and {c.size}")
+    if bool(np.any(np.isnan(r))):
+        raise InputError("a radius is NaN")
+    return r, c

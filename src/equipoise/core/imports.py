@@ -1,0 +1,80 @@
+"""`package.module:attribute`: the one way from a name to the code it means.
+
+Policy: a name that the user typed (on the command line, in Python) may mean any installed code, because typing it is asking
+for it. A name read from a file may not: checkpoints and recipes name registered builders only (`equipoise.checkpoints`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from equipoise.core.errors import EquipoiseError, InputError, one_line
+
+#: what such a name looks like
+SPEC = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", re.ASCII)
+
+
+def resolve(spec: str) -> Any:
+    """The object that `package.module:attribute` names; every failure, in the user's own code too, is one sentence.
+
+    >>> resolve("math:pi")
+    3.141592653589793
+    """
+    module, _, attribute = spec.partition(":")
+    if not SPEC.match(spec):
+        raise InputError(f"a factory is written package.module:factory, got {spec[:200]!r}")
+    found = guarded(lambda: _module(module), f"the import of {module!r}")
+    for part in attribute.split("."):
+        found = _member(found, part, module, attribute)
+    return found
+
+
+def call(spec: str, arguments: dict[str, Any] | None = None) -> Any:
+    """What the factory gives for these keyword arguments; whatever it raises (a SystemExit too) becomes one sentence."""
+    target = resolve(spec)
+    return guarded(lambda: target(**(arguments or {})), repr(spec))
+
+
+def guarded(work: Callable[[], Any], what: str) -> Any:
+    """The result of the user's own code; an exception of its own, or an attempt to end the process, is one sentence."""
+    try:
+        return work()
+    except EquipoiseError:
+        raise
+    except SystemExit as error:
+        raise InputError(
+            f"{what} ended the program (exit code {error.code!r}) instead of returning something"
+        ) from error
+    except TypeError as error:
+        raise InputError(f"{what} cannot be called like that: {one_line(error)[:200]}") from error
+    except Exception as error:
+        kind = type(error).__name__
+        article = "an" if kind[0] in "AEIOU" else ""
+        name = f"{article} {kind}".strip()
+        raise InputError(f"{what} failed with {name}: {one_line(error)[:200]}") from error
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(
+            f"cannot import {name!r}: {one_line(error)[:200]}; is it installed or on PYTHONPATH?"
+        ) from error
+    except ValueError as error:  # names such as "a..b"
+        raise InputError(f"cannot import {name!r}: {one_line(error)[:200]}") from error
+
+
+def _member(owner: Any, part: str, module: str, attribute: str) -> Any:
+    """`owner.part`; where there is none, the nearest public name is suggested."""
+    try:
+        return getattr(owner, part)
+    except AttributeError as error:
+        names = [name for name in dir(owner) if not name.startswith("_")]
+        close = difflib.get_close_matches(part, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise InputError(f"{module!r} has no {attribute!r}{hint}") from error

@@ -1,0 +1,229 @@
+"""Composition and sums of linear maps as one map, where there is one.
+
+The norm of a composition is at most, and often far below, the product of the norms. Compositions are computed in float64;
+`error` bounds the ℓ2 operator norm of what rounding did to them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import frobenius, gamma, up
+from equipoise.maps.geometry import Axis, Geometry
+from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
+
+#: a composed matrix with more entries than this is not formed
+ENTRIES = 40_000_000
+#: sums of convolutions with more channels than this are not formed
+CHANNELS = 1024
+_U = 2.0**-53
+_TINY = 1e-290  # covers underflow
+
+
+def compose(first: Linear, then: Linear) -> Linear | None:
+    """`then ∘ first` as one map, or None where it has none."""
+    match first, then:
+        case Padding(), Convolution():
+            return _padded(first, then)
+        case (Padding(), _) | (_, Padding()):
+            return None
+        case Diagonal(), Adjoint(
+            conv=Convolution() as conv
+        ):  # scaling before a transposed convolution: rows of its convolution
+            found = _scaled_rows(conv, first)
+            return Adjoint(found) if isinstance(found, Convolution) else None
+        case Adjoint(conv=Convolution() as conv), Diagonal():
+            found = _scaled_columns(conv, then)
+            return Adjoint(found) if isinstance(found, Convolution) else None
+        case Diagonal(), Diagonal():
+            return _scales(first, then)
+        case Diagonal(), (Matrix() | Convolution()):
+            return _scaled_columns(then, first)
+        case ((Matrix() | Convolution()), Diagonal()):
+            return _scaled_rows(first, then)
+        case Matrix(), Matrix():
+            return _product(first, then)
+        case Convolution(), Convolution():
+            return _pointwise_after(first, then) or _pointwise_before(first, then)
+    return None
+
+
+def add(a: Linear, b: Linear) -> Linear | None:
+    """`a + b` of two maps with the same input and output, as one map, or None where it has none."""
+    match a, b:
+        case Matrix(), Matrix():
+            matrix = a.matrix.double() + b.matrix.double()
+            return Matrix(matrix, up(2 * _U * float(frobenius(matrix)) + a.error + b.error))
+        case Diagonal(), Diagonal():
+            if a.dim != b.dim and a.factor.numel() > 1 and b.factor.numel() > 1:
+                return None
+            factor = a.factor + b.factor
+            dim = a.dim if a.factor.numel() > 1 else b.dim
+            return Diagonal(factor, dim, up(2 * _U * float(factor.abs().max()) + a.error + b.error))
+        case Diagonal(), Convolution():
+            return add(b, a)
+        case Convolution(), Diagonal():
+            other = _as_convolution(b, a)
+            return None if other is None else add(a, other)
+        case Convolution(), Convolution():
+            return _aligned_sum(a, b)
+    return None
+
+
+def spread(weight: Tensor, conv: Convolution) -> float:
+    """Bound of the operator norm of a convolution with this weight: Σ_taps ‖K_tap‖_F ≤ √taps·‖K‖_F.
+
+    With other paddings than zeros a tap may read one pixel several times, at most once more per padded position.
+    """
+    taps = math.prod(weight.shape[2:])
+    repeats = 1 if conv.padding == "zeros" else math.prod(1 + sum(pair) for pair in conv.amount)
+    return up(float(frobenius(weight.flatten(1))) * math.sqrt(taps) * repeats)
+
+
+def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
+    if a.dim != b.dim and a.factor.numel() > 1 and b.factor.numel() > 1:
+        return None
+    dim = a.dim if a.factor.numel() > 1 else b.dim
+    top_a, top_b = float(a.factor.abs().max()), float(b.factor.abs().max())
+    error = up(4 * _U * top_a * top_b + a.error * (top_b + b.error) + b.error * top_a) + _TINY
+    return Diagonal(a.factor * b.factor, dim, error)
+
+
+def _scaled_rows(form: Matrix | Convolution, scale: Diagonal) -> Matrix | Convolution | None:
+    return _scaled(form, scale, rows=True)
+
+
+def _scaled_columns(form: Matrix | Convolution, scale: Diagonal) -> Matrix | Convolution | None:
+    return _scaled(form, scale, rows=False)
+
+
+def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix | Convolution | None:
+    """`diag(f)·A` (rows) or `A·diag(f)` (columns); the rounding of the product and the errors of both factors add up."""
+    factor, top = scale.factor, float(scale.factor.abs().max())
+    if isinstance(form, Matrix):
+        side = form.matrix.shape[0 if rows else 1]
+        if factor.numel() > 1 and (scale.dim != -1 or factor.numel() != side):
+            return None
+        matrix = form.matrix.double() * factor.reshape((-1, 1) if rows else (1, -1))
+        error = up(8 * _U * float(frobenius(matrix)) + form.error * (top + scale.error))
+        return Matrix(matrix, up(error + scale.error * float(frobenius(form.matrix.double()))) + _TINY)
+    side = form.weight.shape[0] if rows else form.geometry.channels
+    if factor.numel() > 1 and (scale.dim != 1 or factor.numel() != side):
+        return None
+    weight = form.weight.double()
+    wide = spread(weight, form)
+    if rows:
+        weight = weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+    else:
+        per_group = factor.expand(side).reshape(form.groups, 1, -1, *[1] * (weight.dim() - 2))
+        weight = (form.geometry.grouped(weight) * per_group).reshape(weight.shape)
+    error = up(8 * _U * spread(weight, form) + form.error * (top + scale.error))
+    made = (form, factor, weight) if rows and factor.numel() == side and form.error == 0 else None
+    return replace(form, weight=weight, error=up(error + scale.error * wide) + _TINY, scaled=made)
+
+
+def _product(first: Matrix, then: Matrix) -> Matrix | None:
+    if then.matrix.shape[0] * first.matrix.shape[1] > ENTRIES:
+        return None
+    A, B = then.matrix.double(), first.matrix.double()
+    a, b = float(frobenius(A)), float(frobenius(B))
+    rounding = gamma(B.shape[0] + 4, torch.float64) * a * b + _TINY
+    return Matrix(A @ B, up(rounding + then.error * (b + first.error) + first.error * a))
+
+
+def _is_pointwise(conv: Convolution) -> bool:
+    plain = all(axis.kernel == axis.stride == 1 and axis.left == axis.right == 0 for axis in conv.axes)
+    return plain and conv.groups == 1
+
+
+def _pointwise_after(first: Convolution, then: Convolution) -> Convolution | None:
+    """A 1×1 convolution after any ungrouped one mixes its output channels."""
+    if not _is_pointwise(then) or first.groups != 1 or then.weight.shape[0] * first.weight[0].numel() > ENTRIES:
+        return None
+    A, K = then.weight.double().flatten(1), first.weight.double()
+    a, k = float(frobenius(A)), spread(K, first)
+    weight = (A @ K.flatten(1)).reshape(-1, *K.shape[1:])
+    rounding = gamma(A.shape[1] + 4, torch.float64) * a * k + _TINY
+    return first.with_weight(weight, up(rounding + then.error * (k + first.error) + first.error * a))
+
+
+def _pointwise_before(first: Convolution, then: Convolution) -> Convolution | None:
+    """A 1×1 convolution before any ungrouped one mixes its input channels (the padded zeros stay zeros)."""
+    if not _is_pointwise(first) or then.groups != 1 or then.weight.shape[0] * first.weight.shape[1] > ENTRIES // 9:
+        return None
+    K, B = then.weight.double(), first.weight.double().flatten(1)
+    b, k = float(frobenius(B)), spread(K, then)
+    weight = torch.einsum("om...,mi->oi...", K, B).contiguous()
+    rounding = gamma(B.shape[0] + 4, torch.float64) * b * k + _TINY
+    return then.with_weight(weight, up(rounding + then.error * (b + first.error) + first.error * k))
+
+
+def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
+    """Padding in any mode before an unpadded convolution is that convolution with this padding mode."""
+    if conv.padding != "zeros" or any(pair != (0, 0) for pair in conv.amount) or len(pad.amount) != len(conv.amount):
+        return None
+    if any(p < 0 for pair in pad.amount for p in pair):
+        return None
+    axes = tuple(
+        replace(axis, left=left, right=right, size=n)
+        for axis, (left, right), n in zip(conv.axes, pad.amount, pad.size, strict=True)
+    )
+    error = conv.error * math.prod(1 + sum(pair) for pair in pad.amount)  # a padding repeats a pixel at most so often
+    return Convolution(conv.weight, replace(conv.geometry, axes=axes, padding=pad.padding), up(error))
+
+
+def _as_convolution(scale: Diagonal, like: Convolution) -> Convolution | None:
+    """A scaling of channels as a 1×1 convolution on the same input."""
+    channels = like.geometry.channels
+    if (scale.factor.numel() > 1 and (scale.dim != 1 or scale.factor.numel() != channels)) or channels > CHANNELS:
+        return None
+    weight = torch.diag(scale.factor.double().expand(channels)).reshape(channels, channels, *[1] * len(like.axes))
+    axes = tuple(Axis(1).with_size(n) for n in like.size)
+    return Convolution(weight, Geometry(tuple(weight.shape), 1, axes), scale.error)
+
+
+def _ungrouped(conv: Convolution) -> Tensor:
+    parts = conv.geometry.grouped(conv.weight.double())
+    if conv.groups == 1:
+        return parts[0]
+    rows, columns = parts.shape[1:3]
+    full = parts.new_zeros(conv.groups * rows, conv.groups * columns, *parts.shape[3:])
+    for g, part in enumerate(parts):
+        full[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] = part
+    return full
+
+
+def _aligned_sum(a: Convolution, b: Convolution) -> Convolution | None:
+    """Zero-padded convolutions with one stride add up to one kernel over the union of their taps."""
+    if a.padding != "zeros" or b.padding != "zeros" or a.stride != b.stride or a.size != b.size or not a.known:
+        return None
+    if any(axis.dilation != 1 and axis.kernel > 1 for conv in (a, b) for axis in conv.axes):
+        return None
+    if max(a.weight.shape[0], a.geometry.channels) > CHANNELS:
+        return None
+    A, B = _ungrouped(a), _ungrouped(b)
+    axes = []
+    box_a: list[slice] = [slice(None), slice(None)]
+    box_b: list[slice] = [slice(None), slice(None)]
+    for x, y in zip(a.axes, b.axes, strict=True):
+        left = max(x.left, y.left)
+        start_x, start_y = left - x.left, left - y.left
+        taps = max(start_x + x.kernel, start_y + y.kernel)
+        assert x.size is not None
+        assert x.out is not None
+        right = max(0, (x.out - 1) * x.stride + taps - x.size - left)
+        axis = Axis(taps, x.stride, 1, left, right).with_size(x.size)
+        if axis.out != x.out or y.out != x.out:
+            return None
+        axes.append(axis)
+        box_a.append(slice(start_x, start_x + x.kernel))
+        box_b.append(slice(start_y, start_y + y.kernel))
+    weight = A.new_zeros([A.shape[0], A.shape[1], *(axis.kernel for axis in axes)])
+    weight[tuple(box_a)] += A
+    weight[tuple(box_b)] += B
+    error = up(2 * _U * spread(weight, a) + a.error + b.error)
+    return Convolution(weight, Geometry(tuple(weight.shape), 1, tuple(axes)), error)

@@ -1,0 +1,205 @@
+"""An ONNX graph as a module: each node a submodule with the node's name, what does not depend on the data folded beforehand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.onnx import layers, shapes  # noqa: F401 - both fill the table of operators
+from equipoise.onnx.operators import find_operator, fixed_inputs
+from equipoise.onnx.reading import LARGEST_VALUE, Graph, Spec, parse, read_bytes
+
+Values = dict[str, Tensor]
+Numbers = dict[str, np.ndarray]
+
+
+class OnnxNode(nn.Module):
+    """One node; constants are filled in by the network, so that a trace of it holds the node's own operations only."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        find_operator(spec)  # refused here, not at the first call
+        self.spec, self.training = spec, False
+
+    def forward(self, *inputs: Tensor | np.ndarray | None) -> tuple[Tensor, ...]:
+        """The outputs of the node."""
+        found = find_operator(self.spec)(self.spec, *inputs)
+        return found if isinstance(found, tuple) else (found,)
+
+    def extra_repr(self) -> str:
+        """The node's operator and name."""
+        return f"{self.spec.kind}, name={self.spec.name!r}"
+
+
+class OnnxNetwork(nn.Module):
+    """The network of an ONNX file, for inputs of the shapes it was last specialized to.
+
+    Shape computations, constant nodes and everything else that does not depend on the numbers in the input are evaluated once
+    per input shape (`specialize`, done by itself on an ordinary call), so that an exported graph holds operations on data alone.
+    The numbers are those of ONNX's definitions in the file's own floating-point format, up to rounding.
+
+    >>> from equipoise.onnx.operators import known_operators
+    >>> "Conv" in known_operators() and "NonZero" not in known_operators()
+    True
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+        self.moving = _moving(graph)
+        for i, spec in enumerate(graph.nodes):
+            self.add_module(_label(spec, i), OnnxNode(spec))
+        self._places = {name: f"constant_{i}" for i, name in enumerate(graph.constants)}
+        for name, value in graph.constants.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                raise InputError(f"constant {name!r} of the ONNX file holds NaN or infinity")
+            self.register_buffer(self._places[name], value)
+        self._folded: dict[tuple[tuple[int, ...], ...], tuple[Values, Numbers]] = {}
+        self.eval()
+
+    @property
+    def input_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The declared shapes of the inputs, with 1 for what the file leaves free."""
+        return tuple(tuple(d or 1 for d in shape) for shape in self.graph.inputs.values())
+
+    def examples(self) -> tuple[Tensor, ...]:
+        """Inputs of zeros of the declared shapes."""
+        kinds = self.graph.dtypes.values()
+        return tuple(torch.zeros(s, dtype=k) for s, k in zip(self.input_shapes, kinds, strict=True))
+
+    def specialize(self, *inputs: Tensor) -> OnnxNetwork:
+        """Fold what does not depend on the data for inputs of these shapes."""
+        blank = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+        values: Values = {**self._constants(), **self._named(blank)}
+        kept: Values = {}
+        numbers: Numbers = {name: value.numpy() for name, value in self.graph.constants.items()}
+        with torch.no_grad():
+            for spec, node in self._nodes():
+                self._step(spec, node, values, numbers)
+                for name in (o for o in spec.outputs if o in values and o not in self.moving):
+                    kept[name] = values[name] = _as(values[name], blank[0])
+                    numbers[name] = values[name].cpu().numpy()
+        self._folded[_shapes(inputs)] = kept, numbers
+        return self
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The outputs of the graph: one tensor, or a tuple."""
+        if _shapes(inputs) not in self._folded:
+            if torch.compiler.is_exporting():
+                raise InputError(f"call the ONNX network once on inputs of shape {_shapes(inputs)} before exporting it")
+            self.specialize(*inputs)
+        kept, numbers = self._folded[_shapes(inputs)]
+        values = {**self._constants(), **kept, **self._named(inputs)}
+        for spec, node in self._nodes():
+            if any(o in self.moving for o in spec.outputs):
+                self._step(spec, node, values, numbers)
+        results = tuple(_known(values, name, "an output of the graph") for name in self.graph.outputs)
+        return results[0] if len(results) == 1 else results
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnnxNetwork:
+        folded = list(self._folded)
+        self._folded.clear()
+        super()._apply(fn, recurse)
+        for known in folded:  # on another device or in another format, folded anew
+            self.specialize(
+                *[fn(torch.zeros(s, dtype=k)) for s, k in zip(known, self.graph.dtypes.values(), strict=True)]
+            )
+        return self
+
+    def _nodes(self) -> Iterator[tuple[Spec, nn.Module]]:
+        return zip(self.graph.nodes, self.children(), strict=True)
+
+    def _constants(self) -> Values:
+        return {name: getattr(self, place) for name, place in self._places.items()}
+
+    def _named(self, inputs: tuple[Tensor, ...]) -> Values:
+        if len(inputs) != len(self.graph.inputs):
+            raise InputError(f"the ONNX network takes {len(self.graph.inputs)} inputs, got {len(inputs)}")
+        for (name, shape), x in zip(self.graph.inputs.items(), inputs, strict=True):
+            if x.dim() != len(shape) or any(d and d != n for d, n in zip(shape, x.shape, strict=True)):
+                raise InputError(
+                    f"input {name!r} of the ONNX network has shape {tuple(d or 'any' for d in shape)}, got {tuple(x.shape)}"
+                )
+        return dict(zip(self.graph.inputs, inputs, strict=True))
+
+    def _step(self, spec: Spec, node: Callable[..., Any], values: Values, numbers: Numbers) -> None:
+        inputs: list[Tensor | np.ndarray | None] = []
+        for place, name in enumerate(spec.inputs):
+            if name and place in fixed_inputs(spec):
+                if name in self.moving:
+                    raise spec.refuse(f"its input {name!r} must be known beforehand, and it depends on the data")
+                inputs.append(numbers[name])
+            else:
+                inputs.append(_known(values, name, f"ONNX node {spec.name!r}") if name else None)
+        try:
+            outputs = node(*inputs)
+        except EquipoiseError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError) as error:
+            shapes = [None if x is None else tuple(x.shape) for x in inputs]
+            raise InputError(
+                f"ONNX node {spec.name!r} ({spec.kind}) does not fit inputs of shapes {shapes}: {one_line(error)}"
+            ) from error
+        for name, value in zip(spec.outputs, outputs, strict=False):
+            if value.numel() > LARGEST_VALUE:
+                raise spec.refuse(f"its result has {value.numel()} entries; at most {LARGEST_VALUE} are allowed")
+            values[name] = value
+
+
+def read_onnx(data: bytes, name: str = "the file") -> OnnxNetwork:
+    """The network in the bytes of an ONNX file."""
+    return OnnxNetwork(parse(data, name))
+
+
+def load_onnx(path: str | Path) -> OnnxNetwork:
+    """The network in an ONNX file, specialized to its declared input shapes (1 for what it leaves free).
+
+    Nothing in the file is executed but the operators of the table `known_operators()`; others are refused with the node's name.
+    """
+    network = read_onnx(read_bytes(path), str(path))
+    return network.specialize(*network.examples())
+
+
+def _moving(graph: Graph) -> frozenset[str]:
+    """Names of values that depend on the numbers in the input, not on its shape alone."""
+    known = set(graph.constants) | set(graph.inputs)
+    moving = set(graph.inputs)
+    for spec in graph.nodes:
+        missing = [name for name in spec.inputs if name and name not in known]
+        if missing:
+            raise InputError(f"ONNX node {spec.name!r} reads {missing[0]!r}, which nothing before it writes")
+        written = {o for o in spec.outputs if o}
+        if written & known or len(written) < len([o for o in spec.outputs if o]):
+            raise InputError(f"ONNX node {spec.name!r} writes {sorted(written & known)[:1]}, which has a value already")
+        known |= written
+        if spec.kind not in ("Shape", "Size") and any(name in moving for name in spec.inputs):
+            moving |= written
+    return frozenset(moving)
+
+
+def _label(spec: Spec, index: int) -> str:
+    """A submodule's name: the node's, without what an attribute path cannot hold, and its place where it has none."""
+    text = re.sub(r"\W+", "_", spec.name, flags=re.ASCII).strip("_")[-60:]
+    return f"{text or spec.kind}_{index}" if not text.endswith(f"_{index}") else text
+
+
+def _as(value: Tensor, like: Tensor) -> Tensor:
+    """A folded number in the format the network runs in, which `.double()` may have changed."""
+    return value.to(like) if value.is_floating_point() else value
+
+
+def _shapes(inputs: tuple[Tensor, ...] | Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(n) for n in x.shape) for x in inputs)
+
+
+def _known(values: Values, name: str, where: str) -> Tensor:
+    if name not in values:
+        raise InputError(f"{where} needs {name!r}, which has no value")
+    return values[name]

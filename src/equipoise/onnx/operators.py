@@ -1,0 +1,283 @@
+"""What each ONNX operator computes, in torch: one function per operator, in one table.
+
+A function takes the node's record and its inputs (None where one is left out) and returns a tensor or a tuple. Definitions follow
+ONNX's operator documents for the file's opset; an attribute that is not understood is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from equipoise.onnx.reading import DTYPES, LARGEST_VALUE, Spec
+
+Operator = Callable[..., Tensor | tuple[Tensor, ...]]
+Fixed = np.ndarray | None
+_TABLE: dict[str, Operator] = {}
+_FIXED: dict[str, frozenset[int]] = {}
+
+
+def operator(*kinds: str, fixed: tuple[int, ...] = ()) -> Callable[[Operator], Operator]:
+    """Decorator: this function computes these operators; inputs in `fixed` places must be known beforehand and come as arrays."""
+
+    def keep(function: Operator) -> Operator:
+        _TABLE.update(dict.fromkeys(kinds, function))
+        _FIXED.update(dict.fromkeys(kinds, frozenset(fixed)))
+        return function
+
+    return keep
+
+
+def fixed_inputs(spec: Spec) -> frozenset[int]:
+    """Places of the inputs that must not depend on the data."""
+    return _FIXED.get(spec.kind, frozenset())
+
+
+def find_operator(spec: Spec) -> Operator:
+    """The function of a node's operator; refused by name where there is none."""
+    if spec.kind not in _TABLE:
+        raise spec.refuse("this operator is not supported")
+    return _TABLE[spec.kind]
+
+
+def known_operators() -> tuple[str, ...]:
+    """Names of every ONNX operator that is read."""
+    return tuple(sorted(_TABLE))
+
+
+def integers(spec: Spec, value: Fixed, what: str) -> list[int] | None:
+    """An input that holds whole numbers (axes, shapes, amounts)."""
+    if value is None:
+        return None
+    if value.dtype.kind not in "iu" or value.ndim > 1:
+        raise spec.refuse(f"{what} must be a list of whole numbers")
+    return [int(v) for v in value.reshape(-1)]
+
+
+def number(spec: Spec, value: Fixed, what: str) -> float | None:
+    """An input that holds one number."""
+    if value is None:
+        return None
+    if value.size != 1:
+        raise spec.refuse(f"{what} must be one number, its shape is {value.shape}")
+    return float(value.reshape(()))
+
+
+def bounded(spec: Spec, shape: list[int]) -> list[int]:
+    """A shape that is about to be made, refused where it is out of proportion."""
+    total = 1
+    for n in shape:
+        total *= n
+    if total > LARGEST_VALUE or any(n < 0 for n in shape):
+        raise spec.refuse(f"its result has the shape {shape}; at most {LARGEST_VALUE} entries are allowed")
+    return shape
+
+
+def _alone(function: Callable[[Tensor], Tensor]) -> Operator:
+    def run(spec: Spec, x: Tensor) -> Tensor:
+        spec.only()
+        return function(x)
+
+    return run
+
+
+_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "Relu": torch.relu,
+    "Sigmoid": torch.sigmoid,
+    "Tanh": torch.tanh,
+    "Abs": torch.abs,
+    "Neg": torch.neg,
+    "Exp": torch.exp,
+    "Log": torch.log,
+    "Sqrt": torch.sqrt,
+    "Reciprocal": torch.reciprocal,
+    "Sin": torch.sin,
+    "Cos": torch.cos,
+    "Tan": torch.tan,
+    "Atan": torch.atan,
+    "Asinh": torch.asinh,
+    "Erf": torch.erf,
+    "Softplus": F.softplus,
+    "Softsign": F.softsign,
+    "HardSwish": F.hardswish,
+    "Mish": F.mish,
+    "Floor": torch.floor,
+    "Ceil": torch.ceil,
+    "Round": torch.round,
+    "Sign": torch.sign,
+    "Not": torch.logical_not,
+    "Identity": lambda x: x,
+}
+_TABLE.update({name: _alone(function) for name, function in _UNARY.items()})
+
+
+def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Operator:
+    def run(spec: Spec, a: Tensor, b: Tensor) -> Tensor:
+        spec.only()
+        return function(a, b)
+
+    return run
+
+
+def _divide(a: Tensor, b: Tensor) -> Tensor:
+    whole = not (a.is_floating_point() or b.is_floating_point())
+    return torch.div(a, b, rounding_mode="trunc") if whole else torch.div(a, b)
+
+
+_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Add": torch.add,
+    "Sub": torch.sub,
+    "Mul": torch.mul,
+    "Div": _divide,
+    "MatMul": torch.matmul,
+    "Equal": torch.eq,
+    "Greater": torch.gt,
+    "GreaterOrEqual": torch.ge,
+    "Less": torch.lt,
+    "LessOrEqual": torch.le,
+    "And": torch.logical_and,
+    "Or": torch.logical_or,
+    "Xor": torch.logical_xor,
+}
+_TABLE.update({name: _pair(function) for name, function in _BINARY.items()})
+
+
+@operator("Pow", fixed=(1,))
+def _power(spec: Spec, x: Tensor, exponent: np.ndarray) -> Tensor:
+    spec.only()
+    if exponent.size == 1 and exponent.ndim <= x.dim():
+        return torch.pow(x, exponent.reshape(()).item())
+    return torch.pow(x, torch.from_numpy(exponent.copy()))
+
+
+@operator("Min", "Max", "Sum", "Mean")
+def _several(spec: Spec, *inputs: Tensor) -> Tensor:
+    spec.only()
+    join: Callable[[Tensor, Tensor], Tensor] = torch.add
+    if spec.kind in ("Min", "Max"):
+        join = torch.minimum if spec.kind == "Min" else torch.maximum
+    result = inputs[0]
+    for x in inputs[1:]:
+        result = join(result, x)
+    return result / len(inputs) if spec.kind == "Mean" else result
+
+
+@operator("Clip", fixed=(1, 2))
+def _clip(spec: Spec, x: Tensor, low: Fixed = None, high: Fixed = None) -> Tensor:
+    spec.only("min", "max")
+    least = spec.get("min") if low is None else number(spec, low, "the least value")
+    most = spec.get("max") if high is None else number(spec, high, "the largest value")
+    return x if least is None and most is None else torch.clamp(x, least, most)
+
+
+@operator("LeakyRelu")
+def _leaky(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("alpha")
+    return F.leaky_relu(x, spec.get("alpha", 0.01))
+
+
+@operator("PRelu")
+def _prelu(spec: Spec, x: Tensor, slope: Tensor) -> Tensor:
+    spec.only()
+    if slope.numel() == 1:
+        return F.prelu(x, slope.reshape(1))
+    if x.dim() > 1 and slope.numel() == x.shape[1] and slope.dim() == x.dim() - 1 and slope.shape[0] == x.shape[1]:
+        return F.prelu(x, slope.reshape(-1))
+    return torch.clamp(x, min=0) + slope * torch.clamp(x, max=0)
+
+
+@operator("ThresholdedRelu")
+def _thresholded(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("alpha")
+    alpha = spec.get("alpha", 1.0)
+    return torch.where(x > alpha, x, torch.zeros_like(x))
+
+
+@operator("Elu", "Celu", "Selu", "HardSigmoid", "Gelu")
+def _curve(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("alpha", "beta", "gamma", "approximate")
+    alpha = spec.get("alpha")
+    match spec.kind:
+        case "Elu":
+            return F.elu(x, 1.0 if alpha is None else alpha)
+        case "Celu":
+            return F.celu(x, 1.0 if alpha is None else alpha)
+        case "Selu":
+            scale = spec.get("gamma", 1.0507010221481323)
+            return scale * F.elu(x, 1.6732631921768188 if alpha is None else alpha)
+        case "HardSigmoid":
+            return torch.clamp(x * (0.2 if alpha is None else alpha) + spec.get("beta", 0.5), 0.0, 1.0)
+    return F.gelu(x, approximate=spec.get("approximate", "none"))
+
+
+@operator("Softmax", "LogSoftmax")
+def _softmax(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("axis")
+    function = F.softmax if spec.kind == "Softmax" else F.log_softmax
+    if spec.opset >= 13:
+        return function(x, spec.get("axis", -1))
+    axis = spec.get("axis", 1) % max(1, x.dim())
+    if axis == x.dim() - 1:
+        return function(x, -1)
+    return function(x.flatten(axis), -1).reshape(x.shape)  # all dimensions from `axis` on count as one
+
+
+@operator("Cast", "CastLike")
+def _cast(spec: Spec, x: Tensor, like: Tensor | None = None) -> Tensor:
+    spec.only("to", "saturate")
+    target = like.dtype if like is not None else DTYPES.get(spec.get("to", 0))
+    if target is None:
+        raise spec.refuse(f"it casts to element type {spec.get('to')}, which rounds or is not a number")
+    if target.is_floating_point and x.is_floating_point():
+        return x  # the network runs in one floating-point format
+    return x.to(target)
+
+
+@operator("Where")
+def _where(spec: Spec, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    spec.only()
+    return torch.where(condition, a, b)
+
+
+@operator("Mod")
+def _mod(spec: Spec, a: Tensor, b: Tensor) -> Tensor:
+    spec.only("fmod")
+    return torch.fmod(a, b) if spec.get("fmod", 0) else torch.remainder(a, b)
+
+
+@operator("Einsum")
+def _einsum(spec: Spec, *inputs: Tensor) -> Tensor:
+    spec.only("equation")
+    return torch.einsum(spec.get("equation", ""), *inputs)
+
+
+def _reduced(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:
+    def run(spec: Spec, x: Tensor, axes: Fixed = None) -> Tensor:
+        spec.only("axes", "keepdims", "noop_with_empty_axes")
+        chosen = spec.get("axes") if axes is None else integers(spec, axes, "axes")
+        if not chosen:
+            if spec.get("noop_with_empty_axes", 0):
+                return x
+            chosen = list(range(x.dim()))
+        return function(x, [a % max(1, x.dim()) for a in chosen], bool(spec.get("keepdims", 1)))
+
+    return run
+
+
+_REDUCE: dict[str, Callable[[Tensor, list[int], bool], Any]] = {
+    "ReduceSum": lambda x, axes, keep: x.sum(axes, keep),
+    "ReduceMean": lambda x, axes, keep: x.mean(axes, keep),
+    "ReduceMax": lambda x, axes, keep: x.amax(axes, keep),
+    "ReduceMin": lambda x, axes, keep: x.amin(axes, keep),
+    "ReduceL1": lambda x, axes, keep: x.abs().sum(axes, keep),
+    "ReduceL2": lambda x, axes, keep: torch.linalg.vector_norm(x, 2, axes, keep),
+    "ReduceSumSquare": lambda x, axes, keep: (x * x).sum(axes, keep),
+    "ReduceLogSumExp": lambda x, axes, keep: torch.logsumexp(x, axes, keep),
+}
+for _name, _function in _REDUCE.items():
+    operator(_name, fixed=(1,))(_reduced(_function))

@@ -1,0 +1,314 @@
+"""ONNX operators that move, select, repeat and resample entries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from equipoise.onnx.operators import Fixed, bounded, integers, number, operator
+from equipoise.onnx.reading import DTYPES, Spec
+
+
+@operator("Constant")
+def _constant(spec: Spec) -> Tensor:
+    spec.only("value", "value_float", "value_floats", "value_int", "value_ints")
+    for key, value in spec.attributes.items():
+        return value if isinstance(value, Tensor) else torch.tensor(value, dtype=_kind(key))
+    raise spec.refuse("it holds no value")
+
+
+def _kind(key: str) -> torch.dtype:
+    return torch.float32 if key.startswith("value_float") else torch.int64
+
+
+@operator("ConstantOfShape", fixed=(0,))
+def _constant_of_shape(spec: Spec, shape: np.ndarray) -> Tensor:
+    spec.only("value")
+    value = spec.get("value", torch.zeros(1))
+    return value.reshape(()).expand(bounded(spec, integers(spec, shape, "the shape") or [])).clone()
+
+
+@operator("EyeLike")
+def _eye(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("k", "dtype")
+    if x.dim() != 2 or spec.get("k", 0) != 0:
+        raise spec.refuse("only the main diagonal of a matrix is supported")
+    return torch.eye(*x.shape, dtype=DTYPES.get(spec.get("dtype", 0), x.dtype))
+
+
+@operator("Shape")
+def _shape(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("start", "end")
+    return torch.tensor([int(n) for n in x.shape][spec.get("start", 0) : spec.get("end")], dtype=torch.int64)
+
+
+@operator("Size")
+def _size(spec: Spec, x: Tensor) -> Tensor:
+    spec.only()
+    return torch.tensor(x.numel(), dtype=torch.int64)
+
+
+@operator("Range", fixed=(0, 1, 2))
+def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
+    spec.only()
+    first, last, by = (v.reshape(()).item() for v in (start, limit, step))
+    if by == 0:
+        raise spec.refuse("its step is 0")
+    bounded(spec, [max(0, math.ceil((last - first) / by))])
+    return torch.from_numpy(np.arange(first, last, by, dtype=start.dtype))
+
+
+@operator("Flatten")
+def _flatten(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("axis")
+    axis = spec.get("axis", 1)
+    axis = axis + x.dim() if axis < 0 else axis
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+@operator("Reshape", fixed=(1,))
+def _reshape(spec: Spec, x: Tensor, shape: np.ndarray) -> Tensor:
+    spec.only("allowzero")
+    wanted = integers(spec, shape, "the shape") or []
+    if not spec.get("allowzero", 0):
+        wanted = [x.shape[i] if n == 0 and i < x.dim() else n for i, n in enumerate(wanted)]
+    return x.reshape(wanted)
+
+
+@operator("Transpose")
+def _transpose(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("perm")
+    return x.permute(spec.get("perm", list(range(x.dim()))[::-1]))
+
+
+@operator("Squeeze", fixed=(1,))
+def _squeeze(spec: Spec, x: Tensor, axes: Fixed = None) -> Tensor:
+    spec.only("axes")
+    chosen = spec.get("axes") if axes is None else integers(spec, axes, "axes")
+    chosen = [i for i, n in enumerate(x.shape) if n == 1] if chosen is None else [a % x.dim() for a in chosen]
+    if any(x.shape[a] != 1 for a in chosen):
+        raise spec.refuse(f"axes {chosen} of shape {tuple(x.shape)} are not of length 1")
+    return x.reshape([n for i, n in enumerate(x.shape) if i not in chosen])
+
+
+@operator("Unsqueeze", fixed=(1,))
+def _unsqueeze(spec: Spec, x: Tensor, axes: Fixed = None) -> Tensor:
+    spec.only("axes")
+    chosen = spec.get("axes") if axes is None else integers(spec, axes, "axes")
+    rank = x.dim() + len(chosen or [])
+    for axis in sorted(a % rank for a in chosen or []):
+        x = x.unsqueeze(axis)
+    return x
+
+
+@operator("Concat")
+def _concat(spec: Spec, *inputs: Tensor) -> Tensor:
+    spec.only("axis")
+    return torch.cat(list(inputs), spec.get("axis", 0))
+
+
+@operator("Split", fixed=(1,))
+def _split(spec: Spec, x: Tensor, sizes: Fixed = None) -> tuple[Tensor, ...]:
+    spec.only("axis", "split", "num_outputs")
+    axis, count = spec.get("axis", 0), len(spec.outputs)
+    chosen = spec.get("split") if sizes is None else integers(spec, sizes, "split")
+    if chosen is None:
+        step = -(-x.shape[axis] // count)
+        chosen = [step] * (count - 1) + [x.shape[axis] - step * (count - 1)]
+    return torch.split(x, chosen, axis)
+
+
+@operator("Slice", fixed=(1, 2, 3, 4))
+def _slice(spec: Spec, x: Tensor, *limits: Fixed) -> Tensor:
+    spec.only("starts", "ends", "axes")
+    starts, ends, axes, steps = (integers(spec, v, "starts, ends, axes and steps") for v in (*limits, *[None] * 4)[:4])
+    starts, ends = starts or spec.get("starts", []), ends or spec.get("ends", [])
+    axes = axes or spec.get("axes") or list(range(len(starts)))
+    for start, end, axis, step in zip(starts, ends, axes, steps or [1] * len(starts), strict=True):
+        size = x.shape[axis]
+        places = range(size)[_clamped(start, size, step) : _clamped(end, size, step, end=True) : step]
+        if step > 0:
+            x = x[(slice(None),) * (axis % x.dim()) + (slice(places.start, places.stop, step),)]
+        else:
+            x = x.index_select(axis, torch.tensor(list(places), dtype=torch.int64))
+    return x
+
+
+def _clamped(value: int, size: int, step: int, end: bool = False) -> int | None:
+    """ONNX's limits, which may lie far outside, as Python's."""
+    value = value + size if value < 0 else value
+    if step < 0 and value < 0:
+        return None if end else 0
+    return max(0, min(value, size))
+
+
+@operator("Gather", fixed=(1,))
+def _gather(spec: Spec, x: Tensor, index: np.ndarray) -> Tensor:
+    spec.only("axis")
+    axis = spec.get("axis", 0) % max(1, x.dim())
+    if index.dtype.kind not in "iu":
+        raise spec.refuse("its indices are not whole numbers")
+    chosen = [int(i) + x.shape[axis] if i < 0 else int(i) for i in index.reshape(-1)]
+    if index.ndim == 0:
+        return x.select(axis, chosen[0])
+    found = x.index_select(axis, torch.tensor(chosen, dtype=torch.int64))
+    return found.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
+
+
+@operator("GatherElements")
+def _gather_elements(spec: Spec, x: Tensor, index: Tensor) -> Tensor:
+    spec.only("axis")
+    axis = spec.get("axis", 0)
+    return torch.gather(x, axis, torch.where(index < 0, index + x.shape[axis], index))
+
+
+@operator("Expand", fixed=(1,))
+def _expand(spec: Spec, x: Tensor, shape: np.ndarray) -> Tensor:
+    spec.only()
+    wanted = torch.broadcast_shapes(tuple(x.shape), tuple(integers(spec, shape, "the shape") or []))
+    return x.expand(bounded(spec, list(wanted)))
+
+
+@operator("Tile", fixed=(1,))
+def _tile(spec: Spec, x: Tensor, repeats: np.ndarray) -> Tensor:
+    spec.only()
+    times = integers(spec, repeats, "repeats") or []
+    bounded(spec, [n * t for n, t in zip(x.shape, times, strict=True)])
+    return x.repeat(times)
+
+
+@operator("Pad", fixed=(1, 2, 3))
+def _pad(spec: Spec, x: Tensor, pads: Fixed = None, value: Fixed = None, axes: Fixed = None) -> Tensor:
+    spec.only("mode", "pads", "value")
+    mode = spec.get("mode", "constant")
+    amounts = spec.get("pads") if pads is None else integers(spec, pads, "pads")
+    chosen = integers(spec, axes, "axes") or list(range(x.dim()))
+    fill = spec.get("value", 0.0) if value is None else number(spec, value, "the value padded with")
+    if amounts is None or len(amounts) != 2 * len(chosen):
+        raise spec.refuse("it needs two amounts per axis")
+    before = {a % x.dim(): (amounts[i], amounts[i + len(chosen)]) for i, a in enumerate(chosen)}
+    bounded(spec, [n + sum(before.get(i, (0, 0))) for i, n in enumerate(x.shape)])
+    pairs = [before.get(i, (0, 0)) for i in range(x.dim())]
+    if mode == "constant":
+        while len(pairs) > 1 and pairs[0] == (0, 0):
+            pairs = pairs[1:]
+        return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=fill)
+    names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+    spatial = pairs[2:]
+    if mode not in names or any(p != (0, 0) for p in pairs[:2]) or not 1 <= len(spatial) <= 3:
+        raise spec.refuse(f"padding mode {mode!r} of {x.dim()} dimensions is not supported")
+    return F.pad(x, [n for pair in reversed(spatial) for n in pair], mode=names[mode])
+
+
+@operator("DepthToSpace")
+def _depth_to_space(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("blocksize", "mode")
+    b, (n, c, h, w) = spec.get("blocksize", 1), x.shape
+    if spec.get("mode", "DCR") == "CRD":
+        return F.pixel_shuffle(x, b)
+    parts = x.reshape(n, b, b, c // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
+    return parts.reshape(n, c // (b * b), h * b, w * b)
+
+
+@operator("SpaceToDepth")
+def _space_to_depth(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("blocksize")
+    b, (n, c, h, w) = spec.get("blocksize", 1), x.shape
+    parts = x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4)
+    return parts.reshape(n, c * b * b, h // b, w // b)
+
+
+@operator("Upsample", fixed=(1,))
+def _upsample(spec: Spec, x: Tensor, scales: Fixed = None) -> Tensor:
+    spec.only("mode", "scales")
+    factors = spec.get("scales") if scales is None else [float(s) for s in scales.tolist()]
+    if factors is None:
+        raise spec.refuse("it has no scales")
+    sizes = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]
+    return _resampled(spec, x, sizes, factors, spec.get("mode", "nearest"), "asymmetric", "floor")
+
+
+@operator("Resize", fixed=(1, 2, 3))
+def _resize(spec: Spec, x: Tensor, roi: Fixed = None, scales: Fixed = None, sizes: Fixed = None) -> Tensor:
+    spec.only(
+        "mode", "coordinate_transformation_mode", "nearest_mode", "cubic_coeff_a", "exclude_outside", "axes", "antialias",
+        "extrapolation_value", "keep_aspect_ratio_policy",
+    )  # fmt: skip
+    if spec.opset < 11:
+        scales, roi = roi, None
+    if spec.get("axes") or spec.get("antialias", 0) or spec.get("exclude_outside", 0):
+        raise spec.refuse("axes, antialiasing and exclude_outside are not supported")
+    if spec.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+        raise spec.refuse("only the policy 'stretch' is supported")
+    if scales is not None and scales.size:
+        factors = [float(s) for s in scales.tolist()]
+        wanted = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]
+    else:
+        wanted = integers(spec, sizes, "sizes") or list(x.shape)
+        factors = [w / n for w, n in zip(wanted, x.shape, strict=True)]
+    how = spec.get("coordinate_transformation_mode", "half_pixel" if spec.opset >= 11 else "asymmetric")
+    rounding = spec.get("nearest_mode", "round_prefer_floor" if spec.opset >= 11 else "floor")
+    return _resampled(spec, x, wanted, factors, spec.get("mode", "nearest"), how, rounding)
+
+
+def _resampled(
+    spec: Spec, x: Tensor, sizes: list[int], factors: list[float], mode: str, how: str, rounding: str
+) -> Tensor:
+    """One axis after the other: a choice of entries for `nearest`, a product with the matrix of weights otherwise."""
+    bounded(spec, sizes)
+    for axis, (size, factor) in enumerate(zip(sizes, factors, strict=True)):
+        if size == x.shape[axis] and factor == 1:
+            continue
+        places = [_coordinate(spec, i, x.shape[axis], size, factor, how) for i in range(size)]
+        if mode == "nearest":
+            chosen = [_nearest(spec, p, x.shape[axis], rounding) for p in places]
+            x = x.index_select(axis, torch.tensor(chosen, dtype=torch.int64))
+        elif mode in ("linear", "cubic"):
+            weights = torch.zeros(size, x.shape[axis], dtype=torch.float64)
+            for i, place in enumerate(places):
+                for j, w in _weights(place, mode, spec.get("cubic_coeff_a", -0.75)):
+                    weights[i, min(max(j, 0), x.shape[axis] - 1)] += w
+            x = torch.matmul(x.transpose(axis, -1), weights.T.to(x.dtype)).transpose(axis, -1)
+        else:
+            raise spec.refuse(f"mode {mode!r} is not supported")
+    return x
+
+
+def _coordinate(spec: Spec, i: int, old: int, new: int, factor: float, how: str) -> float:
+    match how:
+        case "half_pixel":
+            return (i + 0.5) / factor - 0.5
+        case "pytorch_half_pixel":
+            return (i + 0.5) / factor - 0.5 if new > 1 else 0.0
+        case "asymmetric":
+            return i / factor
+        case "align_corners":
+            return i * (old - 1) / (new - 1) if new > 1 else 0.0
+    raise spec.refuse(f"coordinate_transformation_mode {how!r} is not supported")
+
+
+def _nearest(spec: Spec, place: float, old: int, rounding: str) -> int:
+    ways: dict[str, Any] = {
+        "floor": math.floor,
+        "ceil": math.ceil,
+        "round_prefer_floor": lambda p: math.ceil(p - 0.5),
+        "round_prefer_ceil": lambda p: math.floor(p + 0.5),
+    }
+    if rounding not in ways:
+        raise spec.refuse(f"nearest_mode {rounding!r} is not supported")
+    return min(max(int(ways[rounding](place)), 0), old - 1)
+
+
+def _weights(place: float, mode: str, a: float) -> list[tuple[int, float]]:
+    left = math.floor(place)
+    t = place - left
+    if mode == "linear":
+        return [(left, 1 - t), (left + 1, t)]
+    near = [((a + 2) * s - (a + 3)) * s * s + 1 for s in (t, 1 - t)]
+    far = [((a * s - 5 * a) * s + 8 * a) * s - 4 * a for s in (1 + t, 2 - t)]
+    return [(left - 1, far[0]), (left, near[0]), (left + 1, near[1]), (left + 2, far[1])]

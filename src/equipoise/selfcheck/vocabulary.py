@@ -1,0 +1,236 @@
+"""What random programs are written with: one line is one way to write an operation.
+
+`{v}` is the tensor it works on, `{w}` another one of the same shape, `{c}` a factor of either sign and `{p}` a positive one.
+"""
+
+from __future__ import annotations
+
+ACTIVATIONS = """
+F.relu({v})
+F.relu6({v})
+torch.tanh({v})
+torch.sigmoid({v})
+F.silu({v})
+F.mish({v})
+F.selu({v})
+F.hardswish({v})
+F.hardsigmoid({v})
+F.logsigmoid({v})
+{v}.abs()
+-{v}
+torch.sin({v})
+torch.cos({v})
+torch.atan({v})
+torch.erf({v})
+torch.asinh({v})
+F.gelu({v})
+F.gelu({v}, approximate='tanh')
+F.leaky_relu({v}, {c})
+F.rrelu({v}, 0.1, 0.4)
+F.elu({v}, {p})
+F.celu({v}, {p})
+F.softplus({v}, {p})
+F.hardtanh({v}, -{p}, {p})
+{v}.clamp(-{p}, 0.3)
+{v}.clamp(min={c})
+{v}.clamp_max({c})
+{v}.clamp_min({c})
+F.softshrink({v}, {p})
+F.softsign({v})
+F.softmin({v}, -1)
+"""
+
+IN_PLACE = """
+{v}.relu_()
+{v}.tanh_()
+{v}.sigmoid_()
+F.silu({v}, inplace=True)
+F.mish({v}, inplace=True)
+{v}.neg_()
+{v}.abs_()
+{v}.clamp_(-{p}, {p})
+{v}.mul_({c})
+{v}.add_({c})
+{v}.div_({p})
+{v} *= {c}
+{v} += {c}
+{v} -= {c}
+{v} /= {p}
+F.leaky_relu({v}, {c}, inplace=True)
+F.elu({v}, {p}, inplace=True)
+{v}.sin_()
+F.hardtanh({v}, -{p}, {p}, inplace=True)
+F.selu({v}, inplace=True)
+F.celu({v}, {p}, inplace=True)
+{v}.erf_()
+F.hardswish({v}, inplace=True)
+F.relu6({v}, inplace=True)
+{v} *= {v}.sigmoid()
+{v}.square_()
+"""
+
+THROUGH_VIEWS = """
+{v}[..., :1] += {c}
+{v}[..., 1:] *= {c}
+{v}[..., 0].mul_({c})
+{v}.flatten().mul_({c})
+{v}[..., :1].relu_()
+{v}[..., ::2] = 0.0
+{v}.view(-1)[1:].neg_()
+{v}.transpose(0, -1).tanh_()
+{v}[..., :1] += {v}[..., 1:2]
+{v}[..., 0] = {v}[..., 1]
+{v}[:, :1].add_({v}[:, 1:2], alpha={c})
+{v}.unsqueeze(0).mul_({c})
+"""
+
+REFUSED = """
+F.hardshrink({v}, {p})
+F.threshold({v}, 0.1, 0.0)
+{v}.sign() * {v}
+{v}.round()
+{v}.floor()
+F.softplus({v}, 1, 3)
+{v} * (3.0 if torch.compiler.is_compiling() else {c})
+({v} if {v}.sum() > 0 else 2 * {v})
+{v} / ({v}.abs() + 1e-3)
+torch.where({v} > 0, {v}, {c})
+"""
+
+PRODUCTS = """
+{v}.square()
+{v}.exp()
+{v} ** 2
+{v} * torch.sigmoid({v})
+{v} * {v}.mean()
+{v} * {v}
+F.glu(torch.cat([{v}, {v}], -1), -1)
+torch.tanh({v}) * torch.sigmoid({v})
+{v} * torch.softmax({v}, -1)
+torch.pow({v}, 3)
+"""
+
+SHAPES = """
+{v}.flatten(1)
+{v}.reshape(1, -1)
+{v}.reshape({v}.shape[0], 2, -1)
+{v}.transpose(-1, -2)
+{v}.mT
+{v}.contiguous()
+{v}.clone()
+{v}.detach()
+{v}.flip(-1)
+{v}.roll(1, -1)
+{v}.unsqueeze(1)
+{v}.squeeze(-1)
+{v}.squeeze()
+{v}.swapaxes(1, -1)
+{v}.movedim(1, -1)
+{v}.unflatten(-1, (2, -1))
+{v}.unflatten(-1, (-1, 3))
+F.pixel_shuffle({v}, 2)
+F.pixel_unshuffle({v}, 2)
+F.channel_shuffle({v}, 2)
+{v}[..., 1:]
+{v}[:, ::2]
+{v}[:, -1]
+{v}[..., 0]
+{v}.narrow(-1, 0, 2)
+{v}.diagonal(0, -2, -1)
+{v}.tril()
+{v}.triu()
+{v} - torch.zeros_like({v})
+{v} + torch.ones_like({v})
+{v}.expand(1, 2, *{v}.shape[1:])
+{v}.repeat(1, *[1] * ({v}.dim() - 2), 2)
+{v}.tile((2,))
+{v}.repeat_interleave(2, -1)
+{v}[..., [0, 0, 1]]
+{v}.index_select(-1, torch.tensor([1, 0, 1]))
+F.dropout({v}, 0.5, False)
+{v}.to(torch.float64)
+{v}.type_as(x0)
+{v}.sort(-1).values
+{v}.sort(1).values
+torch.cat({v}.chunk(2, 1)[::-1], 1)
+torch.cat([p * {c} for p in {v}.split(1, -1)], -1)
+torch.stack({v}.unbind(-1)[:2], 1)
+{v}.tensor_split(2, -1)[0]
+{v}.split([1, {v}.shape[-1] - 1], -1)[1]
+torch.cat([{v}, {c} * {v}], -1)
+torch.stack([{v}, {v}.flip(-1)], 1)
+torch.cat([torch.maximum(*{v}.chunk(2, -1)), torch.minimum(*{v}.chunk(2, -1))], -1)
+{v}.T
+{v}.ravel()
+{v}.permute(*range({v}.dim())[::-1])
+{v}.view(-1)
+torch.cat([{v}[..., :1], {v}], -1)
+{v}[..., :1] + {v}
+{v}.broadcast_to(2, *{v}.shape).reshape(1, -1)
+"""
+
+REDUCTIONS = """
+{v}.mean(-1)
+{v}.sum(-1)
+{v}.mean(-1, keepdim=True)
+{v}.mean()
+{v}.sum()
+{v}.sum((-1, -2))
+{v}.mean(tuple(range(1, {v}.dim())))
+{v} - {v}.mean(-1, keepdim=True)
+{v} + {v}.sum(-1, keepdim=True)
+{v}.amax(-1)
+{v}.amin(-1, keepdim=True)
+{v}.max(-1).values
+{v}.min(1).values
+{v}.max()
+{v}.max(-1)[0]
+torch.linalg.vector_norm({v}, dim=-1)
+torch.linalg.vector_norm({v}, 1, dim=-1)
+torch.linalg.vector_norm({v}, float('inf'), dim=-1)
+torch.linalg.vector_norm({v}, 1.5, dim=-1, keepdim=True)
+{v}.norm()
+{v}.norm(2, -1)
+{v}.norm(3, -1)
+{v}.std(-1)
+{v}.std(-1, unbiased=False)
+torch.std({v}, -1, correction=0)
+{v}.std()
+torch.softmax({v}, -1)
+torch.softmax({v} / {p}, -1)
+torch.softmax({v}, -1)[..., 0]
+F.log_softmax({v}, -1)
+torch.logsumexp({v}, -1)
+torch.softmax({v}, 1)
+F.log_softmax({v}, 1)
+"""
+
+JOINS = """
+{v} + {w}
+{v} - {w}
+torch.add({v}, {w}, alpha={c})
+torch.sub({v}, {w}, alpha={c})
+torch.rsub({v}, {w}, alpha={c})
+torch.maximum({v}, {w})
+torch.minimum({v}, {w})
+torch.cat([{v}, {w}], -1)
+torch.stack([{v}, {w}], 1)
+torch.lerp({v}, {w}, {c})
+torch.cat([torch.maximum({v}, {w}), torch.minimum({v}, {w})], -1)
+{c} * {v} - {w} / {p}
+{v} + {w}.mean(-1, keepdim=True)
+{c} - {v} - {w}
+torch.max({v}, {w})
+"""
+
+JOINS_IN_PLACE = """
+{v} += {w}
+{v} -= {w}
+{v}.add_({w}, alpha={c})
+{v}.sub_({w}, alpha={c})
+{v}.copy_({w})
+{v}[..., :1] += {w}[..., :1]
+{v} += {c} * {w}
+{v}.lerp_({w}, {c})
+{v}[..., 1:] = {w}[..., 1:]
+"""

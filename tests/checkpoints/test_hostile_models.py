@@ -1,0 +1,351 @@
+"""Files that try to run code, to fill the memory or to be something else: refused in one sentence, and nothing happens."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from equipoise.checkpoints import inspect_program, load_checkpoint, load_model, register_model, save_checkpoint
+from equipoise.core import EquipoiseError
+from equipoise.nn.models import build, factory
+
+CANARY = "canary-was-here"
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+
+
+@pytest.fixture(scope="module")
+def plain() -> bytes:
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(net(), (torch.zeros(2, 3),)), buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def rewritten(data: bytes, entry: str, change) -> bytes:
+    """The archive with `change(content)` applied to the entries whose name ends so."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            content = old.read(info)
+            new.writestr(info.filename, change(content) if info.filename.endswith(entry) else content)
+    return out.getvalue()
+
+
+def edited(data: bytes, change, entry: str = "models/model.json") -> bytes:
+    def rewrite(content: bytes) -> str:
+        document = json.loads(content)
+        change(document)
+        return json.dumps(document)
+
+    return rewritten(data, entry, rewrite)
+
+
+TOUCH = f"__import__('pathlib').Path('{CANARY}').touch()"
+
+
+def renamed(document, old: str, new: str) -> None:
+    """Replace a name everywhere, as a writer of files would."""
+    text = json.dumps(document).replace(json.dumps(old), json.dumps(new))
+    document.clear()
+    document.update(json.loads(text))
+
+
+def first_node(d):
+    return d["graph_module"]["graph"]["nodes"][0]
+
+
+def argument(value):
+    return {"name": "", "arg": value, "kind": 1}
+
+
+def called(target: str, *arguments):
+    def change(d):
+        first_node(d)["target"] = target
+        first_node(d)["inputs"] = [argument(a) for a in arguments]
+
+    return change
+
+
+def signature(d):
+    return d["graph_module"]["module_call_graph"][0]["signature"]
+
+
+def tree(kind: str, context: str) -> str:
+    return json.dumps([1, {"type": kind, "context": context, "children_spec": []}])
+
+
+ENUM = json.dumps(
+    [
+        1,
+        {
+            "type": "builtins.dict",
+            "context": json.dumps([{"__enum__": True, "fqn": "os:x", "name": "y"}]),
+            "children_spec": [],
+        },
+    ]
+)
+FACTORY = json.dumps({"default_factory_module": "os", "default_factory_name": "getcwd", "dict_context": "[]"})
+
+#: what is written into the description of a program
+DESCRIPTIONS = {
+    "guard": lambda d: d["guards_code"].append(f"{TOUCH} is None"),
+    "guard in a call": lambda d: d["guards_code"].append(f"L['input'].size({TOUCH})[0] == 2"),
+    "guard in an index": lambda d: d["guards_code"].append(f"L['input'].size()[{TOUCH} or 0] == 2"),
+    "guard in a message": lambda d: d["guards_code"].append(f"L['\\x22+{TOUCH}+\\x22'].size()[0] == 2"),
+    "guard with a newline": lambda d: d["guards_code"].append(f"1 == 1)\n  {TOUCH}\n  (0"),
+    "guard that is no text": lambda d: d["guards_code"].append(["x"]),
+    "name of an input": lambda d: renamed(d, "input", f"x={TOUCH}"),
+    "name of a node": lambda d: renamed(d, "relu", f"relu = {TOUCH}; y"),
+    "name with a newline": lambda d: renamed(d, "relu", f"relu\n    {TOUCH}\n    y"),
+    "name in another script": lambda d: renamed(d, "relu", "ｒelu"),
+    "name of a parameter": lambda d: renamed(d, "0.weight", f'0.x", {TOUCH}) #'),
+    "dunder of a parameter": lambda d: renamed(d, "0.weight", "__class__.weight"),
+    "forward's names": lambda d: signature(d).update(forward_arg_names=[f"x={TOUCH}"]),
+    "a function as an argument": called("_operator.call", {"as_operator": "torch.os.system"}, {"as_string": f"touch {CANARY}"}),
+    "operator.methodcaller": called("_operator.methodcaller", {"as_string": "numpy"}),
+    "anything under torch": called("torch.os.system", {"as_string": f"touch {CANARY}"}),
+    "attributes of an operation": called("torch.ops.aten.__class__.__init__", {"as_string": "x"}),
+    "methods of an operation": called("torch.ops.aten.add.default.redispatch", {"as_int": 0}),
+    "a library": called("torch.ops.load_library.default", {"as_string": "x.so"}),
+    "a file": called("torch.ops.aten.from_file.default", {"as_string": "x"}),
+    "unsafe sparse": called("torch.ops.aten._sparse_coo_tensor_unsafe.default", {"as_int": 0}),
+    "no operation": called("torch.ops.aten.no_such_thing.default", {"as_int": 0}),
+    "a graph as an argument": called("torch.ops.aten.relu.default", {"as_graph": {"name": TOUCH, "graph": {}}}),
+    "an object as an argument": called("torch.ops.aten.relu.default", {"as_custom_obj": {"name": "x", "class_fqn": "y"}}),
+    "an expression": lambda d: d["graph_module"]["graph"].update(sym_int_values={"s": {"as_expr": {"expr_str": TOUCH}}}),
+    "an expression in a size": lambda d: next(iter(d["graph_module"]["graph"]["tensor_values"].values())).update(
+        sizes=[{"as_expr": {"expr_str": TOUCH, "hint": None}}]
+    ),
+    "ranges": lambda d: d.update(range_constraints={"u999999999999": {"min_val": 0, "max_val": 1}}),
+    "a tree that imports": lambda d: signature(d).update(in_spec=tree("collections.defaultdict", FACTORY)),
+    "a tree with an enum": lambda d: signature(d).update(out_spec=ENUM),
+    "a named tuple": lambda d: d["graph_module"].update(treespec_namedtuple_fields={"x": {"field_names": ["y"]}}),
+    "a verifier": lambda d: d.update(verifiers=["NO_SUCH"]),
+    "an unknown field": lambda d: d.update(on_load="os.system"),
+    "a device": lambda d: next(iter(d["graph_module"]["graph"]["tensor_values"].values())).update(device={"type": "meta"}),
+    "a list where an object belongs": lambda d: d.update(graph_module=[]),
+    "no graph": lambda d: d.pop("graph_module"),
+    "custom objects": lambda d: d["graph_module"]["graph"].update(custom_obj_values={"x": {"name": "x", "class_fqn": "y"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DESCRIPTIONS)
+def test_a_description_that_would_run_code_is_refused(plain, case):
+    Path("bad.pt2").write_bytes(edited(plain, DESCRIPTIONS[case]))
+    with pytest.raises(EquipoiseError) as caught:
+        load_model("bad.pt2").module()(torch.zeros(2, 3))
+    assert not Path(CANARY).exists()
+    assert "\n" not in str(caught.value)
+
+
+def weight(change):
+    return lambda d: change(d["config"]["0.weight"])
+
+
+WEIGHTS = {
+    "pickled": weight(lambda w: w.update(use_pickle=True)),
+    "an opaque object": weight(lambda w: w.update(path_name="opaque_obj_0")),
+    "a path": weight(lambda w: w.update(path_name="../constants/weight_0")),
+    "numbers that are not there": weight(lambda w: w.update(path_name="weight_77")),
+    "beyond the end": weight(lambda w: w["tensor_meta"]["storage_offset"].update(as_int=10**6)),
+    "a negative stride": weight(lambda w: w["tensor_meta"]["strides"][0].update(as_int=-1)),
+    "as large as memory": weight(
+        lambda w: w["tensor_meta"].update(sizes=[{"as_int": 10**6}] * 2, strides=[{"as_int": 0}] * 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_are_views_of_what_is_stored(plain, case):
+    Path("bad.pt2").write_bytes(edited(plain, WEIGHTS[case], "weights_config.json"))
+    with pytest.raises(EquipoiseError):
+        load_model("bad.pt2")
+
+
+def test_sample_inputs_keys_become_code_and_are_names(plain):
+    buffer = io.BytesIO()
+    torch.save(((torch.zeros(2, 3),), {f"x'].numel() or {TOUCH} or ['": torch.zeros(1)}), buffer)
+    Path("bad.pt2").write_bytes(rewritten(plain, "sample_inputs/model.pt", lambda _: buffer.getvalue()))
+    with pytest.raises(EquipoiseError, match="no name"):
+        load_model("bad.pt2")
+
+
+def test_what_pytorch_reads_is_written_by_us(plain):
+    """Metadata that names functions, remarks and trailing bytes are left behind; the program is the same."""
+    changed = edited(plain, lambda d: first_node(d)["metadata"].update(source_fn_stack="x,torch.hub.load", custom="{}"))
+    with zipfile.ZipFile(io.BytesIO(changed)) as archive:
+        root = archive.namelist()[0].split("/")[0]
+    more = io.BytesIO(changed)
+    with zipfile.ZipFile(more, "a") as archive:
+        archive.writestr(f"{root}/extra/remark", "x")
+    rebuilt = inspect_program(more.getvalue())
+    assert b"torch.hub.load" not in rebuilt
+    assert b"remark" not in rebuilt
+    Path("good.pt2").write_bytes(more.getvalue())
+    assert torch.equal(load_model("good.pt2").module()(torch.ones(2, 3)), net()(torch.ones(2, 3)))
+
+
+def test_harmless_guards_are_kept(plain):
+    Path("good.pt2").write_bytes(edited(plain, lambda d: d["guards_code"].append("L['input'].size()[0]  ==  2")))
+    program = load_model("good.pt2").model
+    assert program._guards_code == ["L['input'].size()[0] == 2"]
+    assert torch.equal(program.module()(torch.ones(2, 3)), net()(torch.ones(2, 3)))
+
+
+# ---- checkpoint directories ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return save_checkpoint(tmp_path / "net", build("mlp", widths=[4], in_features=3), factory("mlp"),
+                           {"widths": [4], "in_features": 3}, (3,))  # fmt: skip
+
+
+def rewrite_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def config(**changes) -> str:
+    whole = {"factory": factory("mlp"), "arguments": {"widths": [4], "in_features": 3}, "input_shape": [3], **changes}
+    return json.dumps(whole)
+
+
+COMMAND = {"spec": "os:system", "arguments": {"command": f"touch {CANARY}"}}
+CONFIGS = {
+    "any command": config(factory="equipoise.checkpoints:load_factory", arguments=COMMAND),
+    "any command, where it is now": config(factory="equipoise.checkpoints.sources:load_factory", arguments=COMMAND),
+    "any file": config(factory="equipoise.core.files:write_whole", arguments={"path": CANARY, "content": "x"}),
+    "another name of the table": config(factory="equipoise.nn.models:build", arguments={"name": "mlp"}),
+    "inside an object": config(factory="equipoise.nn.models:mlp.__class__"),
+    "a full-width letter": config(factory="equipoise.nn.models:ｍlp"),
+    "no text": config(factory=["equipoise.nn.models:mlp"]),
+    "a huge width": config(arguments={"widths": [2**30], "in_features": 2**30}),
+    "many layers": config(arguments={"widths": [30000] * 4000, "in_features": 3}),
+    "a huge number": config(arguments={"widths": [10**400], "in_features": 3}),
+    "deep arguments": config(arguments={"widths": [[[[[[4]]]]]]}),
+    "an argument it has not": config(arguments={"no_such": 1}),
+    "dunder argument": config(arguments={"__class__": 1}),
+    "a text for a number": config(arguments={"widths": "os:system"}),
+    "not a number": config(arguments={"dropout": float("nan")}),
+    "twice": '{"factory": "equipoise.nn.models:mlp", "factory": "equipoise.nn.models:cnn"}',
+    "deep": "[" * 100_000 + "]" * 100_000,
+    "a list": "[]",
+    "nothing": "",
+    "a strange shape": config(input_shape=["os", -1]),
+    "a huge shape": config(input_shape=[10**30]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_names_registered_models_with_plain_arguments(folder, case):
+    rewrite_config(folder, CONFIGS[case])
+    with pytest.raises(EquipoiseError) as caught:
+        load_checkpoint(folder)
+    assert not Path(CANARY).exists()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_without_end_is_not_read(folder):
+    with open(folder / "config.json", "wb") as file:
+        file.truncate(5 * 10**9)
+    with pytest.raises(EquipoiseError, match="longer than"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_devices_and_pipes_are_not_read(folder, name):
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(EquipoiseError, match="not a regular file"):
+        load_checkpoint(folder)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(EquipoiseError, match="not a regular file"):
+        load_checkpoint(folder)
+
+
+def test_a_changed_checkpoint_is_noticed(folder, tmp_path):
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"input_shape"', '"dropout_": 0,\n  "input_shape"'))
+    with pytest.raises(EquipoiseError, match="changed after it was written"):
+        load_checkpoint(folder)
+    (folder / "config.json").write_text(text)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-3] ^= 4
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(EquipoiseError, match="digest"):
+        load_checkpoint(folder)
+
+
+def test_a_checkpoint_of_the_first_release_opens(folder):
+    rewrite_config(folder, config())
+    assert load_checkpoint(folder)[1] == (3,)
+
+
+HEADERS = {
+    "too long": (2**62).to_bytes(8, "little") + b"{}",
+    "no JSON": (2).to_bytes(8, "little") + b"xx",
+    "a name twice": (lambda h: len(h).to_bytes(8, "little") + h)(b'{"a":{},"a":{}}'),
+    "empty": b"",
+    "offsets beyond the end": (lambda h: len(h).to_bytes(8, "little") + h)(
+        b'{"0.weight":{"dtype":"F32","shape":[4,3],"data_offsets":[0,48]}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_damaged_weights_file_is_one_sentence(folder, case):
+    rewrite_config(folder, config())
+    (folder / "model.safetensors").write_bytes(HEADERS[case])
+    with pytest.raises(EquipoiseError):
+        load_checkpoint(folder)
+
+
+def test_a_model_of_ones_own_is_registered_first(tmp_path):
+    model = nn.Linear(3, 2).eval()
+    with pytest.raises(EquipoiseError, match="no registered model"):
+        save_checkpoint(tmp_path / "own", model, "tests-linear")
+    register_model("tests-linear", lambda width=3: nn.Linear(width, 2))
+    save_checkpoint(tmp_path / "own", model, "tests-linear", {"width": 3})
+    assert torch.equal(load_checkpoint(tmp_path / "own")[0](torch.ones(1, 3)), model(torch.ones(1, 3)))
+
+
+def test_an_installed_package_adds_models(tmp_path, monkeypatch):
+    """An entry point is loaded when its name is asked for, and not before."""
+    info = tmp_path / "site" / "other_models-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-models\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[equipoise.models]\nother-linear = other_models:linear\nother-bad = other_models:gone\n"
+    )
+    source = f"from pathlib import Path\nfrom torch import nn\nPath('{CANARY}').touch()\ndef linear(): return nn.Linear(3, 2)\n"
+    (tmp_path / "site" / "other_models.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    save_file(nn.Linear(3, 2).state_dict(), folder / "model.safetensors")
+    rewrite_config(folder, json.dumps({"factory": "other_models:linear"}))
+    with pytest.raises(EquipoiseError, match="no registered model"):
+        load_checkpoint(folder)
+    assert not Path(CANARY).exists()
+    rewrite_config(folder, json.dumps({"factory": "other-bad"}))
+    with pytest.raises(EquipoiseError, match="failed with"):
+        load_checkpoint(folder)
+    rewrite_config(folder, json.dumps({"factory": "other-linear"}))
+    assert isinstance(load_checkpoint(folder)[0], nn.Linear)

@@ -1,0 +1,124 @@
+"""Every path that differentiates a network hands it batches with the strides of a fresh tensor, whatever came in.
+
+torch chooses the kernels of a convolution by strides; those for channels-last write out of bounds in the backward pass of
+few channels (torch 2.13, AVX2, one thread). One row is one path from a batch to a network.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from equipoise.attacks import pgd, smooth_pgd
+from equipoise.core import fresh_strides
+from equipoise.curvature import LossHessian
+from equipoise.data import Augmentation, Dataset
+from equipoise.regularizers import consistency_loss, input_gradient_penalty, noisy_copies, smooth_adversarial
+from equipoise.runs.inputs import Inputs
+from equipoise.smoothing import SmoothedClassifier
+from equipoise.train import read_recipe, run_recipe
+from nn.layer_cases import marked_rows
+
+LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
+
+
+def grey():
+    """Six images of one channel that look channels-last to torch, and of which `is_contiguous()` is true."""
+    x = torch.rand(6, 8, 8, 1, generator=torch.Generator().manual_seed(0)).permute(0, 3, 1, 2)
+    assert x.is_contiguous()
+    assert x.stride() != torch.empty(x.shape).stride()
+    return x
+
+
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 4, 1, stride=2), nn.Flatten(), nn.Linear(64, 4)).eval()
+
+
+def dataset(kind):
+    pixels = (255 * grey()[:, 0].numpy()).astype(np.uint8)
+    return Dataset.from_arrays(pixels[..., None] if kind == "NHWC" else pixels, LABELS.numpy(), num_classes=4)
+
+
+def train(**parts):
+    recipe = {
+        "model": {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": 2}},
+        "data": {"path": "digits", "limit": 16, "test_limit": 4, **parts.pop("data", {})},
+        "epochs": 1, "batch_size": 16, "metrics": {"bound": False}, **parts,
+    }  # fmt: skip
+    run_recipe(read_recipe(recipe))
+
+
+def augmented(seed=0, **how):
+    return Augmentation(**how)(grey(), torch.Generator().manual_seed(seed))
+
+
+PATHS = {
+    "batch of bytes": lambda net: net(dataset("NHWC").batch(range(4))[0]),
+    "batch of flat images": lambda net: net(dataset("NHW").batch([0, 5])[0]),
+    "items collated": lambda net: net(next(iter(torch.utils.data.DataLoader(dataset("NHWC"), batch_size=3)))[0]),
+    "flip": lambda net: net(augmented()),
+    "crop": lambda net: net(augmented(padding=2, flip=False)),
+    "no augmentation": lambda net: net(augmented(flip=False)),
+    "run inputs": lambda net: net(Inputs.of((grey(), LABELS)).item(0).x[None]),
+    "pgd": lambda net: pgd(net, grey(), LABELS, 0.5, steps=2),
+    "smooth pgd": lambda net: smooth_pgd(
+        SmoothedClassifier(net, 0.5, 4), grey(), LABELS, 0.5, steps=1, draws=2, check_draws=2
+    ),
+    "input gradient": lambda net: input_gradient_penalty(net, grey(), LABELS).backward(),
+    "noisy copies": lambda net: net(noisy_copies(grey(), 0.5, 2)),
+    "consistency": lambda net: consistency_loss(net, grey(), LABELS, 0.5).backward(),
+    "smoothadv": lambda net: smooth_adversarial(net, grey(), LABELS, 0.5, 0.5),
+    "curvature": lambda net: LossHessian(net, "ce", (grey(), LABELS)).gradient(),
+    "training": lambda net: train(),
+    "training with augmentation": lambda net: train(data={"augment": [{"kind": "flip"}, {"kind": "pad-crop"}]}),
+    "training under noise": lambda net: train(noise={"kind": "gaussian", "sigma": 0.1}),
+    "smoothing": lambda net: SmoothedClassifier(net, 0.5, 4).counts(grey()[0], 100, input_id=0, stream=1),
+}
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_networks_see_fresh_strides(path):
+    seen = []
+
+    def note(module, args):
+        if isinstance(module, nn.Conv2d):
+            x = args[0]
+            seen.append((tuple(x.shape), x.stride(), torch.empty(tuple(x.shape)).stride()))
+
+    handle = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        path(network())
+    finally:
+        handle.remove()
+    assert seen
+    assert all(stride == fresh for _, stride, fresh in seen), seen
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 1, 8, 8), (4, 3, 8, 8), (2, 1, 1, 5), (1, 1, 1, 1), (3, 0, 2, 2), (5, 7), (5,), (), (2, 1, 3, 4, 4)]
+)
+def test_the_same_numbers_with_fresh_strides(shape):
+    x = torch.rand(shape, dtype=torch.float64)
+    for turned in (x, x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 1 else x, x[::2] if x.dim() else x):
+        fresh = fresh_strides(turned)
+        assert torch.equal(fresh, turned)
+        assert fresh.stride() == torch.empty(fresh.shape).stride()
+        assert fresh_strides(fresh) is fresh
+
+
+def test_gradients_pass():
+    x = grey().requires_grad_()
+    fresh_strides(x).square().sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
+@pytest.mark.parametrize(("case", "kind"), [p for p in marked_rows() if p.values[1] == "conv2d"])
+def test_no_layer_turns_a_fresh_batch_to_channels_last(case, kind):
+    """The kernel's strides count as much as the input's: what comes out is laid out as what went in."""
+    for channels in (1, 4):
+        square = case.square or channels == 1
+        layer = case.make(kind, channels, channels if square else 2 * channels)
+        y = layer(torch.rand(3, channels, 8, 8))
+        assert y.stride() == torch.empty(y.shape).stride()

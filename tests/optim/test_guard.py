@@ -1,0 +1,263 @@
+"""The guard: no weight above its radius after any step, whatever the optimizer or an adversary does, against float64 SVD."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import equipoise as eq
+from equipoise.core import InputError, Refused
+from equipoise.norms.reference import operator_matrix
+from equipoise.optim import SpectralGuard
+
+TOLERANCE = 1e-3
+
+
+def true_norm(module, size=None):
+    if isinstance(module, nn.Linear):
+        return float(torch.linalg.svdvals(module.weight.detach().double())[0])
+    return float(torch.linalg.svdvals(operator_matrix(module, size))[0])
+
+
+def net(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 5)).to(dtype)
+
+
+def muons(model):
+    import pytorch_optimizer
+
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() != 2]
+    groups = [{"params": matrices, "use_muon": True, "lr": 0.3}, {"params": vectors, "use_muon": False, "lr": 0.01}]
+    return pytorch_optimizer.Muon(groups)
+
+
+#: a row adds an optimizer, at a large learning rate, to every check below
+OPTIMIZERS = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.05),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9),
+    "muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.3),
+    "muon of pytorch-optimizer": muons,
+}
+
+
+def train(model, optimizer, steps, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(64, 12, generator=generator).to(dtype)
+    y = torch.randint(5, (64,), generator=generator)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(5 * model(x).float(), y).backward()
+        optimizer.step()
+        yield
+
+
+def assert_held(guard, model, limit):
+    for name, bracket in guard.bounds().items():
+        sigma = true_norm(model.get_submodule(name))
+        assert bracket.lower <= sigma * (1 + 1e-12)
+        assert sigma <= bracket.upper * (1 + 1e-12)
+        assert bracket.upper <= limit
+
+
+@pytest.mark.parametrize("how", ["cap", "sphere", "clip", "hammer"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_step_leaves_a_norm_above_the_radius(optimizer, how):
+    hold(optimizer, how, steps=15)
+
+
+def hold(optimizer, how, steps):
+    model = net()
+    chosen = OPTIMIZERS[optimizer](model)
+    guard = SpectralGuard(model, radius=1.5, how=how, tolerance=TOLERANCE, optimizer=chosen)
+    assert_held(guard, model, 1.5 * (1 + TOLERANCE))
+    for _ in train(model, chosen, steps):
+        assert_held(guard, model, 1.5 * (1 + TOLERANCE))
+        if how == "sphere":
+            assert all(b.lower >= 1.5 * (1 - TOLERANCE) for b in guard.bounds().values())
+    assert guard.steps == steps
+    assert sum(one.restored for one in guard.layers) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cap", "sphere", "clip"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_thousand_steps(optimizer, how):
+    hold(optimizer, how, steps=2000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["cap", "sphere", "clip"])
+def test_the_rounded_weight_is_what_is_bounded(dtype, how):
+    model = net(dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    guard = SpectralGuard(model, radius=1.0, how=how, optimizer=optimizer)
+    for _ in train(model, optimizer, 8, dtype=dtype):
+        assert_held(guard, model, 1.0 * (1 + TOLERANCE))
+
+
+def kick(W, i):
+    u, v = torch.randn(W.shape[0]), torch.randn(W.shape[1])
+    W.add_(3 * torch.outer(u / u.norm(), v / v.norm()).to(W.dtype))
+
+
+#: what an adversary may do to the weights instead of an optimizer's step
+ATTACKS = {
+    "rank-one kick": kick,
+    "tiny drift that adds up": lambda W, i: W.add_(1e-4 * torch.ones_like(W)),
+    "along the top direction": lambda W, i: W.add_(
+        1e-3 * torch.outer(*(m[:, 0] for m in (lambda s: (s[0], s[2].mT))(torch.linalg.svd(W, full_matrices=False))))
+    ),
+    "a direction not followed": lambda W, i: W.add_(
+        0.2 * torch.outer(*(m[:, -1] for m in (lambda s: (s[0], s[2].mT))(torch.linalg.svd(W, full_matrices=False))))
+    ),
+    "sign flip": lambda W, i: W.neg_(),
+    "huge": lambda W, i: W.mul_(1e6),
+    "replaced": lambda W, i: W.copy_(torch.randn(W.shape)),
+    "shuffled": lambda W, i: W.copy_(W.flip(0, 1)),
+    "all one": lambda W, i: W.fill_(1.0),
+    "orthogonal": lambda W, i: nn.init.orthogonal_(W, 1.4),
+}
+
+
+@pytest.mark.parametrize("how", ["cap", "clip"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attacks_on_the_carried_proof(attack, how):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Linear(30, 60, bias=False))
+    guard = SpectralGuard(model, radius=1.2, how=how)
+    for i in range(12):
+        with torch.no_grad():
+            for W in model.parameters():
+                ATTACKS[attack](W, i)
+        for name, bracket in guard.bounds().items():  # before anything is brought back: true all the same
+            sigma = true_norm(model.get_submodule(name))
+            assert bracket.lower <= sigma * (1 + 1e-12)
+            assert sigma <= bracket.upper * (1 + 1e-12)
+        guard.step()
+        assert_held(guard, model, 1.2 * (1 + TOLERANCE))
+
+
+def test_writes_that_leave_no_trace_are_seen_when_asked():
+    model = net()
+    guard = SpectralGuard(model, radius=1.0)
+    model[0].weight.data.mul_(7.0)
+    assert guard.bounds(check=True)["0"].upper >= true_norm(model[0])
+    guard.step()
+    assert_held(guard, model, 1 + TOLERANCE)
+    model[2].weight.data = 3 * model[2].weight.data  # another storage is noticed at once
+    assert guard.bounds()["2"].upper >= true_norm(model[2])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(value):
+    model = net()
+    guard = SpectralGuard(model, radius=1.0)
+    with torch.no_grad():
+        model[2].weight[3, 4] = value
+    with pytest.raises(InputError, match="weight of '2'"):
+        guard.bounds()
+    with pytest.raises(InputError, match="weight of '2'"):
+        guard.step()
+
+
+@pytest.mark.parametrize("how", ["cap", "clip"])
+def test_resuming_is_exact(how):
+    first = net()
+    optimizer = OPTIMIZERS["adam"](first)
+    guard = SpectralGuard(first, radius=1.5, how=how, optimizer=optimizer)
+    for _ in train(first, optimizer, 7):
+        pass
+    second = net(seed=5)
+    other = OPTIMIZERS["adam"](second)
+    resumed = SpectralGuard(second, radius=1.5, how=how, optimizer=other)
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(guard.state_dict())
+    assert_held(resumed, second, 1.5 * (1 + TOLERANCE))
+    for _, _ in zip(train(first, optimizer, 12, seed=1), train(second, other, 12, seed=1), strict=True):
+        for a, b in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(a, b)
+    assert guard.bounds() == resumed.bounds()
+    assert guard.steps == resumed.steps
+
+
+@pytest.mark.parametrize("lie", ["upper", "beta", "S", "kappa"])
+def test_a_stored_claim_that_is_false_is_not_believed(lie):
+    model = nn.Sequential(nn.Linear(40, 30))
+    guard = SpectralGuard(model, radius=1.0)
+    state = guard.state_dict()
+    if lie == "S":
+        state["0/S"] = state["0/S"] * 0.5
+    elif lie == "kappa":
+        state["0/numbers"][4] = 0.1
+    else:
+        state["0/numbers"][{"beta": 1, "upper": 3}[lie]] *= 0.5
+        state["0/numbers"][2] *= 0.4
+    guard.load_state_dict(state)
+    with torch.no_grad():
+        model[0].weight.mul_(1.7)
+    assert guard.bounds()["0"].upper >= true_norm(model[0])
+
+
+def test_radii_by_name_and_ties():
+    model = net()
+    model.tied = nn.Linear(40, 24)
+    model.tied.weight = model[2].weight
+    guard = SpectralGuard(model, radius={"0": 0.5, "2": 2.0, "tied": 1.0})
+    found = guard.bounds()
+    assert set(found) == {"0", "2", "tied"}
+    assert found["0"].upper <= 0.5 * (1 + TOLERANCE)
+    assert found["2"].upper == found["tied"].upper <= 1 + TOLERANCE
+
+
+def parametrized():
+    model = net()
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (net, {"radius": -1.0}, "positive number"),
+        (net, {"radius": {"nothing": 1.0}}, "matches 'nothing'"),
+        (net, {"how": "crop"}, "must be one of cap"),
+        (net, {"tolerance": 0.0}, "tolerance must lie"),
+        (parametrized, {}, "parametrisation"),
+        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3)), {"how": "clip"}, "is a convolution"),
+    ],
+)
+def test_what_cannot_be_guarded_is_refused(make, options, said):
+    with pytest.raises(InputError, match=said):
+        SpectralGuard(make(), **options)
+
+
+def test_a_zero_weight_has_no_place_on_a_sphere():
+    model = nn.Sequential(nn.Linear(3, 3))
+    nn.init.zeros_(model[0].weight)
+    with pytest.raises(Refused, match="is zero"):
+        SpectralGuard(model, how="sphere")
+    assert SpectralGuard(model, how="cap").bounds()["0"].upper == 0
+
+
+def test_an_optimizer_of_other_weights_is_refused():
+    with pytest.raises(InputError, match="none of the guarded weights"):
+        SpectralGuard(net(), optimizer=torch.optim.SGD(net().parameters(), lr=0.1))
+
+
+def test_public_name_and_wrapped_optimizers():
+    accelerate = pytest.importorskip("accelerate")
+    model = net()
+    optimizer = accelerate.Accelerator(cpu=True).prepare_optimizer(OPTIMIZERS["sgd"](model))
+    guard = eq.optim.SpectralGuard(model, radius=1.0, optimizer=optimizer)
+    for _ in train(model, optimizer, 3):
+        assert_held(guard, model, 1 + TOLERANCE)
+    assert guard.steps == 3
+    guard.detach()
+    for _ in train(model, optimizer, 1):
+        pass
+    assert guard.steps == 3
