@@ -20,7 +20,7 @@ from equipoise.core.precision import frobenius, gamma, up
 from equipoise.lipschitz.linearise import CURVATURE
 from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
 from equipoise.lipschitz.propagate import Propagation
-from equipoise.lipschitz.rules import Call, Step
+from equipoise.lipschitz.rules import Call, Signal, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.norms.bracket import Cache
@@ -228,8 +228,13 @@ def _curve(call: Call, step: Step) -> Curve:
         weight = call["weight"].detach().double()
         per = 1 if weight.numel() == 1 else math.prod(call.shape[2:])
         return Hinge(weight.repeat_interleave(per), one)
-    arguments = {k: v for k, v in call.arguments.items() if k not in ("self", "input")}
-    first = next(k for k in call.arguments if k in ("self", "input"))
+    if name == "div" and step.kind == "softsign":  # x/(1 + |x|), two branches of the graph
+        return Sampled(torch.nn.functional.softsign, (low, high), 2.00001)
+    first = next(k for k, v in call.arguments.items() if isinstance(v, Signal))
+    arguments = {k: v for k, v in call.arguments.items() if k != first}
+    own = str(call.node.target).startswith("aten.") and name != "prelu"
+    if not own or any(isinstance(v, Signal) for v in arguments.values()):
+        raise Unsupported(f"node {call.node.name!r} ({step.kind}) is not a function of one entry that can be sampled")
     shape = call.shape
 
     def function(z: Tensor) -> Tensor:
