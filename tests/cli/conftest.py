@@ -1,33 +1,6 @@
-import json
-
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
-
-from equipoise.cli.app import build
-
-
-class Ran:
-    """Result of a command: exit code, stdout, stderr."""
-
-    def __init__(self, result):
-        self.code, self.out, self.err, self.error = result.exit_code, result.stdout, result.stderr, result.exception
-
-    @property
-    def json(self):
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def equipoise():
-    """Run the application: `equipoise("norm", path)`."""
-    app = build()
-
-    def run(*args):
-        return Ran(CliRunner().invoke(app, [str(arg) for arg in args], prog_name="equipoise"))
-
-    return run
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from equipoise.bench import norms as bench
 from equipoise.core.timing import peak_bytes, take_turns
+from equipoise.lab.bench import norms as bench
 from equipoise.norms import spectral_norm
 
 

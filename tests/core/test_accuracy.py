@@ -6,7 +6,7 @@ import torch
 
 from equipoise.core import InputError
 from equipoise.core.accuracy import certified_accuracy, certified_at
-from equipoise.experiments.certified.smoothed_networks import Rated
+from equipoise.lab.experiments.shared.smoothed_networks import Rated
 from equipoise.nn import CertifiedAccuracy
 
 RADIUS = np.array([0.0, 0.25, 0.5, 0.75, np.inf, 0.5])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.bench import lipschitz as bench
+from equipoise.lab.bench import lipschitz as bench
 from equipoise.lipschitz.peers import ryu_norm
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from equipoise.core import InputError
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise.lipschitz.attack import stretch
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.linearise import CURVATURE
-from equipoise.lipschitz.local import stretch
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.bracket import Cache
 

@@ -251,7 +251,7 @@ def test_labels_rivals_and_refusals():
     assert found.rivals.tolist() == [1, 0]
     assert found.methods[1] == "not classified as labelled"
     assert found.accuracy(1.0) == 0.5
-    for bad in (dict(norm="l3"), dict(effort="more"), dict(seconds=-1.0), dict(labels=torch.tensor([7]))):
+    for bad in ({"norm": "l3"}, {"effort": "more"}, {"seconds": -1.0}, {"labels": torch.tensor([7])}):
         with pytest.raises(InputError):
             eq.certified_radius(net, torch.zeros(1, 2), **bad)
     with pytest.raises(InputError, match="classes"):

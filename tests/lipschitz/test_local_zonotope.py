@@ -18,10 +18,10 @@ from torch import nn
 from equipoise.core import InputError
 from equipoise.core.precision import full_precision
 from equipoise.lipschitz import local_lipschitz, zonotope
+from equipoise.lipschitz.attack import attacked, stretch
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.linearise import secant_slopes
-from equipoise.lipschitz.local import attacked, stretch
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.bracket import Cache
 

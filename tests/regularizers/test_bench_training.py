@@ -2,7 +2,7 @@
 
 import torch
 
-from equipoise.bench.training import sections
+from equipoise.lab.bench.training import sections
 from equipoise.nn.models.resnets import resnet18
 
 

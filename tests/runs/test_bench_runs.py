@@ -1,5 +1,5 @@
-from equipoise.bench import runs as bench
-from equipoise.bench.smoothing import small_cnn
+from equipoise.lab.bench import runs as bench
+from equipoise.lab.bench.smoothing import small_cnn
 from equipoise.runs import open_run
 
 

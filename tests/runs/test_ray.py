@@ -9,9 +9,9 @@ import runs_nets
 import runs_ray_nets
 import torch
 
-from equipoise.bench import runs as bench
-from equipoise.bench.smoothing import small_cnn
 from equipoise.core import InputError, Refused
+from equipoise.lab.bench import runs as bench
+from equipoise.lab.bench.smoothing import small_cnn
 from equipoise.runs import Execution, TaskSpec, certify, open_run
 from equipoise.runs.engine import find_engine
 from equipoise.runs.export import to_csv

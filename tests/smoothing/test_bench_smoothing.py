@@ -1,6 +1,6 @@
 import torch
 
-from equipoise.bench import smoothing as bench
+from equipoise.lab.bench import smoothing as bench
 from equipoise.smoothing import SmoothedClassifier
 
 

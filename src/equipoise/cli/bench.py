@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from equipoise.bench.norms import Section
+    from equipoise.lab.bench.norms import Section
 
 bench = typer.Typer(help="Speed and tightness against the alternatives, side by side in one run.", no_args_is_help=True)
 
@@ -41,7 +41,7 @@ def norms(
       equipoise bench norms
       equipoise bench norms --quick --json
     """
-    from equipoise.bench.norms import sections
+    from equipoise.lab.bench.norms import sections
 
     _sections(sections(quick, repeats), repeats, as_json)
 
@@ -76,7 +76,7 @@ def smoothing(
 
       equipoise bench smoothing --json
     """
-    from equipoise.bench.smoothing import rows
+    from equipoise.lab.bench.smoothing import rows
 
     _report("smoothing", rows(repeats=repeats), as_json)
 
@@ -91,7 +91,7 @@ def lipschitz(as_json: Json = False) -> None:
 
       equipoise bench lipschitz --json
     """
-    from equipoise.bench.lipschitz import rows
+    from equipoise.lab.bench.lipschitz import rows
 
     _report("network bounds", rows(), as_json)
 
@@ -111,7 +111,7 @@ def layers(
       equipoise bench layers
       equipoise bench layers --quick --json
     """
-    from equipoise.bench.layers import sections
+    from equipoise.lab.bench.layers import sections
 
     _sections(sections(quick, repeats), repeats, as_json)
 
@@ -128,7 +128,7 @@ def training(
 
       equipoise bench training
     """
-    from equipoise.bench.training import sections
+    from equipoise.lab.bench.training import sections
 
     _sections(sections(quick, repeats), repeats, as_json)
 
@@ -144,7 +144,7 @@ def runs(
 
       equipoise bench runs
     """
-    from equipoise.bench.runs import rows
+    from equipoise.lab.bench.runs import rows
 
     _report("certification runs", rows(repeats), as_json)
 
@@ -152,7 +152,7 @@ def runs(
 def _report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
     import torch
 
-    from equipoise.bench.norms import Section
+    from equipoise.lab.bench.norms import Section
 
     threads = torch.get_num_threads()
     if as_json:

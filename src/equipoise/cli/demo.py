@@ -41,7 +41,7 @@ def demo(
     """
     import torch
 
-    from equipoise.showcase import QUICK, Settings, showcase
+    from equipoise.lab.showcase import QUICK, Settings, showcase
 
     torch.set_num_threads(1)  # networks this small spend more time on sharing work than on doing it
 

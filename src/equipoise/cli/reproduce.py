@@ -11,7 +11,7 @@ import typer
 from equipoise.cli.consoles import emit_json, messages, results, table
 
 if TYPE_CHECKING:
-    from equipoise.experiments import Outcome
+    from equipoise.lab.experiments import Experiment, Outcome
 
 
 def reproduce(
@@ -28,6 +28,9 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="build everything, two steps of every loop, write nothing")
     ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="say what would run, with which settings and data; run nothing")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or mps")] = "cpu",
     page: Annotated[
         Path | None, typer.Option(help="write a page of the stored results to this file; run nothing")
@@ -42,16 +45,17 @@ def reproduce(
     Examples:
 
       equipoise reproduce --list
+      equipoise reproduce --all --plan
       equipoise reproduce dense-convergence
       equipoise reproduce --all -o results
       equipoise reproduce -o results --page results.md
       equipoise reproduce sll-aol-sr --scale paper --dry-run
     """
     from equipoise.core.errors import InputError
-    from equipoise.experiments import Context
-    from equipoise.experiments import table as experiments_table
-    from equipoise.experiments.page import summary
-    from equipoise.experiments.runner import reproduce_all
+    from equipoise.lab.experiments import Context
+    from equipoise.lab.experiments import every as chosen_experiments
+    from equipoise.lab.experiments.page import summary
+    from equipoise.lab.experiments.runner import reproduce_all
     from equipoise.runs.prepare import usable_device
 
     if list_all:
@@ -59,21 +63,24 @@ def reproduce(
         return
     if page is not None:
         from equipoise.core.files import write_whole
-        from equipoise.experiments.page import stored
+        from equipoise.lab.experiments.page import stored
 
         here = os.path.relpath(out, page.parent)
-        write_whole(page, summary(stored(experiments_table.every(identifiers or ()), out), here))
+        write_whole(page, summary(stored(chosen_experiments(identifiers or ()), out), here))
         return
     if not identifiers and not every:
         raise InputError("name an experiment (`equipoise reproduce --list` shows them) or pass --all")
-    chosen = experiments_table.every(identifiers or ())
+    chosen = chosen_experiments(identifiers or ())
     for experiment in chosen:
         experiment.settings(scale)  # an unknown scale is refused before anything runs
+    folder = data or (Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None)
+    if plan:
+        _plan(chosen, scale, seed, folder, out, as_json)
+        return
     usable_device(device)
     if not dry_run:
         _require_folder(out)
     console = messages()
-    folder = data or (Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None)
     context = Context(seed, folder, device, dry_run, lambda text: console.print(f"  {text}", style="dim", markup=False))
     outcomes: list[Outcome] = []
     for outcome in reproduce_all(
@@ -90,6 +97,22 @@ def reproduce(
         emit_json([_document(outcome) for outcome in outcomes])
     if any(outcome.result is None for outcome in outcomes):
         raise typer.Exit(2)
+
+
+def _plan(chosen: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from equipoise.lab.experiments.plan import plan
+
+    found = plan(chosen, scale, seed, data, out)
+    if as_json:
+        emit_json([{**asdict(p), "action": p.action} for p in found])
+        return
+    shown = table(f"{scale} scale, seed {seed}", "id", "what happens", "minutes before", "settings")
+    for p in found:
+        before = "" if p.seconds is None else f"{p.seconds / 60:.1f}"
+        shown.add_row(p.id, p.action, before, ", ".join(f"{k} = {v}" for k, v in p.settings.items())[:160])
+    results().print(shown, markup=False)
 
 
 def _require_folder(out: Path) -> None:
@@ -117,7 +140,7 @@ def _document(outcome: Outcome) -> dict[str, object]:
 
 
 def _list(as_json: bool) -> None:
-    from equipoise.experiments import every
+    from equipoise.lab.experiments import every
 
     found = every()
     if as_json:

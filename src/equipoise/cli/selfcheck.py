@@ -12,7 +12,7 @@ from equipoise.cli.consoles import emit_json, messages, progress, results, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from equipoise.selfcheck import Report
+    from equipoise.lab.selfcheck import Report
 
 
 def selfcheck(
@@ -44,7 +44,7 @@ def selfcheck(
       equipoise selfcheck networks --minutes 10 --scripts found
     """
     from equipoise.core.errors import InputError
-    from equipoise.selfcheck import SUITES, run
+    from equipoise.lab.selfcheck import SUITES, run
 
     if suite not in SUITES:
         raise InputError(f"selfcheck knows the suites {', '.join(SUITES)}; got {suite!r}")

@@ -1,4 +1,4 @@
-"""What a model makes of a batch: its outputs one by one, and whether samples stay apart."""
+"""What a model makes of a batch: the example it is bounded on, its outputs one by one, and whether samples stay apart."""
 
 from __future__ import annotations
 
@@ -7,41 +7,85 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import Refused
+from equipoise.core.errors import InputError, Refused
+
+Examples = tuple[Tensor, ...]
 
 
-def batch_note(model: nn.Module, single: tuple[Tensor, ...]) -> tuple[str, ...]:
-    """Does a batch of two give what its samples give alone? Refused if samples mix; noted where it cannot be run.
+def settled(model: nn.Module, example_input: Any) -> tuple[Examples, tuple[str, ...], str]:
+    """The tensors to capture the model on, what is to be said of them, and why there is no bound, if there is none.
 
-    A NaN in one sample must not reach the other, and the values must agree. This is a check, not a proof: what is proved
-    is the bound of the program for a batch of one.
+    One sample, as a batch of one, where the model treats dimension 0 as a batch; the whole example where it has no batch
+    dimension, where the model does not run on one sample, and where an output has none (`x.sum()`), so that the
+    bound is for what came. There is none per sample where the samples of a batch mix.
     """
-    if any(x.dim() < 2 for x in single):
-        return ("the input has no batch dimension: the bound is for the input as a whole",)
+    examples = tuple(x.detach().clone() for x in as_examples(example_input))
+    if all(x.dim() < 2 for x in examples):
+        return examples, ("the input has no batch dimension: the bound is for the input as a whole",), ""
+    count = examples[0].shape[0]
+    single = tuple(x[:1].clone() for x in examples)
+    whole = f"the bound is for the example as a whole, a batch of {count}" if count > 1 else ""
+    alone = _outputs(model, single)
+    if alone is None:  # with a batch of one the capture says why
+        return examples, (f"the model does not run on one sample of the example: {whole}",) if whole else (), ""
     generator = torch.Generator().manual_seed(0)
     other = tuple(torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in single)
-    with torch.no_grad():
-        alone = flat_outputs(model(*single))
-        try:
-            together = flat_outputs(model(*(torch.cat([a, b]) for a, b in zip(single, other, strict=True))))
-            poisoned = flat_outputs(model(*(torch.cat([a, a * float("nan")]) for a in single)))
-        except (RuntimeError, ValueError, IndexError, AssertionError):
-            return ("the model runs on a batch of one only: the bound is for that",)
-    if any(t.dim() < 1 or t.shape[0] != 2 * a.shape[0] for t, a in zip(together, alone, strict=True) if a.dim()):
-        return ("an output has no batch dimension: the bound is for a batch of one",)
-    for a, t, p in zip(alone, together, poisoned, strict=True):
-        if a.dim() == 0:
-            return ("an output has no batch dimension: the bound is for a batch of one",)
+    together = _outputs(model, tuple(torch.cat([a, b]) for a, b in zip(single, other, strict=True)))
+    if together is None:
+        return single, ("the model runs on a batch of one only: the bound is for that",), ""
+    if any(a.dim() < 1 or t.dim() < 1 or len(t) != 2 * len(a) for t, a in zip(together, alone, strict=True)):
+        note = f"an output has no batch dimension: {whole or 'the bound is for a batch of one'}"
+        return examples, (note,), ""
+    poisoned = _outputs(model, tuple(torch.cat([a, a * float("nan")]) for a in single))
+    return single, (), _MIXED if _mixed(alone, together, poisoned) else ""
+
+
+_MIXED = (
+    "the output of one sample depends on the other samples of its batch (a mean or reshape over dimension 0?); "
+    "a Lipschitz bound per sample does not exist: make the model treat dimension 0 as the batch"
+)
+
+
+def _mixed(alone: list[Tensor], together: list[Tensor], poisoned: list[Tensor] | None) -> bool:
+    """Whether a NaN in one sample reaches the other, or the values disagree: a check, not a proof.
+
+    What is proved is the bound of the program for a batch of one.
+    """
+    for i, a in enumerate(alone):
         if a.numel() == 0:
             continue
         scale = 1e-3 * (1 + float(a.abs().nan_to_num().max()))
-        leak = bool((p[: a.shape[0]].isnan() & ~a.isnan()).any())
-        if leak or bool(((t[: a.shape[0]] - a).abs() > scale).any()):
+        leak = poisoned is not None and bool((poisoned[i][: len(a)].isnan() & ~a.isnan()).any())
+        if leak or bool(((together[i][: len(a)] - a).abs() > scale).any()):
+            return True
+    return False
+
+
+def _outputs(model: nn.Module, inputs: Examples) -> list[Tensor] | None:
+    """The model's floating outputs, or None where it does not run on these inputs."""
+    try:
+        with torch.no_grad():
+            return flat_outputs(model(*(x.clone() for x in inputs)))
+    except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
+        return None
+
+
+def as_examples(example_input: Any) -> Examples:
+    """The example as a tuple of floating tensors; anything else is refused with what came."""
+    examples = example_input if isinstance(example_input, tuple | list) else (example_input,)
+    for x in examples:
+        if not isinstance(x, Tensor):
+            raise InputError(f"example_input must be a tensor or a tuple of tensors, got {type(x).__name__}")
+        if x.dtype not in (torch.float32, torch.float64):
             raise Refused(
-                "the output of one sample depends on the other samples of its batch (a mean or reshape over dimension 0?); "
-                "a Lipschitz bound per sample does not exist: make the model treat dimension 0 as the batch"
+                f"example_input has dtype {x.dtype}; the bound is for real-valued inputs: pass float32 or float64 "
+                "(for tokens, bound the network that follows the embedding)"
             )
-    return ()
+        if x.numel() == 0:
+            raise InputError(f"example_input is empty (shape {tuple(x.shape)})")
+    if len({x.shape[0] if x.dim() else 1 for x in examples}) > 1:
+        raise InputError("the tensors of example_input must share their first (batch) dimension")
+    return tuple(examples)
 
 
 def flat_outputs(output: Any) -> list[Tensor]:

@@ -11,9 +11,9 @@ from torch.export import ExportedProgram
 
 from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
-from equipoise.lipschitz.batches import batch_note
-from equipoise.lipschitz.capture import capture, first_sample, module_path
+from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import Solve, chain_total
+from equipoise.lipschitz.places import module_path
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Report, Row
@@ -68,11 +68,10 @@ def lipschitz_bound(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
     run = propagate(program, ball, rtol)
-    notes = batch_note(model, first_sample(example_input)) if isinstance(model, nn.Module) else ()
     together = chain_total(run, _solver(chain))
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
-    return Report(totals[method], run.product, run.fused, rows(run), method, ball, notes, together)
+    return Report(totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together)
 
 
 def _solver(chain: ChainMethod) -> Solve | None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,12 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.lipschitz.batches import flat_outputs, settled
+from equipoise.lipschitz.memory import flat_tensors, refuse_mutation, written_arguments
+from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
+from equipoise.lipschitz.values import evaluate, is_mutable, perform
 
 #: functions a graph may call besides registered operators
 _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
@@ -31,7 +35,8 @@ _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.f
 class Program:
     """The operations between the user's inputs and outputs; `constants` holds the value of every other node.
 
-    `regions` are the calls of modules that bound themselves and are believed.
+    `regions` are the calls of modules that bound themselves and are believed; `notes` say what the example stands for.
+    `doubt` is why the network has no bound although every operation may have one; empty where there is no reason.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -39,79 +44,120 @@ class Program:
     outputs: tuple[fx.Node, ...]
     constants: dict[fx.Node, Any] = field(repr=False)
     regions: tuple[Region, ...] = ()
-
-
-def where(node: fx.Node) -> str:
-    """`node 'relu' (module features.1, file.py line 3)`: what every refusal starts with."""
-    path = module_path(node)
-    place = f"module {path}" if path else "the model's own forward"
-    line = source_line(node)
-    return f"node {node.name!r} ({place}{', ' + line if line else ''})"
-
-
-def module_path(node: fx.Node) -> str:
-    """Dotted path of the innermost module that runs this node; empty for the model itself."""
-    stack = node.meta.get("nn_module_stack") or {}
-    entries = [str(entry[0]) for entry in stack.values()]
-    return entries[-1].split("@")[0] if entries else ""
-
-
-def source_line(node: fx.Node) -> str:
-    """`file line N: code` of the innermost frame that is not PyTorch's own."""
-    frames = [f.strip() for f in str(node.meta.get("stack_trace") or "").split("File ") if f.strip()]
-    own = [f for f in frames if "site-packages/torch/" not in f] or frames
-    if not own:
-        return ""
-    head, _, code = own[-1].partition("\n")
-    name, _, rest = head.partition(", line ")
-    text = code.strip().splitlines()[0].strip() if code.strip() else ""
-    number = rest.split(",")[0]
-    return f"{name.strip(chr(34)).rsplit('/', 1)[-1]} line {number}" + (f": {text}" if text else "")
+    notes: tuple[str, ...] = ()
+    doubt: str = ""
 
 
 def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
-    """Capture the model on one example; with a batch of several, on the first sample.
+    """Capture the model on one example; with a batch of several, on the first sample (see `batches.settled`).
 
     Guarantee: the program's nodes are all operations between input and output, in order. The rules bound the map of the
-    whole tensors, with a batch of one; `batch_note` checks that larger batches do not mix samples.
+    whole tensors, with a batch of one. On three points the program must give what the model itself gives: a forward
+    that knows that it is being captured is refused. The model's buffers and the random numbers are left as they were.
     """
     if isinstance(model, ExportedProgram):
-        return analyse(model)
+        program = analyse(model)
+        return replace(program, doubt=_hidden_writes(program))
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
     refuse_training(model)
-    examples = first_sample(example_input)
-    program = analyse(export(model, examples))
-    if not has_blocks(model):
-        return program
-    with counted_calls() as counts, torch.no_grad():
-        model(*examples)
+    with _undisturbed(model):
+        examples, notes, mixed = settled(model, example_input)
+        program = analyse(export(model, examples))
+        doubt = mixed or _difference(model, program, examples)
+        program = replace(program, notes=notes, doubt=doubt)
+        if not has_blocks(model):
+            return program
+        with counted_calls() as counts, torch.no_grad():
+            model(*examples)
     regions = find_regions(model, program.inputs, program.nodes, program.outputs, counts)
     return replace(program, regions=regions)
 
 
-def first_sample(example_input: Any) -> tuple[Tensor, ...]:
-    """The first sample of every example, as a batch of one."""
-    examples = as_examples(example_input)
-    return tuple(x[:1].detach().clone() if x.dim() > 0 and x.shape[0] > 1 else x.detach() for x in examples)
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Buffers and random numbers are afterwards what they were before."""
+    held = [(m, dict(m._buffers)) for m in model.modules() if m._buffers]
+    values = {id(b): b.detach().clone() for _, buffers in held for b in buffers.values() if b is not None}
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, buffers in held:
+                    module._buffers.clear()
+                    module._buffers.update(buffers)
+                    for buffer in buffers.values():
+                        if buffer is not None and buffer._version and not torch.equal(buffer, values[id(buffer)]):
+                            buffer.copy_(values[id(buffer)])
 
 
-def as_examples(example_input: Any) -> tuple[Tensor, ...]:
-    """The example as a tuple of floating tensors; anything else is refused with what came."""
-    examples = example_input if isinstance(example_input, tuple | list) else (example_input,)
-    for x in examples:
-        if not isinstance(x, Tensor):
-            raise InputError(f"example_input must be a tensor or a tuple of tensors, got {type(x).__name__}")
-        if x.dtype not in (torch.float32, torch.float64):
-            raise Refused(
-                f"example_input has dtype {x.dtype}; the bound is for real-valued inputs: pass float32 or float64 "
-                "(for tokens, bound the network that follows the embedding)"
-            )
-        if x.numel() == 0:
-            raise InputError(f"example_input is empty (shape {tuple(x.shape)})")
-    if len({x.shape[0] if x.dim() else 1 for x in examples}) > 1:
-        raise InputError("the tensors of example_input must share their first (batch) dimension")
-    return tuple(examples)
+#: largest difference between the program and the model, relative to the largest entry, that rounding may explain
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
+_DIFFERS = (
+    "the captured graph gives other values than the model itself, so a bound of one says nothing of the other; "
+    "remove branches on torch.compiler.is_compiling(), torch.is_grad_enabled() and their like, hooks and hidden state"
+)
+
+
+def _difference(model: nn.Module, program: Program, examples: tuple[Tensor, ...]) -> str:
+    """The program and the model on the example and two random points, with and without gradients: a check, not a proof."""
+    generator = torch.Generator().manual_seed(0)
+    points = [examples]
+    for scale in (1.0, 30.0):
+        drawn = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples)
+        points.append(tuple((scale * d).to(x.device) for d, x in zip(drawn, examples, strict=True)))
+    for i, point in enumerate(points):
+        with torch.set_grad_enabled(i == 1):
+            theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
+        with torch.no_grad():
+            ours = run_program(program, point)
+        if len(ours) != len(theirs) or not all(_agree(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return _DIFFERS
+    return ""
+
+
+def _hidden_writes(program: Program) -> str:
+    """A program without its model: whether its writes, done in place, reach something that the alias analysis missed."""
+    if not any(is_mutable(node) for node in program.nodes):
+        return ""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [node.meta["val"] for node in program.inputs]
+    point = [torch.randn(v.shape, generator=generator, dtype=v.dtype) for v in shapes]
+    constants = {n: v.clone() if isinstance(v, Tensor) else v for n, v in program.constants.items()}
+    copied = replace(program, constants=constants)
+    with torch.no_grad():
+        ours, theirs = run_program(program, point), run_program(copied, [x.clone() for x in point], in_place=True)
+    return "" if all(_agree(a, b) for a, b in zip(ours, theirs, strict=True)) else _DIFFERS
+
+
+def run_program(
+    program: Program, inputs: Sequence[Tensor], *, exact: bool = False, in_place: bool = False
+) -> list[Tensor]:
+    """The floating outputs of the program, constant ones included, in order; `exact` as in `values`, in float64."""
+
+    def constant(node: fx.Node) -> Any:
+        value = program.constants[node]
+        return value.double() if exact and isinstance(value, Tensor) and value.is_floating_point() else value
+
+    start: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
+    values = evaluate(program.nodes, constant, start, exact=exact, in_place=in_place)
+    found = [values[o] if o in values else program.constants.get(o) for o in _outputs(program.inputs[0].graph)]
+    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    known, rounding = a.isfinite() & b.isfinite(), _ROUNDING.get(a.dtype, 1e-2)
+    if not bool((known | (a == b) | (a.isnan() & b.isnan())).all()):
+        return False
+    a, b = a[known].double(), b[known].double()
+    if a.numel() == 0:
+        return True
+    return float((a - b).abs().max()) <= rounding * float(torch.maximum(a.abs().max(), b.abs().max()))
 
 
 def refuse_training(model: nn.Module) -> None:
@@ -170,7 +216,9 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
         with torch.no_grad():
             model(*examples)
     except Exception as error:
-        raise InputError(f"the model does not run on example_input: {type(error).__name__}: {_first(error)}") from error
+        raise InputError(
+            f"the model does not run on example_input: {type(error).__name__}: {one_line(error)[:200]}"
+        ) from error
     try:
         with _quiet(), _readable_switches(), torch.no_grad():
             return torch.export.export(model, examples, strict=False)
@@ -182,14 +230,9 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
             else "the forward cannot be captured"
         )
         raise Refused(
-            f"{hint}, so there is no fixed graph to bound ({kind}: {_first(error)}); "
+            f"{hint}, so there is no fixed graph to bound ({kind}: {one_line(error)[:200]}); "
             "replace Python branches on tensor values by tensor operations, or bound the parts separately"
         ) from error
-
-
-def _first(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else "no message"
 
 
 def analyse(program: ExportedProgram) -> Program:
@@ -205,6 +248,8 @@ def analyse(program: ExportedProgram) -> Program:
             inputs.append(node)
     live = _ancestors(graph)
     moving = set(inputs)
+    held = {_memory(v) for v in values.values() if isinstance(v, Tensor)}
+    read: set[int] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
             values[node] = _attribute(program.graph_module, str(node.target))
@@ -212,12 +257,13 @@ def analyse(program: ExportedProgram) -> Program:
             continue
         if not isinstance(node.target, torch._ops.OpOverload) and node.target not in _PLAIN:
             raise Refused(f"{where(node)}: {node.target} is not a tensor operation; export the model as plain aten")
-        _refuse_mutation(node, moving)
         if any(i in moving for i in node.all_input_nodes):
+            refuse_mutation(node, moving)
             moving.add(node)
             nodes.append(node)
+            read |= {_memory(t) for n in node.all_input_nodes for t in flat_tensors(values.get(n))}
         else:
-            values[node] = _evaluate(node, values)
+            values[node] = _evaluate(node, values, read, held)
     if not inputs:
         raise InputError("the program has no tensor input: there is nothing to be Lipschitz in")
     outputs = _outputs(graph)
@@ -255,88 +301,10 @@ def _ancestors(graph: fx.Graph) -> set[fx.Node]:
     """Nodes the output needs, plus mutating ones (those are looked at before they may be dropped)."""
     live: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
-        mutating = node.op == "call_function" and _schema(node) is not None and _schema(node).is_mutable
-        if node.op == "output" or mutating or node in live:
+        if node.op == "output" or is_mutable(node) or node in live:
             live.add(node)
             live.update(node.all_input_nodes)
     return live
-
-
-def _schema(node: fx.Node) -> Any:
-    return getattr(node.target, "_schema", None)
-
-
-def _aliases(node: fx.Node) -> set[fx.Node]:
-    """Every node that may share memory with this one, as far as the schemas say."""
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        todo += [user for user in current.users if current in _shared(user)]
-        todo += _shared(current)
-    return seen
-
-
-def _shared(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose memory the result of a node may be, as far as the schemas say."""
-    if node.target is operator.getitem:
-        return node.all_input_nodes[:1]
-    schema = _schema(node)
-    if schema is None:
-        return []
-    name = schema.name.split("::")[-1]
-    maybe_view = name in (
-        "reshape",
-        "contiguous",
-        "flatten",
-        "to",
-        "dropout",
-        "expand_as",
-        "view_as",
-        "movedim",
-        "unflatten",
-    )
-    if maybe_view:
-        return node.all_input_nodes[:1]
-    if all(r.alias_info is None for r in schema.returns):
-        return []
-    given = [
-        (a, node.args[i] if i < len(node.args) else node.kwargs.get(a.name)) for i, a in enumerate(schema.arguments)
-    ]
-    return [value for a, value in given if a.alias_info is not None and isinstance(value, fx.Node)]
-
-
-def _refuse_mutation(node: fx.Node, moving: set[fx.Node]) -> None:
-    """An in-place operation is fine if nothing reads the overwritten memory afterwards under another name."""
-    schema = _schema(node)
-    if schema is None or not schema.is_mutable:
-        return
-    target = node.args[0]
-    assert isinstance(target, fx.Node)
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    own = {node} | {a for a in _aliases(node) if order[a] > order[node] and _descends(a, node)}
-    for alias in _aliases(target) - own:
-        later = [u for u in alias.users if order[u] > order[node] and u not in own]
-        if later:
-            raise Refused(
-                f"{where(node)} overwrites memory that {later[0].name!r} reads afterwards; "
-                "write the operation out of place (e.g. torch.relu(x) for torch.relu_(x))"
-            )
-    if any(a.op in ("placeholder", "get_attr") and a not in moving for a in _aliases(target)):
-        raise Refused(f"{where(node)} changes a parameter or buffer: the map differs from call to call")
-
-
-def _descends(node: fx.Node, ancestor: fx.Node) -> bool:
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        if current is ancestor:
-            return True
-        todo += _shared(current)
-    return False
 
 
 def _attribute(module: fx.GraphModule, target: str) -> Any:
@@ -346,20 +314,30 @@ def _attribute(module: fx.GraphModule, target: str) -> Any:
     return value
 
 
-def _evaluate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Run a node that does not see the input, as the model would; chance is refused.
+def _evaluate(node: fx.Node, values: dict[fx.Node, Any], read: set[int], held: set[int]) -> Any:
+    """Run a node that does not see the input, as the model would, writes included; chance is refused.
 
-    What is overwritten is copied before: operations ahead of this one have read the old values.
+    `read` are the memories that operations on the input have read so far: they are not overwritten, but copied. `held`
+    are those of parameters and buffers, which may not be written.
     """
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         raise Refused(f"{where(node)} draws random numbers ({node.target}): the map differs from call to call")
     args: Any = fx.node.map_arg(node.args, lambda n: values[n])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
-    if _schema(node) is not None and _schema(node).is_mutable:
-        args = (args[0].clone(), *args[1:])
+    for written in written_arguments(node):
+        memories = {_memory(t) for t in flat_tensors(fx.node.map_arg((written,), lambda n: values[n]))}
+        if memories & held:
+            raise Refused(f"{where(node)} changes a parameter or buffer: the map differs from call to call")
+        if memories & read:  # operations ahead of this one keep the old values
+            refuse_mutation(node, set())
+            return perform(node, args, kwargs)
     with torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:

@@ -22,6 +22,7 @@ from equipoise.core.precision import float64, frobenius, gamma, up
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import OPAQUE, Propagation
 from equipoise.lipschitz.rules import Call, Signal, Step
+from equipoise.lipschitz.values import perform
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.norms.bracket import Cache, bracket
 
@@ -151,11 +152,8 @@ def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], 
 
     def run(pick: Callable[[Any], Any]) -> Tensor:
         args: Any = fx.node.map_arg(call.node.args, lambda n: value(n, pick))
-        schema = getattr(call.node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:  # an in-place operation must not write into the boxes
-            args = (args[0].clone(), *args[1:])
         kwargs = fx.node.map_arg(call.node.kwargs, lambda n: value(n, pick))
-        result = call.node.target(*args, **kwargs)  # type: ignore[operator]
+        result = perform(call.node, args, kwargs, exact=True)
         return result[0] if isinstance(result, tuple | list) else result
 
     return run

@@ -13,8 +13,9 @@ from torch.export import ExportedProgram
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, up
-from equipoise.lipschitz.capture import capture, where
+from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
+from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import OPAQUE, Propagation, propagate
 from equipoise.lipschitz.rules import Step
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix

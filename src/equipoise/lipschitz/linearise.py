@@ -23,6 +23,7 @@ from equipoise.core.precision import frobenius, gamma, up
 from equipoise.lipschitz.enclose import Box
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation
+from equipoise.lipschitz.values import perform
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.norms import spectral_norm
 from equipoise.norms.bracket import Cache
@@ -96,7 +97,7 @@ def secant_slopes(run: Propagation, node: fx.Node, box: Box) -> tuple[Tensor, Te
         at = box.mid.clone().requires_grad_()
         with torch.enable_grad():
             rest = [a for a in node.args[1:] if not isinstance(a, fx.Node)]
-            (slope,) = torch.autograd.grad(node.target(at, *rest, **node.kwargs).sum(), at)  # type: ignore[operator]
+            (slope,) = torch.autograd.grad(perform(node, (at, *rest), node.kwargs, exact=True).sum(), at)
         lows = torch.maximum(lows, slope - CURVATURE[step.kind] * box.half - 1e-9)
         highs = torch.minimum(highs, slope + CURVATURE[step.kind] * box.half + 1e-9)
     middle = (lows + highs) / 2
@@ -121,18 +122,9 @@ def _reference_pass(run: Propagation, x: Tensor, slopes: dict[fx.Node, Tensor]) 
             elif step.kind == "identity":
                 values[node] = value(step.gains[0][0].node)
             else:
-                args = fx.node.map_arg(node.args, value)
-                kwargs = fx.node.map_arg(node.kwargs, value)
-                values[node] = _out_of_place(node)(*args, **kwargs)
+                args: Any = fx.node.map_arg(node.args, value)
+                values[node] = perform(node, args, fx.node.map_arg(node.kwargs, value), exact=True)
     return values
-
-
-def _out_of_place(node: fx.Node) -> Any:
-    """The operation of a node, or its twin that does not overwrite its input."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return node.target
-    return getattr(torch.ops.aten, str(node.target).split(".")[1].rstrip("_"), node.target)
 
 
 def _gradients(out: Tensor, k: int, watched: list[fx.Node], values: dict[fx.Node, Any]) -> list[Tensor]:

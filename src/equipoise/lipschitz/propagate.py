@@ -16,12 +16,15 @@ from torch import Tensor, fx
 
 from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision, up
-from equipoise.lipschitz.capture import Program, module_path, where
+from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
+from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.residual import residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
+from equipoise.lipschitz.rules.finite import refuse_nonfinite
 from equipoise.lipschitz.rules.registry import shape_of
+from equipoise.lipschitz.values import functional
 from equipoise.maps.algebra import add, compose
 from equipoise.maps.linear import Diagonal, Linear, Padding
 from equipoise.norms.bracket import Cache, bracket
@@ -77,6 +80,7 @@ def propagate(
         for node in program.nodes:
             call = Call(node, lookup, cache)
             try:
+                refuse_nonfinite(call)
                 step = find_rule(node)(call)
                 _check(node, step)
                 known = _advance(call, step, facts)
@@ -86,10 +90,12 @@ def propagate(
                 step = Step((), OPAQUE)
                 known = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
             steps[node] = step
-            found = _residual(call, step, steps, facts)
-            if found is not None:
-                regions[node] = (*regions.get(node, ()), found)
+            for found in (_residual(call, step, steps, facts), _centering(call, step)):
+                if found is not None:
+                    regions[node] = (*regions.get(node, ()), found)
             facts[node] = _shortened(known, regions.get(node, ()), facts)
+    if program.doubt:
+        raise Refused(program.doubt)
     totals = [(facts[o].product, facts[o].fused) for o in dict.fromkeys(program.outputs)]
     repeats = {o: program.outputs.count(o) for o in program.outputs}
     logs = [0.5 * log_up(float(repeats[o])) if repeats[o] > 1 else 0.0 for o in dict.fromkeys(program.outputs)]
@@ -120,7 +126,9 @@ def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx
     if step.kind not in ("sum", "difference") or len(step.gains) != 2 or any(gain != 1 for _, gain in step.gains):
         return None
     alpha = float(call.get("alpha", 1))
-    sign = alpha if ".add." in str(call.node.target) else -alpha  # of the one term relative to the other
+    sign = (
+        alpha if functional(call.node.target) is torch.ops.aten.add.Tensor else -alpha
+    )  # of one term relative to the other
     first, second = step.gains[0][0], step.gains[1][0]
     for x, y in ((first, second), (second, first)):
         branch = facts[y.node]
@@ -134,6 +142,34 @@ def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx
         if bound is not None:
             return Region(x.node, call.node, bound, module_path(call.node), "residual", "residual pattern", whole=False)
     return None
+
+
+_aten = torch.ops.aten
+_MEANS = {_aten.mean.dim, _aten.mean.default}
+#: views that keep the order of the entries
+_ORDERED = {
+    _aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
+    _aten.flatten.using_ints, _aten.unflatten.int,
+}  # fmt: skip
+
+
+def _centering(call: Call, step: Step) -> Region | None:
+    """`x − x.mean(dims)`: a projection, of norm 1 where the sum of the branches gives 2."""
+    plain = functional(call.node.target) is _aten.sub.Tensor and float(call["alpha"]) == 1
+    if not plain or len(step.gains) != 2 or call["self"].shape != call.shape:
+        return None
+    x, mean = call["self"], call["other"]
+    source: Any = mean.node
+    while functional(source.target) in _ORDERED:
+        source = source.args[0]
+    if functional(source.target) not in _MEANS or source.args[0] is not x.node:
+        return None
+    given = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
+    dims = range(len(x.shape)) if not given else [d % len(x.shape) for d in given]
+    kept = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+    if (1,) * (len(kept) - len(mean.shape)) + mean.shape != kept:
+        return None
+    return Region(x.node, call.node, 1.0, module_path(call.node), "centering", "projection")
 
 
 def _check(node: fx.Node, step: Step) -> None:

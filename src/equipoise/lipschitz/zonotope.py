@@ -33,6 +33,7 @@ from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, pushforward, roundoff, supported
+from equipoise.lipschitz.values import perform
 from equipoise.maps.linear import Diagonal, Padding
 from equipoise.norms import spectral_norm
 from equipoise.norms.bracket import Cache, bracket
@@ -106,7 +107,7 @@ class Zonotope:
             if mu is None:
                 total += self.radius * cloud.length(key)
             else:
-                parts = zip(mu.split(1024), t.flatten(1).split(1024), strict=True)
+                parts = zip(mu.split(1024), t.reshape(len(t), -1).split(1024), strict=True)
                 total += sum(m @ part.abs() for m, part in parts).reshape(total.shape)
         return total * _WIDER
 
@@ -121,7 +122,7 @@ class Zonotope:
         """Upper bound of `‖diag(w) P_rows (δz − η')‖` per unit of δx (`rows` are flat indices)."""
         squares = 0.0
         for index in rows.split(ROWS):
-            parts = {k: t.flatten(1)[:, index] for k, t in cloud.blocks.items()}
+            parts = {k: t.reshape(len(t), -1)[:, index] for k, t in cloud.blocks.items()}
             if weight is not None:
                 parts = {k: m * weight[index] for k, m in parts.items()}
             squares = up(squares + _joint(parts, self.lip) ** 2)
@@ -242,8 +243,8 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
         if step.kind == "softsign":  # x/(1 + |x|), two branches in the graph
             centre = torch.nn.functional.softsign(c)
         else:
-            arguments = [c.clone() if a is before else a for a in call.node.args]
-            centre = call.node.target(*_constants(state.run, arguments), **call.node.kwargs)  # type: ignore[operator]
+            arguments = [c if a is before else a for a in call.node.args]
+            centre = perform(call.node, _constants(state.run, arguments), call.node.kwargs, exact=True)
         mu = up(width * h)
         rough = 2.0**-44 * (c.abs() + centre.abs())
     rows = (width > 0).flatten().nonzero().flatten()

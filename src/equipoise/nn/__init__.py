@@ -2,6 +2,7 @@
 
 from equipoise.nn import models
 from equipoise.nn.activations import Contracted, GroupSort, HouseholderActivation, MaxMin
+from equipoise.nn.attention import L2Attention
 from equipoise.nn.effective import Effective
 from equipoise.nn.layers import Conv1dLayer, Conv2dLayer, ConvTranspose2dLayer, LinearLayer, Weighted
 from equipoise.nn.losses import (
@@ -112,6 +113,7 @@ __all__ = [
     "HouseholderActivation",
     "HouseholderLinear",
     "Kernel",
+    "L2Attention",
     "LastLayerNormalised",
     "LayerCentering",
     "LinearLayer",

@@ -299,7 +299,7 @@ def walk(
         error = error + A.abs() @ cost
         if isinstance(node, Affine):
             if offset:
-                constant = constant + A @ _shift(node)
+                constant = constant + A @ node.offset()
             moved = zip(node.sources, node.adjoint(A), strict=True)
         else:
             passed, more = through(i, A)
@@ -309,13 +309,3 @@ def walk(
             found[source] = found[source] + B if source in found else B
     A = found.get(0)
     return (torch.zeros(len(rows), network.sizes[0], dtype=torch.float64) if A is None else A), constant, error
-
-
-def _shift(node: Affine) -> Tensor:
-    """The offset of an affine node (computed once)."""
-    known: Tensor | None = node.__dict__.get("_offset")
-    if known is None:
-        zeros = [torch.zeros(math.prod(s), dtype=torch.float64) for s in node.shapes]
-        known = node.forward(zeros, offset=True)
-        object.__setattr__(node, "_offset", known)
-    return known

@@ -118,15 +118,11 @@ class Hinge:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Any activation with slopes in `slopes` everywhere and `|φ''| ≤ curvature` (infinite where there are kinks).
-
-    `jump` covers what the implementation adds to the smooth function (the threshold of softplus).
-    """
+    """Any activation with slopes in `slopes` everywhere and `|φ''| ≤ curvature` (infinite where there are kinks)."""
 
     function: Callable[[Tensor], Tensor]
     slopes: tuple[float, float]
     curvature: float
-    jump: float = 0.0
 
     def value(self, z: Tensor) -> Tensor:
         """φ(z)."""
@@ -134,7 +130,7 @@ class Sampled:
 
     def noise(self, z: Tensor) -> Tensor:
         """Rounding of the implementation."""
-        return _EVALUATION * (self.function(z).abs() + z.abs()) + self.jump + 1e-300
+        return _EVALUATION * (self.function(z).abs() + z.abs()) + 1e-300
 
     def _grid(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Sample points from `low` to `high`, and an upper bound of the distance of neighbours."""
@@ -155,7 +151,7 @@ class Sampled:
         values, tangents = self.function(points), self._slopes(points[:: POINTS // 2])
         chord = (values[-1] - values[0]) / (high - low).clamp_min(1e-300)
         chord = torch.where(high > low, chord, tangents[1]).clamp(*self.slopes)
-        noise = _EVALUATION * (values.abs() + points.abs()).amax(0) + self.jump + 1e-300
+        noise = _EVALUATION * (values.abs() + points.abs()).amax(0) + 1e-300
         least, most = self._derivatives(points, h)
         middle = (low + high) / 2
         best: list[tuple[Tensor, Tensor, Tensor]] = []

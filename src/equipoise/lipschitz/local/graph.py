@@ -22,6 +22,7 @@ from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Signal, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
+from equipoise.lipschitz.values import functional, softplus
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.norms.bracket import Cache
 
@@ -34,11 +35,15 @@ _SHORT = gamma(16, torch.float64)
 _POOLS = tuple(f"aten.max_pool{d}d{kind}" for d in (1, 2, 3) for kind in (".default", "_with_indices.default"))
 
 
+#: entries up to which a map is kept as a matrix
+MATERIALISED = 400_000
+
+
 class Unsupported(Exception):
     """The graph has an operation that is neither affine nor pointwise; the text says which."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Affine:
     """`Σ W_i v_i + b` of earlier nodes; `gains` bound ‖W_i‖₂, `rows` every row's length (one source only).
 
@@ -53,8 +58,9 @@ class Affine:
     gamma: float
     gains: tuple[float, ...]
     rows: Tensor | None = field(default=None, repr=False)
-    matrix: Tensor | None = field(default=None, repr=False)
+    matrices: tuple[Tensor, ...] | None = field(default=None, repr=False)
     root: bool = False
+    constant: Tensor | None = field(default=None, repr=False)
 
     def forward(self, values: Sequence[Tensor], offset: bool = False, magnitude: bool = False) -> Tensor:
         """The map on flat vectors."""
@@ -62,14 +68,26 @@ class Affine:
         return self.run(given, offset, magnitude).reshape(-1)
 
     def adjoint(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """`A W_i` for a batch of rows A, one per source."""
-        if self.matrix is not None:
-            return (rows @ self.matrix,)
+        """`A W_i` for a batch of rows A, one per source; small maps become matrices the first time."""
+        size = math.prod(self.shape)
+        if self.matrices is None and size * sum(map(math.prod, self.shapes)) <= MATERIALISED:
+            self.matrices = self._pull(torch.eye(size, dtype=torch.float64))
+        if self.matrices is not None:
+            return tuple(rows @ matrix for matrix in self.matrices)
+        return self._pull(rows)
+
+    def _pull(self, rows: Tensor) -> tuple[Tensor, ...]:
         zeros = [torch.zeros(s, dtype=torch.float64) for s in self.shapes]
         with torch.enable_grad():
             pull = torch.func.vjp(lambda *v: self.run(v, False, False), *zeros)[1]
             found = torch.func.vmap(pull)(rows.reshape(-1, *self.shape))
         return tuple(t.detach().reshape(len(rows), -1) for t in found)
+
+    def offset(self) -> Tensor:
+        """b, computed once."""
+        if self.constant is None:
+            self.constant = self.forward([torch.zeros(s, dtype=torch.float64) for s in self.shapes], offset=True)
+        return self.constant
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,17 +215,17 @@ def _affine(builder: _Builder, call: Call, step: Step) -> int:
     def run(values: Sequence[Tensor], offset: bool, magnitude: bool) -> Tensor:
         return apply(call, step, dict(zip(signals, values, strict=True)), offset=offset, magnitude=magnitude)
 
-    form, rows, matrix = step.linear, None, None
+    form, rows, matrices = step.linear, None, None
     if len(signals) == 1 and isinstance(form, Matrix):
         matrix = form.matrix.detach().double()
         rows = frobenius(matrix, (-1,)).repeat(math.prod(call.shape) // len(matrix))
-        matrix = matrix if math.prod(shapes[0]) == matrix.shape[1] else None
+        matrices = (matrix,) if math.prod(shapes[0]) == matrix.shape[1] else None
     elif len(signals) == 1 and isinstance(form, Convolution) and form.padding == "zeros":
         rows = frobenius(form.weight.detach().double().flatten(1), (-1,))
         rows = rows.repeat_interleave(math.prod(call.shape) // len(rows))
     size = roundoff(call, step) + _SHORT
     sources = tuple(builder.index[n] for n in signals)
-    node = Affine(sources, call.shape, shapes, run, size, gains, rows, matrix, step.combine == "root")
+    node = Affine(sources, call.shape, shapes, run, size, gains, rows, matrices, step.combine == "root")
     return builder.add(node, call.shape)
 
 
@@ -237,24 +255,26 @@ def _curve(call: Call, step: Step) -> Curve:
         raise Unsupported(f"node {call.node.name!r} ({step.kind}) is not a function of one entry that can be sampled")
     shape = call.shape
 
+    constants = {
+        k: v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()
+    }
+    operation: Any = functional(call.node.target)
+
     def function(z: Tensor) -> Tensor:
         many = z.reshape(*z.shape[:-1], *shape)
-        rest = {
-            k: v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for k, v in arguments.items()
-        }
-        return call.node.target(**{first: many}, **rest).reshape(z.shape)  # type: ignore[operator]
+        found: Tensor = operation(**{first: many}, **constants)
+        return found.reshape(z.shape)
 
-    curvature, jump = _CURVATURE.get(name, math.inf), 0.0
+    curvature = _CURVATURE.get(name, math.inf)
     if name == "softplus":
         beta = float(call["beta"])
-        curvature, jump = up(beta / 4), up(math.exp(-float(call["threshold"])) / beta)
-    elif name in ("elu", "celu"):
+        return Sampled(lambda z: softplus(z, beta), (low, high), up(beta / 4))
+    if name in ("elu", "celu"):
         alpha = float(call["alpha"])
         smooth = name == "celu" or alpha * float(call["input_scale"]) == 1
         scale = 1.0 if name == "celu" else float(call["scale"]) * float(call["input_scale"])
         curvature = up(scale / alpha if name == "celu" else scale) if smooth and alpha > 0 else math.inf
-    return Sampled(function, (low, high), curvature, jump)
+    return Sampled(function, (low, high), curvature)
 
 
 def _max_pool(builder: _Builder, call: Call, step: Step) -> int:

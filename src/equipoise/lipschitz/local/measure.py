@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Literal, get_args
 
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
 from equipoise.core.precision import full_precision, up
-from equipoise.lipschitz.batches import flat_outputs
-from equipoise.lipschitz.capture import as_examples, capture
+from equipoise.lipschitz.attack import lower_ends
+from equipoise.lipschitz.batches import as_examples
+from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.linearise import gradient_bound
@@ -88,10 +88,11 @@ def local_lipschitz(
         switching = Switching.of(run, cache, effort, seconds)
         found = [certified(run, sample[None], radius, cache, effort, switching) for sample in x]
         upper = torch.tensor(found, dtype=torch.float64)
-    lower = attacked(model, x, radius, steps, seed) if steps > 0 else torch.zeros_like(upper)
+    lower, note = lower_ends(model, program, x, radius, steps, seed) if steps > 0 else (torch.zeros_like(upper), "")
     if bool((lower > upper * (1 + 1e-6)).any()):
         raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
-    return Bracket(torch.minimum(lower, upper), upper, method="attack, certified on the ball", note=switching.note)
+    note = "; ".join(text for text in (switching.note, note) if text)
+    return Bracket(torch.minimum(lower, upper), upper, method="attack, certified on the ball", note=note)
 
 
 def certified(
@@ -113,72 +114,3 @@ def certified(
     if effort == "zonotope" or small:
         upper = min(upper, zonotope_bound(run, boxes, x, radius, cache)[0])
     return min(upper, by_multipliers)
-
-
-def attacked(model: nn.Module, x: Tensor, radius: float, steps: int, seed: int) -> Tensor:
-    """Lower ends: the best of finite pairs trained by projected gradient ascent and of Jacobian norms, in float64."""
-    model = copy.deepcopy(model).double().requires_grad_(False)
-    x = x.detach().double()
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise() -> Tensor:
-        return torch.randn(x.shape, generator=generator, dtype=torch.float64)
-
-    best, direction = _jacobian(model, x, noise(), steps)
-    a = project(0.5 * radius * direction, radius)
-    b = -a + project(0.1 * radius * unit(noise()), radius)
-    for step in range(steps):
-        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
-        with torch.enable_grad():
-            ratio = stretch(model, x + a, x + b)
-            grad_a, grad_b = torch.autograd.grad(ratio.sum(), (a, b))
-        best = torch.maximum(best, ratio.detach())
-        size = radius * 0.2 * (1 - step / steps)
-        a, b = (project(d.detach() + size * unit(g), radius) for d, g in ((a, grad_a), (b, grad_b)))
-    with torch.no_grad():
-        best = torch.maximum(best, stretch(model, x + a, x + b))
-    return best * (1 - 1e-6)
-
-
-def unit(v: Tensor) -> Tensor:
-    """Every sample divided by its norm."""
-    return v / torch.linalg.vector_norm(v.flatten(1), dim=1).clamp_min(1e-300).reshape(-1, *[1] * (v.dim() - 1))
-
-
-def project(d: Tensor, radius: float) -> Tensor:
-    """Every sample scaled into the ball."""
-    norms = torch.linalg.vector_norm(d.flatten(1), dim=1).reshape(-1, *[1] * (d.dim() - 1))
-    return d * (radius * (1 - 1e-9) / norms.clamp_min(radius))
-
-
-def _stacked(model: nn.Module, x: Tensor) -> Tensor:
-    """The outputs of every sample as one row; sample by sample where they have no batch dimension."""
-    parts = flat_outputs(model(x))
-    if all(t.dim() > 0 and len(t) == len(x) for t in parts):
-        return torch.cat([t.reshape(len(t), -1) for t in parts], 1)
-    return torch.stack([torch.cat([t.flatten() for t in flat_outputs(model(one[None]))]) for one in x])
-
-
-def stretch(model: nn.Module, a: Tensor, b: Tensor) -> Tensor:
-    """`‖f(a) − f(b)‖/‖a − b‖` per sample, less what float64 rounding may have added; 0 for pairs too close to tell."""
-    fa, fb = _stacked(model, a), _stacked(model, b)
-    gap = torch.linalg.vector_norm((a - b).flatten(1), dim=1)
-    noise = 1e-11 * (fa.detach().abs().amax(1) + fb.detach().abs().amax(1)) * math.sqrt(fa.shape[1])
-    size = (torch.linalg.vector_norm(fa - fb, dim=1) - noise).clamp_min(0)
-    return torch.where(gap > 1e-9, size / gap.clamp_min(1e-9), torch.zeros_like(gap))
-
-
-def _jacobian(model: nn.Module, x: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Power iteration on JᵀJ at every sample by vjp; `‖Jᵀu‖/‖u‖` is a lower bound of ‖J‖ for every u."""
-    leaf = x.clone().requires_grad_()
-    with torch.enable_grad():
-        out = _stacked(model, leaf)
-        u = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-        size = torch.zeros(len(x), dtype=torch.float64)
-        for _ in range(steps):
-            (v,) = torch.autograd.grad(out, leaf, unit(u), retain_graph=True)
-            size = torch.maximum(size, torch.linalg.vector_norm(v.flatten(1), dim=1))
-            h = 1e-6
-            with torch.no_grad():
-                u = _stacked(model, x + h * unit(v)) - _stacked(model, x - h * unit(v))
-    return size, unit(v)

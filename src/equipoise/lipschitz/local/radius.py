@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import down, full_precision, row_lengths, up
-from equipoise.lipschitz.capture import as_examples, capture
+from equipoise.lipschitz.batches import as_examples
+from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.local.backward import Norm, enclose_ball

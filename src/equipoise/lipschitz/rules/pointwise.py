@@ -133,14 +133,13 @@ def celu(call: Call) -> Step:
 
 @rule("aten.softplus.default")
 def softplus(call: Call) -> Step:
-    """Slopes in [0, 1]; above β·x > threshold PyTorch returns x, a jump of log(1 + e^-t)/β that no constant covers.
-
-    At the default threshold (20) the jump is 2·10⁻⁹ and is part of floating-point noise; a threshold below 15 is refused.
-    """
-    beta = float(call["beta"])
-    if beta <= 0 or float(call["threshold"]) < 15:
-        call.refuse("softplus with this threshold is discontinuous", "use the default threshold of 20")
-    return pointwise(call, 0.0, 1.0, at_zero=up(math.log(2) / beta), kind="softplus")
+    """`log(1 + e^{βx})/β`: slopes in [0, 1]. PyTorch returns x above βx = threshold; see `values` for what is promised."""
+    beta, threshold = float(call["beta"]), float(call["threshold"])
+    if not (beta > 0 and threshold >= 20):
+        call.refuse("softplus with a threshold below 20 jumps where it turns into x", "use the default threshold of 20")
+    jump = math.log1p(math.exp(-threshold)) / beta
+    note = f"for log(1 + exp({beta:g}·x))/{beta:g}; PyTorch's own jumps by {jump:.1e} at x = {threshold / beta:g}"
+    return replace(pointwise(call, 0.0, 1.0, at_zero=up(math.log(2) / beta), kind="softplus"), note=note)
 
 
 @rule(

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import frobenius, up
-from equipoise.lipschitz.capture import module_path, where
+from equipoise.lipschitz.places import module_path, where
 from equipoise.maps.linear import Linear
 from equipoise.norms.bracket import Cache, bracket
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from equipoise.core.errors import InputError
+from equipoise.nn.models.gpt import LipschitzGPT, lipschitz_gpt
 from equipoise.nn.models.lipschitz import (
     liresnet,
     orthogonal_cnn,
@@ -108,4 +109,4 @@ def input_shape(name: str, **arguments: Any) -> tuple[int, ...]:
     return int(values["in_channels"]), int(height), int(width)
 
 
-__all__ = ["LIPSCHITZ", "MODELS", "PLAIN", "build", "factory", "input_shape", *MODELS]
+__all__ = ["LIPSCHITZ", "MODELS", "PLAIN", "LipschitzGPT", "build", "factory", "input_shape", "lipschitz_gpt", *MODELS]

@@ -1,0 +1,191 @@
+"""What 1-Lipschitz layers cost beside `nn.Conv2d`, and how evenly they use their norm; all in one run.
+
+A training step is forward and backward, the effective weight included; evaluation is the exported layer without
+gradients. Ratios are medians of rounds in which all contestants take turns. Other libraries' layers run beside ours
+where they are installed. Cayley and Sandwich run with zero padding (a larger circle) and on the circle of the image, which is
+what their authors' layers do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.timing import take_turns
+from equipoise.lab.bench.norms import Goal, Row, Section, real_kernels
+from equipoise.nn.convert import methods
+from equipoise.nn.method import Kernel
+from equipoise.nn.named import RLBConv2d
+from equipoise.nn.orthogonal.sandwich import SandwichConv2d
+from equipoise.nn.rescaling import AOL, SN, SR
+from equipoise.nn.residual import CPLConv2d, SLLConv2d
+
+Maker = Callable[[int], nn.Module]
+
+
+def conv(kind: str, **options: Any) -> Maker:
+    """`channels → channels`, 3×3, «same» zero padding, by the name of its method."""
+    return lambda channels: methods()[kind][nn.Conv2d](channels, channels, 3, padding=1, **options)
+
+
+def plain(channels: int) -> nn.Module:
+    """What everything is compared with."""
+    return nn.Conv2d(channels, channels, 3, padding=1)
+
+
+#: contestant → (how it is made, the ratio of a training step to reach)
+LAYERS: dict[str, tuple[Maker, float | None]] = {
+    "SN": (conv("sn"), None),
+    "AOL": (conv("aol"), 1.15),
+    "SR t=2": (conv("sr", t=2), 1.15),
+    "SR t=3": (conv("sr", t=3), None),
+    "RKO": (conv("rko"), 1.35),
+    "Björck": (conv("bjorck"), None),
+    "BCOP": (conv("bcop"), 1.35),
+    "RLB": (lambda c: RLBConv2d(c, c, 3, padding=1), None),
+    "CPL": (lambda c: CPLConv2d(c, kernel_size=3), 2.2),
+    "SLL AOL": (lambda c: SLLConv2d(c, kernel_size=3), 2.2),
+    "SLL SR": (lambda c: SLLConv2d(c, kernel_size=3, rescaling="sr"), 2.2),
+    "Cayley": (conv("cayley"), 4.0),
+    "Cayley, circular": (conv("cayley", padding_mode="circular"), 4.0),
+    "SOC": (conv("soc"), 4.5),
+    "Sandwich": (lambda c: SandwichConv2d(c, c, 3, padding=1), 8.0),
+    "Sandwich, circular": (lambda c: SandwichConv2d(c, c, 3, padding=1, padding_mode="circular"), 8.0),
+}
+
+#: contestant → (module, class, arguments) of other libraries, tried where they are installed
+PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "orthogonium AOC": ("orthogonium.layers.conv.AOC", "AdaptiveOrthoConv2d", {"kernel_size": 3, "padding": 1}),
+    "orthogonium SOC": ("orthogonium.layers.conv.adaptiveSOC", "AdaptiveSOCConv2d", {"kernel_size": 3, "padding": 1}),
+    "orthogonium AOL": ("orthogonium.layers.conv.AOL", "AOLConv2D", {"kernel_size": 3, "padding": 1}),
+    "deel-torchlip spectral": ("deel.torchlip", "SpectralConv2d", {"kernel_size": 3, "padding": 1}),
+}
+
+
+def peers(channels: int) -> tuple[dict[str, nn.Module], list[str]]:
+    """The other libraries' layers that can be built here, and why the rest cannot."""
+    built: dict[str, nn.Module] = {}
+    missing: list[str] = []
+    for name, (module, attribute, arguments) in PEERS.items():
+        try:
+            layer = getattr(importlib.import_module(module), attribute)
+            built[name] = layer(in_channels=channels, out_channels=channels, **arguments)
+        except ImportError:
+            missing.append(f"{name}: not installed")
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            missing.append(f"{name}: {type(error).__name__} ({str(error).splitlines()[0][:80] if str(error) else ''})")
+    return built, missing
+
+
+def train_step(layer: nn.Module, x: Tensor, gradient: Tensor) -> None:
+    """Forward and backward, gradients thrown away."""
+    layer.zero_grad(set_to_none=True)
+    layer(x).backward(gradient)
+
+
+def evaluate(layer: nn.Module, x: Tensor) -> Tensor:
+    """Forward only."""
+    with torch.no_grad():
+        return layer(x)
+
+
+def exported(layer: nn.Module, size: int) -> nn.Module:
+    """The plain form, for one image size where the weights depend on it."""
+    make: Any = layer.export
+    sized = hasattr(layer, "known_size")
+    found: nn.Module = make((size, size)) if sized else make()
+    return found.eval()
+
+
+def costs(repeats: int = 5, channels: int = 64, size: int = 32, batch: int = 32, only: tuple[str, ...] = ()) -> Section:
+    """Training step and exported evaluation of every layer as ratio to `nn.Conv2d`."""
+    torch.manual_seed(0)
+    x = torch.randn(batch, channels, size, size, requires_grad=True)
+    gradient = torch.randn(batch, channels, size, size)
+    chosen = {name: make(channels) for name, (make, _) in LAYERS.items() if not only or name in only}
+    others, missing = ({}, []) if only else peers(channels)
+    base = plain(channels)
+    steps = {
+        name: partial(train_step, layer.train(), x, gradient)
+        for name, layer in {"nn.Conv2d": base, **chosen, **others}.items()
+    }
+    take_turns(steps, 1)  # first calls plan and allocate
+    training = take_turns(steps, repeats)
+    fixed = {"nn.Conv2d": base.eval(), **{name: exported(layer.eval(), size) for name, layer in chosen.items()}}
+    passes = {name: partial(evaluate, layer, x.detach()) for name, layer in fixed.items()}
+    take_turns(passes, 1)
+    evaluation = take_turns(passes, repeats)
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    for name in steps:
+        row: Row = {"layer": name, "train s": training.seconds[name], "train ratio": training.ratio(name, "nn.Conv2d")}
+        if name in fixed:
+            ratio = evaluation.ratio(name, "nn.Conv2d")
+            row |= {"export": type(fixed[name]).__name__, "eval s": evaluation.seconds[name], "eval ratio": ratio}
+            if name != "nn.Conv2d" and type(fixed[name]) is nn.Conv2d:
+                goals.append(Goal(f"{name}, exported, evaluation", ratio, 1.05))
+        rows.append(row)
+        limit = LAYERS[name][1] if name in LAYERS else None
+        if limit is not None:
+            goals.append(Goal(f"{name}, training step", row["train ratio"], limit))
+    note = f"{channels}→{channels} 3×3 on {size}×{size}, batch {batch}; train: forward and backward with the weight's computation"
+    return Section("1-Lipschitz convolutions against nn.Conv2d", rows, goals, "; ".join([note, *missing]))
+
+
+def dense_weight() -> tuple[Tensor, str]:
+    """The last layer (1000×512) of a trained ResNet-18 where its weights lie, else a Gaussian one with unequal channels."""
+    kernels = real_kernels()
+    if kernels is not None and "fc" in kernels:
+        return kernels["fc"], "last layer of a trained ResNet-18"
+    W = torch.randn(1000, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return W * torch.logspace(0, -1, 512, dtype=torch.float64), "Gaussian matrix with channels of unequal size"
+
+
+def conditioning(weight: Tensor, steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)) -> dict[str, Tensor]:
+    """Singular values of one matrix after spectral normalisation, AOL, and spectral rescaling in t steps; float64,
+    sorted.
+
+    Two things to see: the profile σ_i/σ_1 (dividing by the norm keeps its shape, one factor per channel flattens it),
+    and σ_1 itself, which grows from AOL's towards 1 with t.
+
+    >>> found = conditioning(torch.randn(16, 8), steps=(1, 4))
+    >>> list(found), bool(found["SR t=4"][0] <= 1)
+    (['SN', 'AOL', 'SR t=1', 'SR t=4'], True)
+    """
+    W = weight.detach().double()
+    kernel = Kernel((W.shape[0], W.shape[1]))
+    layers: dict[str, nn.Module] = {"SN": SN(kernel, dtype=W.dtype), "AOL": AOL(kernel, dtype=W.dtype)}
+    layers |= {f"SR t={t}": SR(kernel, t=t, learn_q=False, dtype=W.dtype) for t in steps}
+    with torch.no_grad():
+        return {name: torch.linalg.svdvals(layer(W)) for name, layer in layers.items()}
+
+
+def profiles(weight: Tensor, what: str) -> Section:
+    """The conditioning figure as a table: σ_1, and σ_i/σ_1 at a few places and on average."""
+    table: list[Row] = []
+    for name, value in conditioning(weight).items():
+        ratio = value / value[0]
+        places = {
+            f"σ_i/σ_1 at {share:.0%}": float(ratio[int(share * (len(ratio) - 1))]) for share in (0.1, 0.25, 0.5, 0.75)
+        }
+        table.append({"layer": name, "σ_1": float(value[0]), **places, "mean of σ_i/σ_1": float(ratio.mean())})
+    means = {row["layer"]: row["mean of σ_i/σ_1"] for row in table}
+    goals = [Goal(f"flatness, {other} / SR t=2", means[other] / means["SR t=2"], 1.0) for other in ("SN", "AOL")]
+    note = f"{what}, {weight.shape[0]}×{weight.shape[1]}; a larger σ_i/σ_1 is flatter"
+    return Section("conditioning", table, goals, note)
+
+
+def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
+    """All sections; `quick` is a tiny subset that only shows that everything runs."""
+    if quick:  # the goals speak of real sizes
+        yield replace(costs(1, channels=4, size=8, batch=2), goals=[])
+        yield replace(profiles(torch.randn(32, 16), "Gaussian matrix"), goals=[])
+        return
+    yield costs(repeats)
+    yield profiles(*dense_weight())

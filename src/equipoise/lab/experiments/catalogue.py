@@ -1,0 +1,64 @@
+"""All experiments by chapter: every module of a chapter's folder is one, and installed packages may add theirs.
+
+The identifier is the module's name with hyphens, and the module has a constant `EXPERIMENT`. A package adds one through the entry
+point group `equipoise.experiments`, whose name is the identifier and whose object is an `Experiment`. Modules are loaded when
+their experiment is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from equipoise.core.errors import InputError
+from equipoise.lab.experiments.experiment import Experiment
+
+#: folders in the order of the thesis
+CHAPTERS = ("norms", "networks", "certified", "generalisation")
+GROUP = "equipoise.experiments"
+
+
+def catalogue() -> dict[str, Callable[[], object]]:
+    """What loads each experiment, by identifier, in the order of the chapters; those of other packages come last.
+
+    >>> "readouts" in catalogue()
+    True
+    """
+    found: dict[str, Callable[[], object]] = {}
+    for chapter in CHAPTERS:
+        for module in pkgutil.iter_modules([str(Path(__file__).parent / chapter)]):
+            path = f"{__package__}.{chapter}.{module.name}"
+            found[module.name.replace("_", "-")] = partial(_constant, path)
+    for entry in entry_points(group=GROUP):
+        if entry.name in found:
+            raise InputError(f"the experiment {entry.name!r} of {entry.value} has the name of another one; rename it")
+        found[entry.name] = entry.load
+    return found
+
+
+def _constant(path: str) -> object:
+    return importlib.import_module(path).EXPERIMENT
+
+
+def find(identifier: str) -> Experiment:
+    """The experiment of this identifier; a misspelt one is answered with the nearest."""
+    known = catalogue()
+    if identifier not in known:
+        near = difflib.get_close_matches(identifier, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`equipoise reproduce --list` shows all"
+        raise InputError(f"there is no experiment {identifier!r}; {hint}")
+    found = known[identifier]()
+    if not isinstance(found, Experiment) or found.id != identifier:
+        raise InputError(f"the experiment {identifier!r} must be an Experiment with that id, got {found!r:.80}")
+    return found
+
+
+def every(identifiers: Iterable[str] = ()) -> list[Experiment]:
+    """The experiments named, or all of them, in the order of the chapters."""
+    wanted = list(identifiers)
+    return [find(name) for name in (wanted or catalogue())]

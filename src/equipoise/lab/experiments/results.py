@@ -1,0 +1,92 @@
+"""Result files: JSON and Parquet, written whole, and read back to judge or draw again."""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from equipoise.core.errors import InputError
+from equipoise.core.files import write_whole
+from equipoise.lab.experiments.experiment import Experiment, Label, Row, Verdict
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rows of one finished experiment and what they say."""
+
+    experiment: Experiment
+    scale: str
+    seed: int
+    rows: tuple[Row, ...]
+    verdict: Verdict
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with the settings and the versions it was measured with."""
+        import torch
+
+        from equipoise import __version__
+
+        versions = {"equipoise": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        verdict = {
+            "label": str(self.verdict.label),
+            "measured": self.verdict.measured,
+            "published": self.verdict.published,
+        }
+        return {
+            **self.experiment.describe(self.scale), "title": self.experiment.title, "claim": self.experiment.claim,
+            "seed": self.seed, "seconds": round(self.seconds, 1), "versions": versions, "verdict": verdict,
+            "rows": list(self.rows),
+        }  # fmt: skip
+
+
+def write(result: Result, folder: Path) -> None:
+    """`result.json`, `rows.parquet` and the figure; JSON last, so that its presence means that all is there."""
+    from equipoise.lab.experiments.figures import save
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make {folder}: {error.strerror}") from error
+    save(result.experiment.draw(result.rows), folder)
+    write_whole(folder / "rows.parquet", parquet(result.rows))
+    write_whole(folder / "result.json", json.dumps(result.to_json(), indent=1, ensure_ascii=False) + "\n")
+
+
+def read(experiment: Experiment, folder: Path) -> Result | None:
+    """A stored result with its verdict judged anew, or None if there is none; a damaged file is an error."""
+    path = folder / "result.json"
+    if not path.exists():
+        return None
+    try:
+        stored: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        rows, label = tuple(stored["rows"]), Label(stored["verdict"]["label"])
+        scale, seed, seconds = str(stored["scale"]), int(stored["seed"]), float(stored["seconds"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} is not a result of `equipoise reproduce` ({error}); delete it to run again"
+        ) from error
+    if stored.get("settings") != json.loads(json.dumps(experiment.describe(scale)["settings"])):
+        return None
+    if label is Label.DRY:
+        return None
+    return Result(experiment, scale, seed, rows, experiment.judge(rows), seconds)
+
+
+def parquet(rows: Sequence[Row]) -> bytes:
+    """The rows as a Parquet file."""
+    try:
+        import pyarrow
+        from pyarrow import parquet as writer
+    except ImportError as error:
+        raise InputError("result files need pyarrow: pip install 'equipoise[data]'") from error
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+    content = io.BytesIO()
+    writer.write_table(table, content)
+    return content.getvalue()

@@ -1,0 +1,63 @@
+"""Run experiments one after the other: stored results are kept, a failure of one does not lose the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.lab.experiments import results
+from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A result, freshly measured or stored, or the sentence on why there is none."""
+
+    experiment: Experiment
+    result: results.Result | None
+    stored: bool = False
+    failure: str = ""
+
+
+def reproduce(experiment: Experiment, scale: str, context: Context, folder: Path, *, again: bool = False) -> Outcome:
+    """One experiment: its stored result if it has the same settings, scale and seed, else a run that writes one.
+
+    A dry run goes through the same code with two turns of every loop, writes nothing and judges nothing.
+    """
+    settings = experiment.settings(scale)
+    if not again and not context.dry:
+        found = results.read(experiment, folder)
+        if found is not None and (found.scale, found.seed) == (scale, context.seed):
+            return Outcome(experiment, found, stored=True)
+    start = time.perf_counter()
+    rows: tuple[Row, ...] = tuple(experiment.run(settings, context))
+    seconds = time.perf_counter() - start
+    if not rows:
+        raise InputError(f"{experiment.id} gave no rows")
+    if context.dry:
+        verdict = Verdict(Label.DRY, f"{len(rows)} rows built and run", experiment.published)
+        return Outcome(experiment, results.Result(experiment, scale, context.seed, rows, verdict, seconds))
+    result = results.Result(experiment, scale, context.seed, rows, experiment.judge(rows), seconds)
+    results.write(result, folder)
+    return Outcome(experiment, result)
+
+
+def reproduce_all(
+    experiments: Iterable[Experiment],
+    scale: str,
+    context: Context,
+    folder: Path,
+    *,
+    again: bool = False,
+    before: Callable[[Experiment], None] = lambda experiment: None,
+) -> Iterator[Outcome]:
+    """Many experiments, each in its own folder; what cannot run here (missing data or package) is an outcome too."""
+    for experiment in experiments:
+        before(experiment)
+        try:
+            yield reproduce(experiment, scale, context, folder / experiment.id, again=again)
+        except EquipoiseError as error:
+            yield Outcome(experiment, None, failure=str(error))

@@ -1,0 +1,1 @@
+"""What several experiments share: training, comparisons paired by seed, sweeps, networks under noise."""

@@ -1,0 +1,79 @@
+"""Shared by both gradient figures: a smoothed probit model on a line, its gradient, and three bounds on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from scipy import stats
+
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict
+from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.smoothing import Probit, component_bound
+from equipoise.smoothing.weierstrass import lipschitz_local_bound, range_bound
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Noise, Lipschitz constant of the model, and the points x at which everything is evaluated."""
+
+    sigma: float
+    lipschitz: float = 1.0
+    reach: float = 3.0
+    points: int = 121
+
+
+def values(settings: Settings, context: Context) -> Iterator[tuple[float, float, float]]:
+    """(x, F̃(x), F̃'(x)) along the line, exact."""
+    model = Probit(torch.ones(1), 0.0, settings.lipschitz * math.sqrt(2 * math.pi))
+    for x in context.steps(np.linspace(-settings.reach, settings.reach, settings.points).tolist()):
+        at = torch.tensor([x], dtype=torch.float64)
+        yield x, float(model.smoothed(at, settings.sigma)), float(model.gradient(at, settings.sigma))
+
+
+def plain_rows(settings: Settings, context: Context) -> Iterator[Row]:
+    """Gradient of F̃ and its bounds: from the range alone, from L alone, and from both."""
+    both = component_bound(settings.sigma, settings.lipschitz)
+    for x, p, slope in values(settings, context):
+        local = lipschitz_local_bound(p, settings.sigma, settings.lipschitz)
+        alone = {"range": range_bound(settings.sigma), "lipschitz": settings.lipschitz}
+        yield {"x": x, "gradient": slope, **alone, "both": both, "local": local}
+
+
+def quantile_rows(settings: Settings, context: Context) -> Iterator[Row]:
+    """Gradient of Φ⁻¹∘F̃ and its bounds: 1/σ without the constant, the local one with it."""
+    for x, p, slope in values(settings, context):
+        density = float(stats.norm.pdf(stats.norm.ppf(p)))
+        if density > 1e-12:
+            local = lipschitz_local_bound(p, settings.sigma, settings.lipschitz) / density
+            yield {"x": x, "gradient": slope / density, "range": 1 / settings.sigma, "local": local}
+
+
+def judge(rows: Sequence[Row], ours: str, others: Sequence[str], published: str) -> Verdict:
+    """Every bound must hold everywhere and ours be the smallest; told is how near it comes where F̃ is steepest."""
+    holds = all(row["gradient"] <= row[name] * (1 + 1e-9) for row in rows for name in (ours, *others))
+    tighter = all(row[ours] <= min(row[name] for name in others) * (1 + 1e-9) for row in rows)
+    middle = min(rows, key=lambda row: abs(row["x"]))
+    rival = min(middle[name] for name in others)
+    share, other = middle["gradient"] / middle[ours], middle["gradient"] / rival
+    text = f"at x = 0 the gradient is {share:.3f} of our bound and {other:.3f} of the best other; all hold at {len(rows)} points"
+    return Verdict(Label.REPRODUCED if holds and tighter else Label.NOT, text, published)
+
+
+def draw(rows: Sequence[Row], names: dict[str, str], ylabel: str) -> Figure:
+    """The gradient and its bounds along the line."""
+    figure, (axes,) = canvas(width=5.2)
+    x = [row["x"] for row in rows]
+    for k, (key, name) in enumerate(names.items()):
+        line(axes, x, [row[key] for row in rows], name, k, marker="", linewidth=2.2 if key == "gradient" else 1.6)
+    axes.set(xlabel="x", ylabel=ylabel)
+    axes.set_ylim(top=1.45 * max(row[key] for row in rows for key in names))  # room for the legend
+    legend(axes)
+    return figure

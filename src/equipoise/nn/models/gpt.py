@@ -1,0 +1,121 @@
+"""A character model whose logits are Lipschitz in its embeddings, with the constant proved from its own graph."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError
+from equipoise.core.precision import down
+from equipoise.nn.attention import L2Attention
+from equipoise.nn.wrappers import ConvexResidual
+
+
+class RowEmbedding(nn.Embedding):
+    """An embedding whose rows have norm at most `radius`, `e·min(1, radius/‖e‖)`; also reads mixtures of tokens.
+
+    Exchanging one token moves the output by at most `2·radius`.
+
+    >>> RowEmbedding(5, 4, radius=1.0)(torch.tensor([0, 3])).norm(dim=-1).max() <= 1.0001
+    tensor(True)
+    """
+
+    def __init__(self, tokens: int, width: int, radius: float) -> None:
+        super().__init__(tokens, width)
+        self.radius = radius
+
+    def rows(self) -> Tensor:
+        """The rows as they are used."""
+        return self.weight * (self.radius / self.weight.norm(dim=1, keepdim=True).clamp_min(self.radius))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of integer tokens, or mixtures of rows for a float tensor `(…, tokens)`."""
+        return input @ self.rows() if input.is_floating_point() else nn.functional.embedding(input, self.rows())
+
+
+class Positions(nn.Module):
+    """`x + b_i` at position i: changes no distance."""
+
+    def __init__(self, context: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(context, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The tokens with their positions."""
+        return x + self.weight[: x.shape[1]]
+
+
+class LipschitzGPT(nn.Module):
+    """Embedding, positions, `depth` times attention and a two-layer network as convex residuals, and a linear head.
+
+    `radii()` are the radii under which the logits are `constant`-Lipschitz in the embeddings, for a `SpectralGuard`; the
+    constant that is proved is that of `lipschitz_bound(model.body, …)`, from the embeddings, or of the model itself on one-hot
+    rows, for the weights at hand.
+    """
+
+    def __init__(
+        self, vocabulary: int, context: int, width: int, depth: int, heads: int, hidden: int, constant: float | None
+    ) -> None:
+        super().__init__()
+        self.constant, self.depth = constant, depth
+        self.embedding = RowEmbedding(vocabulary, width, math.sqrt(width))
+        self.keep = 1 - 1 / (2 * depth)
+        blocks: list[nn.Module] = []
+        for _ in range(depth):
+            dense = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+            blocks.append(ConvexResidual(L2Attention(width, heads, context), self.keep))
+            blocks.append(ConvexResidual(dense, self.keep))
+        self.body = nn.Sequential(Positions(context, width), *blocks, nn.Linear(width, vocabulary))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of integer tokens `(batch, tokens)`, or of float rows `(batch, tokens, vocabulary)`."""
+        return self.body(self.embedding(x))
+
+    def radii(self, tolerance: float = 1e-3) -> dict[str, float]:
+        """The radius of every linear layer by name: `√constant` for the head, the rest shared by the blocks.
+
+        Every block gets the gain `a = constant^(1/(4·depth))`, so that the product of all is `constant`; the tolerance of the
+        guard is taken off.
+        """
+        if self.constant is None:
+            raise InputError("this model was built without a constant: it has no radii")
+        a = self.constant ** (1 / (4 * self.depth))
+        inner = (a - self.keep) / (1 - self.keep)  # keep + (1 − keep)·inner = a
+        if inner <= 0:
+            raise InputError(
+                f"a constant of {self.constant} leaves nothing for the {2 * self.depth} blocks; take a larger one"
+            )
+        each = down(math.sqrt(inner) / (1 + tolerance) * (1 - 1e-6))
+        head = down(math.sqrt(self.constant) / (1 + tolerance) * (1 - 1e-6))
+        return {f"body.{len(self.body) - 1}": head, "*": each}
+
+
+def lipschitz_gpt(
+    *,
+    vocabulary: int = 65,
+    context: int = 64,
+    width: int = 64,
+    depth: int = 2,
+    heads: int = 4,
+    hidden: int | None = None,
+    constant: float | None = 10.0,
+) -> LipschitzGPT:
+    """A character model with L2 attention and convex residuals whose logits can be held at a proved Lipschitz constant.
+
+    `SpectralGuard(model, model.radii())` holds the weights so that `lipschitz_bound(model.body, zeros(1, context, width))` is at
+    most `constant`, for all embeddings; without the guard the weights are free and the bound is what they make it.
+
+    >>> from equipoise.lipschitz import lipschitz_bound
+    >>> model = lipschitz_gpt(vocabulary=7, context=4, width=8, depth=1, heads=2).eval()
+    >>> model(torch.tensor([[0, 3, 6, 1]])).shape
+    torch.Size([1, 4, 7])
+    >>> lipschitz_bound(model.body, torch.zeros(1, 4, 8)).upper < float("inf")
+    True
+    """
+    if depth < 1 or width < 1 or vocabulary < 2:
+        raise InputError(f"expected depth and width ≥ 1 and vocabulary ≥ 2, got {depth}, {width} and {vocabulary}")
+    if constant is not None and not (math.isfinite(constant) and constant > 0):
+        raise InputError(f"constant must be a positive number or None, got {constant}")
+    return LipschitzGPT(vocabulary, context, width, depth, heads, 4 * width if hidden is None else hidden, constant)

@@ -1,0 +1,112 @@
+"""Every experiment of the table: described, rehearsed at both scales, and its committed result judged and drawn again."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from equipoise.core.errors import InputError
+from equipoise.lab.experiments import Context, Label, catalogue, find, reproduce, results
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pyarrow")
+
+SPEC = [
+    "dense-convergence",
+    "dense-error-time",
+    "dense-dimension",
+    "readouts",
+    "conv-kernel",
+    "conv-channels",
+    "conv-input",
+    "resnet18-layers",
+    "zero-padding",
+    "gradient-memory",
+    "bound-factor",
+    "pub-ratio",
+    "reg-histogram",
+    "local-vs-pub",
+    "training-stability",
+    "sr-conditioning",
+    "weierstrass-gradient",
+    "quantile-gradient",
+    "sll-aol-sr",
+    "rs-new-bound",
+    "simplex-mass",
+    "multi-vs-multilip",
+    "mono-vs-multi",
+    "cpm",
+    "bonferroni-counterexample",
+    "lvm-rs",
+    "concentration",
+    "simplex-maps",
+    "variance-hardmax",
+    "reg-accuracy",
+    "hessian-bound",
+    "ad-mlp",
+    "ad-width",
+    "ad-asam",
+    "ad-label-noise",
+    "ad-baek",
+    "ad-montecarlo",
+    "ad-mixer",
+    "ad-text",
+]
+IDENTIFIERS = list(catalogue())
+COMMITTED = Path(__file__).parents[3] / "docs" / "experiments" / "results"
+
+
+def data() -> Path | None:
+    named = os.environ.get("EQUIPOISE_DATA")
+    folder = Path(named) if named else Path(__file__).parents[4] / "shared" / "data"
+    return folder if folder.is_dir() else None
+
+
+def test_every_identifier_of_the_list_is_there():
+    assert set(SPEC) <= set(IDENTIFIERS)
+
+
+@pytest.mark.parametrize("identifier", IDENTIFIERS)
+def test_described(identifier: str):
+    experiment = find(identifier)
+    assert experiment.claim.endswith(".")
+    assert experiment.published
+    assert not re.search(r"/(root|home|work|tmp)/", repr(experiment.describe("laptop")))
+
+
+@pytest.mark.parametrize("identifier", IDENTIFIERS)
+def test_rehearsal_at_laptop_scale(identifier: str, tmp_path: Path):
+    rehearse(identifier, "laptop", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("identifier", IDENTIFIERS)
+def test_rehearsal_at_paper_scale(identifier: str, tmp_path: Path):
+    rehearse(identifier, "paper", tmp_path)
+
+
+def rehearse(identifier: str, scale: str, folder: Path) -> None:
+    try:
+        outcome = reproduce(find(identifier), scale, Context(data=data(), dry=True), folder)
+    except InputError as error:
+        if "this experiment needs" not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert outcome.result is not None
+    assert outcome.result.rows
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("identifier", IDENTIFIERS)
+def test_committed_result(identifier: str):
+    """A committed result belongs to the settings as they are, and says what it is said to say."""
+    experiment = find(identifier)
+    if not (COMMITTED / identifier / "result.json").exists():
+        pytest.skip("no committed result")
+    stored = results.read(experiment, COMMITTED / identifier)
+    assert stored is not None, "the committed result has other settings: run `equipoise reproduce` again"
+    assert stored.verdict.label is not Label.DRY
+    assert experiment.draw(stored.rows).axes

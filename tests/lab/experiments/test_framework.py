@@ -1,0 +1,130 @@
+"""The framework with an experiment of our own: verdicts, stored results, dry runs, failures, the page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from equipoise.core.errors import InputError
+from equipoise.lab.experiments import Context, Experiment, Label, Verdict, find, reproduce, reproduce_all, results
+from equipoise.lab.experiments.figures import canvas, line
+from equipoise.lab.experiments.intervals import mean_of
+from equipoise.lab.experiments.page import summary
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pyarrow")
+
+
+@dataclass(frozen=True)
+class Settings:
+    count: int
+
+
+def experiment(counts: list[int], needs: str | None = None) -> Experiment:
+    def run(settings, context):
+        counts.append(1)
+        if needs:
+            context.file(needs)
+        for k in context.steps(range(settings.count)):
+            yield {"k": k, "square": float(k * k), "note": "a | b"}
+
+    def judge(rows):
+        return Verdict(Label.REPRODUCED if rows[-1]["square"] == 16 else Label.NOT, f"{rows[-1]['square']}", "16")
+
+    def draw(rows):
+        figure, (axes,) = canvas()
+        line(axes, [r["k"] for r in rows], [r["square"] for r in rows], "squares", 0)
+        return figure
+
+    return Experiment("squares", "Numbers", "Squares", "4² = 16", "16", Settings(5), Settings(500), run, judge, draw)
+
+
+def test_a_result_is_written_and_not_measured_again(tmp_path: Path):
+    counts: list[int] = []
+    first = reproduce(experiment(counts), "laptop", Context(), tmp_path)
+    second = reproduce(experiment(counts), "laptop", Context(), tmp_path)
+    assert (first.stored, second.stored, len(counts)) == (False, True, 1)
+    assert first.result is not None
+    assert second.result is not None
+    assert first.result.verdict.label is Label.REPRODUCED
+    assert second.result.rows == first.result.rows
+    assert {p.name for p in tmp_path.iterdir()} == {"result.json", "rows.parquet", "figure.svg", "figure.png"}
+    reproduce(experiment(counts), "laptop", Context(seed=1), tmp_path)  # another seed is another result
+    reproduce(experiment(counts), "laptop", Context(seed=1), tmp_path, again=True)
+    assert len(counts) == 3
+
+
+def test_parquet_holds_the_rows(tmp_path: Path):
+    from pyarrow import parquet
+
+    reproduce(experiment([]), "laptop", Context(), tmp_path)
+    assert parquet.read_table(tmp_path / "rows.parquet").to_pylist()[4] == {"k": 4, "square": 16.0, "note": "a | b"}
+
+
+def test_figures_are_the_same_bytes_for_the_same_rows(tmp_path: Path):
+    for name in ("a", "b"):
+        reproduce(experiment([]), "laptop", Context(), tmp_path / name)
+    for file in ("figure.svg", "figure.png"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_a_dry_run_takes_two_steps_and_writes_nothing(tmp_path: Path):
+    outcome = reproduce(experiment([]), "paper", Context(dry=True), tmp_path / "none")
+    assert outcome.result is not None
+    assert len(outcome.result.rows) == 2
+    assert outcome.result.verdict.label is Label.DRY
+    assert not (tmp_path / "none").exists()
+
+
+def test_changed_settings_are_another_result(tmp_path: Path):
+    counts: list[int] = []
+    reproduce(experiment(counts), "laptop", Context(), tmp_path)
+    stored = json.loads((tmp_path / "result.json").read_text())
+    stored["settings"]["count"] = 7
+    (tmp_path / "result.json").write_text(json.dumps(stored))
+    reproduce(experiment(counts), "laptop", Context(), tmp_path)
+    assert len(counts) == 2
+
+
+def test_a_damaged_result_is_refused_and_kept(tmp_path: Path):
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(InputError, match="delete it"):
+        reproduce(experiment([]), "laptop", Context(), tmp_path)
+    assert (tmp_path / "result.json").read_text() == "{"
+
+
+def test_one_failure_does_not_lose_the_others(tmp_path: Path):
+    found = list(reproduce_all([experiment([], "x.npz"), experiment([])], "laptop", Context(), tmp_path))
+    assert [outcome.result is None for outcome in found] == [True, False]
+    assert "needs x.npz" in found[0].failure
+    page = summary(found)
+    assert "1 reproduced" in page
+    assert "not run" in page
+    assert "figure.svg" in page
+
+
+def test_stored_verdicts_are_judged_anew(tmp_path: Path):
+    reproduce(experiment([]), "laptop", Context(), tmp_path)
+    stored = json.loads((tmp_path / "result.json").read_text())
+    stored["rows"][-1]["square"] = 3.0
+    (tmp_path / "result.json").write_text(json.dumps(stored))
+    found = results.read(experiment([]), tmp_path)
+    assert found is not None
+    assert found.verdict.label is Label.NOT
+
+
+def test_misspelt_identifiers_and_scales():
+    with pytest.raises(InputError, match="did you mean 'readouts'"):
+        find("readout")
+    with pytest.raises(InputError, match="'laptop' or 'paper'"):
+        find("readouts").settings("huge")
+
+
+def test_means_have_student_intervals():
+    mean = mean_of([1.0, 2.0, 3.0, 4.0])
+    assert mean.low < 2.5 < mean.high
+    assert mean.half == pytest.approx(2.054, abs=1e-3)
+    assert mean_of([1.0]).half == float("inf")

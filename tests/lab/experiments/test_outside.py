@@ -1,0 +1,79 @@
+"""Experiments from outside: another package adds one through its entry point, and the command line sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from equipoise.core.errors import InputError
+from equipoise.lab.experiments import catalogue, find
+from equipoise.lab.experiments.plan import plan
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pyarrow")
+
+MODULE = """
+from dataclasses import dataclass
+from equipoise.lab.experiments import Experiment, Label, Verdict
+from equipoise.lab.experiments.figures import canvas
+
+@dataclass(frozen=True)
+class Settings:
+    count: int
+
+EXPERIMENT = Experiment(
+    "outside-squares", "Numbers", "Squares", "They grow.", "growth", Settings(3), Settings(9),
+    lambda settings, context: ({"k": k, "square": k * k} for k in range(settings.count)),
+    lambda rows: Verdict(Label.REPRODUCED, str(rows[-1]["square"]), "growth"),
+    lambda rows: canvas()[0],
+    needs=("absent.npz",),
+)
+"""
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package on the path that announces an experiment."""
+    (tmp_path / "outside_squares.py").write_text(MODULE)
+    folder = tmp_path / "outside_squares-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-squares\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[equipoise.experiments]\noutside-squares = outside_squares:EXPERIMENT\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_another_package_adds_an_experiment(outside: Path, equipoise, tmp_path: Path):
+    assert list(catalogue())[-1] == "outside-squares"
+    ran = equipoise("reproduce", "outside-squares", "-o", str(tmp_path / "results"), "--json")
+    assert ran.code == 0
+    assert json.loads((tmp_path / "results" / "outside-squares" / "result.json").read_text())["rows"][-1]["square"] == 4
+
+
+def test_a_taken_name_is_refused(outside: Path):
+    folder = outside / "outside_squares-1.0.dist-info"
+    (folder / "entry_points.txt").write_text("[equipoise.experiments]\nreadouts = outside_squares:EXPERIMENT\n")
+    with pytest.raises(InputError, match="readouts"):
+        catalogue()
+
+
+def test_an_object_that_is_no_experiment_is_refused(outside: Path):
+    folder = outside / "outside_squares-1.0.dist-info"
+    (folder / "entry_points.txt").write_text("[equipoise.experiments]\nsquares = outside_squares:EXPERIMENT\n")
+    with pytest.raises(InputError, match="squares"):
+        find("squares")
+
+
+def test_a_plan_says_what_would_run(outside: Path, equipoise, tmp_path: Path):
+    experiment = find("outside-squares")
+    (planned,) = plan([experiment], "laptop", 0, None, tmp_path / "results")
+    assert "absent.npz" in planned.action
+    (tmp_path / "absent.npz").touch()
+    (planned,) = plan([experiment], "laptop", 0, tmp_path, tmp_path / "results")
+    assert planned.action == "run"
+    equipoise("reproduce", "outside-squares", "-o", str(tmp_path / "results"))
+    ran = equipoise("reproduce", "outside-squares", "-o", str(tmp_path / "results"), "--plan", "--json")
+    assert ran.json[0]["action"] == "keep the stored result"
+    assert "outside-squares" in equipoise("reproduce", "outside-squares", "--plan").out

@@ -1,0 +1,132 @@
+"""L2 attention and the character model: the constant is attacked, and the bound of the graph is the product of the blocks."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.core import InputError
+from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn import L2Attention
+from equipoise.nn.attention import attention_gain
+from equipoise.nn.models import lipschitz_gpt
+from equipoise.norms import spectral_norm
+from equipoise.optim import SpectralGuard
+
+
+def mixed(Q, causal):
+    scores = -(Q[:, None] - Q[None]).square().sum(-1)
+    if causal:
+        scores = scores.masked_fill(torch.ones(len(Q), len(Q)).triu(1).bool(), -math.inf)
+    return scores.softmax(-1) @ Q
+
+
+def worst(Q, causal, steps):
+    """The largest singular value of the Jacobian that gradient ascent on the tokens meets."""
+    Q, best = Q.clone().requires_grad_(), 0.0
+    ascent = torch.optim.Adam([Q], lr=0.05)
+    for _ in range(steps):
+        J = torch.autograd.functional.jacobian(lambda q: mixed(q, causal), Q, create_graph=True).reshape(Q.numel(), -1)
+        u, s, v = torch.linalg.svd(J.detach())
+        best = max(best, float(s[0]))
+        ascent.zero_grad()
+        (-(u[:, 0] @ J @ v[0])).backward()
+        ascent.step()
+    return best
+
+
+def star(tokens, distance):
+    """One token in the middle, the others at the same distance from it and far from each other."""
+    return torch.cat([torch.zeros(1, tokens - 1), distance * torch.eye(tokens - 1)]).double()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 6])
+def test_no_tokens_found_exceed_the_gain(tokens, causal):
+    generator = torch.Generator().manual_seed(tokens)
+    starts = [scale * torch.randn(tokens, 2, generator=generator).double() for scale in (0.5, 2.0)]
+    starts += [star(tokens, 1.0)] if tokens > 1 else []
+    found = max(worst(Q, causal, 15) for Q in starts)
+    assert found <= attention_gain(tokens) * (1 + 1e-12)
+    assert found >= 0.25 * attention_gain(tokens)  # and the bound is no idle one
+
+
+@pytest.mark.parametrize("tokens", [30, 120])
+def test_stars_of_many_tokens(tokens):
+    """The shape the proof's third step is about: everybody attends to the middle."""
+    for distance in (0.5, 1.2):
+        Q = star(tokens, distance).float()
+        J = torch.autograd.functional.jacobian(lambda q: mixed(q, True), Q.flip(0)) if tokens < 60 else None
+        if J is not None:
+            assert float(torch.linalg.matrix_norm(J.reshape(Q.numel(), -1), 2)) <= attention_gain(tokens)
+        v, f = torch.randn_like(Q), lambda q: mixed(q, False)
+        for _ in range(8):
+            _, Jv = torch.autograd.functional.jvp(f, Q, v / v.norm())
+            _, v = torch.autograd.functional.vjp(f, Q, Jv)
+        assert float(Jv.norm()) <= attention_gain(tokens)
+
+
+def test_the_gain_is_below_the_published_one_and_grows():
+    for tokens in (2, 16, 64, 1024):
+        omega = next(w / 1000 for w in range(10**5) if w / 1000 * math.exp(w / 1000 + 1) >= tokens - 1)
+        assert attention_gain(tokens) < math.sqrt(tokens) * (4 * omega + 1)
+    gains = [attention_gain(n) for n in range(1, 40)]
+    assert gains == sorted(gains)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_layer_stays_below_its_bound(causal):
+    torch.manual_seed(0)
+    layer = L2Attention(6, heads=2, context=8, causal=causal, scale=1.0).double().eval()
+    with torch.no_grad():
+        layer.log_temperature.copy_(torch.tensor([-1.0, 2.0]))
+    limit = float(layer.lipschitz_upper((5, 6)))
+    report = lipschitz_bound(layer, torch.zeros(1, 5, 6, dtype=torch.float64))
+    assert report.upper == pytest.approx(limit)
+    for scale in (0.1, 1.0, 5.0):
+        x, y = scale * torch.randn(2, 200, 5, 6).double()
+        y = x + 10 ** torch.linspace(-3, 0.5, 200, dtype=torch.float64)[:, None, None] * y / scale
+        stretched = (layer(x) - layer(y)).flatten(1).norm(dim=1) / (x - y).flatten(1).norm(dim=1)
+        assert float(stretched.detach().max()) <= limit
+
+
+def test_the_future_is_not_read():
+    layer = L2Attention(4, heads=1, context=6).eval()
+    x = torch.randn(1, 6, 4)
+    y = x.clone()
+    y[:, 4:] += 1
+    assert torch.equal(layer(x)[:, :4], layer(y)[:, :4])
+    with pytest.raises(InputError, match="at most 6 tokens"):
+        layer(torch.zeros(1, 7, 4))
+
+
+def test_the_bound_of_the_graph_is_the_product_of_the_blocks():
+    torch.manual_seed(0)
+    model = lipschitz_gpt(vocabulary=11, context=6, width=8, depth=2, heads=2, constant=20.0).eval()
+    guard = SpectralGuard(model, model.radii(), only=nn.Linear)
+    report = lipschitz_bound(model.body, torch.zeros(1, 6, 8))
+    product = 1.0
+    for block in model.body[1:-1]:
+        inner = block.module
+        own = (
+            float(inner.lipschitz_upper((6, 8)))
+            if isinstance(inner, L2Attention)
+            else float(spectral_norm(inner[0]).upper) * float(spectral_norm(inner[2]).upper)
+        )
+        product *= block.fixed + (1 - block.fixed) * own
+    product *= float(spectral_norm(model.body[-1]).upper)
+    assert report.product == pytest.approx(product, rel=1e-2)
+    assert report.upper <= 20.0
+    assert guard.bounds()
+    onehot = lipschitz_bound(model, nn.functional.one_hot(torch.arange(6), 11)[None].float())
+    rows = float(spectral_norm(model.embedding.rows().detach()).upper)
+    assert onehot.upper <= report.upper * rows * (1 + 1e-3)
+
+
+def test_tokens_and_their_one_hot_rows_are_the_same():
+    model = lipschitz_gpt(vocabulary=5, context=4, width=8, depth=1, heads=2).eval()
+    tokens = torch.tensor([[0, 4, 2, 2]])
+    rows = nn.functional.one_hot(tokens, 5).float()
+    assert torch.allclose(model(tokens), model(rows), atol=1e-6)
+    assert float(model.embedding(tokens).detach().norm(dim=-1).max()) <= math.sqrt(8) * (1 + 1e-5)

@@ -1,0 +1,112 @@
+"""The guard on convolutions: true padding, stride, groups and dilation, against the materialised operator."""
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.core import Refused
+from equipoise.norms.carried_convolution import CarriedConvolution, symbol_size
+from equipoise.norms.reference import reference_norm
+from equipoise.optim import SpectralGuard
+
+#: layer and the spatial size it sees; a row is held by the guard at that size and for any size
+LAYERS = {
+    "zeros": (lambda: nn.Conv2d(3, 4, 3, padding=1), (6, 5)),
+    "valid": (lambda: nn.Conv2d(3, 2, 3), (5, 5)),
+    "stride": (lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1), (6, 6)),
+    "stride is the kernel": (lambda: nn.Conv2d(2, 5, 2, stride=2), (6, 6)),
+    "groups": (lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), (5, 5)),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), (5, 5)),
+    "dilation": (lambda: nn.Conv2d(2, 2, 3, padding=2, dilation=2), (7, 7)),
+    "circular": (lambda: nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"), (5, 6)),
+    "reflect": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), (5, 5)),
+    "replicate": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="replicate"), (5, 5)),
+    "line": (lambda: nn.Conv1d(3, 4, 5, padding=2), (9,)),
+    "volume": (lambda: nn.Conv3d(2, 2, 3, padding=1), (3, 4, 3)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=1), (4, 4)),
+    "transposed line": (lambda: nn.ConvTranspose1d(2, 3, 4, stride=2), (5,)),
+}
+
+
+def layer(name, seed=0):
+    torch.manual_seed(seed)
+    make, size = LAYERS[name]
+    module = make()
+    return module, (module.in_channels, *size)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["size", "any size"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_norm_of_the_layer_is_held(name, known):
+    module, shape = layer(name)
+    model = nn.Sequential(module)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    example = torch.zeros(1, *shape) if known else None
+    guard = SpectralGuard(model, radius=0.7, example_input=example, optimizer=optimizer)
+    x, target = torch.randn(4, *shape), None
+    for _ in range(4):
+        y = model(x)
+        target = torch.randn_like(y) if target is None else target
+        (y - 3 * target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bracket, sigma = guard.bounds()["0"], reference_norm(module, shape)
+        assert sigma <= bracket.upper * (1 + 1e-12)
+        assert bracket.upper <= 0.7 * (1 + 1e-3)
+        if known:
+            assert bracket.lower <= sigma * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_carried_bound_covers_any_change(name):
+    """Weyl alone, never a new proof: the distance in the symbol bounds the distance of the operators."""
+    module, shape = layer(name)
+    carried = CarriedConvolution(module, shape[1:])
+    carried.bracket(module.weight)
+    for step in range(4):
+        with torch.no_grad():
+            module.weight.add_(0.1 * 4.0**-step * torch.randn(module.weight.shape).sign())
+            if step == 2:
+                module.weight.mul_(0.5)
+                carried.scaled(0.5)
+        lower, upper = carried.bracket(module.weight, enough=1e9)
+        sigma = reference_norm(module, shape)
+        assert lower <= sigma * (1 + 1e-12)
+        assert sigma <= upper * (1 + 1e-12)
+    assert carried.used["weyl"] == 4
+
+
+@pytest.mark.parametrize("taps", [(1,), (3,), (2, 3), (3, 3), (2, 2, 2)])
+def test_the_size_of_the_symbol_bounds_it_everywhere(taps):
+    generator = torch.Generator().manual_seed(0)
+    for kernel in (torch.ones(2, 2, 1, *taps), torch.randn(2, 2, 3, *taps, generator=generator)):
+        places = torch.cartesian_prod(*(torch.arange(n) for n in taps)).reshape(-1, len(taps)).double()
+        omega = 7 * torch.randn(200, len(taps), generator=generator).double()
+        omega[0] = 0
+        phases = torch.exp(-1j * (omega @ places.mT))
+        E = torch.einsum("ft,gort->fgor", phases, kernel.flatten(3).to(phases.dtype))
+        sizes = torch.linalg.matrix_norm(E).amax(1)
+        assert float(sizes.max()) <= symbol_size(kernel)
+        assert (
+            symbol_size(kernel) <= 1.0001 * float(kernel.flatten(3).abs().sum(-1).square().sum((1, 2)).max()) ** 0.5 * 2
+        )
+
+
+def test_a_shared_kernel_is_refused():
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3))
+    model[1].weight = model[0].weight
+    with pytest.raises(Refused, match="share one kernel"):
+        SpectralGuard(model)
+
+
+def test_resuming_a_convolution_and_a_false_claim():
+    module, shape = layer("stride")
+    guard = SpectralGuard(nn.Sequential(module), radius=0.5, example_input=torch.zeros(1, *shape))
+    state = guard.state_dict()
+    guard.load_state_dict(state)
+    assert guard.layers[0].carried.S is not None
+    state["0/numbers"][1] *= 0.5
+    state["0/numbers"][0] = 0
+    guard.load_state_dict(state)
+    assert guard.layers[0].carried.S is None
+    assert guard.bounds()["0"].upper >= reference_norm(module, shape)
