@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import InputError, Refused, round_up
-from equipoise.core.digests import digest_document
+from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import one_line
 from equipoise.core.files import read_json, write_whole
 from equipoise.runs.inputs import Selection
@@ -74,7 +74,7 @@ class Manifest:
 
     def seal(self) -> str:
         """Digest of all of it, kept in `run.json` and in the store: an edited number is noticed (see `runs.store`)."""
-        return digest_document(json.loads(json.dumps(self.to_dict())))
+        return str(sealed(self.to_dict())["digest"])
 
     def to_dict(self) -> dict[str, Any]:
         """What `run.json` holds, without its digest."""
@@ -105,8 +105,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `run.json`, whole or not at all."""
-        document = self.to_dict() | {"digest": self.seal()}
-        write_whole(folder / NAME, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_whole(folder / NAME, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -114,20 +113,14 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / NAME
     if not is_run(folder):
         raise InputError(f"{folder} is not a run directory: no readable {NAME}")
-    document = read_json(path)
     try:
-        noted = document.pop("digest", None)
-        found = Manifest.from_dict(document)
+        found = Manifest.from_dict(unsealed(read_json(path), str(path)))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
             f"{path} is damaged ({type(error).__name__}: {one_line(error)[:160]}): restore it, or start a new run"
         ) from error
-    if noted is not None and noted != digest_document(document):
-        raise InputError(
-            f"{path} was changed after it was written (its digest does not fit): restore it, or start a new run"
-        )
     _require_consistent(found, path)
     return found
 
