@@ -29,7 +29,7 @@ from equipoise.lipschitz.local.reduced import Reduced, count_switching, reduced_
 #: radii of the sum, as shares of the outermost
 SHARES = (0.6, 0.8, 1.0)
 #: more switching neurons than this are left to the linear relaxation (a step takes some n³/10⁹ seconds)
-SWITCHING = 900
+SWITCHING = 500
 _DOWN = 1 - 1e-12
 
 

@@ -58,7 +58,7 @@ def local_lipschitz(
         effort: `fast` leaves out what follows. `multipliers` takes one backward pass per neuron that may switch and a few
             dozen factorisations of a matrix of that size, where the network is affine up to pointwise activations and
             max pooling. `zonotope` carries every input direction through it instead, as many forward passes as the input
-            has entries and more. `auto` takes the multipliers for up to 20,000 neurons of which 900 may switch, says so
+            has entries and more. `auto` takes the multipliers for up to 20,000 neurons of which 400 may switch, says so
             in the bracket's `note` where it does not, and then takes the zonotope for inputs of at most 256 entries.
         seconds: budget per sample of the multipliers; the best bound proved so far is returned when it ends.
 

@@ -17,7 +17,7 @@ from equipoise.lipschitz.propagate import Propagation
 from equipoise.norms.bracket import Cache
 
 #: limits of `effort="auto"`: neurons of the network, and of those that may switch
-NEURONS, SWITCHING = 20_000, 900
+NEURONS, SWITCHING = 20_000, 400
 #: most switching neurons at all: a factorisation and its workspace take some 60·n² bytes
 MOST = 6000
 #: more outputs than this would need too many backward passes
