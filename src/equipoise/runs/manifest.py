@@ -68,9 +68,12 @@ class Manifest:
         }
         return plain | self.parameters.to_dict()
 
-    def digest(self) -> str:
-        """sha256 of the identity."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+    def digest(self, *, asked: bool = False) -> str:
+        """sha256 of the identity; `asked` leaves out a seed that nobody asked for, so that the same command finds its run."""
+        plain = self.identity()
+        if asked and self.parameters.seed_source == "system":
+            del plain["seed"]
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
     def seal(self) -> str:
         """Digest of all of it, kept in `run.json` and in the store: an edited number is noticed (see `runs.store`)."""
@@ -95,11 +98,19 @@ class Manifest:
         """The inverse of `to_dict`."""
         if plain.get("format") != FORMAT:
             raise InputError(f"run.json has format {plain.get('format')!r}, this version reads {FORMAT}")
-        chosen, constant = plain.get("map"), plain.get("lipschitz")
+        chosen, constant, inputs = plain.get("map"), plain.get("lipschitz"), plain["inputs"]
+        shapes = {"model": dict, "data": dict, "versions": dict, "created": str, "parameters": dict}
+        texts = [plain["model"]["hash"], plain["data"]["fingerprint"], *plain["versions"].values()]
+        if not all(isinstance(plain[k], kind) for k, kind in shapes.items()) or not all(
+            isinstance(t, str) for t in texts
+        ):
+            raise TypeError("a field is of another kind than this version writes")
+        if not isinstance(inputs["total"], int) or inputs["total"] < 1:
+            raise ValueError(f"{inputs['total']!r} inputs")
         return cls(
-            plain["model"], plain["data"], tuple(Selection(**s) for s in plain["inputs"]["selection"]),
-            plain["inputs"]["total"], Parameters.from_dict(plain["parameters"]),
-            None if chosen is None else SimplexMap(**chosen), None if constant is None else Constant(**constant),
+            plain["model"], plain["data"], tuple(Selection(**s) for s in inputs["selection"]), inputs["total"],
+            Parameters.from_dict(plain["parameters"]), None if chosen is None else SimplexMap(**chosen),
+            None if constant is None else Constant(float(constant["value"]), str(constant["source"])),
             plain["versions"], plain["created"],
         )  # fmt: skip
 
@@ -148,7 +159,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """`name: old → new` for everything that differs.
+    """`name: old → new` for everything that differs, but for seeds that were drawn from the operating system.
 
     >>> from equipoise.runs.parameters import Parameters, parse_map
     >>> one = Manifest({"hash": "a"}, {"fingerprint": "b"}, (Selection(),), 5, Parameters(0.25, 10))
@@ -157,7 +168,9 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
     ['n: 10000 → 500', 'sigma: 0.25 → 0.5']
     """
     before, after = old.identity(), new.identity()
-    names = sorted(set(before) | set(after))
+    names = sorted((set(before) | set(after)) - {"seed_source"})
+    if old.parameters.seed_source == new.parameters.seed_source == "system":
+        names.remove("seed")  # nobody asked for it: the stored one is kept
     return [
         f"{k}: {_short(k, before.get(k))} → {_short(k, after.get(k))}" for k in names if before.get(k) != after.get(k)
     ]
@@ -170,6 +183,11 @@ def require_same(folder: Path, old: Manifest, new: Manifest) -> None:
         return
     names = {line.partition(":")[0] for line in found}
     hint = "give another --run directory"
+    if old.parameters.noise is None:
+        hint = (
+            "it was sampled by the first release, whose noise is no longer drawn. Give another --run directory; what it "
+            f"holds can be derived again: equipoise certify {folder} --re-derive --procedure rivals"
+        )
     if names <= set(DERIVED):
         hint = f"to change {' and '.join(sorted(names))} without sampling: equipoise certify {folder} --re-derive"
     raise Refused(f"{folder} holds another run ({'; '.join(found)}): {hint}")
