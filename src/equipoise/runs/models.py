@@ -88,9 +88,9 @@ def portable(model: Any, source: str | None = None) -> Portable:
 
 def denoised(denoiser: Any, model: Any) -> Loaded:
     """A denoiser in front of a model, as one model; both as modules or as what `load_model` returned."""
-    parts = [v.model if isinstance(v, Loaded) else v for v in (denoiser, model)]
+    parts: list[Any] = [v.model if isinstance(v, Loaded) else v for v in (denoiser, model)]
     names = [v.source if isinstance(v, Loaded) else type(v).__qualname__ for v in (denoiser, model)]
-    return Loaded(f"{names[1]} behind {names[0]}", Denoised(*parts), None)
+    return Loaded(f"{names[1]} behind {names[0]}", Denoised(parts[0], parts[1]), None)
 
 
 def _batch(program: ExportedProgram) -> int | None:
