@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from equipoise.checkpoints import Loaded
 from equipoise.core import InputError, Refused
 from equipoise.core.digests import Digest
+from equipoise.smoothing.denoised import Denoised
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,13 @@ def portable(model: Any, source: str | None = None) -> Portable:
     if training:
         raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
     return Portable(model, hash_module(model), source or f"{type(model).__module__}:{type(model).__qualname__}")
+
+
+def denoised(denoiser: Any, model: Any) -> Loaded:
+    """A denoiser in front of a model, as one model; both as modules or as what `load_model` returned."""
+    parts: list[Any] = [v.model if isinstance(v, Loaded) else v for v in (denoiser, model)]
+    names = [v.source if isinstance(v, Loaded) else type(v).__qualname__ for v in (denoiser, model)]
+    return Loaded(f"{names[1]} behind {names[0]}", Denoised(parts[0], parts[1]), None)
 
 
 def _batch(program: ExportedProgram) -> int | None:
