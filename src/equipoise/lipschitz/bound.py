@@ -13,6 +13,7 @@ from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import Solve, chain_total
+from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum
 from equipoise.lipschitz.places import module_path
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
@@ -82,7 +83,15 @@ def _solver(chain: ChainMethod) -> Solve | None:
     return functools.partial(sdp_log, method="eclipse" if chain == "eclipse" else "lipsdp")
 
 
-_SILENT = {"view", "identity", "split", "piece", "shift", "constant", "selection"}
+def _silent(step: Step) -> bool:
+    """Whether an operation only moves, chooses or shifts: it has no row of its own."""
+    match step.map:
+        case Copy() | Pieces() | Piece():
+            return all(gain <= 1 for _, gain in step.gains)
+        case Scaled(factor=factor, shift=shift):
+            return shift is not None and factor.numel() == 1 and abs(float(factor)) == 1
+        case _:
+            return isinstance(step.map, Constant)
 
 
 def rows(run: Propagation) -> tuple[Row, ...]:
@@ -93,7 +102,7 @@ def rows(run: Propagation) -> tuple[Row, ...]:
     kept = [
         (node, run.steps[node])
         for node in run.program.nodes
-        if node not in inside and (node in blocks or run.steps[node].kind not in _SILENT)
+        if node not in inside and (node in blocks or not _silent(run.steps[node]))
     ]
     gains = {node: blocks[node].bound if node in blocks else _own_gain(step) for node, step in kept}
     added = {node: weights[node] * math.log(g) if g > 0 else 0.0 for node, g in gains.items()}
@@ -108,8 +117,8 @@ def rows(run: Propagation) -> tuple[Row, ...]:
 
 
 def _own_gain(step: Step) -> float:
-    if step.kind in ("sum", "difference"):
-        return float(len(step.gains))
+    if isinstance(step.map, Sum):
+        return math.fsum(gain for _, gain in step.gains)
     return max((gain for _, gain in step.gains), default=0.0)
 
 
@@ -133,7 +142,7 @@ def _row(run: Propagation, node: fx.Node, gain: float, weight: float, share: flo
         if not r.whole
     ]
     note = " ".join(v for v in (step.note, found.note if found is not None else "", *pattern) if v)
-    return Row(module_path(node) or node.name, node.name, step.kind, shape, lower, upper, method, weight, share, note)
+    return Row(module_path(node) or node.name, node.name, step.label, shape, lower, upper, method, weight, share, note)
 
 
 def _show(shape: tuple[int, ...]) -> str:
