@@ -25,7 +25,7 @@ from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 from equipoise.nn.layers import PaddingMode, upper_near_one
 from equipoise.nn.method import Kernel, Method
 from equipoise.nn.rescaling import SN
-from equipoise.nn.slopes import HOMOGENEOUS, require_unit_slopes
+from equipoise.nn.slopes import homogeneous, require_unit_slopes
 
 Rescaling = Literal["aol", "sr", "sn"]
 
@@ -86,7 +86,7 @@ class Residual(Effective):
             outer = outer.flip(list(range(2, 2 + self.kernel.dims)))
         R = R.expand(self.groups, U.shape[2]).reshape(-1)
         none = self.raw.new_empty(0)
-        if type(self.activation) in HOMOGENEOUS:  # R·act(z/R + b) = act(z + R·b)
+        if homogeneous(self.activation):  # R·act(z/R + b) = act(z + R·b)
             return inner, outer, none if self.bias is None else R * self.bias, none
         offset = none if self.bias is None else self.bias
         # any positive scale keeps the bound: this range keeps z/R and its gradient finite
