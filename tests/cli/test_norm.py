@@ -178,3 +178,18 @@ def test_the_installed_command_refuses_without_a_traceback(tmp_path):
     assert done.stdout == ""
     assert done.stderr.startswith("equipoise: there is no file")
     assert "Traceback" not in done.stderr
+
+
+def test_a_folder_is_watched(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoint-1").mkdir(parents=True)
+    save_file({"w": 2 * torch.eye(3)}, folder / "checkpoint-1" / "model.safetensors")
+    save_file({"w": torch.eye(3)}, folder / "spectral_guard.safetensors")
+    (folder / "half.safetensors").write_bytes(b"half written")
+    command = [sys.executable, "-c", "from equipoise.cli import main; main()", "norm", str(folder), "--watch", "--json"]
+    done = subprocess.run([*command, "--seconds", "0.5", "--every", "0.1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    (row,) = json.loads(line)["weights"]
+    assert row["lower"] <= 2 <= row["upper"] <= 2.01
+    assert "half.safetensors" in done.stderr

@@ -69,7 +69,7 @@ def test_layer_bound_is_an_upper_bound_and_tracking_a_lower_one(operator):
     assert upper >= exact * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("bound", ["tracked", "gram"])
+@pytest.mark.parametrize("bound", ["tracked", "gram", "proved"])
 def test_gradient_is_that_of_the_norm(bound):
     torch.manual_seed(3)
     layer = nn.Conv2d(3, 4, 3, padding=1, bias=False).double()
@@ -108,6 +108,26 @@ def test_training_to_one_leaves_every_norm_near_one():
         assert bracket.upper <= 1.15, name
 
 
+@pytest.mark.parametrize("kind", ["sum", "hinge"])
+def test_the_proved_penalty_never_falls_below_the_norm_while_training(kind):
+    net = conv_net()
+    torch.manual_seed(1)
+    x, y = torch.randn(32, 2, 8, 8), torch.randint(4, (32,))
+    penalty = SpectralPenalty(net, kind, 1.0, weight=0.05, input_size=(8, 8), bound="proved")
+    assert penalty.side is Kind.UPPER
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(8):
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(net(x), y) + penalty()).backward()
+        optimizer.step()
+        for name, value in penalty.norms().items():
+            bracket = penalty.brackets(1e-3)[name]
+            assert bracket.lower <= value
+            assert value <= max(
+                1.0 if kind == "hinge" else 0.0, 1.25 * bracket.upper
+            )  # borders keep the layer below its symbol
+
+
 def test_hinge_has_no_pull_below_the_target():
     net = nn.Linear(3, 3, bias=False)
     net.weight.data = 0.5 * torch.eye(3)
@@ -141,7 +161,7 @@ def test_resuming_gives_the_same_numbers_to_the_bit():
                     p -= 0.1 * p.grad
                     p.grad = None
 
-    for options in ({}, {"bound": "gram", "every": 3}):
+    for options in ({}, {"bound": "gram", "every": 3}, {"bound": "proved"}):
         net = conv_net()
         penalty = SpectralPenalty(net, input_size=8, **options)
         for _ in range(4):

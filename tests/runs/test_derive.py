@@ -1,5 +1,7 @@
 """What is derived again from stored counts: the same as sampling with those settings, or refused with the reason."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import runs_nets
@@ -11,10 +13,10 @@ from equipoise.runs.inputs import Selection
 from equipoise.runs.manifest import Manifest
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Row
-from equipoise.smoothing import SimplexMap, SmoothedClassifier
+from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier
 from equipoise.smoothing.adaptive import log_e_value, target_probability
 
-VOTES = ("cohen", "bonferroni", "cpm", "direct")
+VOTES = ("cohen", "bonferroni", "cpm", "rivals", "randomized", "direct")
 
 
 class Counted(runs_nets.Net):
@@ -97,10 +99,8 @@ REFUSED = [
     ({"procedure": "cohen"}, {"alpha": 1.0}, InputError, "risk alpha"),
     ({"procedure": "cohen"}, {"procedure": "kohen"}, InputError, "unknown procedure"),
     ({"procedure": "cohen"}, {"target_radius": 0.1}, InputError, "adaptive runs"),
-    ({"procedure": "lvm", "map": "softmax:1.0"}, {"procedure": "direct"}, Refused, "decided on the selection scores"),
     ({"procedure": "lvm", "map": "softmax:1.0"}, {"procedure": "cohen", "lipschitz": 1.0}, Refused, "no Lipschitz"),
-    ({"procedure": "cohen", "target_radius": 0.1}, {"procedure": "cpm"}, Refused, "stopped each input by looking"),
-    ({"procedure": "cpm", "target_radius": 0.1}, {"procedure": "cohen"}, Refused, "stopped each input by looking"),
+    ({"procedure": "cohen", "target_radius": 0.1}, {"procedure": "lvm"}, Refused, "stopped each input by looking"),
     ({"procedure": "cohen", "relative": 0.3}, {"target_radius": 0.1}, Refused, "none to change"),
     (
         {"procedure": "cohen", "target_radius": 0.1},
@@ -206,3 +206,36 @@ def test_a_row_never_depends_on_its_neighbours(tmp_path, net, xy, procedure):
         part = derive(run.manifest, [run.rows[i] for i in some], alpha=0.05)
         for name in ("prediction", "radius", "p_lower", "p_upper", "buckets"):
             assert np.array_equal(getattr(part, name), getattr(whole, name)[some]), name
+
+
+@pytest.mark.parametrize("settings", [{"procedure": "lvm", "map": "softmax:1.0"}, {"procedure": "direct"}, {}])
+def test_every_run_can_be_derived_again_with_rivals(tmp_path, net, xy, settings):
+    run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=300, **settings)
+    found = run.certificates(procedure="rivals")
+    assert found.procedure == "rivals"
+    assert (found.radius >= run.certificates().radius * 0.97).all()
+
+
+@pytest.mark.parametrize("name", ["direct", "rivals", "lvm", "cpm"])
+@pytest.mark.parametrize("map", [None, "softmax:1.0", "hardmax"])
+def test_a_copied_row_under_another_name_gives_the_same_certificates(tmp_path, net, xy, name, map):
+    """Nothing decides by the name: sampled, classified and derived again, a copy equals its original."""
+    if map is not None and not PROCEDURES[name].soft:
+        pytest.skip("takes no map")
+    PROCEDURES["copied"] = replace(PROCEDURES[name], name="copied")
+    try:
+        runs = [
+            certify(net, xy, run_dir=tmp_path / p, sigma=0.3, n=200, limit=4, seed=0, procedure=p, map=map)
+            for p in (name, "copied")
+        ]
+        one, two = (r.certificates() for r in runs)
+        assert np.array_equal(one.radius, two.radius)
+        assert np.array_equal(runs[0].certificates(procedure="copied").radius, one.radius)
+        chosen = None if map is None else SimplexMap(*map.split(":")[:1])
+        smooth = SmoothedClassifier(net, 0.3, 4, seed=0, map=chosen)
+        each = [smooth.certify(xy[0][:4], n=200, procedure=p, grid=[SimplexMap("softmax")]) for p in (name, "copied")]
+        assert np.array_equal(each[0].radius, each[1].radius)
+        if map is not None:
+            np.testing.assert_allclose(each[0].radius, one.radius, rtol=1e-9)
+    finally:
+        del PROCEDURES["copied"]

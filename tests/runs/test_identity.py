@@ -167,7 +167,7 @@ def test_the_manifest_is_readable_and_complete(tmp_path, net, xy):
     assert plain["parameters"]["sigma"] == 0.3
     assert {"equipoise", "torch", "numpy", "python"} <= set(plain["versions"])
     assert plain["map"] == {"name": "softmax", "temperature": 1.0, "mass": 1.0}
-    assert run.manifest.to_dict() == plain
+    assert run.manifest.to_dict() | {"digest": run.manifest.seal()} == plain
     assert [s["engine"] for s in run.sessions()] == ["local"]
 
 

@@ -153,12 +153,12 @@ def test_about_says_what_is_certified():
     smooth = SmoothedClassifier(Half(2.0).eval(), 0.5, 2)
     x = _points(0.3, 0.5, -0.4)
     grid = [SimplexMap("hardmax"), SimplexMap("softmax", 1.0), SimplexMap("sparsemax", 2.0)]
-    pooled = smooth.certify(x, n=1000, grid=grid)
+    pooled = smooth.certify(x, n=1000, map="global", grid=grid)
     assert "pooled" in pooled.about
     assert len(set(pooled.details["maps"])) == 1
     own = smooth.certify(x, n=1000, map="per-input", grid=grid)
     assert "nothing is certified about it" in own.about
-    alone = smooth.certify(x[:1], n=1000, grid=grid)
+    alone = smooth.certify(x[:1], n=1000, map="global", grid=grid)
     assert "nothing is certified about it" in alone.about
     given = smooth.certify(x, n=1000, map=grid[1])
     assert "given by the caller" in given.about

@@ -27,8 +27,10 @@ def certify(
     n0: Annotated[int, typer.Option(help="selection draws per input")] = 100,
     n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
     alpha: Annotated[float | None, typer.Option(help="risk per input; default 0.001")] = None,
-    procedure: Annotated[str | None, typer.Option(help="cohen, bonferroni, cpm (default), direct or lvm")] = None,
-    map: Annotated[str | None, typer.Option(help="lvm, direct: global, per-input, softmax:T, sparsemax:T")] = None,
+    procedure: Annotated[
+        str | None, typer.Option(help="rivals (default), cohen, bonferroni, cpm, direct, lvm, …")
+    ] = None,
+    map: Annotated[str | None, typer.Option(help="of soft scores: global, per-input, softmax:T, sparsemax:T")] = None,
     lipschitz: Annotated[
         str | None, typer.Option(help="of the network: auto, or your own bound (an assumption)")
     ] = None,
@@ -78,6 +80,7 @@ def certify(
     from equipoise.runs import Execution
     from equipoise.runs.export import check_path
     from equipoise.runs.manifest import is_run
+    from equipoise.smoothing.procedures import DEFAULT
 
     names, levels = list(targets or []), _epsilons(epsilon)
     if export is not None:
@@ -109,7 +112,7 @@ def certify(
         raise InputError("--target-radius goes with --adaptive")
     job = _job(
         names[0], weights, data, split, sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
-        procedure=procedure or "cpm", map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
+        procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
         relative=relative, limit=limit, skip=skip, stride=stride, seed=seed, device=device, batch_size=batch_size,
         nonfinite=nonfinite,
     )  # fmt: skip

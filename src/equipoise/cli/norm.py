@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +23,12 @@ class PaddingMode(StrEnum):
 
 
 def norm(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file; it may be larger than memory.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A .safetensors file; it may be larger than memory. A folder with --watch."
+        ),
+    ],
     input_size: Annotated[
         str | None, typer.Option(help="Spatial input size, e.g. 32,32 (one number: every axis). Default: any size.")
     ] = None,
@@ -34,7 +40,15 @@ def norm(
     only: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Only tensors of this name, e.g. 'layer1.*'.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="FILE is a folder: show every weight file in it, and new ones as they appear."),
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="How long to watch; default until Ctrl-C.")] = math.inf,
+    every: Annotated[float, typer.Option(help="Seconds between two looks at the folder.")] = 2.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else (with --watch one line per file).")
+    ] = False,
 ) -> None:
     """Spectral norm of every weight of FILE, as brackets: lower ≤ norm ≤ upper.
 
@@ -51,17 +65,15 @@ def norm(
       equipoise norm model.safetensors
       equipoise norm model.safetensors --input-size 32,32 --rtol 1e-4
       equipoise norm model.safetensors --only 'layer1.*' --json
+      equipoise norm checkpoints/ --watch --seconds 600
     """
-    from equipoise.norms.files import Reading, weight_names, weight_norms
+    from equipoise.norms.files import Reading
 
     reading = Reading(rtol, _sizes(input_size), padding.value, stride)
-    names = weight_names(file, only)
-    rows = []
-    with progress() as bar:
-        task = bar.add_task(f"norms of {file.name}", total=len(names))
-        for row in weight_norms(file, reading, names):
-            rows.append(row)
-            bar.advance(task)
+    if watch:
+        _watch(file, reading, only, seconds, every, as_json)
+        return
+    rows = _rows(file, reading, only)
     refused = [row for row in rows if row.status == "refused"]
     if as_json:
         emit_json(_document(file, reading, rows))
@@ -71,6 +83,39 @@ def norm(
         first = refused[0]
         complain(f"{len(refused)} of {len(rows)} tensors refused, the first is {first.name}: {first.note}")
         raise typer.Exit(2)
+
+
+def _watch(folder: Path, reading: Reading, only: str | None, seconds: float, every: float, as_json: bool) -> None:
+    """Tables, or lines of JSON, of every file that appears; one that cannot be read is named, and the watch goes on."""
+    from equipoise.core.errors import EquipoiseError, one_line
+    from equipoise.norms.watching import appearing
+
+    try:
+        for path in appearing(folder, seconds, every):
+            try:
+                rows = _rows(path, reading, only)
+            except EquipoiseError as error:
+                complain(one_line(error))
+                continue
+            if as_json:
+                emit_json(_document(path, reading, rows), indent=None)
+            else:
+                _show(path, rows, str(path.relative_to(folder)))
+    except KeyboardInterrupt:
+        return
+
+
+def _rows(file: Path, reading: Reading, only: str | None) -> list[WeightRow]:
+    from equipoise.norms.files import weight_names, weight_norms
+
+    names = weight_names(file, only)
+    rows = []
+    with progress() as bar:
+        task = bar.add_task(f"norms of {file.name}", total=len(names))
+        for row in weight_norms(file, reading, names):
+            rows.append(row)
+            bar.advance(task)
+    return rows
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:
@@ -99,10 +144,19 @@ def _document(file: Path, reading: Reading, rows: list[WeightRow]) -> dict[str, 
     }
 
 
-def _show(file: Path, rows: list[WeightRow]) -> None:
+def _show(file: Path, rows: list[WeightRow], title: str | None = None) -> None:
     from equipoise.core.bounds import round_down, round_up
 
-    result = table(file.name, "weight", "shape", "dtype", "lower", "upper", "note", right=("lower", "upper"))
+    result = table(
+        file.name if title is None else title,
+        "weight",
+        "shape",
+        "dtype",
+        "lower",
+        "upper",
+        "note",
+        right=("lower", "upper"),
+    )
     for row in rows:
         shape = "×".join(map(str, row.shape))
         if row.bracket is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -174,11 +174,54 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
     >>> slopes(nn.ReLU()), slopes(nn.LeakyReLU(0.1)), slopes(nn.GELU())[1] > 1.1289, slopes(nn.Linear(1, 1))
     ((0.0, 1.0), (0.1, 1.0), True, None)
     """
-    if isinstance(activation, Contracted) and type(activation) is Contracted:  # a subclass may have another forward
+    if isinstance(activation, Contracted) and type(activation) is Contracted:
         inner = slopes(activation.activation)
         return None if inner is None else (inner[0] * activation.factor, inner[1] * activation.factor)
-    found = read_activation(activation)
+    found = read_activation(activation) if isinstance(activation, nn.Module) else None
     return None if found is None else found.slopes
+
+
+#: why the slopes of these are not in the table
+_UNKNOWN: dict[type[nn.Module], str] = {
+    nn.PReLU: "its slopes are learned and may leave [0, 1]",
+    nn.Threshold: "it jumps",
+    nn.Hardshrink: "it jumps",
+    nn.Softplus: "with threshold below 20 it jumps where it switches to the identity",
+}
+#: the argument that decides
+_ARGUMENT = {nn.ELU: "alpha", nn.LeakyReLU: "negative_slope"}
+
+
+def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(Uᵀx)") -> nn.Module:
+    """The activation, refused by name and with the reason unless all its slopes are known to lie in [0, 1].
+
+    With a slope outside, a residual block is not 1-Lipschitz: abs or −x give 3, GELU 1.17 was seen.
+
+    >>> unit_slopes(nn.ReLU())
+    ReLU()
+    >>> unit_slopes(nn.GELU())
+    Traceback (most recent call last):
+    ...
+    equipoise.core.errors.Refused: GELU: its slopes go from -0.129 to 1.13; a residual block ...
+    """
+    found, kind = slopes(activation), type(activation)
+    if found is not None and found[0] >= 0 and found[1] <= 1:
+        return cast(nn.Module, activation)
+    name = kind.__name__ if isinstance(activation, nn.Module) else getattr(activation, "__name__", activation)
+    why = _UNKNOWN.get(kind, "its slopes are not known here")
+    if found is not None:
+        cause = f" with {_ARGUMENT[kind]}={getattr(activation, _ARGUMENT[kind]):g}" if kind in _ARGUMENT else ""
+        why = f"its slopes go from {found[0]:.3g} to {found[1]:.3g}{cause}"
+    raise Refused(
+        f"{name}: {why}; {layer} is 1-Lipschitz only if every slope of act lies in [0, 1]; "
+        "use ReLU, LeakyReLU, Tanh, Softplus, ELU or Hardtanh"
+    )
+
+
+def homogeneous(activation: nn.Module) -> bool:
+    """Whether `act(c·z) = c·act(z)` for c > 0: a factor can be moved through."""
+    found = read_activation(activation)
+    return found is not None and found.homogeneous
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

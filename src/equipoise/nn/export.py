@@ -52,7 +52,7 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
 
     Modules used twice stay one module. Outputs are equal up to the rounding of one product (≤ 1e-6 relative).
 
-    >>> from equipoise.nn.named import SRLinear
+    >>> from equipoise.nn import SRLinear
     >>> net, rows = plain(nn.Sequential(SRLinear(4, 4), nn.ReLU()))
     >>> type(net[0]).__name__, rows[0].upper <= 1.00001
     ('Linear', True)

@@ -1,5 +1,25 @@
 """Spectral control while training: norms held at a radius by any optimizer, proved after every step."""
 
+from equipoise.optim.callbacks import (
+    GuardLogger,
+    lightning_callback,
+    load_guard,
+    save_guard,
+    tensorboard_sink,
+    trainer_callback,
+    wandb_sink,
+)
 from equipoise.optim.guard import SpectralGuard
+from equipoise.optim.newton_schulz import newton_schulz_gain
 
-__all__ = ["SpectralGuard"]
+__all__ = [
+    "GuardLogger",
+    "SpectralGuard",
+    "lightning_callback",
+    "load_guard",
+    "newton_schulz_gain",
+    "save_guard",
+    "tensorboard_sink",
+    "trainer_callback",
+    "wandb_sink",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,13 +15,16 @@ from equipoise.core.bounds import Bracket, Kind
 from equipoise.core.errors import InputError
 from equipoise.maps.linear import Convolution
 from equipoise.maps.reading import geometry_of, module_kind
+from equipoise.norms.carried import CarriedMatrix
+from equipoise.norms.carried_convolution import CarriedConvolution
 from equipoise.norms.differentiable import gram_norm, map_norm
 from equipoise.norms.spectral import spectral_norm
-from equipoise.regularizers.operators import SingularVectors, input_shapes, zero_image
+from equipoise.norms.tracked import SingularVectors
+from equipoise.regularizers.operators import input_shapes, linear_map, zero_image
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, select_layers, weight_of
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
-BoundName = Literal["tracked", "gram"]
+BoundName = Literal["tracked", "gram", "proved"]
 
 #: what each kind makes of the norms σ (a vector) and the target γ
 _FORMULAS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -53,7 +57,11 @@ class SpectralPenalty:
       not covered (float32 may lie some 1e-6 below the norm), so it is labelled an **estimate**. `every=k` recomputes it
       every k calls only; between, `s + ⟨∂s, W − W₀⟩` takes its place, which lies below the bound (which is convex in W).
 
-    Neither feeds a certificate; `brackets()` gives proved ones.
+    - `"proved"`: a **proved** upper bound of every layer at every call, with the gradient of the tracked σ₁. The proof is carried
+      from call to call (`norms.carried`) and made anew only where it has grown looser than `rtol`, so that it costs little more
+      than tracking; for `hinge` a bound below the target is good enough as it is.
+
+    The first two feed no certificate; `brackets()` gives proved ones in any case.
 
     Args:
         model: the module that is trained (unwrapped, for distributed training).
@@ -92,6 +100,7 @@ class SpectralPenalty:
         iterations: int = 5,
         grid: int = 16,
         every: int = 1,
+        rtol: float = 0.02,
         seed: int = 0,
     ) -> None:
         for what, value, allowed in (
@@ -103,18 +112,30 @@ class SpectralPenalty:
                 raise InputError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
         if not (math.isfinite(weight) and weight >= 0 and math.isfinite(target) and target >= 0):
             raise InputError(f"weight and target must be non-negative numbers, got {weight} and {target}")
-        if steps < 0 or vectors < 1 or every < 1:
-            raise InputError(f"expected steps ≥ 0, vectors ≥ 1, every ≥ 1; got {steps}, {vectors}, {every}")
+        if steps < 0 or vectors < 1 or every < 1 or not 0 < rtol < 1:
+            raise InputError(
+                f"expected steps ≥ 0, vectors ≥ 1, every ≥ 1, 0 < rtol < 1; got {steps}, {vectors}, {every}, {rtol}"
+            )
         self.kind, self.target, self.weight, self.scope, self.bound = kind, target, weight, scope, bound
-        self.steps, self.iterations, self.grid, self.every = steps, iterations, grid, every
+        self.steps, self.iterations, self.grid, self.every, self.rtol = steps, iterations, grid, every, rtol
         self.layers = select_layers(model, only, names)
         for module in self.layers.values():
             module_kind(module)  # refuses overridden forwards and hooks: their weight says nothing about their norm
         self.shapes = self._shapes(model, input_size, example_input)
         self._vectors: dict[str, SingularVectors] = {}
-        if bound == "tracked":
+        self._carried: dict[str, CarriedMatrix | CarriedConvolution] = {}
+        if bound == "proved":
+            self._carried = {
+                name: CarriedMatrix(i)
+                if isinstance(module, nn.Linear)
+                else CarriedConvolution(module, self.shapes[name][1:])
+                for i, (name, module) in enumerate(self.layers.items())
+            }
+        if bound != "gram":
             self._vectors = {
-                name: SingularVectors(module, self.shapes[name], vectors, seed + i)
+                name: SingularVectors(
+                    partial(linear_map, module, self.shapes[name]), self.shapes[name], vectors, seed + i
+                )
                 for i, (name, module) in enumerate(self.layers.items())
             }
             for tracked in self._vectors.values():
@@ -124,8 +145,8 @@ class SpectralPenalty:
 
     @property
     def side(self) -> Kind:
-        """What the penalised norms are: a lower bound, or an estimate (an upper bound but for its rounding)."""
-        return Kind.LOWER if self.bound == "tracked" else Kind.ESTIMATE
+        """What the penalised norms are: a lower bound, an estimate (an upper bound but for its rounding), or an upper bound."""
+        return {"tracked": Kind.LOWER, "gram": Kind.ESTIMATE, "proved": Kind.UPPER}[self.bound]
 
     def __call__(self) -> Tensor:
         """The penalty, to be added to the loss; moves the tracked vectors by one step."""
@@ -152,7 +173,10 @@ class SpectralPenalty:
         """What exact resuming needs: the tracked vectors and the kept gradients."""
         vectors = {f"vectors.{name}": tracked.V.clone() for name, tracked in self._vectors.items()}
         kept = {f"kept.{i}.{name}": part.clone() for name, parts in self._kept.items() for i, part in enumerate(parts)}
-        return {**vectors, **kept, "calls": torch.tensor(self._calls)}
+        carried = {
+            f"carried.{name}/{key}": value for name, c in self._carried.items() for key, value in c.state_dict().items()
+        }
+        return {**vectors, **kept, **carried, "calls": torch.tensor(self._calls)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
@@ -170,17 +194,17 @@ class SpectralPenalty:
             for name in self.layers
             if f"kept.0.{name}" in state
         }
+        for name, carried in self._carried.items():
+            prefix = f"carried.{name}/"
+            carried.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
         self._calls = int(state["calls"])
 
     def _norms(self) -> Tensor:
-        if self.bound == "tracked":
-            for tracked in self._vectors.values():
-                tracked.iterate(self.steps)
+        for tracked in self._vectors.values():
+            tracked.iterate(self.steps)
         fresh = self._calls % self.every == 0
         self._calls += 1
-        found = [
-            self._norm(name) if fresh or self.bound == "tracked" else self._linearised(name) for name in self.layers
-        ]
+        found = [self._norm(name) if fresh or self.bound != "gram" else self._linearised(name) for name in self.layers]
         if self.bound == "gram" and self.every > 1 and fresh:
             self._keep(found)
         return torch.stack([s.to(found[0].dtype) for s in found])
@@ -188,6 +212,12 @@ class SpectralPenalty:
     def _norm(self, name: str) -> Tensor:
         if self.bound == "tracked":
             return self._vectors[name].norm()
+        if self.bound == "proved":
+            sigma = self._vectors[name].norm()
+            enough = self.target if self.kind == "hinge" and self.scope == "layer" else 0.0
+            W = weight_of(self.layers[name]).detach()
+            upper = self._carried[name].bracket(W, enough, self.rtol, f"weight of {name!r}")[1]
+            return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
         return layer_bound(self.layers[name], self._size(name), self.iterations, self.grid)
 
     def _keep(self, found: list[Tensor]) -> None:
@@ -228,6 +258,16 @@ class SpectralPenalty:
             example = zero_image(model, input_size)
         found = input_shapes(model, {name: self.layers[name] for name in spatial}, example)
         return {**linear, **found}
+
+
+def rounded_up(value: float, dtype: torch.dtype) -> Tensor:
+    """The smallest number of the dtype that is not below `value`.
+
+    >>> rounded_up(0.1, torch.float32).item() >= 0.1
+    True
+    """
+    x = torch.tensor(value, dtype=dtype)
+    return x if float(x) >= value else torch.nextafter(x, torch.full_like(x, math.inf))
 
 
 def layer_bound(module: nn.Module, size: tuple[int, ...] | None, iterations: int = 5, grid: int = 16) -> Tensor:

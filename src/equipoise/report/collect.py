@@ -126,7 +126,10 @@ def _ways(run: Run) -> dict[str, dict[str, Any]]:
         return {"adaptive": {}}
     if run.manifest.lipschitz is not None and p.soft:
         return {f"{p.procedure} + Lipschitz": {}, p.procedure: {"lipschitz": math.inf}}
-    return {p.procedure: {}, **({"cohen": {"procedure": "cohen"}} if p.procedure in ("cpm", "bonferroni") else {})}
+    return {
+        p.procedure: {},
+        **({"cohen": {"procedure": "cohen"}} if p.procedure in ("rivals", "cpm", "bonferroni") else {}),
+    }
 
 
 def _deterministic(name: str, found: margin_file.Margins) -> _Part:

@@ -180,7 +180,9 @@ def _opened(target: Target) -> Iterator[Store | None]:
     with locked(target.folder):
         if target.new:
             target.manifest.write(target.folder)
-        with Store(target.folder, identity=target.manifest.digest(), writable=True) as store:
+        with Store(
+            target.folder, identity=target.manifest.digest(), seal=target.manifest.seal(), writable=True
+        ) as store:
             yield store
 
 

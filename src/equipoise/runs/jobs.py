@@ -27,6 +27,7 @@ from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import Store
 from equipoise.runs.tasks import TaskSpec
 from equipoise.smoothing import SimplexMap
+from equipoise.smoothing.procedures import DEFAULT
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
 Progress = Callable[[Row, int, int], None]
@@ -63,7 +64,7 @@ def certify(
     n0: int = 100,
     n: int = 10_000,
     alpha: float = 1e-3,
-    procedure: str = "cpm",
+    procedure: str = DEFAULT,
     engine: str = "local",
     workers: int = 1,
     address: str | None = None,
@@ -86,7 +87,7 @@ def certify(
         n0: selection draws per input.
         n: estimation draws per input.
         alpha: risk per input.
-        procedure: "cohen", "bonferroni", "cpm", "direct" or "lvm".
+        procedure: a row of `smoothing.PROCEDURES`: "rivals", "cohen", "bonferroni", "cpm", "direct", "lvm", …
         engine: "local" or "ray".
         workers: of the Ray engine.
         address: of an existing Ray cluster.
@@ -126,7 +127,7 @@ def describe(
     n0: int = 100,
     n: int = 10_000,
     alpha: float = 1e-3,
-    procedure: str = "cpm",
+    procedure: str = DEFAULT,
     seed: int = 0,
     skip: int = 0,
     limit: int | None = None,
@@ -193,7 +194,7 @@ def start(
         raise InputError(f"cannot make {folder}: {error.strerror}") from error
     with locked(folder):
         manifest = _settle(job, folder)
-        with Store(folder, identity=manifest.digest(), writable=True) as store:
+        with Store(folder, identity=manifest.digest(), seal=manifest.seal(), writable=True) as store:
             if retry_failed:
                 store.forget_failures()
             done = store.done()
@@ -258,6 +259,7 @@ def _settle(job: Job, folder: Path) -> Manifest:
     if is_run(folder):
         old = read_manifest(folder)
         require_same(folder, old, job.manifest)
+        _require_proved(folder, job, old)
         return old
     if (folder / store_file.NAME).exists():
         raise Refused(f"{folder} holds a store but no run.json: restore it, or use another run directory")
@@ -265,3 +267,15 @@ def _settle(job: Job, folder: Path) -> Manifest:
     manifest = replace(job.manifest, lipschitz=constant, map=fixed_map(job, constant))
     manifest.write(folder)
     return manifest
+
+
+def _require_proved(folder: Path, job: Job, old: Manifest) -> None:
+    """Compute the constant of the network again: a stored one that is smaller was not proved for this network."""
+    if old.lipschitz is None or old.lipschitz.assumed:
+        return
+    now = fixed_constant(job)
+    if now is not None and old.lipschitz.value < now.value * (1 - 1e-9):
+        raise Refused(
+            f"{folder} holds the Lipschitz constant {old.lipschitz.value:g}, but only {now.value:g} can be proved for this "
+            "network here: run.json was changed, or another version proved more; start a new run"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import InputError, Refused, round_up
-from equipoise.core.files import write_whole
+from equipoise.core.digests import sealed, unsealed
+from equipoise.core.errors import one_line
+from equipoise.core.files import read_json, write_whole
 from equipoise.runs.inputs import Selection
-from equipoise.runs.parameters import Parameters
+from equipoise.runs.parameters import Parameters, parse_map
 from equipoise.smoothing import SimplexMap
 
 NAME = "run.json"
@@ -69,8 +72,12 @@ class Manifest:
         """sha256 of the identity."""
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
+    def seal(self) -> str:
+        """Digest of all of it, kept in `run.json` and in the store: an edited number is noticed (see `runs.store`)."""
+        return str(sealed(self.to_dict())["digest"])
+
     def to_dict(self) -> dict[str, Any]:
-        """What `run.json` holds."""
+        """What `run.json` holds, without its digest."""
         return {
             "format": FORMAT,
             "created": self.created,
@@ -98,22 +105,41 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `run.json`, whole or not at all."""
-        write_whole(folder / NAME, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        write_whole(folder / NAME, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a run directory."""
+    """The manifest of a run directory; one that was changed after it was written is refused."""
     path = Path(folder) / NAME
+    if not is_run(folder):
+        raise InputError(f"{folder} is not a run directory: no readable {NAME}")
     try:
-        return Manifest.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise InputError(f"{folder} is not a run directory: no readable {NAME} ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = Manifest.from_dict(unsealed(read_json(path), str(path)))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
-            f"{path} is damaged ({type(error).__name__}: {error}): restore it, or start a new run"
+            f"{path} is damaged ({type(error).__name__}: {one_line(error)[:160]}): restore it, or start a new run"
         ) from error
+    _require_consistent(found, path)
+    return found
+
+
+def _require_consistent(manifest: Manifest, path: Path) -> None:
+    """The map and the constant that were settled must be what the parameters ask for; this holds without a digest, too."""
+    asked, settled = manifest.parameters.lipschitz, manifest.lipschitz
+    fits = (
+        settled is None
+        if asked is None
+        else settled is not None and math.isfinite(settled.value) and settled.value >= 0
+    )
+    if fits and settled is not None:
+        fits = settled.source == "computed" if asked == "auto" else settled == Constant(float(asked or 0), "given")
+    if not fits:
+        raise InputError(f"{path} is damaged: it holds the Lipschitz constant {settled}, but {asked!r} was asked for")
+    p = manifest.parameters
+    if p.soft and p.map not in (None, "global", "per-input") and manifest.map != parse_map(p.map):
+        raise InputError(f"{path} is damaged: it holds the map {manifest.map}, but {p.map!r} was asked for")
 
 
 def is_run(folder: str | Path) -> bool:
@@ -124,7 +150,7 @@ def is_run(folder: str | Path) -> bool:
 def differences(old: Manifest, new: Manifest) -> list[str]:
     """`name: old → new` for everything that differs.
 
-    >>> from equipoise.runs.parameters import Parameters
+    >>> from equipoise.runs.parameters import Parameters, parse_map
     >>> one = Manifest({"hash": "a"}, {"fingerprint": "b"}, (Selection(),), 5, Parameters(0.25, 10))
     >>> two = Manifest({"hash": "a"}, {"fingerprint": "b"}, (Selection(),), 5, Parameters(0.5, 10, n=500))
     >>> differences(one, two)

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from equipoise.core import InputError, Refused
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.procedures import Procedure, find_procedure
+from equipoise.smoothing.drawn import Drawn
+from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 _MAPS = ("softmax", "sparsemax", "hardmax")
 
@@ -42,7 +43,7 @@ class Parameters:
     n0: int = 100
     n: int = 10_000
     alpha: float = 1e-3
-    procedure: str = "cpm"
+    procedure: str = DEFAULT
     seed: int = 0
     chunk_size: int = 100
     map: str | None = None
@@ -93,7 +94,7 @@ class Parameters:
         fixed = parse_map(self.map)
         if not self.row.soft and self.map is not None:
             raise InputError(
-                f"{self.procedure!r} counts votes and takes no map: leave map out, or use 'lvm' or 'direct'"
+                f"{self.procedure!r} counts votes and takes no map: leave map out, or use 'rivals', 'lvm' or 'direct'"
             )
         if self.lipschitz is None:
             return
@@ -101,7 +102,7 @@ class Parameters:
             raise InputError(f"lipschitz must be a non-negative number or 'auto', got {self.lipschitz!r}")
         if not self.row.soft or self.adaptive or (fixed is not None and fixed.name == "hardmax"):
             raise InputError(
-                "votes have no Lipschitz constant: --lipschitz goes with the procedures 'lvm' and 'direct'"
+                "votes have no Lipschitz constant: --lipschitz goes with soft scores, --procedure rivals, lvm or direct"
             )
 
     @property
@@ -117,7 +118,12 @@ class Parameters:
     @property
     def soft(self) -> bool:
         """Whether scores rather than votes are sampled (unless the map turns out to be the hardmax)."""
-        return self.row.soft and not self.adaptive
+        asked = self.map is not None or self.lipschitz is not None
+        return self.row.soft and not self.adaptive and (asked or self.row.map != "hardmax")
+
+    def drawn(self) -> Drawn:
+        """What the noise of the run is."""
+        return Drawn(self.sigma)
 
     def completed(self) -> Parameters:
         """The same with the defaults of soft and adaptive runs filled in."""

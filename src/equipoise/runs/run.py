@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.core import InputError
 from equipoise.runs.derive import derive
 from equipoise.runs.export import export
 from equipoise.runs.lock import locked
@@ -29,12 +30,21 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.manifest: Manifest = read_manifest(folder)
+        self._remarks: list[str] = []
 
     @cached_property
     def rows(self) -> list[Row]:
         """The stored inputs, in the order of the data."""
         with self._store() as store:
-            return store.rows()
+            self._remarks = store.remarks
+            found = store.rows()
+        fixed = self.manifest.map
+        strange = [row.id for row in found if row.soft is not None and fixed is not None and row.soft.map != fixed]
+        if strange:
+            raise InputError(
+                f"{self.folder}: input {strange[0]!r} was sampled under another map than {fixed} of run.json"
+            )
+        return found
 
     @property
     def ids(self) -> list[InputId]:
@@ -75,6 +85,8 @@ class Run:
         target_radius: float | None = None,
     ) -> Certificates:
         """Certificates of the stored inputs without a forward pass; see `derive` for what may change."""
+        if not self.rows and self._remarks:
+            raise InputError(f"{self.folder} has no finished inputs: {self._remarks[0]}")
         return derive(
             self.manifest, self.rows, alpha=alpha, procedure=procedure, lipschitz=lipschitz, target_radius=target_radius
         )
@@ -98,7 +110,7 @@ class Run:
 
     def notes(self, certificates: Certificates) -> list[str]:
         """What a reader must know: assumptions, another derivation than the run's own, and mixed software."""
-        notes, p = [], self.manifest.parameters
+        notes, p = [] if self.rows is None else list(self._remarks), self.manifest.parameters
         if certificates.alpha != p.alpha or certificates.procedure not in (p.procedure, "adaptive"):
             own = "adaptive" if p.adaptive else p.procedure
             notes.append(
@@ -125,7 +137,7 @@ class Run:
 
     def add_attacks(self, rows: Iterable[AttackRow]) -> None:
         """Store attack results, keyed by the ids of the data. Refused while another process works on the run."""
-        with locked(self.folder), Store(self.folder, identity=self.manifest.digest(), writable=True) as store:
+        with locked(self.folder), self._store(writable=True) as store:
             store.put_attacks(rows)
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -133,8 +145,8 @@ class Run:
         with self._store() as store:
             return store.sessions()
 
-    def _store(self) -> Store:
-        return Store(self.folder, identity=self.manifest.digest())
+    def _store(self, writable: bool = False) -> Store:
+        return Store(self.folder, identity=self.manifest.digest(), seal=self.manifest.seal(), writable=writable)
 
 
 def open_run(folder: str | Path) -> Run:

@@ -1,7 +1,9 @@
 """The store of a run: one SQLite file in WAL mode, one transaction per input, keyed by the input's id.
 
 A killed process loses at most the input in flight; a reader may look while a writer writes. Arrays are little-endian and
-zlib-compressed, whose checksum finds flipped bits inside a row; `PRAGMA quick_check` finds a damaged file.
+zlib-compressed. Every row carries a checksum of its columns and of the run it belongs to, the file counts its rows and knows the
+digest of `run.json`, so that a flipped bit, an edit or a row from elsewhere is noticed. That is evidence against accidents and
+naive edits, not a signature. Files of the first release have none of this and open as far as they make sense.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core import EquipoiseError, InputError
+from equipoise.core.digests import Digest
+from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.runs.rows import InputId, Row, Soft
 from equipoise.smoothing import SimplexMap
 
@@ -28,18 +31,20 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS inputs (
   id PRIMARY KEY NOT NULL, position INTEGER NOT NULL, label INTEGER NOT NULL, n0 INTEGER NOT NULL, draws INTEGER NOT NULL,
   selection BLOB, estimation BLOB, map TEXT, buckets BLOB, singles INTEGER, direct INTEGER, moments BLOB,
-  stopped TEXT, failure TEXT, key TEXT NOT NULL, seconds REAL NOT NULL);
+  stopped TEXT, failure TEXT, key TEXT NOT NULL, seconds REAL NOT NULL, checksum TEXT);
 CREATE TABLE IF NOT EXISTS attacks (
   id NOT NULL, kind TEXT NOT NULL, epsilon REAL NOT NULL, success INTEGER NOT NULL, distance REAL, steps INTEGER NOT NULL,
-  restarts INTEGER NOT NULL, seed INTEGER NOT NULL, PRIMARY KEY (id, kind, epsilon, steps, restarts, seed));
-CREATE TABLE IF NOT EXISTS sessions (started TEXT NOT NULL, engine TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL);
+  restarts INTEGER NOT NULL, seed INTEGER NOT NULL, checksum TEXT, PRIMARY KEY (id, kind, epsilon, steps, restarts, seed));
+CREATE TABLE IF NOT EXISTS sessions (started TEXT NOT NULL, engine TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+  checksum TEXT);
 """
+_TABLES = ("meta", "inputs", "attacks", "sessions")
 _COLUMNS = (
     "id", "position", "label", "n0", "draws", "selection", "estimation", "map", "buckets", "singles", "direct", "moments",
     "stopped", "failure", "key", "seconds",
 )  # fmt: skip
+_SESSION = ("started", "engine", "device", "versions")
 _LARGEST = 1 << 26  # bytes of one array
-_INSERT = f"INSERT OR REPLACE INTO inputs ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 
 
 @dataclass(frozen=True)
@@ -60,36 +65,90 @@ class AttackRow:
     seed: int
 
 
+_ATTACK = tuple(f.name for f in fields(AttackRow))
+
+
 class Store:
     """The SQLite file of a run directory; `writable` creates it, otherwise it is opened read-only.
 
-    `identity` is the digest of the manifest: a store that belongs to another run is refused.
+    `identity` is the digest of what must not change, `seal` that of the whole `run.json`: a store that belongs to another run,
+    or to another version of its `run.json`, is refused.
     """
 
-    def __init__(self, folder: str | Path, *, identity: str, writable: bool = False) -> None:
-        self.path, self.writable = Path(folder) / NAME, writable
+    def __init__(self, folder: str | Path, *, identity: str, seal: str | None = None, writable: bool = False) -> None:
+        self.path, self.writable, self.identity = Path(folder) / NAME, writable, identity
         self._db: sqlite3.Connection | None = None
+        self.checked = False
+        log = self.path.with_name(f"{NAME}-wal")
+        self._logged = log.exists() and log.stat().st_size > 0  # a reader may leave an empty one
         if not writable and not self.path.exists():
             return  # a run that was started and killed before its first input
         with self._translated():
             self._db = _connect(self.path, writable)
-            self._check(identity, writable)
+            if self._tables() or writable:  # else killed between creating the file and its tables
+                self._check(identity, seal, writable)
+            else:
+                self.close()
 
-    def _check(self, identity: str, writable: bool) -> None:
-        found = self.db.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            raise sqlite3.DatabaseError(found)
-        if writable:
-            with self._transaction():
-                for statement in _SCHEMA.split(";"):
-                    if statement.strip():
-                        self.db.execute(statement)
-                self.db.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (identity,))
-        stored = self.meta("identity")
-        if stored is not None and stored != identity:
+    def _tables(self) -> set[str]:
+        return {row[0] for row in self.db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+    def _check(self, identity: str, seal: str | None, writable: bool) -> None:
+        """Refuse a damaged file and one that belongs to another run; make a new one complete."""
+        problem = self.db.execute(f"PRAGMA {'integrity_check' if writable else 'quick_check'}(1)").fetchone()[0]
+        there = self._tables()
+        if problem != "ok" or (there and not there.issuperset(_TABLES)):
+            raise sqlite3.DatabaseError(problem if problem != "ok" else "a table is missing")
+        if not there:
+            self._create(identity, seal)
+        self.checked = self.meta("checksums") is not None
+        if self.meta("identity") not in (None, identity):
             raise InputError(
                 f"{self.path} belongs to another run than the run.json beside it; put the right two together"
             )
+        if seal is not None and self.meta("manifest") not in (None, seal):
+            raise InputError(
+                f"the run.json beside {self.path} was changed after the run was begun: restore it, or start a new run"
+            )
+        if self.checked and self._tallied() != int(self.meta("rows") or 0):
+            raise sqlite3.DatabaseError(f"it counts {self.meta('rows')} inputs and holds {self._tallied()}")
+        if writable:
+            self._note("open", "1")
+            self.db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # so that it stands in the file itself, see `remarks`
+
+    def _create(self, identity: str, seal: str | None) -> None:
+        with self._transaction():
+            for statement in _SCHEMA.split(";"):
+                if statement.strip():
+                    self.db.execute(statement)
+            noted = {"identity": identity, "checksums": "sha256", "rows": "0"}
+            noted |= {} if seal is None else {"manifest": seal}
+            self.db.executemany("INSERT INTO meta VALUES (?, ?)", noted.items())
+
+    def _tallied(self) -> int:
+        return int(self.db.execute("SELECT count(*) FROM inputs").fetchone()[0])
+
+    def _note(self, key: str, value: str) -> None:
+        with self._transaction():
+            self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader must know about the file itself."""
+        if self._db is None:
+            return []
+        found = []
+        if not self.writable and self.meta("open") == "1" and not self._logged:
+            found.append(
+                f"{NAME} was copied from a run that was killed or still going, without {NAME}-wal: the inputs noted "
+                "there are missing here. Copy it too, or run the same command again to compute them."
+            )
+        if not self.checked:
+            found.append(
+                "The run was begun by the first release, without checksums: a changed number in run.json or in the stored "
+                "counts would not be noticed."
+            )
+        return found
 
     @property
     def db(self) -> sqlite3.Connection:
@@ -108,6 +167,8 @@ class Store:
         if self.writable:
             with suppress(sqlite3.Error):
                 self._db.execute("PRAGMA busy_timeout = 0")
+                self._note("open", "0")
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 self._db.execute("PRAGMA journal_mode = DELETE")
         self._db.close()
         self._db = None
@@ -127,7 +188,8 @@ class Store:
     def put_all(self, rows: Iterable[Row]) -> None:
         """Store several inputs in one transaction: all or none."""
         with self._translated(), self._transaction():
-            self.db.executemany(_INSERT, [_encode(row) for row in rows])
+            self._insert("inputs", _COLUMNS, [_encode(row) for row in rows])
+            self._count()
 
     def done(self) -> set[InputId]:
         """Ids of the stored inputs, failed ones included."""
@@ -135,29 +197,26 @@ class Store:
 
     def rows(self) -> list[Row]:
         """Every stored input, in the order of the data."""
-        found = self._select(f"SELECT {', '.join(_COLUMNS)} FROM inputs ORDER BY position, rowid")
+        found = self._read("inputs", _COLUMNS, "ORDER BY position, rowid")
         return [_decode(values, self.path) for values in found]
 
     def forget_failures(self) -> int:
         """Remove the failed inputs, so that they are tried again; returns how many."""
         with self._translated(), self._transaction():
-            return int(self.db.execute("DELETE FROM inputs WHERE failure IS NOT NULL").rowcount)
+            removed = int(self.db.execute("DELETE FROM inputs WHERE failure IS NOT NULL").rowcount)
+            self._count()
+            return removed
 
     # ---- attacks --------------------------------------------------------------------------------------------------
 
     def put_attacks(self, rows: Iterable[AttackRow]) -> None:
         """Store attack results in one transaction."""
         with self._translated(), self._transaction():
-            marks = ", ".join("?" * len(fields(AttackRow)))
-            names = ", ".join(f.name for f in fields(AttackRow))
-            self.db.executemany(
-                f"INSERT OR REPLACE INTO attacks ({names}) VALUES ({marks})", [astuple(row) for row in rows]
-            )
+            self._insert("attacks", _ATTACK, [astuple(row) for row in rows])
 
     def attacks(self) -> list[AttackRow]:
         """Every stored attack, by kind, epsilon and id."""
-        names = ", ".join(f.name for f in fields(AttackRow))
-        found = self._select(f"SELECT {names} FROM attacks ORDER BY kind, epsilon, id, steps, restarts, seed")
+        found = self._read("attacks", _ATTACK, "ORDER BY kind, epsilon, id, steps, restarts, seed")
         return [AttackRow(a, b, c, bool(d), e, f, g, h) for a, b, c, d, e, f, g, h in found]
 
     # ---- about the run --------------------------------------------------------------------------------------------
@@ -171,12 +230,15 @@ class Store:
         """Note that some inputs were computed by this engine, device and software."""
         with self._translated(), self._transaction():
             values = (started, engine, device, json.dumps(versions, sort_keys=True))
-            self.db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?)", values)
+            self._insert("sessions", _SESSION, [values])
 
     def sessions(self) -> list[dict[str, Any]]:
         """When and with what the inputs were computed."""
-        found = self._select("SELECT started, engine, device, versions FROM sessions ORDER BY rowid")
-        return [{"started": a, "engine": b, "device": c, "versions": json.loads(d)} for a, b, c, d in found]
+        found = self._read("sessions", _SESSION, "ORDER BY rowid")
+        try:
+            return [{"started": a, "engine": b, "device": c, "versions": dict(json.loads(d))} for a, b, c, d in found]
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{self.path} is damaged in its list of sessions: restore it from a copy") from error
 
     # ---- plumbing -------------------------------------------------------------------------------------------------
 
@@ -184,12 +246,42 @@ class Store:
         if self._db is None:
             return []
         with self._translated():
-            try:
-                return self.db.execute(query, values).fetchall()
-            except sqlite3.OperationalError as error:
-                if "no such table" in str(error):  # killed between creating the file and its tables
-                    return []
-                raise
+            return self.db.execute(query, values).fetchall()
+
+    def _insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Put rows in, each with its checksum where the file has checksums."""
+        names = (*columns, "checksum") if self.checked else columns
+        filled = [(*row, self._checksum(table, columns, row)) if self.checked else tuple(row) for row in rows]
+        marks = ", ".join("?" * len(names))
+        self.db.executemany(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", filled)
+
+    def _read(self, table: str, columns: Sequence[str], order: str) -> list[tuple[Any, ...]]:
+        """The rows of a table, each held against its checksum."""
+        names = (*columns, "checksum") if self.checked else columns
+        found = self._select(f"SELECT {', '.join(names)} FROM {table} {order}")
+        if not self.checked:
+            return found
+        for *row, noted in found:
+            if noted != self._checksum(table, columns, row):
+                what = f"input {row[0]!r}" if table != "sessions" else "a session"
+                raise InputError(
+                    f"{self.path} is damaged at {what} of {table!r} (its checksum does not fit): restore it from a copy"
+                )
+        return [row[:-1] for row in found]
+
+    def _checksum(self, table: str, columns: Sequence[str], row: Sequence[Any]) -> str:
+        digest = Digest(f"{table} of {self.identity}")
+        for name, value in zip(columns, row, strict=True):
+            # as SQLite gives it back: truth values are numbers there
+            digest.add(
+                name, value if isinstance(value, bytes) else repr(int(value) if isinstance(value, bool) else value)
+            )
+        return digest.hex()[:32]
+
+    def _count(self) -> None:
+        """Note how many inputs there are, in the transaction that changes it."""
+        if self.checked:
+            self.db.execute("UPDATE meta SET value = ? WHERE key = 'rows'", (str(self._tallied()),))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -242,18 +334,14 @@ def _connect_reading(path: Path) -> sqlite3.Connection:
 
 
 def _explain(path: Path, error: sqlite3.Error) -> str:
-    text = str(error)
-    if "full" in text or "disk I/O" in text:
+    text, code = one_line(error), getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
         return f"cannot write {path} ({text}): free some space and run the same command again; what is stored is kept"
-    if "readonly" in text or "read-only" in text or "unable to open" in text:
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return f"cannot open {path} for writing ({text}): check the permissions of the folder"
-    if "locked" in text or "busy" in text:
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return f"{path} is in use by another process ({text}): wait for it or stop it"
-    if isinstance(error, sqlite3.DatabaseError) and not isinstance(
-        error, sqlite3.OperationalError | sqlite3.ProgrammingError
-    ):
-        return f"{path} is damaged ({text}): move it away and run the same command again, or restore it from a copy"
-    return f"{path}: {text}"
+    return f"{path} is damaged ({text}): move it away and run the same command again, or restore it from a copy"
 
 
 def _pack(array: NDArray[Any] | None, kind: str) -> bytes | None:
@@ -291,7 +379,7 @@ def _decode(values: Sequence[Any], path: Path) -> Row:
             order = _unpack(v["buckets"], "<i4", np.int64)
             soft = Soft(SimplexMap(*json.loads(v["map"])), order, v["singles"], bool(v["direct"]), moments)
         selection, estimation = (_unpack(v[name], "<i8", np.int64) for name in ("selection", "estimation"))
-    except (zlib.error, ValueError, TypeError) as error:
+    except (zlib.error, ValueError, TypeError, IndexError, KeyError) as error:
         raise InputError(f"{path} is damaged at input {v['id']!r} ({error}): restore it from a copy") from error
     return Row(
         v["position"], v["id"], v["label"], v["n0"], v["draws"], selection, estimation, soft, v["stopped"], v["failure"],

@@ -91,7 +91,7 @@ class Worker:
             tally.counts(x, p.n, input_id=item.id, stream=Stream.ESTIMATION)
             soft = None
         else:
-            plan = plan_map(chosen, logits, p.procedure, p.n, p.sigma, p.alpha, network)
+            plan = plan_map(chosen, logits, p.procedure, p.n, p.drawn().setting(p.alpha, "").noise, p.alpha, network)
             m, _ = tally.moments(x, p.n, plan, 0, chosen, input_id=item.id)
             moments = np.stack([m.shift[0], m.first[0], m.second[0], m.cross[0]])
             soft = Soft(chosen, plan.partition.order[0], int(plan.partition.singles[0]), bool(plan.direct[0]), moments)
@@ -103,7 +103,7 @@ class Worker:
         p, tally = self.spec.parameters, Tally.like(self.classifier)
         found = certify_adaptive(
             tally, x[None], target_radius=p.target_radius, relative=p.relative, n0=p.n0, n_max=p.n, alpha=p.alpha,
-            map=SimplexMap("hardmax"), hopeless=p.hopeless or 0.05, ids=[item.id],
+            procedure=p.procedure, map=SimplexMap("hardmax"), hopeless=p.hopeless or 0.05, ids=[item.id],
         )  # fmt: skip
         first, second = (tally.votes[s] for s in (Stream.SELECTION, Stream.ESTIMATION))
         draws, why = int(found.draws[0]), found.details["verdicts"][0]

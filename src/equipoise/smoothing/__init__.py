@@ -5,6 +5,7 @@ from equipoise.smoothing.adaptive import ScoreTest, log_e_value, lower_sequence,
 from equipoise.smoothing.betting import betting
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
 from equipoise.smoothing.classifier import SmoothedClassifier, predict_counts
+from equipoise.smoothing.derive import certify_counts, certify_scores
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, hoeffding
 from equipoise.smoothing.logs import CertificationLog, accuracy_table, read_log, write_log
 from equipoise.smoothing.maps import choose_map, map_grid
@@ -12,7 +13,7 @@ from equipoise.smoothing.margins import margins, radius_coordinate, radius_globa
 from equipoise.smoothing.moments import Moments
 from equipoise.smoothing.noise import Stream, noise_key
 from equipoise.smoothing.partitions import Partition, class_partition
-from equipoise.smoothing.procedures import PROCEDURES, Procedure, certify_counts, certify_scores
+from equipoise.smoothing.procedures import PROCEDURES, Option, Procedure, Split
 from equipoise.smoothing.radii import (
     radius_mono,
     radius_mono_lipschitz,
@@ -47,12 +48,14 @@ __all__ = [
     "CertificationLog",
     "Estimate",
     "Moments",
+    "Option",
     "Partition",
     "Probit",
     "Procedure",
     "ScoreTest",
     "SimplexMap",
     "SmoothedClassifier",
+    "Split",
     "Stream",
     "accuracy_table",
     "average_certified_radius",

@@ -11,14 +11,15 @@ from scipy.special import betainc
 from torch import Tensor, nn
 
 from equipoise.core import InputError, Refused, as_upper
-from equipoise.smoothing.bounds import count_bounds, margin_bounds
-from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
-from equipoise.smoothing.maps import choose_map, map_smoothness, plan_map, scores_of
+from equipoise.smoothing.certificates import ABSTAIN, Certificates
+from equipoise.smoothing.derive import Scores, Votes, derive, joined
+from equipoise.smoothing.drawn import Drawn, tie_breaks
+from equipoise.smoothing.maps import apply_map, choose_map, map_smoothness, plan_map, scores_of
 from equipoise.smoothing.moments import Moments
 from equipoise.smoothing.noise import Stream, fill_noisy, noise_key
 from equipoise.smoothing.partitions import Ints
 from equipoise.smoothing.planning import Plan
-from equipoise.smoothing.procedures import assemble, certify_counts, find_procedure, score_bounds
+from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import SimplexMap
 
@@ -134,7 +135,7 @@ class SmoothedClassifier:
         return predict_counts(np.stack(rows), alpha)
 
     def calibrate(
-        self, x: Tensor, *, n0: int = 100, n: int = 10_000, alpha: float = 1e-3, procedure: str = "lvm",
+        self, x: Tensor, *, n0: int = 100, n: int = 10_000, alpha: float = 1e-3, procedure: str = DEFAULT,
         lipschitz: Any = None, grid: Sequence[SimplexMap] | None = None, ids: Ids | None = None,
     ) -> SimplexMap:  # fmt: skip
         """Fix the simplex map once for all, as the best on average over calibration inputs; sets and returns `map`."""
@@ -149,10 +150,10 @@ class SmoothedClassifier:
         n0: int = 100,
         n: int = 10_000,
         alpha: float = 1e-3,
-        procedure: str = "lvm",
+        procedure: str = DEFAULT,
         *,
         lipschitz: Any = None,
-        map: Literal["global", "per-input"] | SimplexMap = "global",
+        map: Literal["global", "per-input"] | SimplexMap | None = None,
         interval: Literal["bernstein", "betting"] = "bernstein",
         grid: Sequence[SimplexMap] | None = None,
         ids: Ids | None = None,
@@ -164,59 +165,66 @@ class SmoothedClassifier:
             n0: selection draws (class, buckets, map, strategy).
             n: estimation draws, independent of the former.
             alpha: risk per input.
-            procedure: a row of `PROCEDURES`.
-            lipschitz: sound bound of Lip(f), f: input → logits in ℓ2; gives the Lipschitz-aware radius of soft
-            procedures.
+            procedure: a row of `PROCEDURES`; the default takes votes, or scores where there is a map.
+            lipschitz: sound bound of Lip(f), f: input → logits in ℓ2; gives the Lipschitz-aware radius of soft scores.
             map: "global": the classifier's `map` if set (see `calibrate`), else the best on the pooled selection
-            samples of
-                this call; "per-input": the best at each input (thesis); or a map.
+                samples of this call; "per-input": the best at each input (thesis); or a map. None: the classifier's
+                own, else what the procedure takes by default (votes for "rivals").
             interval: of the soft scores.
             grid: candidate maps, default `map_grid()`.
             ids: keys of the noise, default 0 … N − 1.
         """
         row = find_procedure(procedure)
         network = _network(lipschitz)
-        if not row.soft:
-            if network is not None:
-                raise InputError(
-                    f"{procedure!r} counts votes, whose map has no Lipschitz constant: use 'lvm' or 'direct'"
-                )
-            inputs = list(self.inputs(x, ids))
-            first = np.stack([self.counts(xi, n0, input_id=i, stream=Stream.SELECTION) for xi, i in inputs])
-            second = np.stack([self.counts(xi, n, input_id=i, stream=Stream.ESTIMATION) for xi, i in inputs])
-            return certify_counts(first, second, self.sigma, alpha, procedure, draws=n)
+        drawn = self.drawn(x, aware=network is not None)
+        if not row.soft and network is not None:
+            raise InputError(
+                f"{procedure!r} counts votes, which have no Lipschitz constant: use 'rivals', 'lvm' or 'direct'"
+            )
+        unasked = map is None and network is None and self.map is None
+        if not row.soft or (unasked and row.map == "hardmax"):
+            return self._certify_votes(x, n0, n, alpha, row, drawn, ids)
         logits = self.selection(x, n0, ids, Stream.SELECTION)
         maps, source = self._maps(logits, map, n, alpha, procedure, network, grid)
-        parts = [
-            self._certify_soft(xi, i, logits[k : k + 1], maps[k], n, alpha, procedure, network, interval)
-            for k, (xi, i) in enumerate(self.inputs(x, ids))
-        ]
-        about = f"the classifier smoothed with N(0, {self.sigma:g}²·I) noise and {source}"
-        return _join(parts, about, [str(m) for m in maps], network)
+        setting = drawn.setting(alpha, f"the classifier smoothed with {drawn} and {source}")
+        parts = []
+        for k, (xi, name) in enumerate(self.inputs(x, ids)):
+            own = drawn.at(k).setting(alpha, "")
+            plan = plan_map(maps[k], logits[k : k + 1], procedure, n, own.noise, alpha, network)
+            found = derive(self._sample(xi, name, maps[k], logits[k : k + 1], plan, n, network, interval), row, own)
+            parts.append(([k], found))
+        whole = joined(parts, len(x), row.name, setting)
+        whole.details["maps"] = [str(m) for m in maps]
+        if network is not None:
+            whole.details["lipschitz"] = network
+        return whole
 
-    def _certify_soft(
-        self, x: Tensor, input_id: int | str, logits: Floats, chosen: SimplexMap, n: int, alpha: float,
-        procedure: str, network: float | None, interval: Literal["bernstein", "betting"],
-    ) -> Certificates:  # fmt: skip
-        plan = plan_map(chosen, logits, procedure, n, self.sigma, alpha, network)
-        total = np.array([float(n)])
+    def _certify_votes(
+        self, x: Tensor, n0: int, n: int, alpha: float, row: Procedure, drawn: Drawn, ids: Ids | None
+    ) -> Certificates:
+        inputs = list(self.inputs(x, ids))
+        first = np.stack([self.counts(xi, n0, input_id=i, stream=Stream.SELECTION) for xi, i in inputs])
+        second = np.stack([self.counts(xi, n, input_id=i, stream=Stream.ESTIMATION) for xi, i in inputs])
+        ties = np.stack([tie_breaks(self.seed, i) for _, i in inputs]) if row.ties else None
+        votes = Votes(first.astype(np.float64), second.astype(np.float64), np.full(len(first), float(n)), ties)
+        return derive(votes, row, drawn.setting(alpha, f"the majority vote of the network under {drawn}"))
+
+    def _sample(
+        self, x: Tensor, name: int | str, chosen: SimplexMap, logits: Floats, plan: Plan, n: int,
+        network: float | None, interval: Literal["bernstein", "betting"],
+    ) -> Votes | Scores:  # fmt: skip
+        """The estimation sample of one input under a map."""
         if chosen.name == "hardmax":
-            votes = self.counts(x, n, input_id=input_id, stream=Stream.ESTIMATION)[None].astype(np.float64)
-            bounds = count_bounds(votes, total, plan.partition, self.sigma, alpha)
-            if plan.direct.any():
-                hard = Moments.of_counts(plan.partition.gather(votes), total)
-                bounds = margin_bounds(hard, plan.partition, self.sigma, alpha)
-        else:
-            keep = interval == "betting"
-            moments, kept = self.moments(x, n, plan, 0, chosen, input_id=input_id, keep=keep)
-            smoothness = map_smoothness(chosen, self.num_classes, network)
-            bounds = score_bounds(plan, moments, self.sigma, alpha, smoothness, kept, interval)
-        return assemble(bounds, plan, procedure, self.sigma, alpha, total, "", (1,))
+            votes = self.counts(x, n, input_id=name, stream=Stream.ESTIMATION)[None].astype(np.float64)
+            return Votes(apply_map(chosen, logits).sum(axis=1), votes, np.array([float(n)]))
+        moments, kept = self.moments(x, n, plan, 0, chosen, input_id=name, keep=interval == "betting")
+        return Scores(plan, moments, map_smoothness(chosen, self.num_classes, network), kept, interval)
 
     def _maps(
-        self, logits: Floats, map: str | SimplexMap, n: int, alpha: float, procedure: str, network: float | None,
+        self, logits: Floats, map: str | SimplexMap | None, n: int, alpha: float, procedure: str, network: float | None,
         grid: Sequence[SimplexMap] | None,
     ) -> tuple[list[SimplexMap], str]:  # fmt: skip
+        map = "global" if map is None else map
         if isinstance(map, SimplexMap):
             return [map] * len(logits), f"{map}, given by the caller"
         if map == "global" and self.map is not None:
@@ -252,6 +260,10 @@ class SmoothedClassifier:
         if len(names) != len(x):
             raise InputError(f"got {len(names)} ids for {len(x)} inputs")
         return zip(x, names, strict=True)
+
+    def drawn(self, x: Tensor, *, aware: bool = False) -> Drawn:
+        """What the draws at these inputs are, for the setting of their certificates."""
+        return Drawn(self.sigma)
 
     def _require_eval(self) -> None:
         training = [name or "the model itself" for name, module in self.model.named_modules() if module.training]
@@ -299,17 +311,3 @@ def count_votes(out: Tensor) -> Tensor:
 
 def _network(lipschitz: Any) -> float | None:
     return None if lipschitz is None else as_upper(lipschitz, "Lipschitz constant of the network")
-
-
-def _join(parts: list[Certificates], about: str, maps: list[str], network: float | None) -> Certificates:
-    def cat(name: str) -> Any:
-        return np.concatenate([getattr(p, name) for p in parts])
-
-    first = parts[0]
-    details: dict[str, Any] = {"maps": maps, "direct": [p.details["direct"][0] for p in parts]}
-    if network is not None:
-        details["lipschitz"] = network
-    return Certificates(
-        cat("prediction"), cat("radius"), cat("selected"), cat("p_lower"), cat("p_upper"), cat("buckets"),
-        first.procedure, first.sigma, first.alpha, cat("draws"), f"Certifies {about}. {NOT_COVERED}", details,
-    )  # fmt: skip

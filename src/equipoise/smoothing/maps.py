@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from equipoise.core import InputError
-from equipoise.smoothing.bounds import UNKNOWN, Smoothness
+from equipoise.smoothing.bounds import UNKNOWN, Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
-from equipoise.smoothing.procedures import Procedure, find_procedure
+from equipoise.smoothing.procedures import DEFAULT, find_procedure
 from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import SimplexMap
 
@@ -44,23 +44,15 @@ def scores_of(chosen: SimplexMap, logits: torch.Tensor) -> torch.Tensor:
 
 
 def plan_map(
-    chosen: SimplexMap, logits: Floats, procedure: str, n: int, sigma: float, alpha: float, lipschitz: Any = None
+    chosen: SimplexMap, logits: Floats, procedure: str, n: int, noise: Gaussian, alpha: float, lipschitz: Any = None
 ) -> Plan:
     """What the selection logits (N, n0, c) promise under one map: the hardmax is planned on counts, the others on
     scores."""
     row = find_procedure(procedure)
     scores = apply_map(chosen, logits)
     if chosen.name == "hardmax":
-        hard = hard_row(row)
-        return plan_counts(hard.partitions, hard.direct, scores.sum(axis=1), n, sigma, alpha)
-    return plan_scores(
-        row.partitions, row.direct, scores, n, sigma, alpha, map_smoothness(chosen, logits.shape[-1], lipschitz)
-    )
-
-
-def hard_row(row: Procedure) -> Procedure:
-    """The row that takes over when the map is the hardmax: votes are Bernoulli and Clopper–Pearson is exact."""
-    return row if row.hard else find_procedure("cpm")
+        return plan_counts(row, scores.sum(axis=1), n, noise, alpha)
+    return plan_scores(row, scores, n, noise, alpha, map_smoothness(chosen, logits.shape[-1], lipschitz))
 
 
 def map_smoothness(chosen: SimplexMap, classes: int, lipschitz: Any) -> Smoothness:
@@ -76,7 +68,7 @@ def choose_map(
     sigma: float,
     alpha: float,
     *,
-    procedure: str = "lvm",
+    procedure: str = DEFAULT,
     lipschitz: Any = None,
     grid: Sequence[SimplexMap] | None = None,
     per_input: bool = False,
@@ -91,7 +83,7 @@ def choose_map(
     candidates = list(map_grid() if grid is None else grid)
     if not candidates:
         raise InputError("the grid of maps is empty")
-    hoped = np.stack(_search(candidates, logits, procedure, n, sigma, alpha, lipschitz))
+    hoped = np.stack(_search(candidates, logits, procedure, n, Gaussian(sigma), alpha, lipschitz))
     if per_input:
         return [candidates[k] for k in hoped.argmax(axis=0)]
     finite = np.clip(hoped, 0, 1e6 * sigma)
@@ -99,7 +91,7 @@ def choose_map(
 
 
 def _search(
-    candidates: list[SimplexMap], logits: Floats, procedure: str, n: int, sigma: float, alpha: float, lipschitz: Any
+    candidates: list[SimplexMap], logits: Floats, procedure: str, n: int, noise: Gaussian, alpha: float, lipschitz: Any
 ) -> list[Floats]:
     """Hoped radii (N,) of every candidate. Few inputs: many candidates of one kind at once; many inputs: blocks of
     them."""
@@ -113,18 +105,18 @@ def _search(
             same = [m for m in dict.fromkeys(candidates) if m.name == name]
             for k in range(0, len(same), together):
                 group = same[k : k + together]
-                found = _plan_group(group, part, procedure, n, sigma, alpha, lipschitz)
+                found = _plan_group(group, part, procedure, n, noise, alpha, lipschitz)
                 for m, radius in zip(group, found, strict=True):
                     hoped[m].append(radius)
     return [np.concatenate(hoped[m]) for m in candidates]
 
 
 def _plan_group(
-    group: list[SimplexMap], logits: Floats, procedure: str, n: int, sigma: float, alpha: float, lipschitz: Any
+    group: list[SimplexMap], logits: Floats, procedure: str, n: int, noise: Gaussian, alpha: float, lipschitz: Any
 ) -> Floats:
     """Hoped radii (maps, N) of maps of one kind: temperatures become one more batch axis."""
     if group[0].name == "hardmax":
-        return np.stack([plan_map(m, logits, procedure, n, sigma, alpha, lipschitz).hoped for m in group])
+        return np.stack([plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in group])
     inputs, draws, classes = logits.shape
     effective = np.array([m.temperature * m.mass for m in group])
     scaled = (logits[None] / effective[:, None, None, None]).reshape(-1, draws, classes)
@@ -133,6 +125,5 @@ def _plan_group(
     if lipschitz is not None:
         each = [map_smoothness(m, classes, lipschitz) for m in group]
         smoothness = Smoothness(*(np.repeat([getattr(s, f) for s in each], inputs) for f in ("component", "pair")))
-    row = find_procedure(procedure)
-    plan = plan_scores(row.partitions, row.direct, scores, n, sigma, alpha, smoothness)
+    plan = plan_scores(find_procedure(procedure), scores, n, noise, alpha, smoothness)
     return plan.hoped.reshape(-1, inputs)

@@ -65,11 +65,6 @@ class Partition:
         """(N, B): which of the padded buckets exist."""
         return np.arange(int(self.buckets.max(initial=1)))[None, :] < self.buckets[:, None]
 
-    def where(self, mask: NDArray[np.bool_], other: Partition) -> Partition:
-        """This partition where `mask` holds, the other one (of the same selected classes) elsewhere."""
-        order = np.where(mask[:, None], self.order, other.order)
-        return Partition(order, np.where(mask, self.singles, other.singles))
-
 
 Build = Callable[[Floats], Partition]
 

@@ -1,257 +1,181 @@
-"""Certification procedures as rows of a table: what they plan on the selection sample, what they bound on the
-estimation one.
+"""Certification procedures, one row each: the ways to spend the risk among which the selection sample chooses.
 
-Every procedure keeps the total risk α: buckets, intervals and strategy come from the selection sample, which is
-independent of the estimation sample; the bounds on the latter share α by the union bound.
+A row decides nothing by its name: a copy under another name gives the same certificates. Packages of third parties add
+rows through the entry point group `equipoise.procedures` (a `Procedure`, or a function that returns one).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib.metadata import entry_points
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from equipoise.core import InputError, as_upper
-from equipoise.smoothing.bounds import (
-    Bounds,
-    Smoothness,
-    count_bounds,
-    margin_bounds,
-    moment_bounds,
-    sample_bounds,
-)
-from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
-from equipoise.smoothing.moments import Moments, bucket_scores
-from equipoise.smoothing.partitions import Build, class_partition, every_class, one_against_rest
-from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
+from equipoise.core import InputError
+from equipoise.smoothing.partitions import Build, Partition, class_partition, every_class, one_against_rest
 from equipoise.smoothing.ramp import Floats
+
+#: partition → (share of α for the class's own bound, share for the bound of each other bucket), valid for any partition
+Share = Callable[[Partition], tuple[Floats, Floats]]
+
+GROUP = "equipoise.procedures"
+DEFAULT = "rivals"
+
+
+@dataclass(frozen=True)
+class Split:
+    """The class at a share of α, *every* rival at the rest: no union over the rivals.
+
+    Let k* be the true runner-up, fixed and unknown. `max_k p̄_k ≥ p̄_{k*}`, so the largest upper bound fails only if that
+    of k* (or of the bucket that holds it) does: risk `top + (1 − top) = 1` times α. With two buckets the second bound is
+    1 minus the first and the class has all of α.
+    """
+
+    top: float
+
+    def __call__(self, partition: Partition) -> tuple[Floats, Floats]:
+        """Shares for the class and for each other bucket."""
+        several = partition.buckets > 2
+        return np.where(several, self.top, 1.0), np.where(several, 1 - self.top, 1.0)
+
+
+def union(partition: Partition) -> tuple[Floats, Floats]:
+    """Equal shares by the union bound: α over the number of bounds (Bonferroni, class partitioning)."""
+    each = 1 / partition.intervals
+    return each, each
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to spend α: which classes share a bound, and how much each bound gets.
+
+    `direct` bounds every margin itself instead of two scores, each at the *full* α: one of the rivals is the worst, and
+    its own bound is all that must hold.
+    """
+
+    partition: Build
+    share: Share = union
+    direct: bool = False
 
 
 @dataclass(frozen=True)
 class Procedure:
-    """One row: the candidate partitions among which the selection sample chooses, and which votes it works on."""
+    """One row: the options among which the selection sample chooses, and which votes it takes.
+
+    `hard` and `soft` say whether it takes votes (counts) and scores of a simplex map; `map` is the map when none is asked
+    for: None for rows that only count votes, "hardmax" for rows that count them by default, "global" to calibrate one.
+    `ties` draws a uniform number per bound before sampling and breaks the ties of Clopper–Pearson with it.
+    """
 
     name: str
-    partitions: tuple[Build, ...]
+    options: tuple[Option, ...]
     hard: bool
     soft: bool
-    direct: bool
     summary: str
     reference: str
+    map: str | None = None
+    ties: bool = False
+
+    def stored(self, partition: Partition, direct: bool) -> tuple[Floats, Floats]:
+        """Shares for buckets that were fixed when sampling: those of the first option of that kind."""
+        option = next((o for o in self.options if o.direct == direct), self.options[0])
+        return option.share(partition)
+
+    @property
+    def margins(self) -> bool:
+        """Whether some option bounds margins directly."""
+        return any(o.direct for o in self.options)
 
 
-#: candidates among which the selection sample chooses: Cohen's, CPM's and Bonferroni's partition
-_ANY = (one_against_rest, class_partition, every_class)
+_ONE = Option(one_against_rest)
+_THESIS = (_ONE, Option(class_partition), Option(every_class))
+_MARGINS = (Option(class_partition, direct=True), Option(every_class, direct=True))
+_VOTES = (Option(one_against_rest, Split(0.5)), *(Option(every_class, Split(top)) for top in (0.5, 0.7, 0.9, 0.97)))
 
-PROCEDURES: dict[str, Procedure] = {
-    row.name: row
-    for row in (
-        Procedure(
-            "cohen", (one_against_rest,), True, False, False,
-            "one Clopper–Pearson bound of the selected class at α", "Cohen et al. (2019), Certify",
-        ),
-        Procedure(
-            "bonferroni", (every_class,), True, False, False,
-            "every class at α/c", "union bound",
-        ),
-        Procedure(
-            "cpm", _ANY, True, False, False,
-            "buckets of classes, each at α/c*; one against the rest, or every class, when that promises more",
-            "thesis, class partitioning",
-        ),
-        Procedure(
-            "direct", _ANY, True, True, True,
-            "one interval for each margin itself, or two separate ones when that promises more", "thesis, open problem",
-        ),
-        Procedure(
-            "lvm", _ANY, False, True, False,
-            "soft votes through a simplex map, empirical Bernstein or betting, Lipschitz-aware when a constant "
-            "is known",
-            "thesis, LVM-RS with errata 8–10 and 17",
-        ),
-    )
-}  # fmt: skip
+_ROWS = (
+    Procedure(
+        "rivals", (*_VOTES, Option(every_class, direct=True)), True, True,
+        "one against the rest at α, or the class at α₁ and every rival at α₂: no union over the classes",
+        "intersection–union; see the proof in the documentation", map="hardmax",
+    ),
+    Procedure(
+        "randomized", _VOTES, True, False,
+        "rivals with randomized Clopper–Pearson bounds, whose coverage is exact", "Stevens (1950); Voráček (2024)",
+        ties=True,
+    ),
+    Procedure(
+        "cohen", (_ONE,), True, False,
+        "one Clopper–Pearson bound of the selected class at α", "Cohen et al. (2019), Certify",
+    ),
+    Procedure("bonferroni", (Option(every_class),), True, False, "every class at α/c", "union bound"),
+    Procedure(
+        "cpm", _THESIS, True, False,
+        "buckets of classes, each at α/c*; one against the rest, or every class, when that promises more",
+        "thesis, class partitioning",
+    ),
+    Procedure(
+        "direct", (*_THESIS, *_MARGINS), True, True,
+        "one interval for each margin itself, or two separate ones when that promises more", "thesis, open problem",
+        map="global",
+    ),
+    Procedure(
+        "lvm", _THESIS, False, True,
+        "soft votes through a simplex map, empirical Bernstein or betting, Lipschitz-aware when a constant is known",
+        "thesis, LVM-RS with errata 8–10 and 17", map="global",
+    ),
+)  # fmt: skip
+
+
+class Table(MutableMapping[str, Procedure]):
+    """Procedures by name: our rows, those of installed packages (read at the first question), and what you add."""
+
+    def __init__(self, rows: tuple[Procedure, ...]) -> None:
+        self._rows = {row.name: row for row in rows}
+        self._asked = False
+
+    @property
+    def rows(self) -> dict[str, Procedure]:
+        """Every row; the entry points are read once."""
+        if not self._asked:
+            self._asked = True
+            for entry in entry_points(group=GROUP):
+                found = entry.load()
+                row = found if isinstance(found, Procedure) else found()
+                if not isinstance(row, Procedure) or row.name != entry.name:
+                    raise InputError(f"the entry point {entry.name!r} of {GROUP} must give a Procedure of that name")
+                if row.name in self._rows:
+                    raise InputError(f"the entry point {entry.name!r} of {GROUP} takes a name that is taken")
+                self._rows[row.name] = row
+        return self._rows
+
+    def __getitem__(self, name: str) -> Procedure:
+        return self.rows[name]
+
+    def __setitem__(self, name: str, row: Procedure) -> None:
+        if name != row.name:
+            raise InputError(f"the row is named {row.name!r}, not {name!r}")
+        self.rows[name] = row
+
+    def __delitem__(self, name: str) -> None:
+        del self.rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+PROCEDURES = Table(_ROWS)
 
 
 def find_procedure(name: str) -> Procedure:
-    """The row of that name, or an error that lists the names."""
+    """The row of that name, or an error that lists the names.
+
+    >>> find_procedure("rivals").hard
+    True
+    """
     if name not in PROCEDURES:
         raise InputError(f"unknown procedure {name!r}: expected one of {', '.join(PROCEDURES)}")
     return PROCEDURES[name]
-
-
-def certify_counts(
-    selection: ArrayLike,
-    estimation: ArrayLike,
-    sigma: float,
-    alpha: float = 1e-3,
-    procedure: str = "cpm",
-    *,
-    draws: ArrayLike | None = None,
-) -> Certificates:
-    """Certificates from class counts: no forward pass, so α and the procedure can be changed after the sampling.
-
-    Guarantee: for each input the certificate is wrong with probability at most alpha over the estimation sample, for
-    any
-    selection sample independent of it. It is about the majority vote (hardmax) of the network under N(0, σ²I) noise.
-
-    Args:
-        selection: counts (..., classes) of the n0 selection draws.
-        estimation: counts (..., classes) of the n estimation draws.
-        sigma: noise level the votes were drawn with.
-        alpha: total risk per input.
-        procedure: a hard-vote row of `PROCEDURES`: "cohen", "bonferroni", "cpm" or "direct".
-        draws: number of estimation draws where some voted for no class; default: the sum of the counts.
-
-    >>> c = certify_counts([95, 3, 2], [9500, 300, 200], sigma=0.5, procedure="cpm")
-    >>> int(c.prediction), round(float(c.radius), 4), int(c.buckets)
-    (0, 0.8423, 3)
-    """
-    row = find_procedure(procedure)
-    if not row.hard:
-        raise InputError(
-            f"{procedure!r} works on scores, not on counts: use certify_scores or SmoothedClassifier.certify"
-        )
-    first, second = _counts(selection, "selection"), _counts(estimation, "estimation")
-    if first.shape != second.shape:
-        raise InputError(f"selection has shape {first.shape}, estimation {second.shape}: they must agree")
-    shape, classes = second.shape[:-1], second.shape[-1]
-    first, second = first.reshape(-1, classes), second.reshape(-1, classes)
-    total = second.sum(axis=1) if draws is None else np.broadcast_to(np.asarray(draws), shape).reshape(-1).astype(float)
-    if bool(np.any(total < second.sum(axis=1))):
-        raise InputError("draws is smaller than the sum of the estimation counts")
-    _risk(alpha)
-    plan = plan_counts(row.partitions, row.direct, first, int(total.max(initial=1)), sigma, alpha)
-    bounds = count_bounds(second, total, plan.partition, sigma, alpha)
-    if plan.direct.any():
-        moments = Moments.of_counts(plan.partition.gather(second), np.maximum(total, 2))
-        bounds = margin_bounds(moments, plan.partition, sigma, alpha).where(plan.direct, bounds)
-    about = f"the majority vote of the network under N(0, {sigma:g}²·I) noise"
-    return assemble(bounds, plan, row.name, sigma, alpha, total, about, shape)
-
-
-def certify_scores(
-    selection: ArrayLike,
-    estimation: ArrayLike,
-    sigma: float,
-    alpha: float = 1e-3,
-    procedure: str = "lvm",
-    *,
-    lipschitz: Any = None,
-    pair_lipschitz: Any = None,
-    interval: Literal["bernstein", "betting"] = "bernstein",
-) -> Certificates:
-    """Certificates from simplex scores `F(x + δ_i)` of one fixed map, arrays (..., draws, classes).
-
-    Guarantee: as `certify_counts`, for the classifier `argmax_k E F_k(x + δ)`.
-
-    Args:
-        selection: scores of the selection draws.
-        estimation: scores of the estimation draws.
-        sigma: noise level.
-        alpha: total risk per input.
-        procedure: a soft-vote row of `PROCEDURES`: "lvm" or "direct".
-        lipschitz: upper bound of Lip(F_k) for every component before smoothing; gives the Lipschitz-aware radius.
-        pair_lipschitz: upper bound of Lip(F_y − F_k); default twice `lipschitz`.
-        interval: "bernstein", or "betting" for the two-sided bounds.
-    """
-    row = find_procedure(procedure)
-    if not row.soft:
-        raise InputError(f"{procedure!r} works on counts, not on scores: use certify_counts")
-    first, second = _scores(selection, "selection"), _scores(estimation, "estimation")
-    if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-1]:
-        raise InputError(f"selection has shape {first.shape}, estimation {second.shape}: only the draws may differ")
-    _risk(alpha)
-    shape = second.shape[:-2]
-    first, second = (s.reshape(-1, *s.shape[-2:]) for s in (first, second))
-    smoothness = smoothness_of(lipschitz, pair_lipschitz)
-    plan = plan_scores(row.partitions, row.direct, first, second.shape[1], sigma, alpha, smoothness)
-    buckets = bucket_scores(second, plan.partition)
-    bounds = score_bounds(plan, Moments.of(buckets, plan.shift), sigma, alpha, smoothness, buckets, interval)
-    about = f"the smoothed scores of the given map under N(0, {sigma:g}²·I) noise"
-    total = np.full(len(second), float(second.shape[1]))
-    return assemble(bounds, plan, row.name, sigma, alpha, total, about, shape)
-
-
-def score_bounds(
-    plan: Plan,
-    moments: Moments,
-    sigma: float,
-    alpha: float,
-    smoothness: Smoothness,
-    samples: Floats | None = None,
-    interval: str = "bernstein",
-) -> Bounds:
-    """The bounds a plan asks for, from moments (Bernstein) or from the bucket scores themselves (betting)."""
-    if interval == "bernstein":
-        bounds = moment_bounds(moments, plan.partition, sigma, alpha, smoothness)
-    elif interval == "betting" and samples is not None:
-        bounds = sample_bounds(samples, plan.partition, sigma, alpha, smoothness)
-    else:
-        raise InputError(f"interval must be 'bernstein' or 'betting', got {interval!r}")
-    if plan.direct.any():
-        bounds = margin_bounds(moments, plan.partition, sigma, alpha, smoothness).where(plan.direct, bounds)
-    return bounds
-
-
-def assemble(
-    bounds: Bounds,
-    plan: Plan,
-    procedure: str,
-    sigma: float,
-    alpha: float,
-    draws: Floats,
-    about: str,
-    shape: tuple[int, ...],
-    details: dict[str, Any] | None = None,
-) -> Certificates:
-    """Bounds → Certificates in the batch shape: where the radius is 0 nothing was shown, so abstain."""
-    selected = plan.partition.selected
-    prediction = np.where(bounds.radius > 0, selected, ABSTAIN)
-
-    def back(values: Any) -> Any:
-        return np.asarray(values).reshape(shape)
-
-    return Certificates(
-        back(prediction), back(bounds.radius), back(selected), back(bounds.p_lower), back(bounds.p_upper),
-        back(plan.partition.buckets), procedure, float(sigma), float(alpha), back(draws.astype(np.int64)),
-        f"Certifies {about}. {NOT_COVERED}", {"direct": back(plan.direct).tolist(), **(details or {})},
-    )  # fmt: skip
-
-
-def smoothness_of(lipschitz: Any, pair: Any = None) -> Smoothness:
-    """Read Lipschitz constants: only upper bounds are let through; the pair constant defaults to twice the
-    component's."""
-    if lipschitz is None:
-        return Smoothness()
-    if isinstance(lipschitz, np.ndarray) and lipschitz.ndim:
-        return Smoothness(lipschitz, 2 * lipschitz if pair is None else np.asarray(pair))
-    constant = as_upper(lipschitz)
-    return Smoothness(constant, 2 * constant if pair is None else as_upper(pair))
-
-
-def _counts(values: ArrayLike, name: str) -> Floats:
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim < 1 or array.shape[-1] < 2:
-        raise InputError(f"{name} must have shape (..., classes) with at least two classes, got {array.shape}")
-    if not bool(np.all((array >= 0) & (array == np.floor(array)))):
-        raise InputError(f"{name} must hold non-negative whole numbers")
-    return array
-
-
-def _scores(values: ArrayLike, name: str) -> Floats:
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim < 2 or array.shape[-1] < 2:
-        raise InputError(f"{name} must have shape (..., draws, classes) with at least two classes, got {array.shape}")
-    if not bool(np.all((array >= 0) & (array <= 1))) or bool(np.any(array.sum(axis=-1) > 1 + 1e-9)):
-        raise InputError(
-            f"{name} must hold points of the simplex: entries in [0, 1] with sum at most 1 (compute them in float64)"
-        )
-    return array
-
-
-def _risk(alpha: float) -> None:
-    if not 0 < alpha < 1:
-        raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {alpha}")

@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
-from equipoise.smoothing.adaptive import ScoreTest, log_e_value, lower_sequence, target_probability
-from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
-from equipoise.smoothing.classifier import Ids, SmoothedClassifier
+from equipoise.smoothing.adaptive import ScoreTest, TargetTest, lower_sequence, target_probability, upper_sequence
+from equipoise.smoothing.bounds import Gaussian
+from equipoise.smoothing.certificates import ABSTAIN, Certificates
+from equipoise.smoothing.classifier import Ids, SmoothedClassifier, count_votes
+from equipoise.smoothing.derive import Setting, Stopped, Votes, derive, joined, plan_votes, said, sequence_bounds
 from equipoise.smoothing.intervals import clopper_pearson
 from equipoise.smoothing.maps import apply_map, scores_of
 from equipoise.smoothing.noise import Stream
-from equipoise.smoothing.radii import radius_mono
+from equipoise.smoothing.partitions import Ints
+from equipoise.smoothing.planning import Plan
+from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
+from equipoise.smoothing.radii import radius_multi
+from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import SimplexMap
 
 Verdict = Literal["certified", "hopeless", "undecided"]
@@ -30,6 +35,7 @@ def certify_adaptive(
     n0: int = 100,
     n_max: int = 100_000,
     alpha: float = 1e-3,
+    procedure: str = DEFAULT,
     lipschitz: Any = None,
     map: SimplexMap | None = None,
     hopeless: float = 0.05,
@@ -38,9 +44,9 @@ def certify_adaptive(
     """Sample each input only until its answer is known; each certificate is wrong with probability at most alpha.
 
     `target_radius=ε`: certified at ε, hopeless at ε (abstains), or undecided after n_max (abstains); the certified
-    radius is ε.
+    radius is ε. Every rival is tested at the full α, see `TargetTest`.
     `relative=x`: stop when the certified radius is within a share x of what n_max draws could still give; α is split in
-    half between the confidence sequence and a Clopper–Pearson bound at n_max.
+    half between confidence sequences and fixed-n bounds at n_max.
 
     Args:
         classifier: its `map` is used unless `map` is given; none means the majority vote.
@@ -50,6 +56,7 @@ def certify_adaptive(
         n0: selection draws.
         n_max: most estimation draws per input.
         alpha: risk per input, at any stopping time.
+        procedure: "rivals", or "cohen" for the class alone.
         lipschitz: sound bound of Lip(f): lowers the score that ε needs (soft maps, target mode).
         map: simplex map, fixed beforehand.
         hopeless: risk of giving up an input that would have been certified.
@@ -65,83 +72,134 @@ def certify_adaptive(
     hard = chosen.name == "hardmax"
     if relative is not None and (not hard or lipschitz is not None or not 0 < relative < 1):
         raise InputError("relative needs a share strictly between 0 and 1, the majority vote and no Lipschitz constant")
-    constant = np.inf
+    if hard and lipschitz is not None:
+        raise InputError("votes have no Lipschitz constant: give a soft map with it")
+    row, drawn = find_procedure(procedure), classifier.drawn(x, aware=lipschitz is not None)
+    setting = drawn.setting(alpha, f"the classifier smoothed with {drawn} and {chosen}")
+    parts, verdicts = [], []
+    for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
+        own = drawn.at(k)
+        if hard:
+            stop = _Votes(row, own.setting(alpha, ""), target_radius, relative, n_max, hopeless)
+            found, verdict = stop.run(classifier, xi, name, n0)
+        else:
+            found, verdict = _scores(
+                classifier, xi, name, chosen, float(target_radius or 0.0), lipschitz, n0, n_max, hopeless,
+                own.setting(alpha, ""),
+            )  # fmt: skip
+        parts.append(([k], found))
+        verdicts.append(verdict)
+    whole = joined(parts, len(x), "adaptive", setting)
+    whole.details.update(verdicts=verdicts, target_radius=target_radius, relative=relative)
+    return whole
+
+
+class _Votes:
+    """Stops the votes of one input, and certifies what was seen through `derive`."""
+
+    def __init__(
+        self, row: Procedure, setting: Setting, target: float | None, relative: float | None, most: int, hopeless: float
+    ) -> None:
+        self.row, self.setting, self.target, self.relative = row, setting, target, relative
+        self.most, self.hopeless = most, hopeless
+
+    def run(self, classifier: SmoothedClassifier, x: Tensor, name: int | str, n0: int) -> tuple[Certificates, Verdict]:
+        """Sample until decided."""
+        selection = classifier.counts(x, n0, input_id=name, stream=Stream.SELECTION)[None].astype(np.float64)
+        order = np.argsort(-selection[0], kind="stable")
+        counts, draws = np.zeros(len(order), dtype=np.int64), 0
+        decide = self._target(selection[0][order]) if self.relative is None else self._close(selection)
+        verdict: Verdict = "undecided"
+        for out in classifier.logits(x, self.most, input_id=name, stream=Stream.ESTIMATION):
+            counts, draws = counts + count_votes(out).cpu().numpy(), draws + len(out)
+            ranked = counts[order]
+            verdict = decide(float(ranked[0]), float(ranked[1:].max()), draws)
+            if verdict != "undecided":
+                break
+        votes = Votes(selection, counts[None].astype(np.float64), np.array([float(draws)]))
+        found = derive(Stopped(votes, self.most, self.target), self.row, self.setting)
+        if verdict == "undecided" and float(found.radius[0]) > 0:
+            verdict = "certified"
+        return found, verdict
+
+    def _target(self, ranked: Floats) -> Any:
+        noise, alpha = self.setting.noise, self.setting.alpha
+        epsilon = float(self.target or 0.0) + float(self.setting.distance)
+        test = TargetTest.of(self.row, ranked, epsilon, noise, alpha)
+        alone = len(test.levels) == 1
+
+        def decide(hits: float, rival: float, draws: int) -> Verdict:
+            if test.log_e(hits, rival, draws) >= np.log(1 / alpha):
+                return "certified"
+            top = float(upper_sequence(hits, draws, self.hopeless / (1 if alone else 2)))
+            least = 1 - top if alone else float(lower_sequence(rival, draws, self.hopeless / (2 * len(ranked) - 2)))
+            most = float(radius_multi(top, min(least, top), noise.sigma))
+            return "hopeless" if most < epsilon else "undecided"
+
+        return decide
+
+    def _close(self, selection: Floats) -> Any:
+        noise, share = self.setting.noise, float(self.relative or 0.0)
+        votes = Votes(selection, selection, np.array([float(self.most)]))
+        plan = plan_votes(votes, self.row, self.setting, self.setting.alpha / 2)
+
+        def decide(hits: float, rival: float, draws: int) -> Verdict:
+            seen = (np.array([hits]), np.array([rival]), np.array([float(draws)]))
+            now = sequence_bounds(seen[0], seen[1], seen[2], plan, noise, self.setting.alpha / 2)
+            final = self._final(hits, rival, draws, plan, noise)
+            if final == 0 and draws < self.most:
+                return "hopeless"
+            radius = float(now.radius[0])
+            return "certified" if radius > 0 and radius >= (1 - share) * final else "undecided"
+
+        return decide
+
+    def _final(self, hits: float, rival: float, draws: int, plan: Plan, noise: Gaussian) -> float:
+        """The radius that all draws could still give, roughly."""
+        n, alpha = self.most, self.setting.alpha / 2
+        best = min(np.ceil(float(clopper_pearson(hits, draws, 0.05, "upper")) * n), n)
+        low = float(clopper_pearson(best, n, alpha * float(plan.top[0]), "lower"))
+        up = 1 - low
+        if int(plan.partition.buckets[0]) > 2:
+            least = np.floor(float(clopper_pearson(rival, draws, 0.05, "lower")) * n)
+            up = min(up, float(clopper_pearson(least, n, alpha * float(plan.rival[0]), "upper")))
+        return float(radius_multi(low, up, noise.sigma))
+
+
+def _scores(
+    classifier: SmoothedClassifier, x: Tensor, name: int | str, chosen: SimplexMap, epsilon: float, lipschitz: Any,
+    n0: int, n_max: int, hopeless: float, setting: Setting,
+) -> tuple[Certificates, Verdict]:  # fmt: skip
+    """Soft scores at a target: half the stake on the class alone, half on its margin over each rival, all at the full α."""
+    component, pair = np.inf, np.inf
     if lipschitz is not None:
         network = as_upper(lipschitz, "Lipschitz constant of the network")
-        constant = chosen.component_lipschitz(network, classifier.num_classes)
-    scores = apply_map(chosen, classifier.selection(x, n0, ids, Stream.SELECTION)).sum(axis=1)
-    top = scores.argmax(axis=1)
-    rows = []
-    for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
-        if relative is not None:
-            rows.append(_until_close(classifier, xi, name, int(top[k]), relative, n_max, alpha))
-        else:
-            p0 = target_probability(float(target_radius or 0.0), classifier.sigma, constant)
-            found = _until_decided(classifier, xi, name, int(top[k]), chosen, p0, n_max, alpha, hopeless)
-            rows.append((found[0], p0 if found[0] == "certified" else 0.0, target_radius or 0.0, found[1]))
-    return _assemble(classifier, rows, top, chosen, alpha, target_radius, relative)
-
-
-def _until_decided(
-    classifier: SmoothedClassifier, x: Tensor, name: int | str, top: int, chosen: SimplexMap, p0: float, n_max: int,
-    alpha: float, hopeless: float,
-) -> tuple[Verdict, int]:  # fmt: skip
-    hard = chosen.name == "hardmax"
-    win, lose = ScoreTest(p0), ScoreTest(1 - p0)
-    hits, draws = 0.0, 0
+        component, pair = chosen.component_lipschitz(network, classifier.num_classes), chosen.pair_lipschitz(network)
+    sigma, spread = float(setting.noise.sigma), float(setting.noise.variation)
+    goal = epsilon + float(setting.distance)
+    p0, h0 = (min(target_probability(goal, sigma, c) + spread, 1 - 2.0**-52) for c in (component, pair * 0.5))
+    logits = classifier.selection(x[None], n0, [name], Stream.SELECTION)
+    top = int(apply_map(chosen, logits).sum(axis=1)[0].argmax())
+    own, win, lose = ScoreTest(p0), ScoreTest(h0), ScoreTest(1 - h0)
+    lost, others = ScoreTest(1 - p0), np.delete(np.arange(classifier.num_classes), top)
+    draws, verdict = 0, "undecided"
     for out in classifier.logits(x, n_max, input_id=name, stream=Stream.ESTIMATION):
-        score = scores_of(chosen, out)[:, top]
-        draws += len(out)
-        if hard:
-            hits += float(score.sum())
-            yes, no = float(log_e_value(hits, draws, p0)), float(log_e_value(draws - hits, draws, 1 - p0))
-        else:
-            values = score.cpu().numpy()
-            yes, no = win.update(values), lose.update(1 - values)
-        if yes >= np.log(1 / alpha):
-            return "certified", draws
-        if no >= np.log(1 / hopeless):
-            return "hopeless", draws
-    return "undecided", draws
-
-
-def _until_close(
-    classifier: SmoothedClassifier, x: Tensor, name: int | str, top: int, relative: float, n_max: int, alpha: float
-) -> tuple[Verdict, float, float, int]:
-    hits, draws, low = 0, 0, 0.0
-    for out in classifier.logits(x, n_max, input_id=name, stream=Stream.ESTIMATION):
-        right = (out.argmax(dim=1) == top) & torch.isfinite(out).all(dim=1)
-        hits, draws = hits + int(right.sum()), draws + len(out)
-        low = max(low, float(lower_sequence(hits, draws, alpha / 2)))
-        best = np.ceil(float(clopper_pearson(hits, draws, 0.05, "upper")) * n_max)
-        final = float(radius_mono(clopper_pearson(min(best, n_max), n_max, alpha / 2, "lower"), classifier.sigma))
-        radius = float(radius_mono(low, classifier.sigma))
-        if final == 0 and draws < n_max:
-            return "hopeless", low, 0.0, draws
-        if radius > 0 and radius >= (1 - relative) * final:
-            return "certified", low, radius, draws
-    low = max(low, float(clopper_pearson(hits, draws, alpha / 2, "lower")))
-    radius = float(radius_mono(low, classifier.sigma))
-    return ("certified" if radius > 0 else "undecided"), low, radius, draws
-
-
-def _assemble(
-    classifier: SmoothedClassifier,
-    rows: list[tuple[Verdict, float, float, int]],
-    top: Any,
-    chosen: SimplexMap,
-    alpha: float,
-    target: float | None,
-    relative: float | None,
-) -> Certificates:
-    verdicts = [r[0] for r in rows]
-    sure = np.array([v == "certified" for v in verdicts])
-    low = np.array([r[1] for r in rows])
-    radius = np.where(sure, np.array([r[2] for r in rows]), 0.0)
-    about = f"Certifies the classifier smoothed with N(0, {classifier.sigma:g}²·I) noise and {chosen}. {NOT_COVERED}"
-    upper = np.minimum(np.nextafter(1 - low, 2.0), 1.0)
-    return Certificates(
-        np.where(sure, top, ABSTAIN), radius, top, low, upper, np.full(len(rows), 2), "adaptive", classifier.sigma,
-        alpha,
-        np.array([r[3] for r in rows]), about, {"verdicts": verdicts, "target_radius": target, "relative": relative},
+        scores = scores_of(chosen, out).cpu().numpy()
+        score, draws = scores[:, top], draws + len(out)
+        margin = (1 + score[:, None] - scores[:, others]) / 2
+        e = np.logaddexp(own.update(score), win.update(margin).min()) - np.log(2.0) - 1e-12
+        gone = min(float(lost.update(1 - score)), float(lose.update(1 - margin).max()) - np.log(len(others)))
+        if e >= np.log(1 / setting.alpha):
+            verdict = "certified"
+            break
+        if gone >= np.log(2 / hopeless):
+            verdict = "hopeless"
+            break
+    sure = verdict == "certified"
+    radius = epsilon if sure else 0.0
+    arrays: list[Ints] = [np.array([v]) for v in (top if radius > 0 else ABSTAIN, top, 2, draws)]
+    found = Certificates(
+        arrays[0], np.array([radius]), arrays[1], np.zeros(1), np.ones(1), arrays[2], "adaptive", sigma, setting.alpha,
+        arrays[3], said(setting), {"direct": [True]},
     )  # fmt: skip
+    return found, verdict  # type: ignore[return-value]

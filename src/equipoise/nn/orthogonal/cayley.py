@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, unit_roundoff
+from equipoise.maps.geometry import Geometry
 from equipoise.nn.effective import Tensors, uncast
-from equipoise.nn.layers import LinearLayer
-from equipoise.nn.method import Kernel, Method
+from equipoise.nn.layers import enter, layers_of
+from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
 from equipoise.nn.orthogonal.polar import last_step
 
@@ -131,12 +132,17 @@ class Cayley(Method):
     """`W = C(X, Y)`, X the square part of the raw matrix and Y the rest (transposed where it is wide).
 
     Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns.
+
+    >>> W = CayleyLinear(6, 4).weight
+    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
+    True
     """
 
     name = "cayley"
+    plain = (nn.Linear,)
 
     @classmethod
-    def check(cls, kernel: Kernel) -> None:
+    def check(cls, kernel: Geometry) -> None:
         """Dense layers only: the convolution's weight depends on the image size, so it is no `Method`."""
         super().check(kernel)
         if kernel.dims:
@@ -151,15 +157,7 @@ class Cayley(Method):
         return W.mT if raw.shape[0] >= raw.shape[1] else W
 
 
-class CayleyLinear(LinearLayer):
-    """`nn.Linear` with an orthogonal matrix by the Cayley transform.
-
-    >>> W = CayleyLinear(6, 4).weight
-    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
-    True
-    """
-
-    method_type = Cayley
+(CayleyLinear,) = layers_of(Cayley)
 
 
 def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
@@ -291,6 +289,9 @@ class CayleyConv2d(SizedConv2d):
         with torch.no_grad():
             (weight,) = self.effective_at(size)
         return SpectralConv2d(self.frame, size, weight, self.bias).train(self.training)
+
+
+enter("cayley", nn.Conv2d, CayleyConv2d)
 
 
 def _apply(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None, size: Size) -> Tensor:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import Refused
 from equipoise.core.precision import unit_roundoff
-from equipoise.nn.activations import slopes
+from equipoise.nn.activations import unit_slopes
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 from equipoise.nn.orthogonal.cayley import (
     back,
@@ -49,14 +48,7 @@ LOG_PSI = 8.0
 
 def monotone(activation: nn.Module) -> nn.Module:
     """The activation, refused unless its slopes are known to lie in [0, 1]."""
-    found = slopes(activation)
-    if found is None or found[0] < 0 or found[1] > 1:
-        what = "whose slopes are not known here" if found is None else f"with slopes in [{found[0]:g}, {found[1]:g}]"
-        raise Refused(
-            f"a sandwich layer needs a pointwise activation with slopes in [0, 1], got {type(activation).__name__} {what}; "
-            "use ReLU, LeakyReLU, Tanh, Softplus, …"
-        )
-    return activation
+    return unit_slopes(activation, "a sandwich layer")
 
 
 def positive(log_psi: Tensor) -> Tensor:

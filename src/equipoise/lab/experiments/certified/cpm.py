@@ -22,7 +22,7 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     under_noise,
 )
 from equipoise.smoothing import certify_counts, class_partition
-from equipoise.smoothing.bounds import count_bounds
+from equipoise.smoothing.bounds import Gaussian, count_bounds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,8 @@ def compare(
     methods = {m: rated(certify_counts(first, second, sigma, alpha, p), labels) for m, p in names.items()}
     partition = class_partition(first.astype(np.float64))
     total = second.sum(axis=1).astype(np.float64)
-    radius = count_bounds(second.astype(np.float64), total, partition, sigma, alpha).radius
+    share = alpha / partition.intervals
+    radius = count_bounds(second.astype(np.float64), total, partition, Gaussian(sigma), share, share).radius
     methods[CPM] = Rated(radius, (partition.selected == labels) & (radius > 0))
     return {m: methods[m] for m in (ONE, EVERY, CPM, OURS)}, partition.buckets
 

@@ -1,0 +1,83 @@
+"""A procedure from outside: one row behind an entry point, and the library, runs and the command line see it."""
+
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from equipoise.core import InputError
+from equipoise.smoothing import PROCEDURES, certify_counts
+from equipoise.smoothing.procedures import _ROWS, Table, find_procedure
+
+ROW = """
+from equipoise.smoothing import Option, Procedure, Split
+from equipoise.smoothing.partitions import every_class
+
+ROW = Procedure("thirds", (Option(every_class, Split(2 / 3)),), True, False, "class at two thirds of the risk", "outside")
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package with one module and one entry point, as pip would leave it."""
+
+    def make(name: str = "thirds", target: str = "outside_rows:ROW") -> None:
+        (tmp_path / "outside_rows.py").write_text(ROW)
+        folder = tmp_path / "outside-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[equipoise.procedures]\n{name} = {target}\n")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    sys.modules.pop("outside_rows", None)
+
+
+def test_a_row_behind_an_entry_point_is_seen_everywhere(installed, monkeypatch):
+    installed()
+    fresh = Table(_ROWS)
+    monkeypatch.setattr("equipoise.smoothing.procedures.PROCEDURES", fresh)
+    assert find_procedure("thirds").summary == "class at two thirds of the risk"
+    found = certify_counts([80, 15, 5], [800, 150, 50], 0.5, 0.01, "thirds")
+    from equipoise.smoothing import clopper_pearson
+
+    assert float(found.p_lower) == float(clopper_pearson(800, 1000, 0.01 * (2 / 3), "lower"))
+
+
+def test_the_command_line_takes_a_row_from_outside(installed, tmp_path):
+    import os
+    import subprocess
+
+    installed()
+    code = textwrap.dedent(
+        f"""
+        import torch, equipoise as eq
+        net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)).eval()
+        eq.certify(net, (torch.rand(3, 4), torch.tensor([0, 1, 2])), run_dir={str(tmp_path / "run")!r}, sigma=0.5, n=200)
+        from equipoise.cli import main
+        import sys
+        sys.argv = ["equipoise", "certify", {str(tmp_path / "run")!r}, "--re-derive", "--procedure", "thirds", "--json"]
+        main()
+        """
+    )
+    path = os.pathsep.join([str(tmp_path), *[p for p in sys.path if p]])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"procedure": "thirds"' in done.stdout
+
+
+@pytest.mark.parametrize(("name", "target"), [("cohen", "outside_rows:ROW"), ("other", "outside_rows:ROW")])
+def test_a_row_of_a_wrong_name_is_refused(installed, name, target):
+    installed(name, target)
+    with pytest.raises(InputError, match="entry point"):
+        list(Table(_ROWS))
+
+
+def test_every_row_of_the_table_carries_its_own_name():
+    assert all(name == row.name for name, row in PROCEDURES.items())
+    with pytest.raises(InputError, match="named"):
+        PROCEDURES["other"] = PROCEDURES["cohen"]
+    assert np.isfinite(certify_counts([8, 2], [80, 20], 0.5).radius)
