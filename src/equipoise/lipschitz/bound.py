@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from torch import fx, nn
@@ -11,7 +12,7 @@ from torch.export import ExportedProgram
 
 from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum
 from equipoise.lipschitz.places import module_path
@@ -68,8 +69,13 @@ def lipschitz_bound(
         raise Refused(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
+    found = [_report(p, ball, rtol, _solver(chain)) for p in (program, program.single) if p is not None]
+    return replace(max(found, key=lambda report: report.log_upper), notes=program.notes)
+
+
+def _report(program: Program, ball: float | None, rtol: float, solve: Solve | None) -> Report:
     run = propagate(program, ball, rtol)
-    together = chain_total(run, _solver(chain))
+    together = chain_total(run, solve)
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
     return Report(totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together)

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, up
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
 from equipoise.lipschitz.operations import (
     Average,
@@ -51,6 +51,12 @@ def induced_bound(model: nn.Module | ExportedProgram, example_input: Any = None,
     if order not in ("l1", "linf"):
         raise InputError(f"order must be l1 or linf, got {order!r}")
     program = capture(model, example_input)
+    found = [_total(p, order) for p in (program, program.single) if p is not None]
+    return Bound(exp_up(max(found)), Kind.UPPER, f"product of {order} norms")
+
+
+def _total(program: Program, order: Order) -> float:
+    """The logarithm of the product."""
     run = propagate(program, None, rtol=0.1)
     logs: dict[fx.Node, float] = dict.fromkeys(program.inputs, 0.0)
     with torch.no_grad():
@@ -64,8 +70,7 @@ def induced_bound(model: nn.Module | ExportedProgram, example_input: Any = None,
             apart = step.combine == "root" and order == "linf"
             logs[node] = max(terms, default=-math.inf) if apart else log_sum(terms)
     ends = [logs[o] for o in program.outputs]
-    total = max(ends, default=-math.inf) if order == "linf" else log_sum(ends)
-    return Bound(exp_up(total), Kind.UPPER, f"product of {order} norms")
+    return max(ends, default=-math.inf) if order == "linf" else log_sum(ends)
 
 
 def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:

@@ -195,11 +195,16 @@ def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
         call.refuse("the constant factor is not finite", "check the constants")
     top = float(c.abs().max())
     top = up(top) if rounded else top
-    grown = copies(x, call.shape)
-    gain = top if grown == 1 else up(top * grown)
+    gain = top if x.shape == call.shape else up(min(up(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
     form = _as_diagonal(c, len(call.shape)) if x.shape == call.shape else None
     row = up(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
     return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=row, map=Scaled(c, form=form))
+
+
+def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
+    """The longest column of the matrix that repeats the entries by broadcasting and multiplies the copies by `c`."""
+    repeated = [d for d, n in enumerate((1,) * (len(out) - len(shape)) + shape) if n == 1 and out[d] > 1]
+    return float(frobenius(torch.broadcast_to(c, out), tuple(repeated)).max()) if repeated else math.inf
 
 
 def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
