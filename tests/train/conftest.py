@@ -7,9 +7,9 @@ from equipoise.train import read_recipe
 MLP = "equipoise.nn.models:mlp"
 
 
-@pytest.fixture
-def small():
-    """A recipe of seconds: `small("optimizer.lr=0.1", noise={...})`."""
+@pytest.fixture(scope="session")
+def make_small():
+    """A recipe of seconds: `make_small("optimizer.lr=0.1", noise={...})`."""
 
     def make(*overrides, **parts):
         base = {
@@ -22,6 +22,12 @@ def small():
         return read_recipe({**base, **parts}, overrides)
 
     return make
+
+
+@pytest.fixture
+def small(make_small):
+    """The same under a short name."""
+    return make_small
 
 
 def figures(folder):

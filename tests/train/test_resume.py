@@ -286,6 +286,10 @@ def test_a_changed_line_of_the_metrics_is_noticed(tmp_path):
     file.path.write_text(file.path.read_text().replace("0.5", "0.9"))
     with pytest.raises(InputError, match="damaged in line 1"):
         file.read()
+    file.path.unlink()
+    file.append({"epoch": 1})
+    with pytest.raises(InputError, match=r"holds the epochs \[1\] of 2"):
+        file.rewind(2)
 
 
 def test_an_infinite_exponent_survives_the_run_directory(small, tmp_path):

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import hooked
 from equipoise.nn.activations import Contracted, slopes
-from equipoise.nn.constants import hooked, known_constant, overlap
+from equipoise.nn.constants import known_constant, overlap
 from equipoise.nn.effective import Effective
 from equipoise.nn.layers import Weighted, methods
 from equipoise.nn.normalise import BatchCentering

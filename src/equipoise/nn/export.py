@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import hooked
 from equipoise.core.precision import up
-from equipoise.nn.constants import hooked, known_constant
+from equipoise.nn.constants import known_constant
 from equipoise.nn.effective import Effective
 from equipoise.norms import spectral_norm
 

@@ -90,9 +90,8 @@ class Weighted(Effective):
         assert isinstance(weight, Tensor)
         names = [name for name in arguments(self.plain_type) if name not in ("bias", "device", "dtype")]
         self.settings = Settings({name: getattr(plain, name) for name in names})
-        if self.method_type.whole_circles:
-            options = {"whole_circles": True, **options}
-        self.method = self.method_type(self.geometry, device=weight.device, dtype=weight.dtype, **options)
+        whole = {"whole": True} if self.method_type.whole_circles else {}
+        self.method = self.method_type(self.geometry, device=weight.device, dtype=weight.dtype, **whole, **options)
         with torch.no_grad():
             self.raw = nn.Parameter(self.method.initial(weight.detach().clone()))
         bias = plain.bias
@@ -160,6 +159,11 @@ class Weighted(Effective):
         kind, method = self.method_type, self._modules.get("method")
         return type(method) is kind and isinstance(method, Method) and not changed(method, kind) and method.certified
 
+    @property
+    def lipschitz_constant(self) -> float | None:
+        """1, where the method proves it."""
+        return 1.0 if self.certified else None
+
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """Upper bound of the norm for inputs of this shape (without the batch), from the weight the forward pass uses."""
         return Bound(upper_near_one(self.export(), input_shape), Kind.UPPER, "norm of the effective weight")
@@ -222,11 +226,15 @@ def layers_of(method: type[Method]) -> Any:
         raise InputError(f"{method.__name__} needs a name, as it is written in make_lipschitz(method=…)")
     first = (method.__doc__ or "").strip().splitlines()[0] if method.__doc__ else ""
     classes = []
+    made_by = method.setup if method.__init__ is Method.__init__ else method.__init__
+    own = list(inspect.signature(made_by).parameters.values())[1:]
     for plain in method.plain:
-        own = list(inspect.signature(method).parameters.values())[1:]
         taken = list(inspect.signature(plain).parameters.values())
-        names = {p.name for p in taken} | {"whole_circles"}
-        options = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in names]
+        names = {p.name for p in taken} | {"whole", "kernel"}
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        options = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in names and p.kind in kinds
+        ]
         name = f"{method.__name__}{plain.__name__}"
         body = {
             "method_type": method,

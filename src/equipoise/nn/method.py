@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,36 @@ class Method(nn.Module):
     name: ClassVar[str] = ""
     #: the plain layers it has a form for
     plain: ClassVar[tuple[type[nn.Module], ...]] = PLAIN
+    #: for a method of dense layers only: what to use for convolutions
+    instead: ClassVar[str] = "use RKO or BCOP"
     #: whether its layers refuse circles that the stride does not divide, for the sake of orthogonality on the others
     whole_circles: ClassVar[bool] = False
     #: whether its layer is a drop-in for the plain one, so that `make_lipschitz` can take it
     replaces: ClassVar[bool] = True
 
     def __init__(
-        self, kernel: Geometry, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        kernel: Geometry,
+        *args: Any,
+        whole: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
-        self.kernel = kernel
         self.check(kernel)
+        self.kernel, self.whole = kernel, whole
+        self.factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.setup(*args, **options)
+
+    def setup(self, *args: Any, **options: Any) -> None:
+        """Take the options of the method and make what `forward` needs: parameters, buffers, numbers.
+
+        `self.kernel` is the layer's geometry, `self.factory` its device and dtype; `self.whole` says that on a circle the layer
+        is applied only where the stride divides the size.
+        """
+        if args or options:
+            raise TypeError(f"{type(self).__name__} takes no options, got {[*args, *options]}")
 
     @classmethod
     def check(cls, kernel: Geometry) -> None:
@@ -45,6 +64,8 @@ class Method(nn.Module):
 
         Circular padding wider than the kernel's reach writes pixels twice: norm above 1 for any kernel.
         """
+        if kernel.dims and cls.plain == (nn.Linear,):
+            raise Refused(f"{cls.__name__} makes one weight for a dense layer, not for a convolution: {cls.instead}")
         if kernel.padding not in ("zeros", "circular"):
             raise Refused(
                 f"padding_mode {kernel.padding!r} copies border pixels, so that a kernel of norm 1 can reach 2; "

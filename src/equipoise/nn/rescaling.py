@@ -60,17 +60,9 @@ class SN(Method):
 
     name: ClassVar[str] = "sn"
 
-    def __init__(
-        self,
-        kernel: Geometry,
-        iterations: int = 8,
-        estimator: Estimator = "gram",
-        grid: int = 16,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
+    def setup(self, iterations: int = 8, estimator: Estimator = "gram", grid: int = 16) -> None:
+        """How σ is found."""
+        kernel = self.kernel
         if estimator not in get_args(Estimator):
             raise InputError(f"estimator must be one of {', '.join(get_args(Estimator))}, got {estimator!r}")
         most = 30 if estimator == "gram" else 1000
@@ -82,7 +74,7 @@ class SN(Method):
         self.phases = Phases(kernel)
         if estimator == "power":
             start = torch.randn(1, kernel.shape[0], *[PIXELS] * kernel.dims, generator=torch.Generator().manual_seed(0))
-            self.register_buffer("start", start.to(device=device, dtype=dtype))
+            self.register_buffer("start", start.to(**self.factory))
 
     @property
     def estimator(self) -> Estimator:
@@ -127,11 +119,9 @@ class AOL(Method):
 
     name: ClassVar[str] = "aol"
 
-    def __init__(
-        self, kernel: Geometry, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
-        self.phases = Phases(kernel)
+    def setup(self) -> None:
+        """The phases of the input."""
+        self.phases = Phases(self.kernel)
 
     def forward(self, raw: Tensor) -> Tensor:
         """`W·R`."""
@@ -156,20 +146,11 @@ class SR(Method):
     name: ClassVar[str] = "sr"
     log_q: nn.Parameter | None
 
-    def __init__(
-        self,
-        kernel: Geometry,
-        t: int = 2,
-        learn_q: bool = True,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
+    def setup(self, t: int = 2, learn_q: bool = True) -> None:
+        """Steps, phases, and the logarithm of q."""
         check_steps(t)
-        self.t = t
-        self.phases = Phases(kernel)
-        zeros = torch.zeros(kernel.groups, self.phases.channels, device=device, dtype=dtype)
+        self.t, self.phases = t, Phases(self.kernel)
+        zeros = torch.zeros(self.kernel.groups, self.phases.channels, **self.factory)
         self.register_parameter("log_q", nn.Parameter(zeros) if learn_q else None)
 
     def forward(self, raw: Tensor) -> Tensor:

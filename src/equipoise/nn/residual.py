@@ -42,6 +42,7 @@ class Residual(Effective):
     (torch.Size([2, 4, 6, 6]), 1.0)
     """
 
+    lipschitz_constant: ClassVar[float] = 1.0
     bias: nn.Parameter | None
     log_q: nn.Parameter | None
 

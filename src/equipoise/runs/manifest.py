@@ -95,11 +95,19 @@ class Manifest:
         """The inverse of `to_dict`."""
         if plain.get("format") != FORMAT:
             raise InputError(f"run.json has format {plain.get('format')!r}, this version reads {FORMAT}")
-        chosen, constant = plain.get("map"), plain.get("lipschitz")
+        chosen, constant, inputs = plain.get("map"), plain.get("lipschitz"), plain["inputs"]
+        shapes = {"model": dict, "data": dict, "versions": dict, "created": str, "parameters": dict}
+        texts = [plain["model"]["hash"], plain["data"]["fingerprint"], *plain["versions"].values()]
+        if not all(isinstance(plain[k], kind) for k, kind in shapes.items()) or not all(
+            isinstance(t, str) for t in texts
+        ):
+            raise TypeError("a field is of another kind than this version writes")
+        if not isinstance(inputs["total"], int) or inputs["total"] < 1:
+            raise ValueError(f"{inputs['total']!r} inputs")
         return cls(
-            plain["model"], plain["data"], tuple(Selection(**s) for s in plain["inputs"]["selection"]),
-            plain["inputs"]["total"], Parameters.from_dict(plain["parameters"]),
-            None if chosen is None else SimplexMap(**chosen), None if constant is None else Constant(**constant),
+            plain["model"], plain["data"], tuple(Selection(**s) for s in inputs["selection"]), inputs["total"],
+            Parameters.from_dict(plain["parameters"]), None if chosen is None else SimplexMap(**chosen),
+            None if constant is None else Constant(float(constant["value"]), str(constant["source"])),
             plain["versions"], plain["created"],
         )  # fmt: skip
 

@@ -238,24 +238,32 @@ class MetricsFile:
         if not self.path.exists():
             return []
         rows: list[dict[str, Any]] = []
-        lines = read_bounded(self.path, _LARGEST).decode("utf-8", errors="replace").splitlines()
+        checked = False
+        lines = read_bounded(self.path, _LARGEST).decode("utf-8", errors="replace").splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
-                noted = row.pop("check", None)
-                fine = noted is None or noted == _check(row)
-            except (ValueError, AttributeError, TypeError, RecursionError):
-                fine = False
-            if not fine and number < len(lines):
-                raise InputError(f"{self.path} is damaged in line {number}: remove it, and the run is measured again")
-            if fine:
-                rows.append(row)
+                row, end = json.JSONDecoder().raw_decode(line)
+            except (ValueError, RecursionError):
+                row, end = None, -1
+            if end < 0 and number == len(lines) and not line.endswith("\n"):
+                break  # torn: the process was killed while it wrote it
+            noted = row.pop("check", None) if isinstance(row, dict) else ""
+            checked = checked or noted is not None  # the first release wrote none at all
+            if not isinstance(row, dict) or line[end:] != "\n" or (checked and noted != _check(row)):
+                raise self._damaged(f"in line {number}")
+            rows.append(row)
         return rows
+
+    def _damaged(self, where: str) -> InputError:
+        return InputError(f"{self.path} is damaged {where}: remove it, and the run is measured again")
 
     def rewind(self, epoch: int) -> list[dict[str, Any]]:
         """Keep the rows up to this epoch, forget later ones (they will be computed again), and give the kept ones."""
         rows = [row for row in self.read() if row.get("epoch", 0) <= epoch]
         if self.path.exists():
+            seen = [row.get("epoch", 0) for row in rows]
+            if seen != sorted(set(seen)) or (epoch and seen[-1:] != [epoch]):
+                raise self._damaged(f"(it holds the epochs {seen} of {epoch})")
             write_whole(self.path, "".join(_line(row) for row in rows))
         return rows
 

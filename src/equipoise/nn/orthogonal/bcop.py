@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.precision import unit_roundoff
-from equipoise.maps.geometry import Geometry
 from equipoise.nn.layers import layers_of
 from equipoise.nn.method import Method, apart
 from equipoise.nn.orthogonal.polar import orthonormal
@@ -46,17 +45,10 @@ class BCOP(Method):
     whole_circles = True
     projections: nn.Parameter | None
 
-    def __init__(
-        self,
-        kernel: Geometry,
-        *,
-        whole_circles: bool = False,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
-        #: taps of H along each axis: as many as patches that do not meet may have
-        self.core = tuple(map(min, kernel.shape[2:], apart(kernel, whole_circles)))
+    def setup(self) -> None:
+        """Projections, and the taps of H along each axis: as many as patches that do not meet may have."""
+        kernel, dtype = self.kernel, self.factory["dtype"] or torch.get_default_dtype()
+        self.core = tuple(map(min, kernel.shape[2:], apart(kernel, self.whole)))
         self.factors = sum(k - m for k, m in zip(kernel.shape[2:], self.core, strict=True))
         out, ins = kernel.shape[0] // kernel.groups, kernel.shape[1]
         #: the projections stand on the wider side, where there are more of them
@@ -65,7 +57,7 @@ class BCOP(Method):
         self.register_parameter("projections", None)
         if self.factors:
             V = torch.randn(self.factors, kernel.groups, side, max(1, side // 2), dtype=torch.float64)
-            V = torch.linalg.qr(V)[0].to(device=device, dtype=dtype or torch.get_default_dtype())
+            V = torch.linalg.qr(V)[0].to(device=self.factory["device"], dtype=dtype)
             self.projections = nn.Parameter(V.contiguous())
 
     def initial(self, raw: Tensor) -> Tensor:

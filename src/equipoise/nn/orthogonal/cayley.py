@@ -18,15 +18,14 @@ References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError
 from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.maps.geometry import Geometry
 from equipoise.nn.effective import Tensors, uncast
 from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method
@@ -140,13 +139,7 @@ class Cayley(Method):
 
     name = "cayley"
     plain = (nn.Linear,)
-
-    @classmethod
-    def check(cls, kernel: Geometry) -> None:
-        """Dense layers only: the convolution's weight depends on the image size, so it is no `Method`."""
-        super().check(kernel)
-        if kernel.dims:
-            raise Refused("the Cayley transform of a convolution depends on the image size; use CayleyConv2d")
+    instead = "use CayleyConv2d"
 
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""
@@ -246,6 +239,8 @@ class CayleyConv2d(SizedConv2d):
     >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
     True
     """
+
+    lipschitz_constant: ClassVar[float] = 1.0
 
     def build(self, plain: nn.Conv2d, **options: Any) -> None:
         """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import Refused
-from equipoise.maps.geometry import Geometry
 from equipoise.nn.layers import layers_of
 from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.polar import last_step
@@ -25,15 +23,6 @@ class Householder(Method):
 
     name = "householder"
     plain = (nn.Linear,)
-
-    @classmethod
-    def check(cls, kernel: Geometry) -> None:
-        """Dense layers only."""
-        super().check(kernel)
-        if kernel.dims:
-            raise Refused(
-                "reflections make a dense matrix orthogonal, not a convolution; use RKO or BCOP for convolutions"
-            )
 
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""

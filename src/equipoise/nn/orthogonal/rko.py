@@ -48,16 +48,9 @@ class RKO(Method):
     whole_circles = True
     steps: int | None = None
 
-    def __init__(
-        self,
-        kernel: Geometry,
-        *,
-        whole_circles: bool = False,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
-        self.scale = 1 / math.sqrt(overlap(kernel, whole_circles)) if kernel.dims else 1.0
+    def setup(self) -> None:
+        """One over √c."""
+        self.scale = 1 / math.sqrt(overlap(self.kernel, self.whole)) if self.kernel.dims else 1.0
 
     def initial(self, raw: Tensor) -> Tensor:
         """The polar factor itself: the same layer, from a raw weight that is as well conditioned as can be."""
@@ -87,16 +80,9 @@ class Bjorck(RKO):
     name = "bjorck"
     plain = (nn.Linear, nn.Conv2d)
 
-    def __init__(
-        self,
-        kernel: Geometry,
-        *,
-        steps: int = 15,
-        whole_circles: bool = False,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(kernel, whole_circles=whole_circles, device=device, dtype=dtype)
+    def setup(self, steps: int = 15) -> None:
+        """The number of steps."""
+        super().setup()
         if not isinstance(steps, int) or steps < 1:
             raise InputError(f"Björck needs at least one step, got {steps}")
         self.steps = steps

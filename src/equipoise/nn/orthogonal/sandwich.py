@@ -17,7 +17,7 @@ Reference: Wang & Manchester 2023, Theorem 3.2 and §4.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,7 @@ class SandwichLinear(Effective):
     (torch.Size([2, 3]), True)
     """
 
+    lipschitz_constant: ClassVar[float] = 1.0
     bias: nn.Parameter | None
 
     def __init__(
@@ -208,6 +209,8 @@ class SandwichConv2d(SizedConv2d):
     >>> layer(torch.randn(2, 3, 6, 6)).shape, float(layer.lipschitz_upper((3, 6, 6))) < 1.00001
     (torch.Size([2, 4, 6, 6]), True)
     """
+
+    lipschitz_constant: ClassVar[float] = 1.0
 
     def build(self, plain: nn.Conv2d, *, activation: nn.Module | None = None, **options: Any) -> None:
         """Raw kernels of X (out, out) and Y (in, out), and log ψ per output channel."""

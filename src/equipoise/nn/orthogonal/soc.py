@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +29,6 @@ from torch.nn import functional
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision
-from equipoise.maps.geometry import Geometry
 from equipoise.maps.linear import convolution
 from equipoise.nn.effective import Tensors, uncast
 from equipoise.nn.layers import enter, layers_of
@@ -212,6 +212,8 @@ class SOCConv2d(FramedConv2d):
     True
     """
 
+    lipschitz_constant: ClassVar[float] = 1.0
+
     def build(self, plain: nn.Conv2d, *, terms: int = 4, angle: float = 1.0) -> None:
         """One raw kernel `(groups, c, c, *taps)`, c the larger number of channels."""
         self.frame = frame_of(plain, embed=False)
@@ -260,13 +262,7 @@ class SOC(Method):
 
     name = "soc"
     plain = (nn.Linear,)
-
-    @classmethod
-    def check(cls, kernel: Geometry) -> None:
-        """Dense layers only: the exponential of a convolution is no convolution with few taps."""
-        super().check(kernel)
-        if kernel.dims:
-            raise Refused("the exponential of a convolution is a series of convolutions, not one weight; use SOCConv2d")
+    instead = "use SOCConv2d"
 
     def initial(self, raw: Tensor) -> Tensor:
         """A random skew matrix of norm about 1: one that has the given weight as exponential need not exist."""

@@ -96,6 +96,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="bonferroni-counterexample",
     chapter="Certified robustness",
+    place="an example in the text of chapter 6",
     title="Half of the risk for each of two classes",
     claim="Splitting α over two intervals, whatever the number of classes, does not cover.",
     published="α/2 under-covers (the printed example does not show it: 1.1 % at α = 5 %)",

@@ -143,6 +143,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="cpm",
     chapter="Certified robustness",
+    place="Figures 6.4, 6.5 and C.1 to C.5",
     title="Sharing the risk among classes",
     claim="Class partitioning certifies at least as much as Clopper–Pearson and Bonferroni, with few effective classes.",
     published="CPM ≥ both nearly everywhere; c* 2–3 (10 classes), 3–5 (1000 classes)",

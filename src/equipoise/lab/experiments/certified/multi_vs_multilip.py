@@ -143,6 +143,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="multi-vs-multilip",
     chapter="Certified robustness",
+    place="Figure 5.3",
     title="Lipschitz-aware radius between Cohen's and an attack",
     claim="With the Lipschitz constant the certified accuracy comes closer to what attacks leave.",
     published="R_multiLip between R_mult and PGD accuracy (there an estimate; here an exact certificate)",

@@ -105,6 +105,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="simplex-mass",
     chapter="Certified robustness",
+    place="Figure 5.2",
     title="Certified accuracy for several simplex masses",
     claim="Masses other than r = 1 give other robustness profiles, with more certified accuracy at some radii.",
     published="new profiles beyond r = 1",

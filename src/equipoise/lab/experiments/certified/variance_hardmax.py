@@ -62,6 +62,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="variance-hardmax",
     chapter="Certified robustness",
+    place="an example in the text of chapter 6",
     title="Variance before and after a hard threshold",
     claim="The variance ε²/3 of a score becomes 1/4 after a hard decision, however small ε.",
     published="ε²/3 vs 1/4",

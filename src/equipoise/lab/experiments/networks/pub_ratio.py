@@ -50,7 +50,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         )  # a rehearsal: the network itself, on small images
         x = torch.zeros(1, 3, size, size, device=context.device)
         work: dict[str, Callable[[], Any]] = {
-            "ours": partial(lipschitz_bound, net, x, rtol=0.05),
+            "ours": partial(lipschitz_bound, net, x, rtol=0.5 if context.dry else 0.05),
             "ryu": partial(ryu_product, net, x, context.steps_of(settings.iterations)),
         }
         contest = take_turns(work, 1)
@@ -97,6 +97,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="pub-ratio",
     chapter="Lipschitz networks",
+    place="Table 4.1",
     title="Product bounds of whole networks",
     claim="The product of certified norms stays close to the product of power iteration's norms.",
     published="VGG16 1.14, ResNet18 1.47, ResNet50 1.68, ResNet152 1.92 (ImageNet weights)",

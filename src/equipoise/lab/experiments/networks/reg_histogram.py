@@ -98,6 +98,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="reg-histogram",
     chapter="Lipschitz networks",
+    place="Figures 4.2 to 4.5",
     title="Layer norms after regularised training",
     claim="Regularising the spectral norms leaves every convolution at the target norm; other methods scatter.",
     published="ours: a spike at 1; Singla up to 1.1; weight decay scattered",

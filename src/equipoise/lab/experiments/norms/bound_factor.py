@@ -100,6 +100,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="bound-factor",
     chapter="Spectral norms",
+    place="Figure 3.2",
     title="The factor for a coarser grid",
     claim="A factor (1/(1 − α))^(2^-t) turns the norm on an n₀×n₀ grid into an upper bound for every input size.",
     published="the factor falls towards 1 as n₀ grows; claimed to be a bound",

@@ -69,6 +69,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="dense-dimension",
     chapter="Spectral norms",
+    place="Table A.2",
     title="Error against dimension",
     claim="Ten Gram iterations stay close above σ₁ as the dimension grows; a hundred power iterations fall behind below.",
     published="GI error ≤ 0.1 at σ₁ = 447 (p = 50000), PI −1.7",

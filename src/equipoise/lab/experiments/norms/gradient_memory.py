@@ -106,6 +106,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="gradient-memory",
     chapter="Spectral norms",
+    place="Table 3.2",
     title="Memory of the gradient",
     claim="The explicit gradient of the bound needs less than half of the memory of automatic differentiation.",
     published="9770 vs 4322, 17152 vs 7088, >42000 vs 27535 MB (whole training step on a GPU)",

@@ -89,6 +89,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="resnet18-layers",
     chapter="Spectral norms",
+    place="Figure 3.10, Table A.3",
     title="All convolutions of a trained ResNet-18",
     claim="Gram iteration gives the exact circular value and stays above power iteration, on real kernels.",
     published="15.91, 6.00, 5.34, 7.00, 3.82, … (torchvision's kernels); Singla up to 1.8×, once below Ryu; Araujo up to 7.7×",
