@@ -68,9 +68,12 @@ class Manifest:
         }
         return plain | self.parameters.to_dict()
 
-    def digest(self) -> str:
-        """sha256 of the identity."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+    def digest(self, *, asked: bool = False) -> str:
+        """sha256 of the identity; `asked` leaves out a seed that nobody asked for, so that the same command finds its run."""
+        plain = self.identity()
+        if asked and self.parameters.seed_source == "system":
+            del plain["seed"]
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
     def seal(self) -> str:
         """Digest of all of it, kept in `run.json` and in the store: an edited number is noticed (see `runs.store`)."""
@@ -156,7 +159,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """`name: old → new` for everything that differs.
+    """`name: old → new` for everything that differs, but for seeds that were drawn from the operating system.
 
     >>> from equipoise.runs.parameters import Parameters, parse_map
     >>> one = Manifest({"hash": "a"}, {"fingerprint": "b"}, (Selection(),), 5, Parameters(0.25, 10))
@@ -165,7 +168,9 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
     ['n: 10000 → 500', 'sigma: 0.25 → 0.5']
     """
     before, after = old.identity(), new.identity()
-    names = sorted(set(before) | set(after))
+    names = sorted((set(before) | set(after)) - {"seed_source"})
+    if old.parameters.seed_source == new.parameters.seed_source == "system":
+        names.remove("seed")  # nobody asked for it: the stored one is kept
     return [
         f"{k}: {_short(k, before.get(k))} → {_short(k, after.get(k))}" for k in names if before.get(k) != after.get(k)
     ]
@@ -178,6 +183,11 @@ def require_same(folder: Path, old: Manifest, new: Manifest) -> None:
         return
     names = {line.partition(":")[0] for line in found}
     hint = "give another --run directory"
+    if old.parameters.noise is None:
+        hint = (
+            "it was sampled by the first release, whose noise is no longer drawn. Give another --run directory; what it "
+            f"holds can be derived again: equipoise certify {folder} --re-derive --procedure rivals"
+        )
     if names <= set(DERIVED):
         hint = f"to change {' and '.join(sorted(names))} without sampling: equipoise certify {folder} --re-derive"
     raise Refused(f"{folder} holds another run ({'; '.join(found)}): {hint}")
