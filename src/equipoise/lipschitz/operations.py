@@ -101,10 +101,14 @@ class Own:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest entry of every window; `windows` is how many hold one entry, at most. `sliding`: run on half-widths too."""
+    """The largest entry of every window; `windows` is how many hold one entry, at most.
+
+    `sliding` windows over the last `dims` dimensions can be run on half-widths too.
+    """
 
     windows: int = 1
     sliding: bool = False
+    dims: int = 0
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _max_pool(call: Call, *, d: int) -> Step:
     dil = _per_axis(call["dilation"], d)
     out = call.shape[-d:]
     windows = math.prod(min(o, -(-a * math.gcd(b, c) // b)) for a, b, c, o in zip(k, s, dil, out, strict=True))
-    return _pooled(call, windows)
+    return _pooled(call, windows, d)
 
 
 def _adaptive_max_pool(call: Call, *, d: int) -> Step:
@@ -111,12 +111,12 @@ def _adaptive_max_pool(call: Call, *, d: int) -> Step:
             for j in range(i * n // o, -(-(i + 1) * n // o)):
                 cover[j] += 1
         windows *= max(cover)
-    return _pooled(call, windows)
+    return _pooled(call, windows, d)
 
 
-def _pooled(call: Call, windows: int) -> Step:
+def _pooled(call: Call, windows: int, d: int) -> Step:
     x = call.signal("self")
-    found = Largest(windows, sliding=True)
+    found = Largest(windows, sliding=True, dims=d)
     return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak, map=found)
 
 
