@@ -82,12 +82,17 @@ class CarriedMatrix:
         self.used: Counter[str] = Counter()
 
     @torch.no_grad()
-    def bracket(self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight") -> tuple[float, float]:
-        """`(lower, upper)` of σ₁(W), with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`."""
+    def bracket(
+        self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight", renew: bool = True
+    ) -> tuple[float, float]:
+        """`(lower, upper)` of σ₁(W), with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`.
+
+        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser.
+        """
         with full_precision():
             A = _tall(W, what)
             lower, upper = 0.0, math.inf
-            for rung, found in self._rungs(A, enough, rtol):
+            for rung, found in self._rungs(A, enough, rtol, renew):
                 if found is None:
                     continue
                 self.used[rung] += 1
@@ -96,7 +101,9 @@ class CarriedMatrix:
                     break
             return min(lower, upper), upper
 
-    def _rungs(self, A: Tensor, enough: float, rtol: float) -> Iterator[tuple[str, tuple[float, float] | None]]:
+    def _rungs(
+        self, A: Tensor, enough: float, rtol: float, renew: bool
+    ) -> Iterator[tuple[str, tuple[float, float] | None]]:
         """Brackets of σ₁(A), each dearer and tighter than the one before; None where a rung has nothing to say."""
         r = self.reference if self._fits(A) else None
         if r is not None:
@@ -105,8 +112,9 @@ class CarriedMatrix:
             rest = up(up(kappa * r.beta) + distance)
             if r.V.shape[0] == r.V.shape[1] or rest <= max(enough, kappa * r.upper):
                 yield "followed", deflated_bracket(A, r.V, r.defect, rest)
-        yield "renewed", self._renew(A, enough, rtol)
-        yield "direct", self._direct(A, rtol)
+        if renew or r is None:
+            yield "renewed", self._renew(A, enough, rtol)
+            yield "direct", self._direct(A, rtol)
 
     def scaled(self, factor: float) -> None:
         """The matrix was multiplied by `factor` (up to rounding, which the next bracket sees)."""
