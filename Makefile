@@ -6,7 +6,10 @@ BASE   := $(VENV)/.base
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint docs bench experiments clean
+#: bytecode is kept also where the environment says otherwise: tests start many processes; one thread each, two at a time
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+.PHONY: demo test check test-all test-avx2 unit quick lint docs bench experiments clean
 .DEFAULT_GOAL := test
 
 $(BASE): pyproject.toml constraints.txt
@@ -22,11 +25,23 @@ $(STAMP): $(BASE)
 demo: $(BASE)             ## the main job on bundled data; little to install
 	$(BIN)/equipoise demo
 
-test: lint docs $(STAMP)  ## everything except the slow tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+test: $(STAMP)            ## everything except the slow tests
+	$(MAKE) --no-print-directory -j 2 lint docs unit
+
+check: $(STAMP)           ## style, types and the quick tests (those not in tests/slower.txt): for every edit
+	$(MAKE) --no-print-directory -j 2 lint quick
+
+unit: $(STAMP)
+	$(PYTEST) -m "not slow"
+
+quick: $(STAMP)
+	$(PYTEST) -m "not slow and not medium"
 
 test-all: $(STAMP)        ## everything
 	$(BIN)/python -m pytest
+
+test-avx2: $(STAMP)       ## the same tests with the kernels of an older processor
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -m "not slow"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

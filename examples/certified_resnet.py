@@ -18,11 +18,10 @@ print("bound of the plain ResNet:", f"{eq.lipschitz_bound(resnet.eval(), x[:1]).
 
 # 2. Convolutions and dense layers get spectral rescaling, batch norm loses its scale. What cannot be converted, such as
 #    the sum of a residual block, is measured, and one factor at the end brings the proved bound of the whole to 1.
-found = eq.make_lipschitz(resnet.train(), constant=1.0, method="sr", example_input=x[:1])
-print(found)
+model = eq.make_lipschitz(resnet.train(), constant=1.0, method="sr", example_input=x[:1])
+print(model.conversion)
 
 # 3. It computes another function now, so train it: for margin, since the margin is what certifies.
-model = found.model
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 generator = torch.Generator().manual_seed(0)
 for _step in range(70):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from equipoise import attacks, curvature, data, lipschitz, nn, optim, regularizers, report, runs, smoothing, train
     from equipoise.conversion import export, make_lipschitz
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
-    from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+    from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
     from equipoise.norms import functional, spectral_norm
     from equipoise.regularizers import ActivationDecay
     from equipoise.runs import certify, open_run
@@ -30,6 +30,7 @@ __all__ = [
     "Kind",
     "Refused",
     "attacks",
+    "certified_radius",
     "certify",
     "curvature",
     "data",
@@ -40,6 +41,7 @@ __all__ = [
     "local_lipschitz",
     "make_lipschitz",
     "nn",
+    "norms",
     "open_run",
     "optim",
     "regularizers",
@@ -58,6 +60,7 @@ _HOME: dict[str, tuple[str, str]] = {
     },
     "ActivationDecay": ("equipoise.regularizers", "ActivationDecay"),
     "attacks": ("equipoise.attacks", ""),
+    "certified_radius": ("equipoise.lipschitz", "certified_radius"),
     "certify": ("equipoise.runs", "certify"),
     "curvature": ("equipoise.curvature", ""),
     "data": ("equipoise.data", ""),
@@ -68,6 +71,7 @@ _HOME: dict[str, tuple[str, str]] = {
     "local_lipschitz": ("equipoise.lipschitz", "local_lipschitz"),
     "make_lipschitz": ("equipoise.conversion", "make_lipschitz"),
     "nn": ("equipoise.nn", ""),
+    "norms": ("equipoise.norms", ""),
     "open_run": ("equipoise.runs", "open_run"),
     "optim": ("equipoise.optim", ""),
     "regularizers": ("equipoise.regularizers", ""),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import evaluating
 from equipoise.core.precision import down, up
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
@@ -22,21 +22,61 @@ from equipoise.nn.effective import Effective
 from equipoise.nn.export import ROUNDING, Certificate, plain
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """What became of every module of a converted network, and the bound of the whole (None: by construction only)."""
+
+    rows: tuple[Change, ...]
+    constant: float
+    report: Report | None
+
+    @property
+    def left(self) -> tuple[Change, ...]:
+        """The modules that could not be converted."""
+        return tuple(row for row in self.rows if row.action == "left")
+
+    def __str__(self) -> str:
+        head = ("module", "was", "now", "action", "note")
+        body = [(r.name, r.was, r.now, r.action, r.note) for r in self.rows]
+        widths = [max(len(r[i]) for r in [head, *body]) for i in range(4)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(r[:4], widths, strict=True)), r[4]]).rstrip() for r in [head, *body]
+        ]
+        measured = "by construction" if self.report is None else f"proved: at most {self.report.upper:.6g}"
+        return "\n".join([*lines, "", f"Lipschitz constant {self.constant:g} ({measured})"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        report = None if self.report is None else self.report.to_dict()
+        return {"constant": self.constant, "modules": [vars(row) for row in self.rows], "report": report}
+
+
 class Rescaled(nn.Module):
     """`factor·f` with the factor chosen so that the proved bound of the whole is the constant asked for.
 
     The factor belongs to the weights f had when `rescale` was called. The layers of f stay 1-Lipschitz under
     training, but a bound below 1 can grow towards 1, and so can that of plain layers that were left: call `rescale`
-    again after training; `current` says whether that is due.
+    again after training; `current` says whether that is due. `conversion` says what became of every module (None: the
+    network was built to load a checkpoint into).
     """
 
     factor: Tensor
+    conversion: Conversion | None
 
     def __init__(self, module: nn.Module, constant: float) -> None:
         super().__init__()
         self.module, self.constant = module, float(constant)
         self.register_buffer("factor", torch.ones((), dtype=torch.float64))
         self._fingerprint, self._largest = "", 0.0
+        self.conversion = None
+
+    def __getattr__(self, name: str) -> Any:
+        """`model`, `rows`, `left` and `report` of the object that `make_lipschitz` returned in earlier releases."""
+        if name not in ("model", "rows", "left", "report") or self.__dict__.get("conversion") is None:
+            return super().__getattr__(name)
+        now = "is the network itself" if name == "model" else f"is now conversion.{name}"
+        warnings.warn(f"make_lipschitz returns the network: {name} {now}", DeprecationWarning, stacklevel=2)
+        return self if name == "model" else getattr(self.conversion, name)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The scaled output."""
@@ -84,18 +124,6 @@ def measurable(model: nn.Module, example_input: Any) -> nn.Module:
     return plain(model)[0]
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, every module's own mode restored after."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def fingerprint(model: nn.Module) -> str:
     """A digest of all parameters and buffers.
 
@@ -110,36 +138,6 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Converted:
-    """The converted network, what became of every module, and the bound of the whole (None: by construction only)."""
-
-    model: nn.Module
-    rows: tuple[Change, ...]
-    constant: float
-    report: Report | None
-
-    @property
-    def left(self) -> tuple[Change, ...]:
-        """The modules that could not be converted."""
-        return tuple(row for row in self.rows if row.action == "left")
-
-    def __str__(self) -> str:
-        head = ("module", "was", "now", "action", "note")
-        body = [(r.name, r.was, r.now, r.action, r.note) for r in self.rows]
-        widths = [max(len(r[i]) for r in [head, *body]) for i in range(4)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(r[:4], widths, strict=True)), r[4]]).rstrip() for r in [head, *body]
-        ]
-        measured = "by construction" if self.report is None else f"proved: at most {self.report.upper:.6g}"
-        return "\n".join([*lines, "", f"Lipschitz constant {self.constant:g} ({measured})"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        report = None if self.report is None else self.report.to_dict()
-        return {"constant": self.constant, "modules": [vars(row) for row in self.rows], "report": report}
-
-
 def make_lipschitz(
     model: nn.Module,
     constant: float = 1.0,
@@ -149,16 +147,17 @@ def make_lipschitz(
     ball: float | None = None,
     rtol: float = 1e-3,
     **options: Any,
-) -> Converted:
+) -> Rescaled:
     """The network with every layer that has a 1-Lipschitz form converted to it, scaled to a proved constant.
 
     Linear and convolutional layers get the parametrisation of `method`, starting from their weights; batch norm
     becomes centring, overlapping max pooling disjoint, steep activations are divided by their constant
     (`nn.convert.convert`). What is left (layer norm, attention, plain sums of branches in a `forward`) is counted:
     the result is `factor·f` with `lipschitz_bound(result).upper` between `0.999·constant` and `constant`. The
-    function changes, so train it further; then `result.model.rescale(example_input)` sets the factor again.
+    function changes, so train it further; then `result.rescale(example_input)` sets the factor again.
+    `result.conversion` says what became of every module, and holds the report.
 
-    Guarantee: `lipschitz_bound(result.model, example_input).upper ≤ constant`. Without an example the shape is read
+    Guarantee: `lipschitz_bound(result, example_input).upper ≤ constant`. Without an example the shape is read
     off a first dense layer; where that cannot be done the constant must follow from the construction of every module,
     and is then an upper bound for all input sizes, else the call is refused.
 
@@ -172,7 +171,7 @@ def make_lipschitz(
         options: for every layer, e.g. `t=3`.
 
     >>> found = make_lipschitz(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), constant=2.0)
-    >>> 1.998 <= lipschitz_bound(found.model.eval(), torch.zeros(1, 4)).upper <= 2.0
+    >>> 1.998 <= lipschitz_bound(found.eval(), torch.zeros(1, 4)).upper <= 2.0
     True
     """
     if not (constant > 0 and math.isfinite(constant)):
@@ -193,7 +192,8 @@ def make_lipschitz(
             )
         scaled.factor.fill_(down(constant / max(known, 1.0)))
     scaled.training = model.training
-    return Converted(scaled, rows, float(constant), report)
+    scaled.conversion = Conversion(rows, float(constant), report)
+    return scaled
 
 
 def first_input(model: nn.Module) -> Tensor | None:
@@ -220,7 +220,7 @@ def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, b
     A deep copy in evaluation mode; the attribute `certificate` says what was proved of it: a bound per layer, and one
     of the whole from `lipschitz_bound` on the example (or from the construction, without one).
 
-    >>> from equipoise.nn.named import SRLinear
+    >>> from equipoise.nn import SRLinear
     >>> net = export(nn.Sequential(SRLinear(4, 4), nn.ReLU()), torch.zeros(1, 4))
     >>> type(net[0]).__name__, net.certificate.upper <= 1.00001
     ('Linear', True)

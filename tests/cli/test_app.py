@@ -111,7 +111,7 @@ def test_the_table_names_things_that_exist():
     assert len({command.name for command in COMMANDS}) == len(COMMANDS)
 
 
-LIST = "from equipoise.cli import main; import sys; sys.argv[1:] = ['reproduce', '--list'{}]; main()"
+LIST = "from equipoise.cli import main; import sys; sys.argv[1:] = ['train', '--list'{}]; main()"
 
 
 @pytest.mark.parametrize("more", ["", ", '--json'"])
@@ -131,3 +131,26 @@ def test_a_full_disk_gets_one_sentence():
     assert ran.returncode == 2
     assert ran.stderr.startswith("equipoise: cannot write the output: No space left on device")
     assert ran.stderr.count("\n") == 1
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line.replace("equipoise", f"{sys.executable} -c 'from equipoise.cli import main; main()'")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("to", [">&-", ">/dev/full", "| true; exit ${PIPESTATUS[0]}"])
+def test_output_that_cannot_be_written_is_no_success(to):
+    done = shell(f"equipoise --help {to}")
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("line", ["norm --json --nope", "nrom --json", "selfcheck --json --minutes x", "norm --json"])
+def test_a_mistake_in_the_command_line_is_a_document_under_json(line):
+    done = shell(f"equipoise {line}")
+    assert done.returncode == 2
+    assert set(json.loads(done.stdout)) == {"error"}
+    assert "Traceback" not in done.stderr

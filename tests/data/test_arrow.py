@@ -96,7 +96,7 @@ STATES = {
     "{}": "lists no data files",
     '{"_data_files": []}': "lists no data files",
     '{"_data_files": ["x"]}': "does not lie inside",
-    '{"_data_files": [{"filename": "gone.arrow"}]}': "gone.arrow is not a readable Arrow file",
+    '{"_data_files": [{"filename": "gone.arrow"}]}': "gone.arrow: No such file",
     '{"_data_files": [{"filename": "a"}], "_indices_data_files": [{"filename": "b"}]}': "flatten_indices",
 }
 
@@ -160,3 +160,11 @@ def test_parquet_caps_columns_and_shards_that_disagree(tmp_path):
     pq.write_table(rows.rename_columns(["y", "pixels", "label"]), tmp_path / "test-00001-of-00002.parquet")
     with pytest.raises(InputError, match="other columns or classes"):
         load_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("cell", ["text", 7, [1, 2]])
+def test_a_struct_whose_bytes_are_none_is_refused(cell, tmp_path):
+    rows = pa.table({"image": [{"bytes": cell, "path": "x"}] * 2, "label": [0, 1]})
+    pq.write_table(rows, tmp_path / "test.parquet")
+    with pytest.raises(InputError, match="expected pictures or lists"):
+        load_dataset(tmp_path / "test.parquet")

@@ -312,3 +312,46 @@ def test_folders_that_would_give_wrong_labels_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="folder of no known kind"):
         load_dataset(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("name", ["test_batch.bin", "t10k-images-idx3-ubyte", "test.parquet"])
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_what_never_ends_is_not_read(name, kind, tmp_path):
+    """A link to an endless device was read past every limit; a pipe would be waited for."""
+    if kind == "device":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=r"not a regular file|of no known kind"):
+        load_dataset(tmp_path)
+
+
+def test_labels_beyond_64_bits_are_refused(tmp_path):
+    """The largest uint64 is −1 as int64."""
+    y = np.array([0, 2**64 - 1], dtype=np.uint64)
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 4), np.float32), y=y)
+    with pytest.raises(InputError, match="row 1 has label 18446744073709551615"):
+        load_dataset(tmp_path / "a.npz")
+
+    class Map:
+        targets = y
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            return np.zeros(4, np.float32), y[i]
+
+    from equipoise.data.factories import as_dataset
+
+    with pytest.raises(InputError, match="row 1 has label"):
+        as_dataset(Map(), "map")
+
+
+@pytest.mark.parametrize(
+    "spec", ["sys:exit", "os:abort.__class__", "os:_exit", "math:pi", "builtins:print", "nowhere:x"]
+)
+def test_a_factory_that_is_none_is_one_sentence(spec):
+    with pytest.raises(InputError) as caught:
+        load_dataset(spec)
+    assert "\n" not in str(caught.value)

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from nn_parts import worst_ratio
 from torch import nn
 
-from equipoise.conversion import Converted, export, make_lipschitz
+from equipoise.conversion import export, make_lipschitz
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.convert import convert, methods
+from equipoise.nn.convert import convert
 from equipoise.nn.effective import Effective
+from equipoise.nn.layers import methods
 from equipoise.nn.models import build
 
 
@@ -75,14 +76,14 @@ def test_the_bound_of_the_result_is_the_constant(name):
     before = copy.deepcopy(net.state_dict())
     found = make_lipschitz(net, 2.5, example_input=x)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())  # the original is not touched
-    assert [row.name for row in found.left] == NETS[name][2]
-    assert all(row.note for row in found.left)
-    assert found.report.upper <= 2.5
-    assert found.report.upper >= 2.5 * (1 - 1e-3)
-    assert worst_ratio(found.model.eval(), NETS[name][1], torch.float32, pairs=20) <= 2.5 * (1 + 1e-4)
-    assert found.model.current
-    assert "Lipschitz constant 2.5" in str(found)
-    assert found.to_dict()["constant"] == 2.5
+    assert [row.name for row in found.conversion.left] == NETS[name][2]
+    assert all(row.note for row in found.conversion.left)
+    assert found.conversion.report.upper <= 2.5
+    assert found.conversion.report.upper >= 2.5 * (1 - 1e-3)
+    assert worst_ratio(found.eval(), NETS[name][1], torch.float32, pairs=20) <= 2.5 * (1 + 1e-4)
+    assert found.current
+    assert "Lipschitz constant 2.5" in str(found.conversion)
+    assert found.conversion.to_dict()["constant"] == 2.5
 
 
 @pytest.mark.parametrize("method", ["sr", "aol", "sn", "rko", "bjorck", "bcop", "cayley", "soc"])
@@ -91,9 +92,9 @@ def test_methods(method):
     net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
     x = torch.randn(1, 1, 6, 6)
     found = make_lipschitz(net, 1.0, method, example_input=x)
-    assert [row.action for row in found.rows] == ["converted", "kept", "kept", "converted"]
-    assert 1 - 1e-3 <= found.report.upper <= 1
-    assert worst_ratio(found.model.eval(), (1, 6, 6), torch.float32, pairs=20) <= 1 + 1e-4
+    assert [row.action for row in found.conversion.rows] == ["converted", "kept", "kept", "converted"]
+    assert 1 - 1e-3 <= found.conversion.report.upper <= 1
+    assert worst_ratio(found.eval(), (1, 6, 6), torch.float32, pairs=20) <= 1 + 1e-4
 
 
 @pytest.mark.parametrize("name", ["dense", "cnn"])
@@ -101,16 +102,16 @@ def test_lipschitz_bound_of_the_live_network_agrees(name):
     """Not only of the stored weights that were measured: the network that computes its weights."""
     x = torch.zeros(1, *NETS[name][1])
     found = make_lipschitz(make(name), 3.0, example_input=x)
-    upper = lipschitz_bound(found.model.eval(), x).upper
+    upper = lipschitz_bound(found.eval(), x).upper
     assert 3 * (1 - 1e-3) <= upper <= 3 * (1 + 1e-6)
 
 
 def test_dense_networks_need_no_example_and_unknown_ones_are_refused():
-    assert isinstance(make_lipschitz(dense()), Converted)
+    assert isinstance(make_lipschitz(dense()), nn.Module)
     found = make_lipschitz(small_cnn(), 4.0)  # by construction, for all sizes
-    assert found.report is None
+    assert found.conversion.report is None
     x = torch.zeros(1, 1, 8, 8)
-    assert lipschitz_bound(export(found.model), x, rtol=1e-5).upper <= 4 * (1 + 1e-4)
+    assert lipschitz_bound(export(found), x, rtol=1e-5).upper <= 4 * (1 + 1e-4)
     with pytest.raises(Refused, match="pass example_input"):
         make_lipschitz(Skip())
 
@@ -120,7 +121,7 @@ def test_training_goes_on_and_rescaling_is_due_afterwards():
     net = make("skip").train()
     x = torch.randn(8, 1, 8, 8)
     found = make_lipschitz(net, 1.0, example_input=x)
-    model = found.model
+    model = found
     assert model.training
     assert model.module.bn.training
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -184,7 +185,7 @@ def test_a_single_layer_and_frozen_weights():
     new, _ = convert(layer)
     assert isinstance(new, Effective)
     assert not any(p.requires_grad for p in new.parameters())
-    assert make_lipschitz(nn.Linear(3, 3)).report.upper <= 1
+    assert make_lipschitz(nn.Linear(3, 3)).conversion.report.upper <= 1
 
 
 def test_hooks_are_not_dropped():
@@ -192,10 +193,10 @@ def test_hooks_are_not_dropped():
     layer.register_forward_hook(lambda module, args, output: 10 * output)
     net = nn.Sequential(layer, nn.Linear(3, 3))
     found = make_lipschitz(net, example_input=torch.zeros(1, 3))
-    assert [row.name for row in found.left] == ["0"]
-    assert found.report.upper <= 1
+    assert [row.name for row in found.conversion.left] == ["0"]
+    assert found.conversion.report.upper <= 1
     x = torch.randn(2, 3)
-    assert torch.allclose(found.model.module[0](x), net[0](x))
+    assert torch.allclose(found.module[0](x), net[0](x))
 
 
 def test_batch_norm_becomes_centring_with_the_shift_in_units_of_the_input():

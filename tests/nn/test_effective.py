@@ -13,6 +13,7 @@ from torch import nn
 
 import equipoise.nn as eqn
 from equipoise.core.errors import Refused
+from equipoise.maps import geometry_of
 from equipoise.norms import spectral_norm
 
 ROWS = pytest.mark.parametrize(("case", "kind"), marked_rows())
@@ -225,7 +226,7 @@ def test_signature_takes_device_dtype_bias(case, kind):
 
 def test_parametrize_keeps_the_guarantee():
     conv = nn.Conv2d(3, 5, 3, padding=1, groups=1)
-    kernel = eqn.Kernel(tuple(conv.weight.shape), 1, conv.stride, conv.dilation, conv.padding_mode)
+    kernel = geometry_of(conv)
     nn.utils.parametrize.register_parametrization(conv, "weight", eqn.SR(kernel, t=2))
     assert spectral_norm(conv, input_size=(8, 8)).upper <= 1.001
     conv(torch.randn(1, 3, 8, 8)).sum().backward()

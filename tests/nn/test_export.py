@@ -14,11 +14,11 @@ from torch import nn
 from equipoise.conversion import export, make_lipschitz
 from equipoise.core.errors import Refused
 from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn import SRConv2d, SRLinear
 from equipoise.nn.activations import HouseholderActivation, MaxMin
 from equipoise.nn.effective import Effective
 from equipoise.nn.export import largest_difference
 from equipoise.nn.models import build, input_shape
-from equipoise.nn.named import SRConv2d, SRLinear
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised
 from equipoise.nn.pooling import ScaledAvgPool2d, SpaceToDepth
 
@@ -38,7 +38,7 @@ NETS = {
     "sll": (lambda: build("sll", **SLL), input_shape("sll", **SLL)),
     "orthogonal": (lambda: build("orthogonal_cnn", **ORTHOGONAL), (1, 8, 8)),
     "sandwich mlp": (lambda: build("sandwich_mlp", widths=[8], num_classes=3, constant=2.0), (1, 8, 8)),
-    "converted": (lambda: make_lipschitz(build("mlp", widths=[8], num_classes=3)).model, (1, 8, 8)),
+    "converted": (lambda: make_lipschitz(build("mlp", widths=[8], num_classes=3)), (1, 8, 8)),
 }
 SPECTRAL = {
     "sandwich cnn": (lambda: build("sandwich_cnn", in_channels=1, input_size=8, channels=[2], hidden=8), (1, 8, 8))

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 import equipoise.nn as eqn
 from equipoise.core.errors import InputError, Refused
+from equipoise.maps.geometry import Geometry
 from equipoise.nn.diagonal import rescaling, rescaling_pair
-from equipoise.nn.phases import Phases
+from equipoise.nn.rescaling import Phases
 from equipoise.norms import reference_norm, spectral_norm
 
 
@@ -137,7 +138,7 @@ def test_steps_below_one_are_refused(t):
     ("stride", "dilation", "kernel"), list(itertools.product((1, 2, 3), (1, 2, 3), ((3, 3), (4, 2))))
 )
 def test_phases_split_and_join(stride, dilation, kernel):
-    phases = Phases(eqn.Kernel((4, 2, *kernel), 2, (stride, 1), (dilation, dilation)))
+    phases = Phases(Geometry.of((4, 2, *kernel), "zeros", (stride, 1), dilation, 2))
     K = torch.randn(2, 2, 2, *kernel)
     split = phases.split(K)
     assert split.shape[2] == phases.channels

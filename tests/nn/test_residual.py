@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nn_parts import jacobian_norm
 from torch import nn
 from torch.nn import functional
 
@@ -12,7 +13,6 @@ import equipoise.nn as eqn
 from equipoise.core.bounds import Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.nn.diagonal import rescaling_pair
-from equipoise.nn.slopes import SLOPES
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +20,11 @@ def _seed():
     torch.manual_seed(0)
 
 
-def jacobian_norm(module, x):
-    jacobian = torch.autograd.functional.jacobian(module, x)
-    return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), ord=2))
+#: activations whose slopes lie in [0, 1]
+UNIT = [
+    nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.Tanh, nn.Tanhshrink, nn.Sigmoid, nn.LogSigmoid,
+    nn.Hardtanh, nn.Hardsigmoid, nn.Softsign, nn.Softshrink, nn.Softplus,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh(), nn.Softplus(), nn.LeakyReLU(0.2)])
@@ -69,7 +71,7 @@ def test_convolution_is_the_definition():
     torch.testing.assert_close(block(x), expected, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("activation", list(SLOPES), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("activation", UNIT, ids=lambda c: c.__name__)
 def test_every_accepted_activation_has_unit_slopes(activation):
     act = activation()
     x = torch.cat([torch.linspace(-30, 30, 60001, dtype=torch.float64), 1e-3 * torch.randn(2000, dtype=torch.float64)])
@@ -79,7 +81,7 @@ def test_every_accepted_activation_has_unit_slopes(activation):
     assert slope.max() <= 1 + 1e-7
     block = eqn.SLLLinear(4, activation=act, dtype=torch.float64)
     for scale in (0.1, 1, 5):
-        assert jacobian_norm(block, scale * torch.randn(1, 4, dtype=torch.float64)) <= 1 + 1e-9
+        assert jacobian_norm(block, scale * torch.randn(4, dtype=torch.float64)) <= 1 + 1e-9
 
 
 class Abs(nn.Module):
@@ -182,7 +184,7 @@ def test_bound_is_measured_on_the_weights_used():
     bound = block.lipschitz_upper((3, 8, 8)).value
     assert bound >= max(1, 2 * norm**2 - 1)
     x = torch.randn(1, 3, 8, 8)
-    assert jacobian_norm(block, x) <= bound
+    assert jacobian_norm(block, x[0]) <= bound
 
 
 def test_exported_geometry_that_was_changed_is_refused():

@@ -13,9 +13,9 @@ from torch import nn
 from equipoise.conversion import export
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn import SNLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import Contracted, MaxMin
 from equipoise.nn.constants import known_constant
-from equipoise.nn.named import SNLinear, SRConv2d, SRLinear
 from equipoise.nn.normalise import LastLayerNormalised
 from equipoise.nn.pooling import MaxPool2d, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.wrappers import ConvexResidual, Lipschitz

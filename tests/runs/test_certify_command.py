@@ -62,7 +62,7 @@ def test_a_run_its_summary_and_its_repetition(first, data, tmp_path):
     assert again.stderr == ""
     assert (tmp_path / "a" / "run.json").read_bytes() == before
     x = torch.stack([load_dataset(data)[i][0] for i in range(10)])
-    smooth = SmoothedClassifier(runs_nets.net(), 0.3, 4).certify(x, n=300, procedure="cpm")
+    smooth = SmoothedClassifier(runs_nets.net(), 0.3, 4).certify(x, n=300)
     assert np.array_equal(open_run(tmp_path / "a").certificates().radius, smooth.radius)
 
 

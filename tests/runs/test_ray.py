@@ -1,8 +1,10 @@
 """The Ray engine on a real cluster of two workers: the table of the local engine, whatever happens to workers."""
 
+import runpy
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import runs_nets
@@ -24,6 +26,7 @@ ray = pytest.importorskip("ray")
 from equipoise.runs import ray_engine  # noqa: E402 - after the check that ray is there
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smoothing_two_workers.py"
 SETTINGS = {"sigma": 0.3, "n": 300}
 WORKERS = {"engine": "ray", "workers": 2}
 
@@ -93,14 +96,6 @@ def test_a_model_that_raises_is_one_sentence(cluster, tmp_path, xy):
     assert open_run(tmp_path).rows == []
 
 
-def test_nan_is_a_recorded_failure(cluster, tmp_path, xy):
-    x, y = xy[0].clone(), xy[1]
-    x[:, 0, 0, 0], x[2, 0, 0, 0] = 0.2, 9.0
-    run = certify(runs_nets.Sometimes(6.0).eval(), (x, y), run_dir=tmp_path, engine="ray", **SETTINGS)
-    assert run.finished
-    assert list(run.failures) == [2]
-
-
 def test_an_interruption_leaves_a_run_that_continues(cluster, tmp_path, net):
     data = runs_nets.data(12)
 
@@ -124,11 +119,11 @@ def test_inputs_are_pulled_only_as_fast_as_they_are_worked_off(cluster, net):
             pulled += 1
             yield item
 
-    for done, row in enumerate(ray_engine.run(spec_of(net), counted(), Execution(2))):
+    for done, row in enumerate(ray_engine.run(spec_of(net), counted(), Execution(1))):
         seen.add(row.id)
         ahead = max(ahead, pulled - done)
     assert seen == set(range(30))
-    assert ahead <= 2 * ray_engine.AHEAD + 1
+    assert ahead <= ray_engine.AHEAD + 1
 
 
 def test_closing_stops_the_workers(cluster, net):
@@ -152,9 +147,13 @@ def test_workers_use_one_thread(cluster):
     assert row.estimation.tolist() == [100, 0, 0, 0]
 
 
-def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path, net, xy):
-    run = certify(net, xy, run_dir=tmp_path / "ray", engine="ray", workers=3, **SETTINGS)
-    assert table(run) == table(certify(net, xy, run_dir=tmp_path / "local", **SETTINGS))
+def test_more_workers_than_the_cluster_has_room_for_and_nan_is_a_recorded_failure(cluster, tmp_path, xy):
+    model, x, y = runs_nets.Sometimes(6.0).eval(), xy[0].clone(), xy[1]
+    x[:, 0, 0, 0], x[2, 0, 0, 0] = 0.2, 9.0
+    run = certify(model, (x, y), run_dir=tmp_path / "ray", engine="ray", workers=3, **SETTINGS)
+    assert run.finished
+    assert list(run.failures) == [2]
+    assert table(run) == table(certify(model, (x, y), run_dir=tmp_path / "local", **SETTINGS))
 
 
 def test_no_room_at_all_is_said(cluster, net, monkeypatch):
@@ -179,6 +178,15 @@ def test_an_exported_program(cluster, tmp_path, net, xy):
     assert table(run) == table(certify(program, xy, run_dir=tmp_path / "local", **SETTINGS))
 
 
+def test_the_example_runs_on_two_workers(cluster, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "40/40" in said
+    assert "stored in runs/two-workers" in said
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_two_workers_against_one(cluster):
     row = bench.ray_row(1, make=small_cnn, shape=(1, 28, 28), inputs=3, n=100)
     assert row["goal"] == "≥ 1.6"

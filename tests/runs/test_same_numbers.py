@@ -29,6 +29,11 @@ KINDS = [
     ("lvm", {"map": "sparsemax:3.0", "lipschitz": 20.0}),
     ("cohen", {"target_radius": 0.1}),
     ("cohen", {"relative": 0.3}),
+    ("rivals", {}),
+    ("rivals", {"map": "softmax:1.0"}),
+    ("rivals", {"target_radius": 0.1}),
+    ("rivals", {"noise": "grid"}),
+    ("randomized", {}),
 ]
 IDS = [f"{p}-{'-'.join(str(v) for v in s.values())}" for p, s in KINDS]
 
@@ -41,12 +46,13 @@ def table(run):
 def test_equal_to_the_classifier(tmp_path, net, xy, procedure, settings):
     run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=400, procedure=procedure, **settings)
     ours = run.certificates()
-    smooth = SmoothedClassifier(net, 0.3, 4, map=run.manifest.map)
+    smooth = SmoothedClassifier(net, 0.3, 4, map=run.manifest.map, noise=run.manifest.parameters.noise)
     if run.manifest.parameters.adaptive:
-        theirs = certify_adaptive(smooth, xy[0], n_max=400, **settings)
+        theirs = certify_adaptive(smooth, xy[0], n_max=400, procedure=procedure, **settings)
     else:
         constant = None if run.manifest.lipschitz is None else run.manifest.lipschitz.value
-        kind = "per-input" if settings.get("map") == "per-input" else "global"
+        kind = {None: None, "per-input": "per-input"}.get(settings.get("map"), "global")
+        kind = "global" if procedure in ("lvm", "direct") and kind is None else kind
         theirs = smooth.certify(xy[0], n=400, procedure=procedure, lipschitz=constant, map=kind)
     for name in ("prediction", "selected", "draws"):
         assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
@@ -126,7 +132,7 @@ def test_any_dataset(tmp_path, net, xy, kind):
     assert run.positions.tolist() == [1, 3, 5, 7]
     assert run.ids == [101, 103, 105, 107] if kind == "known" else [1, 3, 5, 7]
     assert run.labels.tolist() == y[[1, 3, 5, 7]].tolist()
-    smooth = SmoothedClassifier(net, 0.3, 4).certify(x[[1, 3, 5, 7]], n=150, procedure="cpm", ids=run.ids)
+    smooth = SmoothedClassifier(net, 0.3, 4).certify(x[[1, 3, 5, 7]], n=150, ids=run.ids)
     assert np.array_equal(run.certificates().radius, smooth.radius)
 
 

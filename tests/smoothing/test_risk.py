@@ -21,7 +21,7 @@ from equipoise.smoothing import (
 from equipoise.smoothing.bounds import Gaussian, count_bounds
 from equipoise.smoothing.partitions import every_class
 
-REPS, ALPHA = 20_000, 0.1
+REPS, ALPHA = 6_000, 0.1
 HARD = [name for name, row in PROCEDURES.items() if row.hard and not row.ties]
 SOFT = [name for name, row in PROCEDURES.items() if row.soft]
 
@@ -142,7 +142,7 @@ def test_the_check_has_power_wrong_constant():
 @pytest.mark.parametrize("procedure", PROCEDURES)
 @pytest.mark.parametrize("choice", ["global", "per-input"])
 def test_the_whole_classifier_keeps_the_risk(procedure: str, choice: str):
-    """From the network to the radius, maps chosen on the way: 250 inputs at a known distance, each with its own noise."""
+    """From the network to the radius, maps chosen on the way: 120 inputs at a known distance, each with its own noise."""
 
     class Plane(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_the_whole_classifier_keeps_the_risk(procedure: str, choice: str):
             return torch.stack([score, -score], dim=1)
 
     smooth = SmoothedClassifier(Plane().eval(), SIGMA, 2, chunk_size=50)
-    x = torch.zeros(250, 2)
+    x = torch.zeros(120, 2)
     x[:, 0] = 0.3
     grid = [SimplexMap("hardmax"), *(SimplexMap(m, t) for m in ("softmax", "sparsemax") for t in (0.3, 2.0, 10.0))]
     aware = 2 * 2**0.5 * (1 + 1e-6) if PROCEDURES[procedure].soft else None

@@ -7,9 +7,9 @@ from equipoise.train import read_recipe
 MLP = "equipoise.nn.models:mlp"
 
 
-@pytest.fixture
-def small():
-    """A recipe of seconds: `small("optimizer.lr=0.1", noise={...})`."""
+@pytest.fixture(scope="session")
+def make_small():
+    """A recipe of seconds: `make_small("optimizer.lr=0.1", noise={...})`."""
 
     def make(*overrides, **parts):
         base = {
@@ -24,10 +24,16 @@ def small():
     return make
 
 
+@pytest.fixture
+def small(make_small):
+    """The same under a short name."""
+    return make_small
+
+
 def figures(folder):
-    """The rows of metrics.jsonl without the clock."""
+    """The rows of metrics.jsonl without the clock and the checksum of it."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "check")} for row in rows]
 
 
 @pytest.fixture(name="figures")

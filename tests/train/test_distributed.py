@@ -1,4 +1,7 @@
-"""Two processes on the loopback address (gloo) share each global batch and get the result of one."""
+"""Two processes on the loopback address (gloo) share each global batch and get the result of one.
+
+Starting processes costs more than what they compute, so a pair of them runs several recipes, one after the other.
+"""
 
 import json
 import os
@@ -11,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from equipoise.checkpoints import load_checkpoint
-from equipoise.train import run_recipe
+from equipoise.train import read_recipe, run_recipe
 from equipoise.train.build import build_data
 from equipoise.train.losses import cross_entropy
 from equipoise.train.metrics import evaluate
@@ -21,21 +24,25 @@ import json, os, signal, sys, torch
 from equipoise.core.errors import EquipoiseError
 from equipoise.train import run_recipe
 torch.set_num_threads(1)
-stop = int(sys.argv[3])
+stop = int(sys.argv[2])
 def progress(event):
     if event.row is None and event.step == stop:
         os.kill(os.getpid(), signal.SIGKILL)
-try:
-    result = run_recipe(json.loads(sys.argv[1]), sys.argv[2], cpu=True, progress=progress if stop else None)
-    print(json.dumps([result.final["accuracy"], result.final["step"]]))
-except EquipoiseError as error:
-    print("refused:", error)
+for recipe, folder in json.loads(sys.argv[1]):
+    try:
+        result = run_recipe(recipe, folder, cpu=True, progress=progress if stop else None)
+        print("done:", json.dumps([result.final["accuracy"], result.final["step"]]))
+    except EquipoiseError as error:
+        print("refused:", error)
 torch.distributed.destroy_process_group()
 """
 
 
-def launch(recipe, folder, world=2, stop=0):
-    """Run the recipe on `world` processes; their outputs. Bounded in time, and only our own children are ended."""
+def launch(jobs, world=2, stop=0):
+    """Run recipes, each into its folder, on `world` processes; the lines each printed, one per recipe.
+
+    Bounded in time, and only our own children are ended.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,10 +50,11 @@ def launch(recipe, folder, world=2, stop=0):
         **os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
-    command = [sys.executable, "-c", SCRIPT, json.dumps(recipe.to_dict()), str(folder), str(stop)]
+    work = json.dumps([(recipe.to_dict(), str(folder)) for recipe, folder in jobs])
     children = [
         subprocess.Popen(
-            command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            [sys.executable, "-c", SCRIPT, work, str(stop)],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for rank in range(world)
@@ -61,7 +69,7 @@ def launch(recipe, folder, world=2, stop=0):
             child.kill()
             child.wait(timeout=30)
     assert all(child.returncode == 0 for child in children), outputs
-    return [out.strip().splitlines()[-1] for out, _ in outputs]
+    return [[line for line in out.splitlines() if line.startswith(("done:", "refused:"))] for out, _ in outputs]
 
 
 #: one row per way the batch enters the loss
@@ -75,46 +83,63 @@ KINDS = {
         "regularizers": [{"kind": "activation-decay", "sigma": 0.3}, {"kind": "spectral", "weight": 0.1}],
     },
 }  # fmt: skip
+RESNET = {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": 2}}
+
+
+@pytest.fixture(scope="module")
+def small(make_small):
+    """Every recipe that is run on two processes, by name."""
+    return {
+        **{kind: make_small("model.arguments.dropout=0", "epochs=2", **parts) for kind, parts in KINDS.items()},
+        "statistics": make_small("metrics.bound=false", "metrics.batch_size=10", "epochs=1", model=RESNET),
+        "resumed": make_small("checkpoint_steps=2", "epochs=2", "metrics.bound=false"),  # dropout: own states
+        "other": make_small("epochs=2", "metrics.bound=false"),
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(small, tmp_path_factory):
+    """The folder with one run per recipe, by two processes, and what each process printed."""
+    folder = tmp_path_factory.mktemp("pair")
+    run_recipe(read_recipe(small["other"].to_dict(), ["epochs=1"]), folder / "other")  # in the way of the last one
+    lines = launch([(recipe, folder / name) for name, recipe in small.items()])
+    return folder, [dict(zip(small, each, strict=True)) for each in lines]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_give_the_result_of_one(small, tmp_path, figures, kind):
-    recipe = small("model.arguments.dropout=0", "epochs=2", **KINDS[kind])
-    run_recipe(recipe, tmp_path / "one")
-    outputs = launch(recipe, tmp_path / "two")
-    assert len(set(outputs)) == 1  # both processes know the same figures
-    one, two = load_file(tmp_path / "one" / "model.safetensors"), load_file(tmp_path / "two" / "model.safetensors")
+def test_two_processes_give_the_result_of_one(small, pair, tmp_path, figures, kind):
+    run_recipe(small[kind], tmp_path / "one")
+    folder, (first, second) = pair
+    assert first[kind] == second[kind]  # both processes know the same figures
+    assert first[kind].startswith("done:")
+    one, two = load_file(tmp_path / "one" / "model.safetensors"), load_file(folder / kind / "model.safetensors")
     for name in one:
         assert torch.allclose(one[name], two[name], rtol=1e-4, atol=1e-5), name
-    for a, b in zip(figures(tmp_path / "one"), figures(tmp_path / "two"), strict=True):
+    for a, b in zip(figures(tmp_path / "one"), figures(folder / kind), strict=True):
         assert a.keys() == b.keys()
         for name in ("train_loss", "train_accuracy", "loss", "accuracy"):
             assert a[name] == pytest.approx(b[name], rel=1e-4), name
 
 
-def test_two_processes_measure_the_network_that_is_kept(small, tmp_path, figures):
+def test_two_processes_measure_the_network_that_is_kept(small, pair, figures):
     """Batch statistics differ between processes; the figures are those of one network, the one that is saved."""
-    model = {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": 2}}
-    launch(small("metrics.bound=false", "metrics.batch_size=10", "epochs=1", model=model), tmp_path / "run")
-    kept, _ = load_checkpoint(tmp_path / "run")
-    test = build_data(small().data).test
+    folder = pair[0] / "statistics"
+    kept, _ = load_checkpoint(folder)
+    test = build_data(small["statistics"].data).test
     found = evaluate(kept, test, cross_entropy(), torch.device("cpu"), 500)
-    row = figures(tmp_path / "run")[-1]
+    row = figures(folder)[-1]
     assert row["accuracy"] == found["accuracy"]
     assert row["loss"] == pytest.approx(found["loss"], rel=1e-5)
 
 
-def test_two_processes_resume_exactly(small, tmp_path, figures):
-    recipe = small("checkpoint_steps=2", "epochs=2", "metrics.bound=false")  # dropout: each process has its own state
-    launch(recipe, tmp_path / "whole")
-    launch(recipe, tmp_path / "stopped", stop=7)
-    launch(recipe, tmp_path / "stopped")
-    assert figures(tmp_path / "whole") == figures(tmp_path / "stopped")
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped"))
+def test_two_processes_resume_exactly(small, pair, tmp_path, figures):
+    launch([(small["resumed"], tmp_path)], stop=7)
+    launch([(small["resumed"], tmp_path)])
+    whole = pair[0] / "resumed"
+    assert figures(whole) == figures(tmp_path)
+    one, two = load_file(whole / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_what_one_process_refuses_all_refuse(small, tmp_path):
-    run_recipe(small("epochs=1", "metrics.bound=false"), tmp_path / "run")
-    outputs = launch(small("epochs=2", "metrics.bound=false"), tmp_path / "run")
-    assert all("belongs to another recipe (recipe.epochs: 1 → 2)" in out for out in outputs)
+def test_what_one_process_refuses_all_refuse(pair):
+    assert all("belongs to another recipe (recipe.epochs: 1 → 2)" in lines["other"] for lines in pair[1])

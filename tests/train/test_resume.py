@@ -267,6 +267,40 @@ def test_a_torn_last_line_of_the_metrics_is_dropped(tmp_path):
     assert [row["epoch"] for row in file.read()] == [1, 2]
 
 
+@pytest.mark.parametrize("place", [0.2, 0.9])
+def test_a_flipped_bit_in_a_state_is_noticed(small, tmp_path, place):
+    """In the header or in the numbers; the safetensors format has no checksum of its own."""
+    run_recipe(small(epochs=1), tmp_path / "run")
+    state = sorted((tmp_path / "run" / "state").iterdir())[-1]
+    content = bytearray(state.read_bytes())
+    content[int(place * len(content))] ^= 2
+    state.write_bytes(content)
+    with pytest.raises(InputError, match="is damaged: remove it"):
+        run_recipe(small(epochs=1), tmp_path / "run")
+
+
+def test_a_changed_line_of_the_metrics_is_noticed(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for epoch in (1, 2):
+        file.append({"epoch": epoch, "accuracy": 0.5})
+    file.path.write_text(file.path.read_text().replace("0.5", "0.9"))
+    with pytest.raises(InputError, match="damaged in line 1"):
+        file.read()
+    file.path.unlink()
+    file.append({"epoch": 1})
+    with pytest.raises(InputError, match=r"holds the epochs \[1\] of 2"):
+        file.rewind(2)
+
+
+def test_an_infinite_exponent_survives_the_run_directory(small, tmp_path):
+    """JSON has no infinity: `p: .inf` became null between the command line and the projection."""
+    recipe = small(epochs=1, projections=[{"kind": "norm", "p": float("inf")}])
+    assert read_recipe(recipe).projections[0].arguments["p"] == float("inf")
+    assert read_recipe(json.loads(json.dumps(recipe.to_dict()))).projections[0].arguments["p"] == float("inf")
+    run_recipe(recipe, tmp_path / "run")
+    assert run_recipe(recipe, tmp_path / "run").final["epoch"] == 1
+
+
 def test_the_callers_randomness_is_left_alone(small):
     import random
 

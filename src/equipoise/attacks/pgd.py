@@ -115,10 +115,8 @@ def smooth_pgd(
             total = total + soft_votes(_logits(classifier.model, z + noise, y), chosen).gather(1, y[:, None])[:, 0]
         return -(total / draws).clamp(min=1e-12).log()
 
-    voter = SmoothedClassifier(
-        classifier.model, classifier.sigma, classifier.num_classes, seed=seed + 2, chunk_size=classifier.chunk_size,
-        nonfinite=classifier.nonfinite, noise_dtype=classifier.noise_dtype,
-    )  # fmt: skip
+    voter = classifier.like(SmoothedClassifier, seed=seed + 2, map=None)
+    voter.drawn(x)  # fixes the law of the noise by the inputs, not by the attacked points
 
     def broken(z: Tensor) -> Tensor:
         if chosen.name == "hardmax":
@@ -126,7 +124,21 @@ def smooth_pgd(
             return (answer >= 0) & (answer != y)
         return overtaken(voter, z, y, chosen, check_draws, alpha)
 
-    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, every_step=False)
+    return _ascend(loss, broken, x, epsilon, steps, step_size, restarts, seed, every_step=False, finish=_onto(voter, x))
+
+
+def _onto(classifier: SmoothedClassifier, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Where an attack may end: anywhere, or on the grid the classifier lives on, rounded towards x so as to stay in the ball."""
+    cells = classifier.cells
+    if cells is None:
+        return lambda z: z
+    centre = (x.double() * cells).round()
+
+    def finish(z: Tensor) -> Tensor:
+        moved = ((z.double() - x.double()) * cells).trunc()
+        return ((centre + moved).to(x.dtype) / cells).to(x.dtype)
+
+    return finish
 
 
 def overtaken(
@@ -157,7 +169,7 @@ def soft_votes(logits: Tensor, chosen: SimplexMap) -> Tensor:
 
 def _ascend(
     loss: Loss, broken: Verdict, x: Tensor, epsilon: float | Tensor, steps: int, step_size: float | None,
-    restarts: int, seed: int, every_step: bool = True,
+    restarts: int, seed: int, every_step: bool = True, finish: Callable[[Tensor], Tensor] = lambda z: z,
 ) -> AttackResult:  # fmt: skip
     x = fresh_strides(x)
     radius = _radius(x, epsilon, steps, restarts)
@@ -181,11 +193,12 @@ def _ascend(
             (gradient,) = torch.autograd.grad(score.sum(), moving)
             keep(z, score.detach().double(), every_step)
             z = inside_ball(x, z.double() + _wide(alpha, x) * unit(gradient), radius)
+        z = finish(z)
         keep(z, _quietly(loss, z).double(), True)
         if bool(found.all()):
             break
     distance = (best.double() - x.double()).flatten(1).norm(dim=1)
-    return AttackResult(best, found, distance)
+    return AttackResult(best, found & (distance <= radius), distance)
 
 
 def _quietly(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:

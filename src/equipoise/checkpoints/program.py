@@ -59,11 +59,21 @@ def load_program(path: str | Path) -> ExportedProgram:
     rebuilt = inspect_program(read_bounded(path, LARGEST_ARCHIVE), str(path))
     try:
         with _quiet():
-            return torch.export.load(io.BytesIO(rebuilt))
+            program = torch.export.load(io.BytesIO(rebuilt))
+            _run_once(program)
+            return program
     except Exception as error:  # whatever PyTorch's reader raises for a description that does not fit together
         raise InputError(
             f"{path} is not a program this PyTorch can read ({type(error).__name__}: {_line(error)})"
         ) from error
+
+
+def _run_once(program: ExportedProgram) -> None:
+    """Weights that do not fit the graph, or arguments that do not fit an operation, show on the program's own sample inputs."""
+    if program.example_inputs is not None:
+        arguments, keywords = program.example_inputs
+        with torch.no_grad():
+            program.module()(*arguments, **keywords)
 
 
 @contextmanager

@@ -10,12 +10,12 @@ import sys
 
 def main() -> None:
     """Entry point of the `equipoise` command."""
-    from equipoise.cli.app import build
+    from equipoise.cli.app import build, run_to_exit
     from equipoise.cli.consoles import prepare_streams
 
     prepare_streams()
     wanted = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    build(wanted=wanted)(prog_name="equipoise")
+    run_to_exit(build(wanted=wanted), sys.argv[1:])
 
 
 __all__ = ["main"]

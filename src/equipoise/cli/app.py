@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -10,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -73,6 +74,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("bench", "equipoise.cli.bench", "bench"),
 )
 
+#: click's class of mistakes in a command line; typer has its own copy of click in later versions
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
 #: a disk, a quota or a file that takes no more
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -121,14 +125,9 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             from equipoise.core.errors import EquipoiseError
 
-            if isinstance(error, OSError) and error.errno in _FULL:
-                complain(f"cannot write the output: {error.strerror}; free some space and run the same command again")
-                os._exit(2)  # what waits to be written cannot be
             if not isinstance(error, EquipoiseError):
                 raise
-            complain(str(error))
-            if kwargs.get("json") or kwargs.get("as_json"):
-                emit_json({"error": str(error)})
+            refuse(str(error), bool(kwargs.get("json") or kwargs.get("as_json")))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             complain("interrupted")
@@ -136,6 +135,49 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapper.__doc__ = _verbatim(function.__doc__ or "")
     return wrapper
+
+
+def refuse(sentence: str, as_json: bool) -> None:
+    """One sentence on stderr; with --json a document on stdout as well."""
+    complain(sentence)
+    if as_json:
+        emit_json({"error": sentence})
+
+
+def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
+    """Run the application and end the process: 0 fine, 1 a check failed, 2 refused or not written, 130 interrupted.
+
+    Mistakes in the command line are a sentence, with --json a document too; output that cannot be written (a closed or broken
+    pipe, a full disk) never ends in success.
+    """
+    code: Any = 0
+    try:
+        try:
+            code = app(arguments, prog_name="equipoise", standalone_mode=False)
+        except UsageError as error:
+            code = _misused(error, "--json" in arguments)
+        except typer.Exit as error:
+            code = error.exit_code
+        except (typer.Abort, KeyboardInterrupt):
+            complain("interrupted")
+            code = 130
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (*_FULL, errno.EPIPE, errno.EBADF, errno.EIO):
+            raise
+        hint = "; free some space and run the same command again" if error.errno in _FULL else ""
+        with contextlib.suppress(OSError):
+            complain(f"cannot write the output: {error.strerror}{hint}")
+        os._exit(2)  # what waits to be written cannot be
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _misused(error: Any, as_json: bool) -> int:
+    """What is wrong with the command line, on stderr; with --json a document as well."""
+    error.show()
+    if as_json:
+        emit_json({"error": " ".join(error.format_message().split())})
+    return 2
 
 
 def _options(

@@ -41,7 +41,8 @@ def certify(
     limit: Annotated[int | None, typer.Option(help="at most this many inputs")] = None,
     skip: Annotated[int, typer.Option(help="leave out the first inputs")] = 0,
     stride: Annotated[int, typer.Option(help="take every so many-th input")] = 1,
-    seed: Annotated[int, typer.Option(help="of the noise")] = 0,
+    seed: Annotated[int | None, typer.Option(help="of the noise; default: drawn from the operating system")] = None,
+    noise: Annotated[str | None, typer.Option(help="grid (exact; default for 8-bit data) or float")] = None,
     nonfinite: Annotated[str, typer.Option(help="NaN logits: refuse (the input fails) or miss (no vote)")] = "refuse",
     engine: Annotated[str, typer.Option(help="local or ray")] = "local",
     workers: Annotated[int | None, typer.Option(help="of the ray engine")] = None,
@@ -113,7 +114,7 @@ def certify(
     job = _job(
         names[0], weights, data, split, sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
         procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
-        relative=relative, limit=limit, skip=skip, stride=stride, seed=seed, device=device, batch_size=batch_size,
+        relative=relative, limit=limit, skip=skip, stride=stride, seed=seed, noise=noise, device=device, batch_size=batch_size,
         nonfinite=nonfinite,
     )  # fmt: skip
     if plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -14,14 +15,34 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 
+class Closed(io.TextIOBase):
+    """A standard output that was closed before we began: writing to it fails, so that no result is lost without a word."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str, /) -> int:
+        """Fail, as the system would."""
+        raise OSError(errno.EBADF, "standard output is closed")
+
+
 def prepare_streams() -> None:
-    """A closed stream swallows what is written; a terminal without UTF-8 shows "?" for what it cannot: no result is lost."""
-    for name in ("stdout", "stderr"):
+    """A closed output fails when it is written to; a terminal without UTF-8 shows "?" for what it cannot show."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  as long as the process
+            _occupy(number)
+            nowhere = Closed() if name == "stdout" else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, nowhere)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def _occupy(number: int) -> None:
+    """Let no file that is opened later take the place of a standard stream, where stray output would go into it."""
+    handle = os.open(os.devnull, os.O_RDWR)
+    if handle != number:
+        os.dup2(handle, number)
+        os.close(handle)
 
 
 def results() -> Console:

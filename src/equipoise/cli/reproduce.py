@@ -18,7 +18,9 @@ def reproduce(
     identifiers: Annotated[list[str] | None, typer.Argument(help="identifiers as --list shows them")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="show every experiment with its claim")] = False,
     every: Annotated[bool, typer.Option("--all", help="run every experiment, keeping stored results")] = False,
-    scale: Annotated[str, typer.Option(help="laptop: minutes on two cores; paper: the thesis' settings")] = "laptop",
+    scale: Annotated[
+        str, typer.Option(help="laptop: minutes; desk: up to forty minutes each; paper: the thesis' settings")
+    ] = "laptop",
     seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
     data: Annotated[Path | None, typer.Option(help="folder of data files; default EQUIPOISE_DATA")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="folder of the results, one below it for each")] = Path(
@@ -130,7 +132,9 @@ def _require_folder(out: Path) -> None:
 def _line(outcome: Outcome) -> str:
     if outcome.result is None:
         return f"not run: {outcome.failure}"
-    return f"{outcome.result.verdict}" + (" (stored)" if outcome.stored else f" ({outcome.result.seconds:.0f} s)")
+    return "; ".join(map(str, outcome.result.verdicts)) + (
+        " (stored)" if outcome.stored else f" ({outcome.result.seconds:.0f} s)"
+    )
 
 
 def _document(outcome: Outcome) -> dict[str, object]:

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 def selfcheck(
     suite: Annotated[
-        str, typer.Argument(help="norms: matrices and convolutions; networks: random programs.", metavar="[SUITE]")
+        str,
+        typer.Argument(
+            help="norms: matrices and convolutions; networks: random programs; files: damaged files.", metavar="[SUITE]"
+        ),
     ] = "norms",
     minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
     device: Annotated[str, typer.Option(help="cpu, cuda (or cuda:1) or mps.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Other seeds test other operators.")] = 0,
     scripts: Annotated[
-        Path | None, typer.Option(help="Folder for the scripts that show violations of `networks`.")
+        Path | None, typer.Option(help="Folder for the scripts that show violations of `networks` and `files`.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
@@ -37,11 +40,15 @@ def selfcheck(
     With `networks`: random programs, written as source code, are bounded globally and
     locally and attacked by pairs and Jacobians; a violation is printed as a script.
 
+    With `files`: valid checkpoints, programs, runs, states, data, recipes and logs are
+    damaged or edited by an attacker, and opened: the same result or one sentence.
+
     Examples:
 
       equipoise selfcheck
       equipoise selfcheck --minutes 10 --device cuda --seed 3
       equipoise selfcheck networks --minutes 10 --scripts found
+      equipoise selfcheck files --minutes 10 --scripts found
     """
     from equipoise.core.errors import InputError
     from equipoise.lab.selfcheck import SUITES, run
@@ -96,7 +103,8 @@ def show(report: Report, console: Console) -> None:
         for example in t.examples:
             console.print(f"  {example}", markup=False)
         for text in t.scripts:
-            console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
+            long = max(map(len, text.splitlines())) > 500  # files packed as text: --scripts keeps them
+            console.print(f"\n{text[:300] + ' …' if long else text}", markup=False, highlight=False, soft_wrap=True)
     verdict = "no violations" if not report.violations else f"{report.violations} VIOLATIONS"
     console.print(
         f"{report.operators:,} operators, {verdict} "

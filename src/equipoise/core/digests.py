@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equipoise.core.errors import InputError
+
 
 class Digest:
     """A sha256 that is fed named values: tensors and arrays by dtype, shape and content, anything else by its text.
@@ -53,3 +55,26 @@ def digest_document(document: Any) -> str:
     """
     text = json.dumps(document, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def sealed(document: dict[str, Any]) -> dict[str, Any]:
+    """The document, as JSON gives it back, with its digest: evidence against accidents and naive edits, not a signature.
+
+    >>> unsealed(sealed({"a": (1, 2)}), "x.json")
+    {'a': [1, 2]}
+    """
+    plain = json.loads(json.dumps(document))
+    return plain | {"digest": digest_document(plain)}
+
+
+def unsealed(document: Any, where: str) -> Any:
+    """The document without its digest; refused where the two do not fit. One without a digest is believed."""
+    if not isinstance(document, dict) or "digest" not in document:
+        return document
+    plain = {key: value for key, value in document.items() if key != "digest"}
+    if document["digest"] != digest_document(plain):
+        raise InputError(
+            f"{where} was changed after it was written (its digest does not fit): restore it, or remove the line "
+            '"digest" if the change is yours'
+        )
+    return plain

@@ -7,8 +7,7 @@ calls agree to the bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import evaluating
 from equipoise.core.strides import fresh_strides
 from equipoise.curvature.losses import Loss, mean_loss
 
@@ -99,7 +99,7 @@ class LossHessian:
     def value(self, shift: Vector | None = None) -> float:
         """`L(θ + shift)`; with `noise`, the mean over its draws."""
         point, total = self._moved(shift), 0.0
-        with _evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.no_grad():
             for noise in self.shifts:
                 parameters = _plus(point, noise)
                 for (x, y), weight in zip(self.batches, self.weights, strict=True):
@@ -132,7 +132,7 @@ class LossHessian:
         self, work: Callable[[dict[str, Tensor], Tensor, Tensor], dict[str, Tensor]], count: bool
     ) -> Vector:
         total = np.zeros(self.size)
-        with _evaluating(self.model), sdpa_kernel(SDPBackend.MATH):
+        with evaluating(self.model), sdpa_kernel(SDPBackend.MATH):
             for shift in self.shifts:
                 point = _plus(self.parameters, shift)
                 for (x, y), weight in zip(self.batches, self.weights, strict=True):
@@ -257,14 +257,3 @@ def _batches(data: Data, batch_size: int) -> list[tuple[Tensor, Tensor]]:
     if not batches or any(len(x) == 0 for x, _ in batches):
         raise InputError("the data is empty")
     return batches
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

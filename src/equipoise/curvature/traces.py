@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from scipy.linalg import solve_triangular
-from scipy.stats import t as student
+from scipy.special import stdtrit
 from torch import nn
 
 from equipoise.core.errors import InputError
@@ -45,9 +45,7 @@ class TraceEstimate:
         """
         if not 0 < confidence < 1:
             raise InputError(f"a confidence lies between 0 and 1, got {confidence}")
-        reach = (
-            float(student.ppf((1 + confidence) / 2, self.samples - 1)) * self.standard_error if self.samples else 0.0
-        )
+        reach = float(stdtrit(self.samples - 1, (1 + confidence) / 2)) * self.standard_error if self.samples else 0.0
         return self.value - reach, self.value + reach
 
     def to_dict(self) -> dict[str, Any]:

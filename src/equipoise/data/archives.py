@@ -14,6 +14,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError, one_line
+from equipoise.core.files import open_regular
 from equipoise.data.dataset import Dataset
 from equipoise.data.reading import read_exactly
 from equipoise.data.sources import MAX_BYTES, Layout, array_source, largest_label
@@ -37,7 +38,7 @@ def load_archive(
     """Arrays `x_SPLIT`, `y_SPLIT` (or `x`, `y`; `images`, `labels`) of a .npz; the classes are those of all its splits."""
     name = name or (path.name if isinstance(path, Path) else "the archive")
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(open_regular(path) if isinstance(path, Path) else path) as archive:
             pairs = _pairs([entry.removesuffix(".npy") for entry in archive.namelist()])
             if not pairs:
                 raise InputError(f"{name} has no arrays x_train and y_train, x_test and y_test, or x and y")

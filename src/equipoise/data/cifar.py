@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.core import InputError
+from equipoise.core.files import read_bounded
 from equipoise.data.dataset import Dataset
 from equipoise.data.sources import MAX_BYTES, array_source
 from equipoise.data.splits import choose_split
@@ -64,7 +65,7 @@ def load_cifar(
     total = sum(path.stat().st_size for path in chosen)
     if total > max_bytes:
         raise InputError(f"{folder} holds {total:,} bytes, the cap is {max_bytes:,} (max_bytes=)")
-    records = np.concatenate([_records(path, variant) for path in chosen])
+    records = np.concatenate([_records(path, variant, max_bytes) for path in chosen])
     labels = records[:, variant.label_bytes - 1]
     pixels = records[:, variant.label_bytes :].reshape(-1, 3, 32, 32)
     classes = _class_names(folder / variant.names, variant.num_classes)
@@ -77,11 +78,8 @@ def load_cifar(
     )
 
 
-def _records(path: Path, variant: Variant) -> NDArray[Any]:
-    try:
-        body = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
+def _records(path: Path, variant: Variant, max_bytes: int) -> NDArray[Any]:
+    body = read_bounded(path, max_bytes)
     record = variant.label_bytes + _PIXELS
     if not body or len(body) % record:
         raise InputError(f"{path.name} has {len(body):,} bytes, expected a positive multiple of {record:,}")
@@ -91,7 +89,6 @@ def _records(path: Path, variant: Variant) -> NDArray[Any]:
 def _class_names(path: Path, count: int) -> tuple[str, ...] | None:
     if not path.is_file():
         return None
-    names = tuple(
-        line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
-    )
+    text = read_bounded(path).decode("utf-8", errors="replace")
+    names = tuple(line.strip() for line in text.splitlines() if line.strip())
     return names if len(names) == count else None

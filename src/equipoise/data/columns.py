@@ -147,7 +147,13 @@ def is_picture(kind: Any) -> bool:
     """Whether cells of this Arrow type hold an encoded picture: bytes, or Hugging Face's struct of bytes and path."""
     types = optional("pyarrow", "pyarrow", "Arrow data").types
     if types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0
+        place = kind.get_field_index("bytes")
+        return place >= 0 and _is_binary(kind.field(place).type)
+    return _is_binary(kind)
+
+
+def _is_binary(kind: Any) -> bool:
+    types = optional("pyarrow", "pyarrow", "Arrow data").types
     return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
 

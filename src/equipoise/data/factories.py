@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.core.errors import InputError, one_line
+from equipoise.core.imports import guarded, resolve
 from equipoise.data.dataset import Dataset, as_array
-from equipoise.data.sources import Ints, Layout, channels_first, default_scale, require_dtype
+from equipoise.data.sources import Ints, Layout, channels_first, check_labels, default_scale, require_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,18 +49,7 @@ def load_object(
     spec: str, split: str | None = None, *, num_classes: int | None = None, layout: Layout = "auto"
 ) -> Dataset:
     """Import the module, call the factory (with `split=` if it takes one), and wrap what it returns."""
-    module_name, _, attribute = spec.partition(":")
-    try:
-        target: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise InputError(
-            f"cannot import {module_name!r}: {one_line(error)}; is it installed or on PYTHONPATH?"
-        ) from error
-    try:
-        for part in attribute.split("."):
-            target = getattr(target, part)
-    except AttributeError as error:
-        raise InputError(f"{module_name!r} has no {attribute!r}: {error}") from error
+    target = resolve(spec)
     if callable(target):
         target = _call(target, spec, split)
     elif split is not None:
@@ -78,12 +67,7 @@ def _call(factory: Any, spec: str, split: str | None) -> Any:
         if not any(p.name == "split" or p.kind is p.VAR_KEYWORD for p in parameters):
             raise InputError(f"{spec} takes no argument named split: leave the split out, or add it to the factory")
         arguments = {"split": split}
-    try:
-        return factory(**arguments)
-    except EquipoiseError:
-        raise
-    except Exception as error:
-        raise InputError(f"{spec} raised {type(error).__name__}: {one_line(error)}") from error
+    return guarded(lambda: factory(**arguments), repr(spec))
 
 
 def as_dataset(found: Any, name: str, num_classes: int | None = None, layout: Layout = "auto") -> Dataset:
@@ -120,14 +104,15 @@ def _labels(items: Any, name: str, layout: Layout) -> Ints:
             continue
         array = as_array(known, f"{name}: {attribute}")
         if array.shape == (len(items),) and array.dtype.kind in "iu":
-            return array.astype(np.int64)
+            return check_labels(array, len(items), None, name)[0]
     return np.array([item_of(items, row, name, layout)[1] for row in range(len(items))], dtype=np.int64)
 
 
 def item_of(items: Any, row: int, name: str, layout: Layout) -> tuple[NDArray[Any], int]:
     """(raw input as (C, H, W) or (features,), label) of one row."""
+    found = guarded(lambda: items[row], f"row {row} of {name}")
     try:
-        x, y = items[row]
+        x, y = found
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: row {row} is not a pair (input, label): {one_line(error)}") from error
     array, label = as_array(x, f"{name}: row {row}"), as_array(y, f"{name}: the label of row {row}")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core.errors import InputError, one_line
+from equipoise.core.files import open_regular
 from equipoise.data.columns import Columns, column_dataset, features_of, find_columns
 from equipoise.data.dataset import Dataset
 from equipoise.data.extras import optional
@@ -105,7 +106,7 @@ def read_batches(path: Path) -> list[Any]:
     """The record batches of an Arrow stream (or file), memory-mapped: nothing is copied until it is used."""
     pa, ipc = optional("pyarrow", "pyarrow", "Arrow"), optional("pyarrow.ipc", "pyarrow", "Arrow")
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             random_access = file.read(6) == b"ARROW1"
             file.seek(max(0, path.stat().st_size - len(_END)))
             ended = file.read() == _END

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError, one_line
+from equipoise.core.files import open_regular
 from equipoise.data.columns import column_dataset, features_of, find_columns
 from equipoise.data.dataset import Dataset
 from equipoise.data.extras import optional
@@ -105,8 +106,10 @@ def _integers(column: Any) -> NDArray[Any]:
 def _metadata(path: Path) -> tuple[Any, Any]:
     pa, pq = optional("pyarrow", "pyarrow", "Parquet"), optional("pyarrow.parquet", "pyarrow", "Parquet")
     try:
-        with pq.ParquetFile(path) as file:
+        with open_regular(path), pq.ParquetFile(path) as file:
             return file.metadata, file.schema_arrow
+    except InputError:
+        raise
     except (OSError, pa.ArrowException, ValueError) as error:
         raise InputError(f"{path.name} is not a readable Parquet file: {one_line(error)}") from error
 

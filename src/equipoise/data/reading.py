@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from pathlib import Path
 from typing import IO, Any
 
-from equipoise.core.errors import InputError, one_line
+from equipoise.core import files
+from equipoise.core.errors import InputError
+from equipoise.core.files import open_regular
 
 _PIECE = 2**20
 _LARGEST_JSON = 50_000_000
@@ -29,10 +30,8 @@ def read_exactly(file: IO[bytes] | gzip.GzipFile, size: int, where: str, *, last
 
 def open_plain_or_gzip(path: Path) -> IO[bytes] | gzip.GzipFile:
     """The file, decompressed on the fly if its name ends in .gz."""
-    try:
-        return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    file = open_regular(path)
+    return gzip.GzipFile(fileobj=file, mode="rb") if path.suffix == ".gz" else file
 
 
 #: what reading a damaged compressed file raises
@@ -41,14 +40,7 @@ DAMAGED = (OSError, EOFError, zlib.error)
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of sensible size."""
-    try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise InputError(f"{path.name} is {path.stat().st_size:,} bytes long, too long for a description")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON: {one_line(error)}") from error
+    found = files.read_json(path, _LARGEST_JSON)
     if not isinstance(found, dict):
         raise InputError(f"{path} holds a JSON {type(found).__name__}, expected an object")
     return found

@@ -134,7 +134,8 @@ def first_non_finite(raw: NDArray[Any]) -> int | None:
 
 def largest_label(parts: Iterable[NDArray[Any]]) -> int | None:
     """Largest label + 1 over the splits of a dataset, or None where no split has labels; they are checked later."""
-    counts = [int(labels.max()) + 1 for labels in parts if labels.size and labels.dtype.kind in "iu"]
+    largest = np.iinfo(np.int32).max  # larger ones are refused with their row when the labels are checked
+    counts = [min(int(labels.max()), largest) + 1 for labels in parts if labels.size and labels.dtype.kind in "iu"]
     return max(counts) if counts and max(counts) >= 1 else None
 
 
@@ -149,8 +150,9 @@ def check_labels(labels: Any, count: int, num_classes: int | None, where: str) -
         raise InputError(f"{where}: {count} inputs but {len(array)} labels")
     if count == 0:
         raise InputError(f"{where} holds no data")
-    bad = array > np.iinfo(np.int32).max if num_classes is None else array >= num_classes
-    bad = bad | (array < 0)
+    bad = (array > np.iinfo(np.int32).max) | (array < 0)  # before int64 turns the largest uint64 into −1
+    if num_classes is not None:
+        bad = bad | (array >= num_classes)
     if bool(bad.any()):
         row = int(np.argmax(bad))
         wanted = "0 or more" if num_classes is None else f"in 0 … {num_classes - 1}"

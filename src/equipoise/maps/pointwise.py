@@ -120,7 +120,9 @@ def hinge(left: float | Tensor, right: float | Tensor = 1.0) -> Pointwise:
 def elu(alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Pointwise:
     """`scale·x` above 0, `scale·α·(exp(βx) − 1)` below: slopes up to scale·max(1, αβ), smooth where αβ = 1."""
     side = scale * alpha * inner
-    slopes = (min(0.0, up(abs(side)) * math.copysign(1, side)), up(max(scale, side)))
+    if scale != 1 or inner != 1:  # else nothing was rounded
+        side = up(abs(side)) * math.copysign(1, side)
+    slopes = (min(0.0, side), max(scale, side))
     curvature = up(abs(side) * inner) if alpha * inner == 1 else math.inf
     return Pointwise(slopes, lambda x: torch.where(x > 0, scale * x, scale * alpha * torch.expm1(inner * x.clamp_max(0))),
                      curvature)  # fmt: skip

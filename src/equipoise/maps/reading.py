@@ -99,10 +99,17 @@ def read(module: nn.Module, input_size: Integers | None = None) -> Matrix | Conv
     >>> type(read(nn.ConvTranspose2d(2, 3, 3), input_size=4)).__name__
     'Adjoint'
     """
-    kind = module_kind(module)
+    module_kind(module)
     weight = module.weight
     assert isinstance(weight, Tensor)
-    if kind is nn.Linear:
-        return Matrix(weight.detach())
-    conv = Convolution(weight.detach(), geometry_of(module, input_size))
-    return Adjoint(conv) if kind in TRANSPOSED else conv
+    return linear_part(module, weight.detach(), input_size)
+
+
+def linear_part(
+    module: nn.Module, weight: Tensor, input_size: Integers | None = None
+) -> Matrix | Convolution | Adjoint:
+    """The linear part of a plain layer with a given weight in place of its own; differentiable in it."""
+    if isinstance(module, nn.Linear):
+        return Matrix(weight)
+    conv = Convolution(weight, geometry_of(module, input_size))
+    return Adjoint(conv) if isinstance(module, TRANSPOSED) else conv

@@ -1,10 +1,18 @@
-"""1-Lipschitz layers that are 1-Lipschitz: in float32 and float64, in training and evaluation, for every input size."""
+"""1-Lipschitz layers that are 1-Lipschitz: in float32 and float64, in training and evaluation, for every input size.
+
+Layers are named `<Method><Plain layer>`, e.g. `SRConv2d`; `methods()` is the table of them, with those that other packages
+add through the entry points `equipoise.layers`.
+"""
+
+import warnings
+from typing import Any
 
 from equipoise.nn import models
 from equipoise.nn.activations import Contracted, GroupSort, HouseholderActivation, MaxMin
 from equipoise.nn.attention import L2Attention
 from equipoise.nn.effective import Effective
-from equipoise.nn.layers import Conv1dLayer, Conv2dLayer, ConvTranspose2dLayer, LinearLayer, Weighted
+from equipoise.nn.layers import Weighted as _Weighted
+from equipoise.nn.layers import layer_named, layers_of, methods
 from equipoise.nn.losses import (
     OffsetCrossEntropy,
     emma,
@@ -15,9 +23,26 @@ from equipoise.nn.losses import (
     margin_hinge,
     offset_cross_entropy,
 )
-from equipoise.nn.method import Kernel, Method
+from equipoise.nn.method import PLAIN as _PLAIN
+from equipoise.nn.method import Method
 from equipoise.nn.metrics import CertifiedAccuracy, certified_accuracy, certified_radius
-from equipoise.nn.named import (
+from equipoise.nn.normalise import BatchCentering, LastLayerNormalised, LayerCentering
+from equipoise.nn.orthogonal import *  # noqa: F403
+from equipoise.nn.orthogonal import __all__ as _orthogonal
+from equipoise.nn.pooling import (
+    DepthToSpace,
+    FirstFeatures,
+    MaxPool2d,
+    PadChannels,
+    ScaledAvgPool2d,
+    ScaledGlobalAvgPool2d,
+    SpaceToDepth,
+)
+from equipoise.nn.rescaling import (
+    AOL,
+    RLB,
+    SN,
+    SR,
     AOLConv1d,
     AOLConv2d,
     AOLConvTranspose2d,
@@ -33,130 +58,90 @@ from equipoise.nn.named import (
     SRConvTranspose2d,
     SRLinear,
 )
-from equipoise.nn.normalise import BatchCentering, LastLayerNormalised, LayerCentering
-from equipoise.nn.orthogonal import (
-    BCOP,
-    RKO,
-    SOC,
-    BCOPConv1d,
-    BCOPConv2d,
-    BCOPConvTranspose2d,
-    BCOPLinear,
-    Bjorck,
-    BjorckConv2d,
-    BjorckLinear,
-    Cayley,
-    CayleyConv2d,
-    CayleyLinear,
-    Householder,
-    HouseholderLinear,
-    RKOConv1d,
-    RKOConv2d,
-    RKOConvTranspose2d,
-    RKOLinear,
-    Sandwich,
-    SandwichConv2d,
-    SandwichLinear,
-    SOCConv2d,
-    SOCLinear,
-)
-from equipoise.nn.pooling import (
-    DepthToSpace,
-    FirstFeatures,
-    MaxPool2d,
-    PadChannels,
-    ScaledAvgPool2d,
-    ScaledGlobalAvgPool2d,
-    SpaceToDepth,
-)
-from equipoise.nn.rescaling import AOL, RLB, SN, SR
-from equipoise.nn.residual import CPLConv2d, CPLLinear, ExportedResidual, Residual, SLLConv2d, SLLLinear
+from equipoise.nn.residual import CPLConv2d, CPLLinear, SLLConv2d, SLLLinear
 from equipoise.nn.wrappers import ConvexResidual, Lipschitz
 
+#: names of earlier releases that were never meant for users, with where they are now
+_EARLIER = {
+    "ExportedResidual": ("equipoise.nn.residual", "ExportedResidual"),
+    "Kernel": ("equipoise.nn.method", "kernel"),
+    "Residual": ("equipoise.nn.residual", "Residual"),
+    "Weighted": ("equipoise.nn.layers", "Weighted"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _EARLIER:
+        module, attribute = _EARLIER[name]
+        warnings.warn(f"equipoise.nn.{name} is now {module}.{attribute}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(module), attribute)
+    plain = {f"{kind.__name__}Layer": kind for kind in _PLAIN}.get(name)
+    if plain is not None:
+        warnings.warn(f"equipoise.nn.{name} is no longer needed: see layers_of", DeprecationWarning, stacklevel=2)
+        return type(name, (_Weighted,), {"plain_type": plain})
+    layer = None if name.startswith("_") else layer_named(name)
+    if layer is None:
+        raise AttributeError(f"module 'equipoise.nn' has no attribute {name!r}")
+    return layer
+
+
 __all__ = [
+    *_orthogonal,
     "AOL",
-    "BCOP",
-    "RKO",
-    "RLB",
-    "SN",
-    "SOC",
-    "SR",
     "AOLConv1d",
     "AOLConv2d",
     "AOLConvTranspose2d",
     "AOLLinear",
-    "BCOPConv1d",
-    "BCOPConv2d",
-    "BCOPConvTranspose2d",
-    "BCOPLinear",
     "BatchCentering",
-    "Bjorck",
-    "BjorckConv2d",
-    "BjorckLinear",
     "CPLConv2d",
     "CPLLinear",
-    "Cayley",
-    "CayleyConv2d",
-    "CayleyLinear",
     "CertifiedAccuracy",
     "Contracted",
-    "Conv1dLayer",
-    "Conv2dLayer",
-    "ConvTranspose2dLayer",
     "ConvexResidual",
     "DepthToSpace",
     "Effective",
-    "ExportedResidual",
     "FirstFeatures",
     "GroupSort",
-    "Householder",
     "HouseholderActivation",
-    "HouseholderLinear",
-    "Kernel",
     "L2Attention",
     "LastLayerNormalised",
     "LayerCentering",
-    "LinearLayer",
     "Lipschitz",
     "MaxMin",
     "MaxPool2d",
     "Method",
     "OffsetCrossEntropy",
     "PadChannels",
-    "RKOConv1d",
-    "RKOConv2d",
-    "RKOConvTranspose2d",
-    "RKOLinear",
+    "RLB",
     "RLBConv2d",
     "RLBLinear",
-    "Residual",
     "SLLConv2d",
     "SLLLinear",
+    "SN",
     "SNConv1d",
     "SNConv2d",
     "SNConvTranspose2d",
     "SNLinear",
-    "SOCConv2d",
-    "SOCLinear",
+    "SR",
     "SRConv1d",
     "SRConv2d",
     "SRConvTranspose2d",
     "SRLinear",
-    "Sandwich",
-    "SandwichConv2d",
-    "SandwichLinear",
     "ScaledAvgPool2d",
     "ScaledGlobalAvgPool2d",
     "SpaceToDepth",
-    "Weighted",
     "certified_accuracy",
     "certified_radius",
     "emma",
     "gloro",
     "gloro_logits",
     "gloro_trades",
+    "layers_of",
     "lipschitz_margin",
     "margin_hinge",
+    "methods",
     "models",
     "offset_cross_entropy",
 ]

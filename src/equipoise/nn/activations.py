@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import down, up
+from equipoise.maps.pointwise import read_activation
 
 
 class MaxMin(nn.Module):
@@ -167,51 +168,60 @@ def _divisible(x: Tensor, dim: int, size: int, name: str) -> None:
         )
 
 
-#: (lowest, largest) slope, rounded outward, of modules without parameters that matter
-_SLOPES: dict[type[nn.Module], tuple[float, float]] = {
-    nn.Identity: (1, 1),
-    nn.ReLU: (0, 1),
-    nn.ReLU6: (0, 1),
-    nn.Hardtanh: (0, 1),
-    nn.Tanh: (0, 1),
-    nn.Sigmoid: (0, 0.25),
-    nn.Softsign: (0, 1),
-    nn.Softplus: (0, 1),
-    nn.LogSigmoid: (0, 1),
-    nn.Softshrink: (0, 1),
-    nn.CELU: (0, 1),
-    nn.Hardsigmoid: (0, 0.16666668),
-    nn.SiLU: (-0.09984, 1.09984),
-    nn.Mish: (-0.11253, 1.0884983),
-    nn.SELU: (0, 1.7580995),
-    nn.Hardswish: (-0.5000001, 1.5000001),
-    nn.Tanhshrink: (0, 1),
-}
-
-
 def slopes(activation: nn.Module) -> tuple[float, float] | None:
     """The interval of slopes of a pointwise activation, rounded outward; None where it is not known.
 
     >>> slopes(nn.ReLU()), slopes(nn.LeakyReLU(0.1)), slopes(nn.GELU())[1] > 1.1289, slopes(nn.Linear(1, 1))
-    ((0, 1), (0.1, 1.0), True, None)
+    ((0.0, 1.0), (0.1, 1.0), True, None)
     """
-    kind = type(activation)  # exact: a subclass may have another forward
-    if isinstance(activation, nn.LeakyReLU) and kind is nn.LeakyReLU:
-        return min(activation.negative_slope, 1.0), max(activation.negative_slope, 1.0)
-    if isinstance(activation, nn.ELU) and kind is nn.ELU:
-        alpha = float(activation.alpha)
-        return min(0.0, alpha), max(1.0, alpha)
-    if isinstance(activation, nn.GELU) and kind is nn.GELU:
-        top = 1.1289932 if activation.approximate == "tanh" else 1.1289042
-        return 1 - top, top
-    if isinstance(activation, nn.Softplus) and (activation.threshold < 20 or activation.beta <= 0):
-        return None  # PyTorch switches to x with a jump
-    if isinstance(activation, nn.CELU) and activation.alpha <= 0:
-        return None
-    if isinstance(activation, Contracted) and kind is Contracted:
+    if isinstance(activation, Contracted) and type(activation) is Contracted:
         inner = slopes(activation.activation)
         return None if inner is None else (inner[0] * activation.factor, inner[1] * activation.factor)
-    return _SLOPES.get(kind)
+    found = read_activation(activation) if isinstance(activation, nn.Module) else None
+    return None if found is None else found.slopes
+
+
+#: why the slopes of these are not in the table
+_UNKNOWN: dict[type[nn.Module], str] = {
+    nn.PReLU: "its slopes are learned and may leave [0, 1]",
+    nn.Threshold: "it jumps",
+    nn.Hardshrink: "it jumps",
+    nn.Softplus: "with threshold below 20 it jumps where it switches to the identity",
+}
+#: the argument that decides
+_ARGUMENT = {nn.ELU: "alpha", nn.LeakyReLU: "negative_slope"}
+
+
+def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(Uᵀx)") -> nn.Module:
+    """The activation, refused by name and with the reason unless all its slopes are known to lie in [0, 1].
+
+    With a slope outside, a residual block is not 1-Lipschitz: abs or −x give 3, GELU 1.17 was seen.
+
+    >>> unit_slopes(nn.ReLU())
+    ReLU()
+    >>> unit_slopes(nn.GELU())
+    Traceback (most recent call last):
+    ...
+    equipoise.core.errors.Refused: GELU: its slopes go from -0.129 to 1.13; a residual block ...
+    """
+    found, kind = slopes(activation), type(activation)
+    if found is not None and found[0] >= 0 and found[1] <= 1:
+        return cast(nn.Module, activation)
+    name = kind.__name__ if isinstance(activation, nn.Module) else getattr(activation, "__name__", activation)
+    why = _UNKNOWN.get(kind, "its slopes are not known here")
+    if found is not None:
+        cause = f" with {_ARGUMENT[kind]}={getattr(activation, _ARGUMENT[kind]):g}" if kind in _ARGUMENT else ""
+        why = f"its slopes go from {found[0]:.3g} to {found[1]:.3g}{cause}"
+    raise Refused(
+        f"{name}: {why}; {layer} is 1-Lipschitz only if every slope of act lies in [0, 1]; "
+        "use ReLU, LeakyReLU, Tanh, Softplus, ELU or Hardtanh"
+    )
+
+
+def homogeneous(activation: nn.Module) -> bool:
+    """Whether `act(c·z) = c·act(z)` for c > 0: a factor can be moved through."""
+    found = read_activation(activation)
+    return found is not None and found.homogeneous
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.core.modules import changed
+from equipoise.core.modules import hooked, stands
 from equipoise.core.precision import up
 from equipoise.nn.activations import slopes
-from equipoise.nn.effective import Effective
 
 _ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
 _RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -37,15 +36,10 @@ def known_constant(module: nn.Module) -> float | None:
         return None
     if "lipschitz_constant" in vars(module):
         return float(vars(module)["lipschitz_constant"])
-    maker, claimer = _owner(module, "forward"), _owner(module, "lipschitz_constant")
-    if maker is not None and changed(module, maker):
-        return None
-    if claimer is not None:  # a subclass with another forward does not inherit the claim
-        stated = module.lipschitz_constant if claimer is maker else None
+    if any("lipschitz_constant" in vars(kind) for kind in type(module).__mro__):
+        # a subclass with another forward does not inherit the claim
+        stated = module.lipschitz_constant if stands(module, "lipschitz_constant") else None
         return None if stated is None else float(stated)  # type: ignore[arg-type]
-    if isinstance(module, Effective):
-        own = maker is not None and maker.__module__.startswith("equipoise.")
-        return 1.0 if own and getattr(module, "certified", True) else None
     if type(module) is nn.Sequential:
         total = 1.0
         for part in module:
@@ -55,20 +49,6 @@ def known_constant(module: nn.Module) -> float | None:
             total = total if constant == 1 else up(total * constant)
         return total
     return _plain(module)
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether a call of the module or of a part of it does more than its class says: hooks, or a patched forward.
-
-    >>> hooked(nn.ReLU())
-    False
-    """
-    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
-
-
-def _owner(module: nn.Module, name: str) -> type | None:
-    """The class that defines an attribute."""
-    return next((c for c in type(module).__mro__ if name in vars(c)), None)
 
 
 def _plain(module: nn.Module) -> float | None:

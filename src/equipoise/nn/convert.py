@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.nn import named
+from equipoise.core.modules import hooked
 from equipoise.nn.activations import Contracted, slopes
-from equipoise.nn.constants import hooked, known_constant, overlap
+from equipoise.nn.constants import known_constant, overlap
 from equipoise.nn.effective import Effective
-from equipoise.nn.layers import Weighted
+from equipoise.nn.layers import Weighted, methods
 from equipoise.nn.normalise import BatchCentering
-from equipoise.nn.orthogonal import bcop, bjorck, cayley, householder, rko, soc
 from equipoise.nn.pooling import MaxPool2d
 
 Action = Literal["converted", "replaced", "kept", "left"]
@@ -33,29 +30,6 @@ class Change:
     now: str
     action: Action
     note: str = ""
-
-
-_NAME = re.compile(r"^([A-Z]\w*?)(Linear|Conv1d|Conv2d|ConvTranspose2d)$")
-_PLAIN = {"Linear": nn.Linear, "Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "ConvTranspose2d": nn.ConvTranspose2d}
-
-
-@cache
-def methods() -> dict[str, dict[type[nn.Module], Any]]:
-    """The layers by method and plain layer: `methods()["sr"][nn.Linear]` is `SRLinear`. Names are `<Method><Plain layer>`.
-
-    Only layers that stand for a plain one: residual blocks (CPL, SLL, RLB) and sandwich layers, which hold an activation, do not.
-
-    >>> methods()["sr"][nn.Linear].__name__, sorted(methods())
-    ('SRLinear', ['aol', 'bcop', 'bjorck', 'cayley', 'householder', 'rko', 'sn', 'soc', 'sr'])
-    """
-    found: dict[str, dict[type[nn.Module], Any]] = {}
-    for module in (named, bcop, bjorck, cayley, householder, rko, soc):
-        for name, layer in vars(module).items():
-            match = _NAME.match(name)
-            own = getattr(layer, "__module__", "") == module.__name__ and hasattr(layer, "from_plain")
-            if match and own and match[1] != "RLB":
-                found.setdefault(match[1].lower(), {})[_PLAIN[match[2]]] = layer
-    return found
 
 
 def convert(model: nn.Module, method: str = "sr", **options: Any) -> tuple[nn.Module, tuple[Change, ...]]:

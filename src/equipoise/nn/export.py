@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import hooked
 from equipoise.core.precision import up
-from equipoise.nn.constants import hooked, known_constant
+from equipoise.nn.constants import known_constant
 from equipoise.nn.effective import Effective
 from equipoise.norms import spectral_norm
 
@@ -52,7 +53,7 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
 
     Modules used twice stay one module. Outputs are equal up to the rounding of one product (≤ 1e-6 relative).
 
-    >>> from equipoise.nn.named import SRLinear
+    >>> from equipoise.nn import SRLinear
     >>> net, rows = plain(nn.Sequential(SRLinear(4, 4), nn.ReLU()))
     >>> type(net[0]).__name__, rows[0].upper <= 1.00001
     ('Linear', True)

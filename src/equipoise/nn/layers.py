@@ -1,10 +1,15 @@
-"""`nn.Linear` and convolutions whose weight goes through a `Method`: same signatures, norm at most 1."""
+"""`nn.Linear` and convolutions whose weight goes through a `Method`: same signatures, norm at most 1; and their table.
+
+A method has a row in the table: `layers_of(method)` makes the classes `<Method><Plain layer>` and enters them.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +18,11 @@ from torch.nn import functional
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import changed
+from equipoise.maps.geometry import Geometry
+from equipoise.maps.reading import geometry_of
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
-from equipoise.nn.method import Kernel, Method
-from equipoise.norms import spectral_norm
-
-PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
-
+from equipoise.nn.method import PLAIN, Method
+from equipoise.norms.spectral import spectral_norm
 
 _FIXED = (
     "{} is fixed when the layer is built: the weight is made for it; build another layer (from_plain keeps the weight)"
@@ -39,8 +43,22 @@ class Settings(dict[str, Any]):
         return Settings, (dict(self),)
 
 
+_NAMES = {plain: tuple(inspect.signature(plain).parameters) for plain in PLAIN}
+
+
+def arguments(plain: type[nn.Module]) -> tuple[str, ...]:
+    """The names of a plain layer's arguments, in order."""
+    return _NAMES[plain]
+
+
+def build_plain(kind: type[nn.Module], args: tuple[Any, ...], options: dict[str, Any]) -> nn.Module:
+    """The plain layer from arguments as it takes them; what it does not know stays in `options`."""
+    known = {name: options.pop(name) for name in list(options) if name in arguments(kind)}
+    return kind(*args, **known)
+
+
 class Weighted(Effective):
-    """A plain layer (`plain`, whose weight is not used) whose effective weight is `method(raw)`.
+    """A plain layer (whose weight is not used) whose effective weight is `method(raw)`.
 
     The hyper-parameters (`in_features`, `stride`, `padding_mode`, …) are read off the plain layer, as attributes of this one.
     """
@@ -51,25 +69,33 @@ class Weighted(Effective):
     raw: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, plain: nn.Module, **options: Any) -> None:
-        super().__init__()
-        weight = plain.weight
-        assert isinstance(weight, Tensor)
-        self.settings = Settings({name: getattr(plain, name) for name in _SETTINGS if hasattr(plain, name)})
-        kernel = replace(kernel_of(plain), whole_circles=self.method_type.whole_circles)
-        refuse_enlarging(kernel, self.settings)
-        self.method = self.method_type(kernel, device=weight.device, dtype=weight.dtype, **options)
-        with torch.no_grad():
-            self.raw = nn.Parameter(self.method.initial(weight.detach().clone()))
-        bias = plain.bias
-        self.register_parameter("bias", nn.Parameter(bias.detach().clone()) if isinstance(bias, Tensor) else None)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._start(build_plain(self.plain_type, args, options), options)
 
     @classmethod
     def from_plain(cls, plain: nn.Module, **options: Any) -> Weighted:
         """This layer with the hyper-parameters of an `nn.Linear` or convolution, starting from its weight."""
         layer = cls.__new__(cls)
-        Weighted.__init__(layer, plain, **options)
+        layer._start(plain, options)
         return layer.train(plain.training)
+
+    def _start(self, plain: nn.Module, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.geometry = kernel_of(plain)
+        if not isinstance(plain, self.plain_type):
+            raise InputError(
+                f"{type(self).__name__} stands for nn.{self.plain_type.__name__}, got {type(plain).__name__}"
+            )
+        weight = plain.weight
+        assert isinstance(weight, Tensor)
+        names = [name for name in arguments(self.plain_type) if name not in ("bias", "device", "dtype")]
+        self.settings = Settings({name: getattr(plain, name) for name in names})
+        whole = {"whole": True} if self.method_type.whole_circles else {}
+        self.method = self.method_type(self.geometry, device=weight.device, dtype=weight.dtype, **whole, **options)
+        with torch.no_grad():
+            self.raw = nn.Parameter(self.method.initial(weight.detach().clone()))
+        bias = plain.bias
+        self.register_parameter("bias", nn.Parameter(bias.detach().clone()) if isinstance(bias, Tensor) else None)
 
     def __getattr__(self, name: str) -> Any:
         settings = self.__dict__.get("settings")
@@ -78,7 +104,7 @@ class Weighted(Effective):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("settings", ()):
+        if name in self.__dict__.get("settings", ()) or (name == "geometry" and name in self.__dict__):
             raise InputError(_FIXED.format(name))
         super().__setattr__(name, value)
 
@@ -100,16 +126,27 @@ class Weighted(Effective):
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
         """The plain layer's map with a given weight."""
-        if self.method_type.whole_circles and self.settings.get("padding_mode") == "circular":
-            refuse_uneven(self.settings, x.shape[-len(self.settings["stride"]) :])
-        return _apply(self.plain_type, self.settings, x, weight, self.bias)
+        kernel, bias = self.geometry, self.bias
+        if not kernel.dims:
+            return functional.linear(x, weight, bias)
+        if self.plain_type is nn.ConvTranspose2d:
+            padding, extra = (self.settings[name] for name in ("padding", "output_padding"))
+            return functional.conv_transpose2d(
+                x, weight, bias, kernel.stride, padding, extra, kernel.groups, kernel.dilation
+            )
+        padding = self.settings["padding"]
+        if kernel.padding == "circular":
+            if self.method_type.whole_circles:
+                refuse_uneven(kernel, x.shape[-kernel.dims :])
+            x = functional.pad(x, [p for pair in reversed(kernel.amount) for p in pair], mode="circular")
+            padding = 0
+        convolve = functional.conv1d if kernel.dims == 1 else functional.conv2d
+        return convolve(x, weight, bias, kernel.stride, padding, kernel.dilation, kernel.groups)
 
     def export(self) -> nn.Module:
         """The plain layer with the effective weight: no overhead, same outputs."""
         device, dtype = self.raw.device, self.raw.dtype
-        names = _ARGUMENTS[self.plain_type]
-        arguments = {name: self.settings[name] for name in names}
-        plain = self.plain_type(**arguments, bias=self.bias is not None, device=device, dtype=dtype)
+        plain = self.plain_type(**self.settings, bias=self.bias is not None, device=device, dtype=dtype)
         with torch.no_grad():
             plain.get_parameter("weight").copy_(self.weight)
             if self.bias is not None:
@@ -122,36 +159,37 @@ class Weighted(Effective):
         kind, method = self.method_type, self._modules.get("method")
         return type(method) is kind and isinstance(method, Method) and not changed(method, kind) and method.certified
 
+    @property
+    def lipschitz_constant(self) -> float | None:
+        """1, where the method proves it."""
+        return 1.0 if self.certified else None
+
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """Upper bound of the norm for inputs of this shape (without the batch), from the weight the forward pass uses."""
         return Bound(upper_near_one(self.export(), input_shape), Kind.UPPER, "norm of the effective weight")
 
     def extra_repr(self) -> str:
         """The plain layer's arguments."""
-        return ", ".join(f"{name}={self.settings[name]}" for name in _ARGUMENTS[self.plain_type])
+        return ", ".join(f"{name}={value}" for name, value in self.settings.items())
 
 
-_CONV = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
-_ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Linear: ("in_features", "out_features"),
-    nn.Conv1d: _CONV,
-    nn.Conv2d: _CONV,
-    nn.ConvTranspose2d: (*_CONV[:5], "output_padding", *_CONV[6:7], "dilation", "padding_mode"),
-}
-_SETTINGS = sorted({name for names in _ARGUMENTS.values() for name in names} | {"_reversed_padding_repeated_twice"})
-
-
-def kernel_of(plain: nn.Module) -> Kernel:
+def kernel_of(plain: nn.Module) -> Geometry:
     """What a method has to know of a plain layer."""
-    weight = plain.weight
-    assert isinstance(weight, Tensor)
-    if isinstance(plain, nn.Linear):
-        return Kernel(tuple(weight.shape))
-    if isinstance(plain, nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d):
-        return Kernel(tuple(weight.shape), plain.groups, plain.stride, plain.dilation, plain.padding_mode)
-    raise Refused(
-        f"{type(plain).__name__} has no 1-Lipschitz form here; Linear, Conv1d, Conv2d and ConvTranspose2d have"
-    )
+    if not isinstance(plain, PLAIN):
+        raise Refused(
+            f"{type(plain).__name__} has no 1-Lipschitz form here; Linear, Conv1d, Conv2d and ConvTranspose2d have"
+        )
+    return geometry_of(plain)
+
+
+def refuse_uneven(kernel: Geometry, size: tuple[int, ...]) -> None:
+    """On a circle that the stride does not divide patches meet that are apart elsewhere; without padding nothing is a circle."""
+    for axis, n in zip(kernel.axes, size, strict=True):
+        if n % axis.stride and axis.left + axis.right:
+            raise Refused(
+                f"a stride of {axis.stride} does not divide the circle of {n} pixels, on which this layer would not be "
+                f"1-Lipschitz; use a size that is a multiple of {axis.stride}, or padding_mode='zeros'"
+            )
 
 
 def upper_near_one(plain: nn.Module, input_shape: tuple[int, ...]) -> float:
@@ -166,135 +204,97 @@ def upper_near_one(plain: nn.Module, input_shape: tuple[int, ...]) -> float:
     return upper
 
 
-def refuse_enlarging(kernel: Kernel, settings: dict[str, Any]) -> None:
-    """Circular padding wider than the kernel's reach writes pixels twice: norm above 1 for any kernel."""
-    if kernel.padding_mode != "circular" or isinstance(settings["padding"], str):
-        return
-    for amount, taps, dilation in zip(settings["padding"], kernel.shape[2:], kernel.dilation, strict=True):
-        if 2 * amount > dilation * (taps - 1):
-            raise Refused(
-                f"circular padding of {amount} on both sides of a kernel that reaches {dilation * (taps - 1)} pixels "
-                f"repeats outputs, so that no kernel has norm 1; use padding ≤ {dilation * (taps - 1) // 2}"
-            )
+#: the table: layers by method and plain layer
+_TABLE: dict[str, dict[type[nn.Module], type[Any]]] = {}
 
 
-def refuse_uneven(settings: dict[str, Any], size: tuple[int, ...]) -> None:
-    """On a circle that the stride does not divide patches meet that are apart elsewhere; without padding nothing is a circle."""
-    twice = settings["_reversed_padding_repeated_twice"]
-    for axis, (n, stride) in enumerate(zip(size, settings["stride"], strict=True)):
-        if n % stride and twice[-2 * axis - 1] + twice[-2 * axis - 2]:
-            raise Refused(
-                f"a stride of {stride} does not divide the circle of {n} pixels, on which this layer would not be "
-                f"1-Lipschitz; use a size that is a multiple of {stride}, or padding_mode='zeros'"
-            )
+def layers_of(method: type[Method]) -> Any:
+    """The classes `<Method><Plain layer>` of a method, one for each of `method.plain`, entered in the table.
+
+    They take the arguments of the plain layer, and the options of the method by name.
+
+    >>> class Half(Method):
+    ...     name, plain = "half", (nn.Linear,)
+    ...     def forward(self, raw):
+    ...         return raw / (2 * torch.linalg.matrix_norm(raw))
+    >>> (HalfLinear,) = layers_of(Half)
+    >>> HalfLinear(4, 3)(torch.zeros(1, 4)).shape
+    torch.Size([1, 3])
+    >>> _ = _TABLE.pop("half")
+    """
+    if not method.name:
+        raise InputError(f"{method.__name__} needs a name, as it is written in make_lipschitz(method=…)")
+    first = (method.__doc__ or "").strip().splitlines()[0] if method.__doc__ else ""
+    classes = []
+    made_by = method.setup if method.__init__ is Method.__init__ else method.__init__
+    own = list(inspect.signature(made_by).parameters.values())[1:]
+    for plain in method.plain:
+        taken = list(inspect.signature(plain).parameters.values())
+        names = {p.name for p in taken} | {"whole", "kernel"}
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        options = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name not in names and p.kind in kinds
+        ]
+        name = f"{method.__name__}{plain.__name__}"
+        body = {
+            "method_type": method,
+            "plain_type": plain,
+            "__module__": method.__module__,
+            "__doc__": f"`nn.{plain.__name__}` through `{method.__name__}`: {first}",
+            "__signature__": inspect.Signature([*taken, *options]),
+        }
+        classes.append(enter(method.name, plain, type(name, (Weighted,), body)))
+    return tuple(classes)
 
 
-def _apply(plain: type[nn.Module], settings: dict[str, Any], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if plain is nn.Linear:
-        return functional.linear(x, weight, bias)
-    stride, dilation, groups, padding = (settings[n] for n in ("stride", "dilation", "groups", "padding"))
-    if plain is nn.ConvTranspose2d:
-        extra = settings["output_padding"]
-        return functional.conv_transpose2d(x, weight, bias, stride, padding, extra, groups, dilation)
-    if settings["padding_mode"] == "circular":
-        x = functional.pad(x, settings["_reversed_padding_repeated_twice"], mode="circular")
-        padding = 0
-    convolve = functional.conv1d if plain is nn.Conv1d else functional.conv2d
-    return convolve(x, weight, bias, stride, padding, dilation, groups)
+def enter(method: str, plain: type[nn.Module], layer: type[Any]) -> type[Any]:
+    """Put a layer into the table that is made otherwise, such as a convolution whose weight depends on the image size."""
+    known = _TABLE.setdefault(method, {}).setdefault(plain, layer)
+    if known is not layer and (known.__module__, known.__name__) != (layer.__module__, layer.__name__):
+        raise InputError(f"the method {method!r} has a layer for nn.{plain.__name__} already: {known.__name__}")
+    _TABLE[method][plain] = layer
+    return layer
 
 
-class LinearLayer(Weighted):
-    """`nn.Linear` through a method; subclasses name the method."""
+def methods() -> dict[str, dict[type[nn.Module], Any]]:
+    """The layers by method and plain layer: `methods()["sr"][nn.Linear]` is `SRLinear`; those of other packages included.
 
-    plain_type = nn.Linear
+    Only layers that stand for a plain one: residual blocks (CPL, SLL, RLB) and sandwich layers, which hold an activation, do not.
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(nn.Linear(in_features, out_features, bias, device, dtype), **options)
+    >>> methods()["sr"][nn.Linear].__name__
+    'SRLinear'
+    """
+    import equipoise.nn  # noqa: F401  (its modules enter their layers)
+
+    _load_others()
+    return {name: dict(row) for name, row in _TABLE.items() if _drop_in(row)}
 
 
-class Conv1dLayer(Weighted):
-    """`nn.Conv1d` through a method; subclasses name the method."""
-
-    plain_type = nn.Conv1d
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int],
-        stride: int | tuple[int] = 1,
-        padding: str | int | tuple[int] = 0,
-        dilation: int | tuple[int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        plain = nn.Conv1d(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        )  # fmt: skip
-        super().__init__(plain, **options)
+def _drop_in(row: dict[type[nn.Module], Any]) -> bool:
+    return all(getattr(getattr(layer, "method_type", Method), "replaces", True) for layer in row.values())
 
 
-class Conv2dLayer(Weighted):
-    """`nn.Conv2d` through a method; subclasses name the method."""
-
-    plain_type = nn.Conv2d
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        plain = nn.Conv2d(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        )  # fmt: skip
-        super().__init__(plain, **options)
+def layer_named(name: str) -> type[Any] | None:
+    """The layer of the table with this class name, those of other packages included."""
+    for attempt in range(2):
+        for row in _TABLE.values():
+            for layer in row.values():
+                if layer.__name__ == name:
+                    return layer
+        if attempt == 0:
+            _load_others()
+    return None
 
 
-class ConvTranspose2dLayer(Weighted):
-    """`nn.ConvTranspose2d` through a method; subclasses name the method."""
-
-    plain_type = nn.ConvTranspose2d
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        output_padding: int | tuple[int, int] = 0,
-        groups: int = 1,
-        bias: bool = True,
-        dilation: int | tuple[int, int] = 1,
-        padding_mode: PaddingMode = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        plain = nn.ConvTranspose2d(
-            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
-            device, dtype,
-        )  # fmt: skip
-        super().__init__(plain, **options)
+@cache
+def _load_others() -> None:
+    """Methods of other packages, from the entry points `equipoise.layers`: a `Method` each."""
+    for point in entry_points(group="equipoise.layers"):
+        try:
+            found = point.load()
+        except ImportError as error:
+            raise InputError(f"the layers of {point.value!r} (entry point of equipoise.layers): {error}") from error
+        if not (isinstance(found, type) and issubclass(found, Method)):
+            raise InputError(f"the entry point {point.value!r} of equipoise.layers must be a Method, got {found!r}")
+        if found.name not in _TABLE:
+            layers_of(found)

@@ -3,49 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import Refused
+from equipoise.maps.geometry import Geometry, PaddingMode
 
-
-@dataclass(frozen=True)
-class Kernel:
-    """What a method has to know of its layer: `shape` is (out, in/groups, *taps); a dense layer has no taps.
-
-    A transposed convolution is described as the convolution it is the adjoint of: the norm is the same.
-    `whole_circles`: on a circle the layer is applied only where the stride divides the size, and refuses the others.
-    """
-
-    shape: tuple[int, ...]
-    groups: int = 1
-    stride: tuple[int, ...] = ()
-    dilation: tuple[int, ...] = ()
-    padding_mode: str = "zeros"
-    whole_circles: bool = False
-
-    @property
-    def dims(self) -> int:
-        """Number of spatial dimensions."""
-        return len(self.shape) - 2
-
-    @property
-    def apart(self) -> tuple[int, ...]:
-        """Along each axis how many taps patches may have that do not meet: `s/gcd(s, d)`, for patches of taps at distance d.
-
-        `i·s + a·d = j·s + b·d` means that `s/gcd(s, d)` divides a − b, on the line and on circles that s divides. On
-        another circle patches meet at odd distances: 1.
-        """
-        if self.padding_mode == "circular" and not self.whole_circles:
-            return (1,) * self.dims
-        return tuple(s // math.gcd(s, d) for s, d in zip(self.stride, self.dilation, strict=True))
-
-    def grouped(self, weight: Tensor) -> Tensor:
-        """(out, in/g, *taps) → (g, out/g, in/g, *taps): one block of the block-diagonal operator per group."""
-        return weight.reshape(self.groups, self.shape[0] // self.groups, *self.shape[1:])
+#: the plain layers that a method may have a layer for
+PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
 
 
 class Method(nn.Module):
@@ -53,27 +20,63 @@ class Method(nn.Module):
 
     Guarantee, for subclasses: `sup_ω ‖E(ω)‖₂ ≤ 1` for the symbol E of every group, which bounds the operator with zero
     padding of any amount, and with circular padding that does not enlarge the image; stride and dilation do not enlarge it.
-    Traceable: no data-dependent branches.
+    Traceable: no data-dependent branches. `nn.layers.layers_of` makes the layers of a method.
     """
 
     #: as it is written in `make_lipschitz(method=…)`
     name: ClassVar[str] = ""
+    #: the plain layers it has a form for
+    plain: ClassVar[tuple[type[nn.Module], ...]] = PLAIN
+    #: for a method of dense layers only: what to use for convolutions
+    instead: ClassVar[str] = "use RKO or BCOP"
     #: whether its layers refuse circles that the stride does not divide, for the sake of orthogonality on the others
     whole_circles: ClassVar[bool] = False
+    #: whether its layer is a drop-in for the plain one, so that `make_lipschitz` can take it
+    replaces: ClassVar[bool] = True
 
-    def __init__(self, kernel: Kernel, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        kernel: Geometry,
+        *args: Any,
+        whole: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self.kernel = kernel
         self.check(kernel)
+        self.kernel, self.whole = kernel, whole
+        self.factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.setup(*args, **options)
+
+    def setup(self, *args: Any, **options: Any) -> None:
+        """Take the options of the method and make what `forward` needs: parameters, buffers, numbers.
+
+        `self.kernel` is the layer's geometry, `self.factory` its device and dtype; `self.whole` says that on a circle the layer
+        is applied only where the stride divides the size.
+        """
+        if args or options:
+            raise TypeError(f"{type(self).__name__} takes no options, got {[*args, *options]}")
 
     @classmethod
-    def check(cls, kernel: Kernel) -> None:
-        """Refuse the layers this construction is not sound for, with the reason."""
-        if kernel.padding_mode not in ("zeros", "circular"):
+    def check(cls, kernel: Geometry) -> None:
+        """Refuse the layers this construction is not sound for, with the reason.
+
+        Circular padding wider than the kernel's reach writes pixels twice: norm above 1 for any kernel.
+        """
+        if kernel.dims and cls.plain == (nn.Linear,):
+            raise Refused(f"{cls.__name__} makes one weight for a dense layer, not for a convolution: {cls.instead}")
+        if kernel.padding not in ("zeros", "circular"):
             raise Refused(
-                f"padding_mode {kernel.padding_mode!r} copies border pixels, so that a kernel of norm 1 can reach 2; "
+                f"padding_mode {kernel.padding!r} copies border pixels, so that a kernel of norm 1 can reach 2; "
                 "use 'zeros' or 'circular'"
             )
+        for axis in kernel.axes:
+            if kernel.padding == "circular" and axis.left + axis.right > axis.reach:
+                raise Refused(
+                    f"circular padding of {axis.left} on both sides of a kernel that reaches {axis.reach} pixels repeats "
+                    f"outputs, so that no kernel has norm 1; use padding ≤ {axis.reach // 2}"
+                )
 
     @property
     def certified(self) -> bool:
@@ -87,3 +90,31 @@ class Method(nn.Module):
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""
         raise TypeError(f"{type(self).__name__} must say how the weight is computed")
+
+
+def apart(kernel: Geometry, whole_circles: bool) -> tuple[int, ...]:
+    """Along each axis how many taps patches may have that do not meet: `s/gcd(s, d)`, for patches of taps at distance d.
+
+    `i·s + a·d = j·s + b·d` means that `s/gcd(s, d)` divides a − b, on the line and on circles that s divides
+    (`whole_circles`: the layer refuses the others). On another circle patches meet at odd distances: 1.
+    """
+    if kernel.padding == "circular" and not whole_circles:
+        return (1,) * kernel.dims
+    return tuple(axis.stride // math.gcd(axis.stride, axis.dilation) for axis in kernel.axes)
+
+
+def kernel(
+    shape: tuple[int, ...],
+    groups: int = 1,
+    stride: tuple[int, ...] = (),
+    dilation: tuple[int, ...] = (),
+    padding_mode: PaddingMode = "zeros",
+) -> Geometry:
+    """A `Geometry` from what `Kernel` took in earlier releases.
+
+    >>> kernel((8, 4, 3, 3), 1, (2, 2), (1, 1)).stride
+    (2, 2)
+    """
+    if len(shape) == 2:
+        return Geometry(shape)
+    return Geometry.of(shape, padding_mode, stride or 1, dilation or 1, groups)

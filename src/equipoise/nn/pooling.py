@@ -125,7 +125,19 @@ def _root(n: int) -> float:
     return float(whole) if whole * whole == n else down(math.sqrt(n))
 
 
-class SpaceToDepth(nn.Module):
+class _Blocks(nn.Module):
+    def __init__(self, block: int = 2) -> None:
+        super().__init__()
+        if block < 1:
+            raise InputError(f"the block must be at least 1 pixel wide, got {block}")
+        self.block = block
+
+    def extra_repr(self) -> str:
+        """The block."""
+        return f"block={self.block}"
+
+
+class SpaceToDepth(_Blocks):
     """Every r×r block of pixels becomes r² channels: an isometry, the invertible downsampling.
 
     >>> import torch
@@ -135,22 +147,12 @@ class SpaceToDepth(nn.Module):
 
     lipschitz_constant: ClassVar[float] = 1.0
 
-    def __init__(self, block: int = 2) -> None:
-        super().__init__()
-        if block < 1:
-            raise InputError(f"the block must be at least 1 pixel wide, got {block}")
-        self.block = block
-
     def forward(self, x: Tensor) -> Tensor:
         """The rearranged image."""
         return functional.pixel_unshuffle(x, self.block)
 
-    def extra_repr(self) -> str:
-        """The block."""
-        return f"block={self.block}"
 
-
-class DepthToSpace(nn.Module):
+class DepthToSpace(_Blocks):
     """The inverse of `SpaceToDepth`: r² channels become r×r pixels; an isometry.
 
     >>> import torch
@@ -161,19 +163,9 @@ class DepthToSpace(nn.Module):
 
     lipschitz_constant: ClassVar[float] = 1.0
 
-    def __init__(self, block: int = 2) -> None:
-        super().__init__()
-        if block < 1:
-            raise InputError(f"the block must be at least 1 pixel wide, got {block}")
-        self.block = block
-
     def forward(self, x: Tensor) -> Tensor:
         """The rearranged image."""
         return functional.pixel_shuffle(x, self.block)
-
-    def extra_repr(self) -> str:
-        """The block."""
-        return f"block={self.block}"
 
 
 class PadChannels(nn.Module):

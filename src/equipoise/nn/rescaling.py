@@ -9,13 +9,38 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.maps.geometry import Axis, Geometry, polyphase, rejoined, zero_lattice
+from equipoise.maps.linear import Convolution, Matrix
 from equipoise.nn.diagonal import check_steps, normalised, rescaling, rounding
-from equipoise.nn.method import Kernel, Method
-from equipoise.nn.phases import Phases
-from equipoise.nn.power import power_norm, power_start
+from equipoise.nn.layers import layers_of
+from equipoise.nn.method import Method
 from equipoise.norms.differentiable import gram_norm, symbol_norm
+from equipoise.norms.tracked import power_norm
 
 Estimator = Literal["gram", "power"]
+#: output pixels per axis of the image that the power iteration runs on
+PIXELS = 8
+
+
+class Phases:
+    """The kernel of a layer as it acts on the phases of its input: `(g, co, ci, *k) ↔ (g, co, ci·phases, *lengths)`.
+
+    Only zeros are added, and `join(split(K)) = K`. With zero padding the norms agree for every input size. With circular padding
+    they do only where the stride divides the size; there the kernel is left alone: its symbol at stride 1 bounds every size.
+    """
+
+    def __init__(self, kernel: Geometry) -> None:
+        axes = [Axis(a.kernel, a.stride if kernel.padding == "zeros" else 1, a.dilation) for a in kernel.axes]
+        self.lattices = [lattice for lattice in map(zero_lattice, axes) if lattice is not None]
+        self.channels = math.prod([kernel.shape[1], *(lattice.phases for lattice in self.lattices)])
+
+    def split(self, K: Tensor) -> Tensor:
+        """The kernel on the phases."""
+        return polyphase(K, self.lattices)
+
+    def join(self, K: Tensor) -> Tensor:
+        """The kernel back from its phases."""
+        return rejoined(K, self.lattices)
 
 
 class SN(Method):
@@ -26,7 +51,7 @@ class SN(Method):
     map whose n singular values are all equal is bounded with a factor n^(2^−(iterations + 1)), 1.008 for 64 and 8 (the default).
     `estimator="power"` divides by a power iteration instead: the usual baseline, a lower bound, hence **not certified**.
 
-    >>> W = SN(Kernel((2, 2)))(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
+    >>> W = SN(Geometry((2, 2)))(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
     >>> round(float(torch.linalg.matrix_norm(W, 2)), 5)
     1.0
 
@@ -35,17 +60,9 @@ class SN(Method):
 
     name: ClassVar[str] = "sn"
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        iterations: int = 8,
-        estimator: Estimator = "gram",
-        grid: int = 16,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
+    def setup(self, iterations: int = 8, estimator: Estimator = "gram", grid: int = 16) -> None:
+        """How σ is found."""
+        kernel = self.kernel
         if estimator not in get_args(Estimator):
             raise InputError(f"estimator must be one of {', '.join(get_args(Estimator))}, got {estimator!r}")
         most = 30 if estimator == "gram" else 1000
@@ -56,7 +73,8 @@ class SN(Method):
         self.iterations, self._estimator, self.grid = iterations, estimator, grid
         self.phases = Phases(kernel)
         if estimator == "power":
-            self.register_buffer("start", power_start(kernel).to(device=device, dtype=dtype))
+            start = torch.randn(1, kernel.shape[0], *[PIXELS] * kernel.dims, generator=torch.Generator().manual_seed(0))
+            self.register_buffer("start", start.to(**self.factory))
 
     @property
     def estimator(self) -> Estimator:
@@ -76,7 +94,9 @@ class SN(Method):
         """`(σ, δ)` with `‖W‖ ≤ σ·(1 + δ)`: float64, differentiable; for the power estimator a lower bound and 0."""
         kernel = self.kernel
         if self.estimator == "power":
-            return power_norm(kernel, raw, self.get_buffer("start"), self.iterations), 0.0
+            inner = kernel.unpadded()
+            form = Convolution(raw, inner.giving(PIXELS, [0] * kernel.dims)) if kernel.dims else Matrix(raw)
+            return power_norm(form, self.get_buffer("start").to(raw.dtype), self.iterations), 0.0
         if math.prod(kernel.shape[2:]) > 1:
             return symbol_norm(self.phases.split(kernel.grouped(raw)), self.iterations, self.grid)
         wide = (raw.cpu() if raw.device.type == "mps" else raw).double()
@@ -90,7 +110,7 @@ class AOL(Method):
 
         W·diag(Σ_j |WᵀW|_ij)^(−1/2)
 
-    >>> W = AOL(Kernel((2, 2)))(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
+    >>> W = AOL(Geometry((2, 2)))(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
     >>> float(torch.linalg.matrix_norm(W, 2)) <= 1
     True
 
@@ -99,9 +119,9 @@ class AOL(Method):
 
     name: ClassVar[str] = "aol"
 
-    def __init__(self, kernel: Kernel, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
-        self.phases = Phases(kernel)
+    def setup(self) -> None:
+        """The phases of the input."""
+        self.phases = Phases(self.kernel)
 
     def forward(self, raw: Tensor) -> Tensor:
         """`W·R`."""
@@ -116,7 +136,7 @@ class SR(Method):
 
     `t = 1` with q = 1 is AOL, `t → ∞` is spectral normalisation. q = exp(log_q) starts at 1; every q keeps the guarantee.
 
-    >>> sr = SR(Kernel((3, 3)), t=3)
+    >>> sr = SR(Geometry((3, 3)), t=3)
     >>> bool(torch.linalg.matrix_norm(sr(torch.randn(3, 3)), 2) <= 1)
     True
 
@@ -126,20 +146,11 @@ class SR(Method):
     name: ClassVar[str] = "sr"
     log_q: nn.Parameter | None
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        t: int = 2,
-        learn_q: bool = True,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
+    def setup(self, t: int = 2, learn_q: bool = True) -> None:
+        """Steps, phases, and the logarithm of q."""
         check_steps(t)
-        self.t = t
-        self.phases = Phases(kernel)
-        zeros = torch.zeros(kernel.groups, self.phases.channels, device=device, dtype=dtype)
+        self.t, self.phases = t, Phases(self.kernel)
+        zeros = torch.zeros(self.kernel.groups, self.phases.channels, **self.factory)
         self.register_parameter("log_q", nn.Parameter(zeros) if learn_q else None)
 
     def forward(self, raw: Tensor) -> Tensor:
@@ -153,7 +164,7 @@ class RLB(SN):
 
     Q is the raw kernel; the identity is added at its central tap, so the result is one plain layer.
 
-    >>> W = RLB(Kernel((2, 2)))(torch.zeros(2, 2))
+    >>> W = RLB(Geometry((2, 2)))(torch.zeros(2, 2))
     >>> [[round(x, 4) for x in row] for row in W.tolist()]
     [[0.9986, 0.0], [0.0, 0.9986]]
 
@@ -161,9 +172,11 @@ class RLB(SN):
     """
 
     name: ClassVar[str] = "rlb"
+    plain = (nn.Linear, nn.Conv2d)
+    replaces = False
 
     @classmethod
-    def check(cls, kernel: Kernel) -> None:
+    def check(cls, kernel: Geometry) -> None:
         """As many outputs as inputs, stride 1, a central tap."""
         super().check(kernel)
         inputs = kernel.shape[1] * kernel.groups
@@ -180,3 +193,9 @@ class RLB(SN):
         for k in self.kernel.shape[2:]:
             identity = torch.nn.functional.pad(identity[..., None], (k // 2, k // 2))
         return super().forward(raw + identity)
+
+
+SNLinear, SNConv1d, SNConv2d, SNConvTranspose2d = layers_of(SN)
+AOLLinear, AOLConv1d, AOLConv2d, AOLConvTranspose2d = layers_of(AOL)
+SRLinear, SRConv1d, SRConv2d, SRConvTranspose2d = layers_of(SR)
+RLBLinear, RLBConv2d = layers_of(RLB)

@@ -11,7 +11,7 @@ References: Meunier et al. 2022 (CPL); Araujo et al. 2023, theorem 1 (SLL); Dela
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from torch.nn import functional
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import up
+from equipoise.maps.geometry import Geometry
+from equipoise.maps.reading import geometry_of
+from equipoise.nn.activations import homogeneous, unit_slopes
 from equipoise.nn.diagonal import check_steps, normalised_pair, rescaling_pair
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
-from equipoise.nn.layers import PaddingMode, upper_near_one
-from equipoise.nn.method import Kernel, Method
+from equipoise.nn.layers import arguments, build_plain, kernel_of, upper_near_one
+from equipoise.nn.method import Method
 from equipoise.nn.rescaling import SN
-from equipoise.nn.slopes import HOMOGENEOUS, require_unit_slopes
 
 Rescaling = Literal["aol", "sr", "sn"]
 
@@ -34,44 +36,53 @@ class Residual(Effective):
     """`x − 2U·R·act(R⁻¹Uᵀx + b)` with `Uᵀ` the linear map of `plain` (its raw weight rescaled over its outputs).
 
     Guarantee: ‖U‖ ≤ 1 in floating point for any raw weight and input size, slopes of `act` in [0, 1]: 1-Lipschitz.
+
+    >>> block = SLLConv2d(4, kernel_size=3, rescaling="sr")
+    >>> block(torch.zeros(2, 4, 6, 6)).shape, block.lipschitz_upper((4, 6, 6)).value
+    (torch.Size([2, 4, 6, 6]), 1.0)
     """
 
+    lipschitz_constant: ClassVar[float] = 1.0
     bias: nn.Parameter | None
     log_q: nn.Parameter | None
 
+    plain_type: ClassVar[type[nn.Linear] | type[nn.Conv2d]]
+    fixed: ClassVar[dict[str, Any]]
+
     def __init__(
         self,
-        plain: nn.Linear | nn.Conv2d,
-        activation: nn.Module | None,
-        rescaling: Rescaling,
-        t: int,
-        learn_q: bool,
+        *args: Any,
+        hidden: int | None = None,
+        activation: nn.Module | None = None,
+        rescaling: Rescaling | None = None,
+        t: int = 2,
+        learn_q: bool = True,
         iterations: int = 8,
         grid: int = 16,
+        **options: Any,
     ) -> None:
         super().__init__()
+        if rescaling is not None and "rescaling" in self.fixed:
+            raise TypeError(f"the rescaling of {type(self).__name__} is {self.fixed['rescaling']!r}")
+        rescaling = self.fixed.get("rescaling", rescaling or "aol")
         if rescaling not in get_args(Rescaling):
             raise InputError(f"rescaling must be one of {', '.join(get_args(Rescaling))}, got {rescaling!r}")
         check_steps(t)
-        self.activation = nn.ReLU() if activation is None else activation
-        require_unit_slopes(self.activation)
+        self.activation = unit_slopes(nn.ReLU() if activation is None else activation)
         self.rescaling, self.t = rescaling, t
-        self.groups = plain.groups if isinstance(plain, nn.Conv2d) else 1
+        plain = _plain_of(self.plain_type, args, hidden, options)
+        self.kernel = kernel_of(plain)
+        _require_same(self.kernel)
+        Method.check(self.kernel)
+        for name in (
+            ("in_features", "out_features") if self.plain_type is nn.Linear else ("in_channels", "out_channels")
+        ):
+            setattr(self, name, self.kernel.channels)
         weight = plain.weight.detach()
-        if isinstance(plain, nn.Conv2d):
-            _require_same(plain)
-            self.padding, self.dilation = _same(plain), tuple(plain.dilation)
-            self.padding_mode: str = plain.padding_mode
-            kernel = Kernel(tuple(weight.shape), plain.groups, (1, 1), tuple(plain.dilation), plain.padding_mode)
-        else:
-            self.padding, self.dilation, self.padding_mode = (), (), "zeros"
-            kernel = Kernel(tuple(weight.shape))
-        Method.check(kernel)
-        self.kernel = kernel
-        self.norm = SN(kernel, iterations, grid=grid) if rescaling == "sn" else None
-        self.raw = nn.Parameter(_nearly_orthogonal(weight.clone(), self.groups))
+        self.norm = SN(self.kernel, iterations, grid=grid) if rescaling == "sn" else None
+        self.raw = nn.Parameter(_nearly_orthogonal(weight.clone(), self.kernel.groups))
         self.register_parameter("bias", None if plain.bias is None else nn.Parameter(plain.bias.detach().clone()))
-        zeros = weight.new_zeros(self.groups, weight.shape[0] // self.groups)
+        zeros = weight.new_zeros(self.kernel.groups, weight.shape[0] // self.kernel.groups)
         self.register_parameter("log_q", nn.Parameter(zeros) if rescaling == "sr" and learn_q else None)
 
     def compute(self) -> Tensors:
@@ -84,9 +95,9 @@ class Residual(Effective):
         inner, outer = U.transpose(1, 2).reshape(self.raw.shape), 2 * U.flatten(0, 1)
         if self.kernel.dims:
             outer = outer.flip(list(range(2, 2 + self.kernel.dims)))
-        R = R.expand(self.groups, U.shape[2]).reshape(-1)
+        R = R.expand(self.kernel.groups, U.shape[2]).reshape(-1)
         none = self.raw.new_empty(0)
-        if type(self.activation) in HOMOGENEOUS:  # R·act(z/R + b) = act(z + R·b)
+        if homogeneous(self.activation):  # R·act(z/R + b) = act(z + R·b)
             return inner, outer, none if self.bias is None else R * self.bias, none
         offset = none if self.bias is None else self.bias
         # any positive scale keeps the bound: this range keeps z/R and its gradient finite
@@ -94,7 +105,7 @@ class Residual(Effective):
 
     def forward(self, x: Tensor) -> Tensor:
         """The block on `x`."""
-        require_unit_slopes(self.activation)
+        unit_slopes(self.activation)
         inner, outer, offset, scale = self.effective()
         x = as_weight(x, inner)
         with uncast(x.device.type):
@@ -104,12 +115,14 @@ class Residual(Effective):
             return x - self._linear(bent, outer)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.kernel.dims == 0:
+        kernel = self.kernel
+        if not kernel.dims:
             return functional.linear(x, weight, bias)
-        if self.padding_mode == "circular":
-            x = functional.pad(x, [p for p in reversed(self.padding) for _ in range(2)], mode="circular")
-            return functional.conv2d(x, weight, bias, 1, 0, self.dilation, self.groups)
-        return functional.conv2d(x, weight, bias, 1, self.padding, self.dilation, self.groups)
+        padding: Any = [axis.left for axis in kernel.axes]
+        if kernel.padding == "circular":
+            x = functional.pad(x, [p for p in reversed(padding) for _ in range(2)], mode="circular")
+            padding = 0
+        return functional.conv2d(x, weight, bias, 1, padding, kernel.dilation, kernel.groups)
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`max(1, 2‖U‖² − 1)` with ‖U‖ bounded for this input, from the weights the forward pass uses."""
@@ -117,28 +130,26 @@ class Residual(Effective):
 
     def export(self) -> ExportedResidual:
         """The block on plain layers with the effective weights: nothing is recomputed."""
-        require_unit_slopes(self.activation)
+        unit_slopes(self.activation)
         with torch.no_grad():
             inner, outer, offset, scale = (value.detach().clone() for value in self.effective())
         block = ExportedResidual(self._plain(inner), self._plain(outer), self.activation, offset, scale)
         return block.train(self.training)
 
     def _plain(self, weight: Tensor) -> nn.Linear | nn.Conv2d:
-        build: Any = nn.Linear if self.kernel.dims == 0 else nn.Conv2d
-        plain: nn.Linear | nn.Conv2d
-        if self.kernel.dims == 0:
+        kernel, build = self.kernel, cast(Any, self.plain_type)
+        if not kernel.dims:
             plain = build(weight.shape[1], weight.shape[0], bias=False, device="meta")
         else:
-            inputs, taps = weight.shape[1] * self.groups, tuple(weight.shape[2:])
-            plain = build(
-                inputs, weight.shape[0], taps, 1, self.padding, self.dilation, self.groups, False, self.padding_mode, "meta"
-            )  # fmt: skip
+            pads, taps = tuple(axis.left for axis in kernel.axes), tuple(weight.shape[2:])
+            sizes = weight.shape[1] * kernel.groups, weight.shape[0], taps, 1, pads, kernel.dilation, kernel.groups
+            plain = build(*sizes, bias=False, padding_mode=kernel.padding, device="meta")
         plain.weight = nn.Parameter(weight)
-        return plain
+        return cast("nn.Linear | nn.Conv2d", plain)
 
     def extra_repr(self) -> str:
         """Shape and rescaling."""
-        hidden, features = self.raw.shape[0], self.raw.shape[1] * self.groups
+        hidden, features = self.raw.shape[0], self.raw.shape[1] * self.kernel.groups
         steps = f", t={self.t}" if self.rescaling == "sr" else ""
         return f"{features}, hidden={hidden}, rescaling={self.rescaling!r}{steps}"
 
@@ -168,7 +179,7 @@ class ExportedResidual(nn.Module):
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`max(1, 2‖U‖² − 1)`, as long as the two maps belong together and the activation has slopes in [0, 1]."""
-        require_unit_slopes(self.activation)
+        unit_slopes(self.activation)
         inner, outer = self.inner, self.outer
         if type(inner) is not type(outer) or not isinstance(inner, nn.Linear | nn.Conv2d):
             raise Refused("the maps of this block are no longer those it was exported with: no bound of its own")
@@ -212,147 +223,76 @@ def _require_adjoint(inner: nn.Linear | nn.Conv2d, outer: nn.Linear | nn.Conv2d)
     a, b = inner.weight.detach(), outer.weight.detach()
     same = inner.bias is None and outer.bias is None
     if isinstance(inner, nn.Conv2d) and isinstance(outer, nn.Conv2d):
-        g = inner.groups
-        a = a.reshape(g, -1, *a.shape[1:]).transpose(1, 2).flatten(0, 1).flip((2, 3))
-        names = ("stride", "padding", "dilation", "groups", "padding_mode")
-        same = same and all(getattr(inner, n) == getattr(outer, n) for n in names)
-        same = same and inner.stride == (1, 1) and inner.padding == _same(inner)
+        one, two = geometry_of(inner), geometry_of(outer)
+        a = one.grouped(a).transpose(1, 2).flatten(0, 1).flip((2, 3))
+        same = same and (one.axes, one.groups, one.padding) == (two.axes, two.groups, two.padding)
+        same = same and all(axis.stride == 1 and 2 * axis.left == 2 * axis.right == axis.reach for axis in one.axes)
     else:
         a = a.mT
     if not same or a.shape != b.shape or not torch.equal(2 * a, b):
         raise Refused("the outer map of this block is not twice the adjoint of the inner one: no bound of its own")
 
 
-def _same(conv: nn.Conv2d) -> tuple[int, ...]:
-    return tuple(d * (k - 1) // 2 for d, k in zip(conv.dilation, conv.kernel_size, strict=True))
-
-
-def _require_same(conv: nn.Conv2d) -> None:
-    if conv.stride != (1, 1):
-        raise Refused(f"a residual block adds its input to its output, so its stride is 1, got {conv.stride}")
-    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-    if any(r % 2 for r in reach):
+def _plain_of(kind: type[Any], args: tuple[Any, ...], hidden: int | None, options: dict[str, Any]) -> Any:
+    """The inner map: `hidden` outputs, by default as many as inputs; a convolution is 3×3 and keeps the size by default."""
+    names = arguments(kind)
+    if len(args) > len(names):
+        raise TypeError(f"expected at most {len(names)} arguments, got {len(args)}")
+    given = {**dict(zip(names, args, strict=False)), **options}
+    if kind is nn.Conv2d:
+        given = {"kernel_size": 3, "padding": "same", **given}
+    ins, out = given.get(names[0]), given.get(names[1])
+    if out is not None and ins != out:
         raise Refused(
-            f"a residual block needs padding that is equal on both sides: kernel size {conv.kernel_size} is even"
+            f"a residual block adds its input to its output: {names[0]} and {names[1]} must be equal, got {ins} and {out}"
         )
-    if conv.padding not in ("same", _same(conv)):
+    if given.get("padding") == "same" and given.get("stride", 1) not in (1, (1, 1)):
+        raise Refused(f"a residual block adds its input to its output, so its stride is 1, got {given['stride']}")
+    given[names[1]] = hidden or ins
+    plain = build_plain(kind, (), given)
+    if given:
+        raise TypeError(f"unexpected argument {', '.join(map(repr, given))}")
+    return plain
+
+
+def _require_same(kernel: Geometry) -> None:
+    """A block adds its input to its output: as many pixels, of the same places."""
+    if any(stride != 1 for stride in kernel.stride):
+        raise Refused(f"a residual block adds its input to its output, so its stride is 1, got {kernel.stride}")
+    if any(axis.reach % 2 for axis in kernel.axes):
         raise Refused(
-            f"a residual block keeps the image size: padding must be {_same(conv)} or 'same', got {conv.padding}"
+            f"a residual block needs padding that is equal on both sides: kernel size {kernel.shape[2:]} is even"
         )
+    wanted = tuple(axis.reach // 2 for axis in kernel.axes)
+    if kernel.amount != tuple((p, p) for p in wanted):
+        raise Refused(f"a residual block keeps the image size: padding must be {wanted} or 'same', got {kernel.amount}")
 
 
-def _block_width(first: int, second: int, what: str) -> None:
-    if first != second:
-        raise Refused(f"a residual block adds its input to its output: {what} must be equal, got {first} and {second}")
+def _blocks(name: str, doc: str, **fixed: Any) -> Any:
+    """The dense and the convolutional block of one kind: `fixed` options stand, the others are keyword arguments."""
+    made = []
+    for plain in (nn.Linear, nn.Conv2d):
+        title = f"{name}{plain.__name__}"
+        made.append(
+            type(title, (Residual,), {"__module__": __name__, "__doc__": doc, "plain_type": plain, "fixed": fixed})
+        )
+    return tuple(made)
 
 
-class _LinearBlock(Residual):
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        hidden: int | None = None,
-        **options: Any,
-    ) -> None:
-        _block_width(in_features, in_features if out_features is None else out_features, "in_features and out_features")
-        super().__init__(nn.Linear(in_features, hidden or in_features, bias, device, dtype), **options)
-        self.in_features = self.out_features = in_features
-
-
-class _Conv2dBlock(Residual):
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int | None = None,
-        kernel_size: int | tuple[int, int] = 3,
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = "same",
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        hidden: int | None = None,
-        **options: Any,
-    ) -> None:
-        _block_width(in_channels, in_channels if out_channels is None else out_channels, "in_channels and out_channels")
-        if padding == "same" and stride not in (1, (1, 1)):
-            raise Refused(f"a residual block adds its input to its output, so its stride is 1, got {stride}")
-        plain = nn.Conv2d(
-            in_channels, hidden or in_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
-            device, dtype,
-        )  # fmt: skip
-        super().__init__(plain, **options)
-        self.in_channels = self.out_channels = in_channels
-
-
-class CPLLinear(_LinearBlock):
+CPLLinear, CPLConv2d = _blocks(
+    "CPL",
     """`x − (2/σ²)·W·act(Wᵀx + b)` with σ an upper bound of ‖W‖: 1-Lipschitz for slopes of act in [0, 1].
 
-    >>> CPLLinear(8)(torch.zeros(2, 8)).shape
-    torch.Size([2, 8])
-    """
-
-    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 8, **options: Any) -> None:
-        super().__init__(
-            *args, activation=activation, rescaling="sn", t=1, learn_q=False, iterations=iterations, **options
-        )
-
-
-class CPLConv2d(_Conv2dBlock):
-    """`x − (2/σ²)·Kᵀ⋆act(K⋆x + b)` with σ an upper bound of the convolution's norm for every input size.
-
-    >>> CPLConv2d(4, kernel_size=3)(torch.zeros(2, 4, 6, 6)).shape
-    torch.Size([2, 4, 6, 6])
-    """
-
-    def __init__(self, *args: Any, activation: nn.Module | None = None, iterations: int = 8, **options: Any) -> None:
-        super().__init__(
-            *args, activation=activation, rescaling="sn", t=1, learn_q=False, iterations=iterations, **options
-        )
-
-
-class SLLLinear(_LinearBlock):
+    The arguments of the plain layer (as many outputs as inputs; a convolution keeps the image size, by default 3×3), then
+    `hidden`, `activation`, `iterations` and `grid` of the bound.
+    """,
+    rescaling="sn",
+)
+SLLLinear, SLLConv2d = _blocks(
+    "SLL",
     """`x − 2·W·R²·act(Wᵀx + b)` with R by AOL or, `rescaling="sr"`, by spectral rescaling in t steps with learnable q.
 
-    >>> block = SLLLinear(8, hidden=16, rescaling="sr", t=3)
-    >>> block(torch.zeros(2, 8)).shape, block.lipschitz_upper((8,)).value
-    (torch.Size([2, 8]), 1.0)
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        activation: nn.Module | None = None,
-        rescaling: Rescaling = "aol",
-        t: int = 2,
-        learn_q: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, activation=activation, rescaling=rescaling, t=t, learn_q=learn_q, **options)
-
-
-class SLLConv2d(_Conv2dBlock):
-    """The SLL block with a convolution W, zero or circular padding of equal size, stride 1.
-
-    >>> block = SLLConv2d(4, kernel_size=3, rescaling="sr")
-    >>> block(torch.zeros(2, 4, 6, 6)).shape, block.lipschitz_upper((4, 6, 6)).value
-    (torch.Size([2, 4, 6, 6]), 1.0)
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        activation: nn.Module | None = None,
-        rescaling: Rescaling = "aol",
-        t: int = 2,
-        learn_q: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, activation=activation, rescaling=rescaling, t=t, learn_q=learn_q, **options)
+    The arguments of the plain layer (as many outputs as inputs; a convolution keeps the image size, by default 3×3), then
+    `hidden`, `activation`, `rescaling`, `t` and `learn_q`.
+    """,
+)

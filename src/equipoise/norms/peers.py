@@ -25,6 +25,7 @@ from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.convolution import dense_bracket, materialise
 from equipoise.norms.dense import random_start
 from equipoise.norms.symbol import Symbol
+from equipoise.norms.tracked import power_iteration, unit
 
 Run = Callable[[Tensor, tuple[int, ...], PaddingMode, int], Bound]
 
@@ -89,15 +90,10 @@ def _svd(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iteration
 
 
 def _power_iteration(conv: Convolution, iterations: int) -> float:
-    """`‖Kv‖/‖v‖` after power iteration on K*K, with the adjoint from autograd."""
+    """`‖Kv‖/‖v‖` after power iteration on K*K, with the exact adjoint."""
     shape = conv.input_shape
     x = random_start(math.prod(shape), conv.weight).reshape(1, *shape)
-    for _ in range(iterations):
-        x = (x / torch.linalg.vector_norm(x)).requires_grad_()
-        with torch.enable_grad():
-            y = conv.apply(x)
-        (x,) = torch.autograd.grad(y, x, y.detach())
-    x = (x / torch.linalg.vector_norm(x)).double()
+    x = power_iteration(conv.apply, conv.adjoint().apply, unit(x), iterations).double()
     wide = conv.with_weight(conv.weight.double())
     return float(torch.linalg.vector_norm(wide.apply(x)) / torch.linalg.vector_norm(x)) * (1 - 1e-12)
 
@@ -108,13 +104,12 @@ def power_iterates(W: Tensor, iterations: int, start: Tensor | None = None) -> l
     >>> power_iterates(torch.diag(torch.tensor([2.0, 1.0])), 30)[-1]
     2.0
     """
-    v = random_start(W.shape[-1], W) if start is None else start
+    v = unit(random_start(W.shape[-1], W) if start is None else start)
     values: list[float] = []
     for _ in range(iterations):
-        v = v / torch.linalg.vector_norm(v)
         u = W @ v
         values.append(float(torch.linalg.vector_norm(u)))
-        v = W.mH @ u
+        v = unit(W.mH @ u)
     return values
 
 
@@ -162,9 +157,7 @@ def _araujo(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterat
 def _yi(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
     E = _symbol(kernel.double(), sizes)
     v = random_start(E.shape[-1], E).expand(len(E), -1)[..., None]
-    for _ in range(iterations):
-        v = E.mH @ (E @ v)
-        v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-300)
+    v = power_iteration(E.matmul, E.mH.matmul, v, iterations, dims=(-2,))
     value = frobenius(E @ v) / frobenius(v).clamp_min(0.5)
     return Bound(float(value.max()) * (1 - 1e-11), _circular(padding, Kind.LOWER), "yi")
 

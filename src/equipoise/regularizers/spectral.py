@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +19,8 @@ from equipoise.norms.carried import CarriedMatrix
 from equipoise.norms.carried_convolution import CarriedConvolution
 from equipoise.norms.differentiable import gram_norm, map_norm
 from equipoise.norms.spectral import spectral_norm
-from equipoise.regularizers.operators import SingularVectors, input_shapes, zero_image
+from equipoise.norms.tracked import SingularVectors
+from equipoise.regularizers.operators import input_shapes, linear_map, zero_image
 from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, select_layers, weight_of
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
@@ -131,7 +133,9 @@ class SpectralPenalty:
             }
         if bound != "gram":
             self._vectors = {
-                name: SingularVectors(module, self.shapes[name], vectors, seed + i)
+                name: SingularVectors(
+                    partial(linear_map, module, self.shapes[name]), self.shapes[name], vectors, seed + i
+                )
                 for i, (name, module) in enumerate(self.layers.items())
             }
             for tracked in self._vectors.values():

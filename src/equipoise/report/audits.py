@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import write_whole
+from equipoise.core.files import read_json, write_whole
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.norms.reference import operator_matrix
 from equipoise.report.data import Audit, Spectrum
@@ -124,14 +125,14 @@ def _periodic(layer: nn.Conv2d, shape: tuple[int, ...]) -> Tensor:
 
 def save_audit(audit: Audit, folder: str | Path) -> None:
     """Write `audit.json` beside the certificates it belongs to."""
-    write_whole(Path(folder) / NAME, json.dumps(asdict(audit), ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(Path(folder) / NAME, json.dumps(sealed(asdict(audit)), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def load_audit(folder: str | Path) -> Audit:
     """Read `audit.json`."""
     path = Path(folder) / NAME
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = unsealed(read_json(path, 10**9), str(path))
         found = Audit(
             str(plain["model"]), plain["bound"],
             tuple(
@@ -145,8 +146,10 @@ def load_audit(folder: str | Path) -> Audit:
             float(found.bound[key])
         for row in found.bound["layers"]:
             float(row["share"]), str(row["name"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {one_line(error)})") from error
     return found
 
 

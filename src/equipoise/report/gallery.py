@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import read_json, write_whole
 from equipoise.report.data import Picture
 
 NAME = "gallery.json"
@@ -39,7 +39,7 @@ def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
 
 
 def _list(path: Path) -> list[dict[str, Any]]:
-    plain = json.loads(path.read_text(encoding="utf-8"))
+    plain = read_json(path, 10**9)
     if not isinstance(plain, list):
         raise TypeError("expected a list of pictures")
     return plain

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import read_json, write_whole
 from equipoise.report.data import Floats, Ints
 from equipoise.runs import AttackRow
 
@@ -42,7 +43,7 @@ class Margins:
             "ids": list(self.ids), "labels": self.labels.tolist(), "prediction": self.prediction.tolist(),
             "radius": [_plain(r) for r in self.radius.tolist()], "attacks": [asdict(a) for a in self.attacks],
         }  # fmt: skip
-        write_whole(folder / NAME, json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+        write_whole(folder / NAME, json.dumps(sealed(plain), ensure_ascii=False, allow_nan=False) + "\n")
         return folder / NAME
 
 
@@ -50,7 +51,7 @@ def load_margins(folder: str | Path) -> Margins:
     """Read `margins.json`; what is damaged is refused with the file's name."""
     path = Path(folder) / NAME
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = unsealed(read_json(path, 10**9), str(path))
         if plain["format"] != FORMAT:
             raise InputError(f"{path} has format {plain['format']!r}, this version reads {FORMAT}")
         found = Margins(
@@ -59,9 +60,7 @@ def load_margins(folder: str | Path) -> Margins:
             np.array(plain["prediction"], dtype=np.int64), np.array([float(r) for r in plain["radius"]]),
             tuple(AttackRow(**a) for a in plain["attacks"]),
         )  # fmt: skip
-    except OSError as error:
-        raise InputError(f"{folder} holds no readable {NAME} ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from error

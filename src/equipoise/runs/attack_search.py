@@ -212,9 +212,12 @@ class Searcher:
         p = self.parameters
         if p is None:
             raise InputError("a smoothed attack needs the noise level: give --sigma, or --run of a certification run")
-        return SmoothedClassifier(
-            self.module, p.sigma, p.num_classes, seed=seed, chunk_size=p.chunk_size, map=chosen, nonfinite=p.nonfinite
-        )
+        made = SmoothedClassifier(
+            self.module, p.sigma, p.num_classes, seed=seed, chunk_size=p.chunk_size, map=chosen, nonfinite=p.nonfinite,
+            noise=p.noise or "float",
+        )  # fmt: skip
+        made.cells = p.cells
+        return made
 
     def _examine(
         self, kind: str, items: list[Item], which: Tensor, points: Tensor, reached: Tensor, epsilon: float,

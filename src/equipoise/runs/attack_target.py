@@ -101,5 +101,5 @@ def _require_same(folder: Path, manifest: Manifest, model: Portable, inputs: Inp
 
 def default_folder(model: Any, dataset: Any, **settings: Any) -> Path:
     """`runs/attack-<digest>`: the same command finds its run again."""
-    digest = describe(model, dataset, **settings).manifest.digest()
+    digest = describe(model, dataset, **settings).manifest.digest(asked=True)
     return Path("runs") / f"attack-{digest[:12]}"

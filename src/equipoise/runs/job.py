@@ -30,4 +30,4 @@ class Job:
 
     def default_folder(self) -> Path:
         """`runs/certify-<digest>`: the same command finds its run again."""
-        return Path("runs") / f"certify-{self.manifest.digest()[:12]}"
+        return Path("runs") / f"certify-{self.manifest.digest(asked=True)[:12]}"

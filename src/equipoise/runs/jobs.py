@@ -21,12 +21,13 @@ from equipoise.runs.lock import locked
 from equipoise.runs.manifest import Manifest, is_run, read_manifest, require_same, versions
 from equipoise.runs.models import portable
 from equipoise.runs.parameters import Parameters
-from equipoise.runs.prepare import count_logits, fixed_constant, fixed_map, usable_device
+from equipoise.runs.prepare import count_logits, first_input, fixed_constant, fixed_map, noise_of, usable_device
 from equipoise.runs.rows import Item, Row, failed
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import Store
 from equipoise.runs.tasks import TaskSpec
 from equipoise.smoothing import SimplexMap
+from equipoise.smoothing.noise import NoiseName, fresh_seed
 from equipoise.smoothing.procedures import DEFAULT
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
@@ -36,7 +37,8 @@ Progress = Callable[[Row, int, int], None]
 class Settings(TypedDict, total=False):
     """Everything else that `certify` and `describe` take; see `Parameters` and `Selection` for their meaning."""
 
-    seed: int
+    seed: int | None
+    noise: NoiseName | None
     skip: int
     limit: int | None
     stride: int
@@ -128,7 +130,8 @@ def describe(
     n: int = 10_000,
     alpha: float = 1e-3,
     procedure: str = DEFAULT,
-    seed: int = 0,
+    seed: int | None = None,
+    noise: NoiseName | None = None,
     skip: int = 0,
     limit: int | None = None,
     stride: int = 1,
@@ -162,11 +165,15 @@ def describe(
     if inputs.num_classes is not None and inputs.num_classes > classes:
         raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
     inputs.check_labels(positions, classes)
+    first = first_input(inputs, positions).x
+    kind, cells = noise_of(noise, inputs, positions, sigma, lipschitz)
     text = f"{map.name}:{map.temperature!r}" if isinstance(map, SimplexMap) else map
     parameters = Parameters(
-        sigma=sigma, num_classes=classes, n0=n0, n=n, alpha=alpha, procedure=procedure, seed=seed, chunk_size=chunk_size,
+        sigma=sigma, num_classes=classes, n0=n0, n=n, alpha=alpha, procedure=procedure, chunk_size=chunk_size,
         map=text, calibration=calibration, lipschitz=lipschitz, target_radius=target_radius, relative=relative,
         hopeless=hopeless, nonfinite=nonfinite, noise_dtype=noise_dtype, device=torch.device(where).type,
+        noise=kind, cells=cells, dimension=first.numel(), seed=fresh_seed() if seed is None else seed,
+        seed_source="system" if seed is None else "user",
     ).completed()  # fmt: skip
     manifest = Manifest(
         {"source": ported.source, "hash": ported.hash},

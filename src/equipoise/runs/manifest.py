@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import InputError, Refused, round_up
-from equipoise.core.digests import digest_document
+from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import one_line
 from equipoise.core.files import read_json, write_whole
 from equipoise.runs.inputs import Selection
@@ -68,13 +68,16 @@ class Manifest:
         }
         return plain | self.parameters.to_dict()
 
-    def digest(self) -> str:
-        """sha256 of the identity."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+    def digest(self, *, asked: bool = False) -> str:
+        """sha256 of the identity; `asked` leaves out a seed that nobody asked for, so that the same command finds its run."""
+        plain = self.identity()
+        if asked and self.parameters.seed_source == "system":
+            del plain["seed"]
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
     def seal(self) -> str:
         """Digest of all of it, kept in `run.json` and in the store: an edited number is noticed (see `runs.store`)."""
-        return digest_document(json.loads(json.dumps(self.to_dict())))
+        return str(sealed(self.to_dict())["digest"])
 
     def to_dict(self) -> dict[str, Any]:
         """What `run.json` holds, without its digest."""
@@ -95,18 +98,25 @@ class Manifest:
         """The inverse of `to_dict`."""
         if plain.get("format") != FORMAT:
             raise InputError(f"run.json has format {plain.get('format')!r}, this version reads {FORMAT}")
-        chosen, constant = plain.get("map"), plain.get("lipschitz")
+        chosen, constant, inputs = plain.get("map"), plain.get("lipschitz"), plain["inputs"]
+        shapes = {"model": dict, "data": dict, "versions": dict, "created": str, "parameters": dict}
+        texts = [plain["model"]["hash"], plain["data"]["fingerprint"], *plain["versions"].values()]
+        if not all(isinstance(plain[k], kind) for k, kind in shapes.items()) or not all(
+            isinstance(t, str) for t in texts
+        ):
+            raise TypeError("a field is of another kind than this version writes")
+        if not isinstance(inputs["total"], int) or inputs["total"] < 1:
+            raise ValueError(f"{inputs['total']!r} inputs")
         return cls(
-            plain["model"], plain["data"], tuple(Selection(**s) for s in plain["inputs"]["selection"]),
-            plain["inputs"]["total"], Parameters.from_dict(plain["parameters"]),
-            None if chosen is None else SimplexMap(**chosen), None if constant is None else Constant(**constant),
+            plain["model"], plain["data"], tuple(Selection(**s) for s in inputs["selection"]), inputs["total"],
+            Parameters.from_dict(plain["parameters"]), None if chosen is None else SimplexMap(**chosen),
+            None if constant is None else Constant(float(constant["value"]), str(constant["source"])),
             plain["versions"], plain["created"],
         )  # fmt: skip
 
     def write(self, folder: Path) -> None:
         """Write `run.json`, whole or not at all."""
-        document = self.to_dict() | {"digest": self.seal()}
-        write_whole(folder / NAME, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        write_whole(folder / NAME, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -114,20 +124,14 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / NAME
     if not is_run(folder):
         raise InputError(f"{folder} is not a run directory: no readable {NAME}")
-    document = read_json(path)
     try:
-        noted = document.pop("digest", None)
-        found = Manifest.from_dict(document)
+        found = Manifest.from_dict(unsealed(read_json(path), str(path)))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
             f"{path} is damaged ({type(error).__name__}: {one_line(error)[:160]}): restore it, or start a new run"
         ) from error
-    if noted is not None and noted != digest_document(document):
-        raise InputError(
-            f"{path} was changed after it was written (its digest does not fit): restore it, or start a new run"
-        )
     _require_consistent(found, path)
     return found
 
@@ -155,7 +159,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """`name: old → new` for everything that differs.
+    """`name: old → new` for everything that differs, but for seeds that were drawn from the operating system.
 
     >>> from equipoise.runs.parameters import Parameters, parse_map
     >>> one = Manifest({"hash": "a"}, {"fingerprint": "b"}, (Selection(),), 5, Parameters(0.25, 10))
@@ -164,7 +168,9 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
     ['n: 10000 → 500', 'sigma: 0.25 → 0.5']
     """
     before, after = old.identity(), new.identity()
-    names = sorted(set(before) | set(after))
+    names = sorted((set(before) | set(after)) - {"seed_source"})
+    if old.parameters.seed_source == new.parameters.seed_source == "system":
+        names.remove("seed")  # nobody asked for it: the stored one is kept
     return [
         f"{k}: {_short(k, before.get(k))} → {_short(k, after.get(k))}" for k in names if before.get(k) != after.get(k)
     ]
@@ -177,6 +183,11 @@ def require_same(folder: Path, old: Manifest, new: Manifest) -> None:
         return
     names = {line.partition(":")[0] for line in found}
     hint = "give another --run directory"
+    if old.parameters.noise is None:
+        hint = (
+            "it was sampled by the first release, whose noise is no longer drawn. Give another --run directory; what it "
+            f"holds can be derived again: equipoise certify {folder} --re-derive --procedure rivals"
+        )
     if names <= set(DERIVED):
         hint = f"to change {' and '.join(sorted(names))} without sampling: equipoise certify {folder} --re-derive"
     raise Refused(f"{folder} holds another run ({'; '.join(found)}): {hint}")

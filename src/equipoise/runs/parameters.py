@@ -9,6 +9,8 @@ from typing import Any, Literal
 from equipoise.core import InputError, Refused
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.drawn import Drawn
+from equipoise.smoothing.grid import Grid
+from equipoise.smoothing.noise import NoiseName
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 _MAPS = ("softmax", "sparsemax", "hardmax")
@@ -25,7 +27,7 @@ class Parameters:
         n: estimation draws per input (the most, for adaptive runs).
         alpha: risk per input.
         procedure: a row of `smoothing.PROCEDURES`.
-        seed: of the noise.
+        seed: of the noise, given by the user or drawn from the operating system.
         chunk_size: draws per noise key; part of the key.
         map: of soft procedures: "global" (calibrated once before the run), "per-input", or a map such as "softmax:0.5".
         calibration: inputs the global map is calibrated on.
@@ -35,7 +37,12 @@ class Parameters:
         hopeless: adaptive: risk of giving up an input that would have been certified.
         nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
         noise_dtype: "float32" or "float64"; None: that of the input.
-        device: kind of device; other kinds have other generators, hence other draws.
+        device: kind of device the network ran on.
+        noise: "grid" (exact integers) or "float"; None in runs of the first release, whose noise was float and keyed by
+            32 bits.
+        cells: points per unit of the grid.
+        dimension: numbers in one input.
+        seed_source: "user" or "system".
     """
 
     sigma: float
@@ -55,6 +62,10 @@ class Parameters:
     nonfinite: Literal["refuse", "miss"] = "refuse"
     noise_dtype: str | None = None
     device: str = "cpu"
+    noise: NoiseName | None = None
+    cells: float | None = None
+    dimension: int | None = None
+    seed_source: Literal["user", "system"] | None = None
 
     def __post_init__(self) -> None:
         _positive("sigma", self.sigma)
@@ -70,8 +81,26 @@ class Parameters:
             raise InputError(f"nonfinite must be 'refuse' or 'miss', got {self.nonfinite!r}")
         if self.noise_dtype not in (None, "float32", "float64"):
             raise InputError(f"noise_dtype must be 'float32' or 'float64', got {self.noise_dtype!r}")
+        self._check_noise()
         self._check_adaptive()
         self._check_soft()
+
+    def _check_noise(self) -> None:
+        if self.noise not in (None, "grid", "float"):
+            raise InputError(f"noise must be 'grid' or 'float', got {self.noise!r}")
+        if self.seed_source not in (None, "user", "system"):
+            raise InputError(f"seed_source must be 'user' or 'system', got {self.seed_source!r}")
+        if (self.noise == "grid") != (self.cells is not None):
+            raise InputError("the number of cells per unit belongs to noise on a grid, and a grid needs one")
+        if self.noise == "grid":
+            Grid(self.sigma, float(self.cells or 0.0))
+            if not isinstance(self.dimension, int) or self.dimension < 1:
+                raise InputError(f"noise on a grid needs the dimension of the inputs, got {self.dimension!r}")
+            if self.lipschitz is not None:
+                raise Refused(
+                    "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
+                    "--noise float, whose gap the certificates state"
+                )
 
     def _check_adaptive(self) -> None:
         if self.target_radius is not None and self.relative is not None:
@@ -123,7 +152,8 @@ class Parameters:
 
     def drawn(self) -> Drawn:
         """What the noise of the run is."""
-        return Drawn(self.sigma)
+        chosen = self.seed_source != "system"
+        return Drawn(self.sigma, self.noise, self.cells, self.dimension or 0, self.chunk_size, self.seed, chosen)
 
     def completed(self) -> Parameters:
         """The same with the defaults of soft and adaptive runs filled in."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -14,6 +17,8 @@ from equipoise.runs.parameters import parse_map
 from equipoise.runs.rows import Item
 from equipoise.runs.tasks import classifier_of
 from equipoise.smoothing import SimplexMap, Stream, choose_map
+from equipoise.smoothing.grid import is_image, power_of_two
+from equipoise.smoothing.noise import NoiseName
 from equipoise.smoothing.partitions import Ints
 
 
@@ -28,7 +33,7 @@ def fixed_constant(job: Job) -> Constant | None:
     if isinstance(payload, bytes):
         upper = lipschitz_bound(job.model.program()).upper
     else:
-        upper = lipschitz_bound(payload, _first(job.inputs, job.positions).x[None].to(job.device)).upper
+        upper = lipschitz_bound(payload, first_input(job.inputs, job.positions).x[None].to(job.device)).upper
     if not upper < float("inf"):
         raise Refused("the Lipschitz bound of this network exceeds the floats: leave --lipschitz out")
     return Constant(upper, "computed")
@@ -62,7 +67,7 @@ def fixed_map(job: Job, constant: Constant | None) -> SimplexMap | None:
     return choose_map(np.stack(samples), p.n, p.sigma, p.alpha, procedure=p.procedure, lipschitz=network)[0]
 
 
-def _first(inputs: Inputs, positions: Ints) -> Item:
+def first_input(inputs: Inputs, positions: Ints) -> Item:
     """The first input that can be read."""
     problem: Exception | None = None
     for position in positions:
@@ -75,7 +80,7 @@ def _first(inputs: Inputs, positions: Ints) -> Item:
 
 def count_logits(model: Portable, inputs: Inputs, positions: Ints, device: str) -> int:
     """The number of logits, from one forward pass."""
-    item, module = _first(inputs, positions), model.build(device)
+    item, module = first_input(inputs, positions), model.build(device)
     if model.batch is not None:
         module = Batched(module, model.batch, exact=True)
     try:
@@ -89,6 +94,31 @@ def count_logits(model: Portable, inputs: Inputs, positions: Ints, device: str) 
         shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
         raise InputError(f"the model must return logits (batch, classes), it returned {shape} for one input")
     return int(out.shape[1])
+
+
+def noise_of(
+    asked: NoiseName | None, inputs: Inputs, positions: Ints, sigma: float, lipschitz: Any
+) -> tuple[NoiseName, float | None]:
+    """The law of the noise and the points per unit of its grid: exact for 8-bit data unless a constant is used.
+
+    Whether the data is 8-bit is judged by a few inputs; should another one lie beside the grid, it will be a failed row.
+    """
+    if asked == "float":
+        return asked, None
+    image = all(is_image(x.detach().cpu().double().numpy()) for x in _some(inputs, positions))
+    kind: NoiseName = asked or ("grid" if image and lipschitz is None else "float")
+    if kind != "grid":
+        return kind, None
+    return kind, 255.0 if image else power_of_two(sigma)
+
+
+def _some(inputs: Inputs, positions: Ints, count: int = 8) -> Iterator[torch.Tensor]:
+    """A few inputs spread over the selected ones; those that cannot be read are left out."""
+    for place in np.unique(np.linspace(0, len(positions) - 1, count).astype(int)):
+        try:
+            yield inputs.item(int(positions[place])).x
+        except (EquipoiseError, OSError):
+            continue  # such an input will be a failed row of its own
 
 
 def usable_device(name: str) -> str:

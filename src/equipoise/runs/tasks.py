@@ -69,6 +69,10 @@ class Worker:
 
     def _sample(self, item: Item, x: Tensor) -> Row:
         p = self.spec.parameters
+        if p.noise == "grid" and x.numel() != p.dimension:
+            raise Refused(
+                f"the input has {x.numel()} numbers, the inputs of this run have {p.dimension}: run it by itself"
+            )
         if p.adaptive:
             return self._stopped(item, x)
         if not p.soft or (self.spec.map is not None and self.spec.map.name == "hardmax"):
@@ -79,7 +83,7 @@ class Worker:
 
     def _soft(self, item: Item, x: Tensor) -> Row:
         """Moments under the map of the run (or of this input), and the votes of the same draws."""
-        p, tally = self.spec.parameters, Tally.like(self.classifier)
+        p, tally = self.spec.parameters, Tally.of(self.classifier)
         logits = tally.selection(x[None], p.n0, [item.id], Stream.SELECTION)
         chosen, network = self.spec.map, self.spec.network
         if chosen is None:
@@ -100,7 +104,7 @@ class Worker:
 
     def _stopped(self, item: Item, x: Tensor) -> Row:
         """The counts at the moment the answer was known."""
-        p, tally = self.spec.parameters, Tally.like(self.classifier)
+        p, tally = self.spec.parameters, Tally.of(self.classifier)
         found = certify_adaptive(
             tally, x[None], target_radius=p.target_radius, relative=p.relative, n0=p.n0, n_max=p.n, alpha=p.alpha,
             procedure=p.procedure, map=SimplexMap("hardmax"), hopeless=p.hopeless or 0.05, ids=[item.id],
@@ -116,12 +120,9 @@ class Tally(SmoothedClassifier):
     votes: dict[Stream, Ints]
 
     @classmethod
-    def like(cls, other: SmoothedClassifier) -> Tally:
+    def of(cls, other: SmoothedClassifier) -> Tally:
         """The same classifier with empty counts."""
-        result = cls(
-            other.model, other.sigma, other.num_classes, seed=other.seed, chunk_size=other.chunk_size, map=other.map,
-            noise_dtype=other.noise_dtype, nonfinite=other.nonfinite,
-        )  # fmt: skip
+        result = other.like(cls)
         result.votes = {s: np.zeros(other.num_classes, dtype=np.int64) for s in Stream}
         return result
 
@@ -142,9 +143,11 @@ def classifier_of(
     elif model.batch is None and batch_size is not None and batch_size < p.chunk_size:
         if batch_size < 1:
             raise InputError(f"batch_size must be positive, got {batch_size}")
-        module = Batched(module, batch_size, exact=False)
+        module = Batched(module, batch_size, exact=True)
     dtype = None if p.noise_dtype is None else getattr(torch, p.noise_dtype)
-    return SmoothedClassifier(
+    made = SmoothedClassifier(
         module, p.sigma, p.num_classes, seed=p.seed, chunk_size=p.chunk_size, map=chosen, noise_dtype=dtype,
-        nonfinite=p.nonfinite,
+        nonfinite=p.nonfinite, noise=p.noise or "float",
     )  # fmt: skip
+    made.cells = p.cells
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from equipoise.core import InputError, Refused, as_upper
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.drawn import Drawn, tie_breaks
+from equipoise.smoothing.grid import Grid, is_image, power_of_two
 from equipoise.smoothing.maps import apply_map, choose_map, map_smoothness, plan_map, scores_of
 from equipoise.smoothing.moments import Moments
-from equipoise.smoothing.noise import Stream, fill_noisy, noise_key
+from equipoise.smoothing.noise import FloatNoise, GridNoise, NoiseName, Stream, fresh_seed, noise_key
 from equipoise.smoothing.partitions import Ints
 from equipoise.smoothing.planning import Plan
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
@@ -24,6 +25,7 @@ from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import SimplexMap
 
 Ids = Sequence[int | str]
+Kind = TypeVar("Kind", bound="SmoothedClassifier")
 
 
 class SmoothedClassifier:
@@ -37,11 +39,14 @@ class SmoothedClassifier:
         model: maps (batch, *shape) to logits (batch, num_classes); must be in evaluation mode.
         sigma: noise level, in the units of the model's input (put normalisation inside the model).
         num_classes: number of logits.
-        seed: of the noise.
+        seed: of the noise; default: drawn from the operating system. A seed of your own is stated in the certificates.
         chunk_size: draws per forward pass; part of the key of the noise.
+        noise: "grid" draws exact integers on the grid of 8-bit images, or on a grid by a power of two for other data;
+            "float" draws floating-point normals, which leaves a gap that certificates state. Default: "grid" if the
+            first inputs seen are 8-bit images, else "float"; kept from then on.
         map: the simplex map of soft procedures, if known beforehand; `calibrate` sets it.
-        noise_dtype: `torch.float64` draws finer normals, rounded to the input's dtype after x + δ; default: the
-            input's dtype, float32 for half precision.
+        noise_dtype: of float noise: `torch.float64` draws finer normals, rounded to the input's dtype after x + δ;
+            default: the input's dtype, float32 for half precision.
         nonfinite: "refuse" raises when the network returns NaN or ∞; "miss" counts such a draw as a vote for no class.
     """
 
@@ -51,9 +56,10 @@ class SmoothedClassifier:
         sigma: float,
         num_classes: int,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         chunk_size: int = 100,
         map: SimplexMap | None = None,
+        noise: NoiseName | None = None,
         noise_dtype: torch.dtype | None = None,
         nonfinite: Literal["refuse", "miss"] = "refuse",
     ) -> None:
@@ -63,8 +69,13 @@ class SmoothedClassifier:
             raise InputError(f"need at least 2 classes and chunks of 1, got {num_classes} and {chunk_size}")
         if nonfinite not in ("refuse", "miss"):
             raise InputError(f"nonfinite must be 'refuse' or 'miss', got {nonfinite!r}")
+        if noise not in (None, "grid", "float"):
+            raise InputError(f"noise must be 'grid' or 'float', got {noise!r}")
         self.model, self.sigma, self.num_classes = model, float(sigma), num_classes
-        self.seed, self.chunk_size, self.map = seed, chunk_size, map
+        self.seed, self.chosen = (fresh_seed(), False) if seed is None else (seed, True)
+        self.chunk_size, self.map = chunk_size, map
+        self.noise, self.asked = noise, noise
+        self.cells: float | None = None
         self.noise_dtype, self.nonfinite = noise_dtype, nonfinite
 
     # ---- sampling -------------------------------------------------------------------------------------------------
@@ -76,12 +87,12 @@ class SmoothedClassifier:
             raise InputError(f"the number of draws must be positive, got {n}")
         if not x.is_floating_point():
             raise InputError(f"expected a floating-point input, got {x.dtype}; scale it first, e.g. x.float() / 255")
-        buffer = torch.empty((self.chunk_size, *x.shape), dtype=self._noise_dtype(x), device=x.device)
-        generator = torch.Generator(device=x.device)
+        law = self._law(x)
+        buffer = torch.empty((self.chunk_size, *x.shape), dtype=law.dtype, device=x.device)
         for chunk in range(-(-n // self.chunk_size)):
             key = noise_key(self.seed, input_id, stream, chunk)
             with torch.inference_mode():  # not around the yield: the mode would leak into the caller
-                noisy = fill_noisy(buffer, x, self.sigma, key, generator).to(x.dtype)
+                noisy = law.fill(buffer, x, key).to(x.dtype)
                 out = self.model(noisy)
             if out.shape != (self.chunk_size, self.num_classes):
                 wanted = (self.chunk_size, self.num_classes)
@@ -139,7 +150,10 @@ class SmoothedClassifier:
         lipschitz: Any = None, grid: Sequence[SimplexMap] | None = None, ids: Ids | None = None,
     ) -> SimplexMap:  # fmt: skip
         """Fix the simplex map once for all, as the best on average over calibration inputs; sets and returns `map`."""
-        logits = self.selection(x, n0, ids, Stream.CALIBRATION)
+        source = self
+        if lipschitz is not None and self.noise != "float":
+            source = self.floating()
+        logits = source.selection(x, n0, ids, Stream.CALIBRATION)
         chosen = choose_map(logits, n, self.sigma, alpha, procedure=procedure, lipschitz=_network(lipschitz), grid=grid)
         self.map = chosen[0]
         return chosen[0]
@@ -176,11 +190,16 @@ class SmoothedClassifier:
         """
         row = find_procedure(procedure)
         network = _network(lipschitz)
-        drawn = self.drawn(x, aware=network is not None)
         if not row.soft and network is not None:
             raise InputError(
                 f"{procedure!r} counts votes, which have no Lipschitz constant: use 'rivals', 'lvm' or 'direct'"
             )
+        if network is not None and self.noise != "float":
+            floating = self.floating()
+            return floating.certify(
+                x, n0, n, alpha, procedure, lipschitz=lipschitz, map=map, interval=interval, grid=grid, ids=ids
+            )
+        drawn = self.drawn(x)
         unasked = map is None and network is None and self.map is None
         if not row.soft or (unasked and row.map == "hardmax"):
             return self._certify_votes(x, n0, n, alpha, row, drawn, ids)
@@ -189,7 +208,7 @@ class SmoothedClassifier:
         setting = drawn.setting(alpha, f"the classifier smoothed with {drawn} and {source}")
         parts = []
         for k, (xi, name) in enumerate(self.inputs(x, ids)):
-            own = drawn.at(k).setting(alpha, "")
+            own = drawn.setting(alpha, "")
             plan = plan_map(maps[k], logits[k : k + 1], procedure, n, own.noise, alpha, network)
             found = derive(self._sample(xi, name, maps[k], logits[k : k + 1], plan, n, network, interval), row, own)
             parts.append(([k], found))
@@ -261,9 +280,48 @@ class SmoothedClassifier:
             raise InputError(f"got {len(names)} ids for {len(x)} inputs")
         return zip(x, names, strict=True)
 
-    def drawn(self, x: Tensor, *, aware: bool = False) -> Drawn:
-        """What the draws at these inputs are, for the setting of their certificates."""
-        return Drawn(self.sigma)
+    def drawn(self, x: Tensor) -> Drawn:
+        """What the draws at a batch of inputs are, for the setting of their certificates."""
+        self._decide(x)
+        size = x[0].numel() if len(x) else 0
+        return Drawn(self.sigma, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen)
+
+    def settings(self) -> dict[str, Any]:
+        """What makes another classifier of the same kind: `SmoothedClassifier(model, sigma, classes, **settings)`."""
+        names = ("seed", "chunk_size", "map", "noise", "noise_dtype", "nonfinite")
+        return {name: getattr(self, name) for name in names}
+
+    def like(self, kind: type[Kind], **changes: Any) -> Kind:
+        """The same classifier as another kind, or with some settings changed."""
+        made = kind(self.model, self.sigma, self.num_classes, **(self.settings() | changes))
+        made.cells, made.chosen = (self.cells if made.noise == self.noise else None), self.chosen
+        return made
+
+    def floating(self) -> SmoothedClassifier:
+        """The same with float noise, for Lipschitz-aware radii; refused if the grid was asked for."""
+        if self.asked == "grid":
+            raise Refused(
+                "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
+                "noise='float', whose gap the certificate states, or leave the constant out"
+            )
+        return self.like(SmoothedClassifier, noise="float")
+
+    def _decide(self, x: Tensor) -> None:
+        """Fix the law of the noise by the first inputs."""
+        if self.noise is None:
+            self.noise = "grid" if self._bytes(x) else "float"
+        if self.noise == "grid" and self.cells is None:
+            self.cells = 255.0 if self._bytes(x) else power_of_two(self.sigma)
+
+    def _bytes(self, x: Tensor) -> bool:
+        return x.is_floating_point() and is_image(x.detach().cpu().double().numpy())
+
+    def _law(self, x: Tensor) -> FloatNoise | GridNoise:
+        self._decide(x)
+        if self.cells is None:
+            return FloatNoise(self.sigma, self._noise_dtype(x))
+        exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return GridNoise(Grid(self.sigma, self.cells), exact)
 
     def _require_eval(self) -> None:
         training = [name or "the model itself" for name, module in self.model.named_modules() if module.training]

@@ -7,30 +7,69 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.smoothing.bounds import Gaussian
+from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting
-from equipoise.smoothing.noise import Stream, noise_key
+from equipoise.smoothing.grid import Grid
+from equipoise.smoothing.noise import GENERATOR, NoiseName, Stream, noise_key, philox
 from equipoise.smoothing.ramp import Floats
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The noise of some inputs: its level."""
+    """The noise of a sample: level, law, dimension of the inputs, shape of the batches and where the seed comes from.
+
+    `noise=None` is a sample of which nothing is known but its level: counts from elsewhere, or a run of the first release.
+    """
 
     sigma: float
+    noise: NoiseName | None = None
+    cells: float | None = None
+    dimension: int = 0
+    batch: int = 0
+    seed: int = 0
+    chosen: bool = True
 
     def __str__(self) -> str:
         return f"N(0, {self.sigma:g}²·I) noise"
 
-    def at(self, k: int) -> Drawn:
-        """That of input k."""
-        return self
+    @property
+    def grid(self) -> Grid | None:
+        """The grid, if there is one."""
+        return None if self.cells is None else Grid(self.sigma, self.cells)
 
     def setting(self, alpha: float, about: str) -> Setting:
-        """What certificates of these inputs rest on."""
-        return Setting(Gaussian(self.sigma), alpha, about)
+        """What certificates of these draws rest on."""
+        grid = self.grid
+        if grid is None:
+            return Setting(Gaussian(self.sigma), alpha, about, self.caveats())
+        noise = Gaussian(self.sigma, grid.variation(self.dimension))
+        return Setting(noise, alpha, about, self.caveats(), grid.distance(self.dimension))
+
+    def caveats(self) -> str:
+        """What is not covered, from what was used."""
+        if self.noise is None:
+            return NOT_COVERED
+        source = (
+            f"Seed {self.seed} was chosen by the user: nothing is certified of a model or an input made knowing its draws."
+            if self.chosen
+            else f"The seed {self.seed} was drawn from the operating system."
+        )
+        generator = f"the quality of the pseudo-random generator ({GENERATOR})"
+        shape = f"The network is evaluated in batches of {self.batch}; predict in the same shape."
+        grid = self.grid
+        if grid is None:
+            return (
+                "Not covered: noise drawn in floating point instead of real numbers, rounding inside the network's forward "
+                f"pass, {generator}. {source}"
+            )
+        step = "1/255" if grid.image else f"{grid.step:g}"
+        whole = "its inputs are 8-bit images" if grid.image else "what rounding moves is subtracted from the radius"
+        return (
+            f"Inputs and noise lie on the grid of step {step}, exactly: {whole}, and a total variation of "
+            f"{grid.variation(self.dimension):.1e} is counted. {shape} Not covered: {generator}. {source}"
+        )
 
 
 def tie_breaks(seed: int, input_id: int | str) -> Floats:
     """Two uniform numbers of an input, from a stream of their own: fixed before its draws and independent of them."""
-    key = noise_key(seed, f"ties/{type(input_id).__name__}:{input_id}", Stream.SELECTION, 0)
-    return np.random.Generator(np.random.Philox(key=[key, 0])).random(2)
+    return np.random.Generator(philox(noise_key(seed, input_id, Stream.TIES, 0))).random(2)

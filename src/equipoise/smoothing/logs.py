@@ -10,11 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core import InputError, round_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
-from equipoise.core.files import write_whole
+from equipoise.core.files import read_bounded, write_whole
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.partitions import Ints
 from equipoise.smoothing.ramp import Floats
 
+_LARGEST = 1_000_000_000  # bytes of a log
 _COLUMNS = ("idx", "label", "predict", "radius", "correct", "time")
 
 
@@ -41,9 +42,7 @@ class CertificationLog:
 def read_log(path: str | Path) -> CertificationLog:
     """Read a log; a malformed line is named with its number."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
+        lines = read_bounded(path, _LARGEST).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a text file: {error.reason} at byte {error.start}") from error
     if not lines or tuple(lines[0].split("\t")) != _COLUMNS:
@@ -56,10 +55,12 @@ def read_log(path: str | Path) -> CertificationLog:
         try:
             idx, label, predict, radius, correct, time = cells
             rows.append((int(idx), int(label), int(predict), float(radius), int(correct), time))
+            if max(map(abs, rows[-1][:3])) >= 2**63:
+                raise ValueError("a number beyond 64 bits")
         except ValueError as error:
-            raise InputError(f"{path}, line {number}: {error} in {line!r}") from error
+            raise InputError(f"{path}, line {number}: {error} in {line[:200]!r}") from error
         if not rows[-1][3] >= 0 or rows[-1][4] not in (0, 1):
-            raise InputError(f"{path}, line {number}: a radius must be ≥ 0 and correct 0 or 1, got {line!r}")
+            raise InputError(f"{path}, line {number}: a radius must be ≥ 0 and correct 0 or 1, got {line[:200]!r}")
     if not rows:
         raise InputError(f"{path}: the log has no rows")
     idx_, label_, predict_, radius_, correct_, time_ = zip(*rows, strict=True)

@@ -1,30 +1,31 @@
 """Gaussian noise keyed by (seed, input id, stream, chunk): the same draws whatever the batch, order, worker or restart.
 
-Bit-identical, always (same torch version and device type): the noise of a chunk. The chunk size is fixed and part of
-the
-key, so a run may be cut anywhere. Selection and estimation are different streams.
+The key is a 128-bit BLAKE2b hash of the four, injectively written, and the key of a counter-based generator (Philox
+4×64, ten rounds): two streams never run into each other, and two keys agree by accident with probability 2⁻¹²⁸ a pair.
 
-torch's CPU generator uses only the low 32 bits of its seed (checked in the tests). So hashing alone could give two
-chunks
-of one input the same noise by accident, and the draws would not be independent. Here the low 32 bits are a bijective
-mix of `base(seed, input) + index`: distinct for all chunks and streams of an input, by construction.
-
-float32 normals from torch stop at about 5.8 σ (they come from 24-bit uniforms); the law differs from the Gaussian by at
-most 2.5e-5 in total variation for a CIFAR-sized vector. `dtype=torch.float64` draws finer ones.
+Two laws. `GridNoise`: integers with the law of a Gaussian rounded to a grid, exact but for a total variation that is counted
+(see `grid`). `FloatNoise`: normals in float32 or float64, whose law is *not* that of the theorem; a classifier that reads
+the rounding of x + δ can be certified wrongly (the tests show one).
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from equipoise.core import InputError
+from equipoise.smoothing.grid import Grid
 
-_MASK = 0xFFFFFFFF
+NoiseName = Literal["grid", "float"]
 MAX_CHUNKS = 1 << 29
+GENERATOR = "Philox4x64-10 keyed by BLAKE2b"
 
 
 class Stream(IntEnum):
@@ -34,33 +35,69 @@ class Stream(IntEnum):
     ESTIMATION = 1
     PREDICTION = 2
     CALIBRATION = 3
+    TIES = 4
 
 
 def noise_key(seed: int, input_id: int | str, stream: Stream, chunk: int) -> int:
-    """The 63-bit generator seed of one chunk.
+    """The 128-bit generator key of one chunk.
 
-    >>> keys = {noise_key(0, 7, s, c) & 0xFFFFFFFF for s in Stream for c in range(1000)}
-    >>> len(keys)
-    4000
+    >>> keys = {noise_key(0, i, s, c) for i in (7, "7", "7/0") for s in Stream for c in range(100)}
+    >>> len(keys), max(keys) < 1 << 128
+    (1500, True)
     """
     if not 0 <= chunk < MAX_CHUNKS:
         raise InputError(f"chunk must lie in [0, {MAX_CHUNKS}), got {chunk}")
-    name = f"{seed}/{type(input_id).__name__}:{input_id}".encode()
-    base = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-    low = _mix((base + len(Stream) * chunk + int(stream)) & _MASK)
-    return ((base >> 33) << 32) | low
+    name = f"{seed}/{int(stream)}/{chunk}/{type(input_id).__name__}:{input_id}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=16, person=b"equipoise noise").digest(), "big")
 
 
-def _mix(h: int) -> int:
-    """A bijection of 32-bit words (the finaliser of MurmurHash3)."""
-    h ^= h >> 16
-    h = (h * 0x85EBCA6B) & _MASK
-    h ^= h >> 13
-    h = (h * 0xC2B2AE35) & _MASK
-    return h ^ (h >> 16)
+def philox(key: int) -> np.random.Philox:
+    """The generator of a key."""
+    return np.random.Philox(key=np.array([key & (2**64 - 1), key >> 64], dtype=np.uint64))
 
 
-def fill_noisy(buffer: Tensor, x: Tensor, sigma: float, key: int, generator: torch.Generator) -> Tensor:
-    """Write `x + σ·g` into the buffer (chunk, *x.shape), in place: no allocation per chunk."""
-    generator.manual_seed(key)
-    return buffer.normal_(0.0, sigma, generator=generator).add_(x)
+def fresh_seed() -> int:
+    """A seed from the operating system: nobody can have made a model or an input that knows its draws."""
+    return secrets.randbits(63)
+
+
+@dataclass(frozen=True)
+class FloatNoise:
+    """`x + σ·g` in floating point; g in float32 or, with `dtype`, in float64."""
+
+    sigma: float
+    dtype: torch.dtype
+
+    def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
+        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype."""
+        kind: Any = np.float64 if self.dtype == torch.float64 else np.float32
+        on_host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+        np.random.Generator(philox(key)).standard_normal(dtype=kind, out=on_host.numpy())
+        if on_host is not buffer:
+            buffer.copy_(on_host)
+        return buffer.mul_(self.sigma).add_(x)
+
+
+@dataclass(frozen=True)
+class GridNoise:
+    """`(k_x + k)·h` with exact integer noise k, x rounded to the grid once."""
+
+    grid: Grid
+    dtype: torch.dtype
+
+    def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
+        """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype."""
+        kind: Any = np.float64 if self.dtype == torch.float64 else np.float32
+        place = self.grid.integers(x.detach().cpu().double().numpy())
+        if np.abs(place).max(initial=0) + self.grid.reach >= 2 ** (53 if kind is np.float64 else 24):
+            raise InputError(
+                f"the input is too large for a grid of step {self.grid.step:g} in {self.dtype}: rescale it, or use noise='float'"
+            )
+        on_host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+        out = on_host.numpy()
+        self.grid.draw(philox(key), out)
+        out += place.astype(kind)
+        out /= kind(self.grid.cells)
+        if on_host is not buffer:
+            buffer.copy_(on_host)
+        return buffer

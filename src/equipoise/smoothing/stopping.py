@@ -74,18 +74,19 @@ def certify_adaptive(
         raise InputError("relative needs a share strictly between 0 and 1, the majority vote and no Lipschitz constant")
     if hard and lipschitz is not None:
         raise InputError("votes have no Lipschitz constant: give a soft map with it")
-    row, drawn = find_procedure(procedure), classifier.drawn(x, aware=lipschitz is not None)
+    if lipschitz is not None and classifier.noise != "float":
+        classifier = classifier.floating()
+    row, drawn = find_procedure(procedure), classifier.drawn(x)
     setting = drawn.setting(alpha, f"the classifier smoothed with {drawn} and {chosen}")
     parts, verdicts = [], []
     for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
-        own = drawn.at(k)
         if hard:
-            stop = _Votes(row, own.setting(alpha, ""), target_radius, relative, n_max, hopeless)
+            stop = _Votes(row, drawn.setting(alpha, ""), target_radius, relative, n_max, hopeless)
             found, verdict = stop.run(classifier, xi, name, n0)
         else:
             found, verdict = _scores(
                 classifier, xi, name, chosen, float(target_radius or 0.0), lipschitz, n0, n_max, hopeless,
-                own.setting(alpha, ""),
+                drawn.setting(alpha, ""),
             )  # fmt: skip
         parts.append(([k], found))
         verdicts.append(verdict)

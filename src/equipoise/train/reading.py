@@ -51,9 +51,9 @@ def read_recipe(
     lines: Lines = {}
     where = "the recipe"
     if isinstance(source, Recipe):
-        document: Any = source.model_dump(mode="json", exclude_unset=True)
+        document: Any = source.model_dump(exclude_unset=True)
     elif isinstance(source, Mapping):
-        document = dict(source)
+        document = numbers(dict(source))
     else:
         where, text = _text(str(source))
         document, lines = parse(text, where)
@@ -157,8 +157,8 @@ def numbers(value: Any) -> Any:
     >>> numbers({"lr": "1e-3", "name": "e3"})
     {'lr': 0.001, 'name': 'e3'}
     """
-    if isinstance(value, str) and _FLOAT.match(value):
-        return float(value)
+    if isinstance(value, str) and (_FLOAT.match(value) or value in (".inf", "-.inf")):
+        return float(value.replace(".inf", "inf"))
     if isinstance(value, dict):
         return {key: numbers(item) for key, item in value.items()}
     return [numbers(item) for item in value] if isinstance(value, list) else value

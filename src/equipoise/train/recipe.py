@@ -7,6 +7,7 @@ the arguments of that kind beside it, or just the name of the kind.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -127,6 +128,15 @@ class Metrics(Part):
     batch_size: AtLeastOne = 500
 
 
+def _jsonable(value: Any) -> Any:
+    """Plain data that JSON can hold; `reading.numbers` is the inverse for infinite numbers."""
+    if isinstance(value, float) and math.isinf(value):
+        return ".inf" if value > 0 else "-.inf"
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    return [_jsonable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 class Recipe(Part):
     """A whole training run. Two runs with equal recipes and data on one machine give equal networks, bit by bit on a CPU.
 
@@ -156,5 +166,6 @@ class Recipe(Part):
     tensorboard: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, defaults included: what a run directory remembers and compares."""
-        return self.model_dump(mode="json")
+        """Plain data, defaults included: what a run directory remembers and compares; JSON has no ∞, so it is ".inf" there."""
+        plain: dict[str, Any] = _jsonable(self.model_dump())
+        return plain

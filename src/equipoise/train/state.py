@@ -25,14 +25,16 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from equipoise.core.digests import Digest, digest_document
 from equipoise.core.errors import InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import open_regular, read_bounded, read_json, write_whole
 
 #: the temporary names of `write_whole`
 _LEFTOVER = re.compile(
     r"^\.(recipe\.json|metrics\.jsonl|model\.safetensors|config\.json|summary\.json|step-\d+\.safetensors)\.\w+(\.part)?$"
 )
 Optim = torch.optim.Optimizer
+_LARGEST = 1_000_000_000  # bytes of the metrics
 
 
 @dataclass
@@ -126,8 +128,8 @@ class RunDirectory:
 
     def _compare(self, path: Path, document: Mapping[str, Any]) -> None:
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            before = read_json(path)
+        except InputError as error:
             raise InputError(f"{path} cannot be read: remove {self.folder} or choose another --run-dir") from error
         changes = differences(_completed(before), json.loads(json.dumps(document)))
         if changes:
@@ -146,33 +148,47 @@ class RunDirectory:
 
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.tensors.items()}
         path = self.folder / "state" / f"step-{state.position['step']:010d}.safetensors"
-        write_whole(path, save(tensors, metadata={"position": json.dumps(state.position)}))
+        position = json.dumps(state.position)
+        write_whole(path, save(tensors, metadata={"position": position, "digest": _digest(tensors, position)}))
         for old in self.states()[:-keep]:
             old.unlink(missing_ok=True)
         return path
 
 
+def _digest(tensors: Mapping[str, Tensor], position: str) -> str:
+    digest = Digest("training state").add("position", position)
+    for name in sorted(tensors):
+        digest.add(name, tensors[name])
+    return str(digest)
+
+
 def read_state(path: Path) -> State:
-    """A checkpoint from its file; nothing in it is executed."""
+    """A checkpoint from its file; nothing in it is executed, and one that was changed is refused.
+
+    States of the first release have no digest and are believed.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
-            position = json.loads(file.metadata()["position"])
-            return State({name: file.get_tensor(name) for name in file.keys()}, position)  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        with open_regular(path), safe_open(path, framework="pt") as file:
+            noted = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if noted.get("digest") not in (None, _digest(tensors, noted["position"])):
+            raise ValueError("its digest does not fit")
+        return State(tensors, json.loads(noted["position"]))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise InputError(f"the checkpoint {path} is damaged: remove it to go on from the one before") from error
 
 
 def _completed(document: Any) -> Any:
     """A stored recipe with today's spelling and defaults, so that a run of an earlier release goes on."""
-    from equipoise.train.reading import check
+    from equipoise.train.reading import check, numbers
 
     if not isinstance(document, dict) or not isinstance(document.get("recipe"), dict):
         return document
     with warnings.catch_warnings(), contextlib.suppress(InputError):  # what is no recipe differs from every one
         warnings.simplefilter("ignore", FutureWarning)
-        return {**document, "recipe": json.loads(json.dumps(check(document["recipe"]).to_dict()))}
+        return {**document, "recipe": json.loads(json.dumps(check(numbers(document["recipe"])).to_dict()))}
     return document
 
 
@@ -212,39 +228,59 @@ def _locked(folder: Path) -> IO[str]:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: a line per epoch, appended and flushed; a torn last line is dropped on reading."""
+    """`metrics.jsonl`: a line per epoch with its checksum, appended and flushed; a torn last line is dropped on reading."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows that are whole."""
+        """The rows that are whole; a row that was changed after it was written is refused, the last may be torn."""
         if not self.path.exists():
             return []
-        rows = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+        rows: list[dict[str, Any]] = []
+        checked = False
+        lines = read_bounded(self.path, _LARGEST).decode("utf-8", errors="replace").splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if not isinstance(row, dict):
-                break
+                row, end = json.JSONDecoder().raw_decode(line)
+            except (ValueError, RecursionError):
+                row, end = None, -1
+            if end < 0 and number == len(lines) and not line.endswith("\n"):
+                break  # torn: the process was killed while it wrote it
+            noted = row.pop("check", None) if isinstance(row, dict) else ""
+            checked = checked or noted is not None  # the first release wrote none at all
+            if not isinstance(row, dict) or line[end:] != "\n" or (checked and noted != _check(row)):
+                raise self._damaged(f"in line {number}")
             rows.append(row)
         return rows
+
+    def _damaged(self, where: str) -> InputError:
+        return InputError(f"{self.path} is damaged {where}: remove it, and the run is measured again")
 
     def rewind(self, epoch: int) -> list[dict[str, Any]]:
         """Keep the rows up to this epoch, forget later ones (they will be computed again), and give the kept ones."""
         rows = [row for row in self.read() if row.get("epoch", 0) <= epoch]
         if self.path.exists():
-            write_whole(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+            seen = [row.get("epoch", 0) for row in rows]
+            if seen != sorted(set(seen)) or (epoch and seen[-1:] != [epoch]):
+                raise self._damaged(f"(it holds the epochs {seen} of {epoch})")
+            write_whole(self.path, "".join(_line(row) for row in rows))
         return rows
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
+                file.write(_line(row))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise InputError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def _check(row: Mapping[str, Any]) -> str:
+    return digest_document(json.loads(json.dumps(row)))[7:23]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({**row, "check": _check(row)}, allow_nan=False) + "\n"

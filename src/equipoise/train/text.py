@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, one_line
+from equipoise.core.files import read_bounded
 from equipoise.train.task import Counts
 
 IGNORED = -100
@@ -178,13 +179,12 @@ def load_snips(folder: str | Path, split: str, max_length: int = 64) -> Snips:
 def _read(folder: Path, split: str) -> tuple[list[list[str]], list[list[str]], list[str]]:
     try:
         lines = [
-            (folder / split / name).read_text(encoding="utf-8").rstrip("\n").split("\n")
+            read_bounded(folder / split / name, 10**9).decode("utf-8").rstrip("\n").split("\n")
             for name in ("seq.in", "seq.out", "label")
         ]
-    except OSError as error:
+    except (InputError, UnicodeDecodeError) as error:
         raise InputError(
-            f"cannot read {error.filename}: {error.strerror}; a folder of sentences has train, valid and test, each with "
-            "seq.in, seq.out and label"
+            f"{one_line(error)}; a folder of sentences has train, valid and test, each with seq.in, seq.out and label"
         ) from error
     words, tags, labels = [x.split() for x in lines[0]], [x.split() for x in lines[1]], [x.strip() for x in lines[2]]
     if not len(words) == len(tags) == len(labels):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from equipoise.core.errors import InputError
 from equipoise.lab.experiments import Context, Experiment, Label, Verdict, find, reproduce, reproduce_all, results
 from equipoise.lab.experiments.figures import canvas, line
-from equipoise.lab.experiments.intervals import mean_of
+from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
 from equipoise.lab.experiments.page import summary
 
 pytest.importorskip("matplotlib")
@@ -119,7 +119,7 @@ def test_stored_verdicts_are_judged_anew(tmp_path: Path):
 def test_misspelt_identifiers_and_scales():
     with pytest.raises(InputError, match="did you mean 'readouts'"):
         find("readout")
-    with pytest.raises(InputError, match="'laptop' or 'paper'"):
+    with pytest.raises(InputError, match="'laptop', 'desk', 'paper'"):
         find("readouts").settings("huge")
 
 
@@ -128,3 +128,64 @@ def test_means_have_student_intervals():
     assert mean.low < 2.5 < mean.high
     assert mean.half == pytest.approx(2.054, abs=1e-3)
     assert mean_of([1.0]).half == float("inf")
+
+
+GAINS = [  # mean, half width, published effect, label
+    (2.5, 0.5, 2.63, Label.REPRODUCED),
+    (0.5, 0.4, 2.63, Label.DIRECTION),
+    (0.2, 0.3, 2.63, Label.NOT),
+    (-1.0, 0.5, 2.63, Label.NOT),
+    (1.0, 2.0, 2.63, Label.INCONCLUSIVE),
+    (3.0, float("inf"), 2.63, Label.INCONCLUSIVE),
+    (0.2, 0.3, None, Label.INCONCLUSIVE),
+    (0.4, 0.3, None, Label.REPRODUCED),
+]
+
+
+@pytest.mark.parametrize(("mean", "half", "published", "label"), GAINS)
+def test_a_gain_is_judged_by_its_interval(mean, half, published, label):
+    assert gain_label(Mean(mean, half, 5), published) is label
+
+
+def test_no_verdict_holds_both_nothing_and_the_published_effect():
+    for mean in (-1.0, 0.0, 0.5, 1.0, 2.0):
+        for half in (0.1, 1.0, 3.0):
+            found = Mean(mean, half, 5)
+            if found.low <= 0 <= found.high and found.low <= 1.5 <= found.high:
+                assert gain_label(found, 1.5) is Label.INCONCLUSIVE
+
+
+def test_one_open_case_leaves_a_claim_open_and_one_failure_refutes_it():
+    assert combined([Label.REPRODUCED, Label.INCONCLUSIVE]) is Label.INCONCLUSIVE
+    assert combined([Label.INCONCLUSIVE, Label.NOT]) is Label.NOT
+    assert combined([Label.REPRODUCED, Label.DIRECTION]) is Label.DIRECTION
+
+
+def test_power_says_how_many_seeds_would_do():
+    weak = power_of([0.0, 2.0, 4.0], 0.5)
+    assert weak.detectable > 0.5
+    assert weak.needed > 100
+    assert "seeds would do" in str(weak)
+    assert "enough" in str(power_of([1.9, 2.0, 2.1], 2.0))
+    assert "one seed" in str(power_of([1.0], 2.0))
+
+
+def test_parts_power_settings_and_hardware_stand_on_the_page(tmp_path: Path):
+    parts = (Verdict(Label.REPRODUCED, "1", "1", "value"), Verdict(Label.INCONCLUSIVE, "2", "3", "speed"))
+    whole = replace(
+        experiment([]), judge=lambda rows: parts, power=lambda rows: power_of([1.0, 2.0], 1.0), place="Table 9.9"
+    )
+    outcome = reproduce(whole, "desk", Context(), tmp_path)
+    assert outcome.result is not None
+    assert outcome.result.verdicts == parts
+    page = summary([outcome])
+    for words in (
+        "1 inconclusive",
+        "speed: *inconclusive.*",
+        "Table 9.9",
+        "Power:",
+        "| count | `5` | `500` |",
+        "threads",
+    ):
+        assert words in page, words
+    assert results.read(whole, tmp_path).machine["cores"]

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from equipoise.core.timing import take_turns
 from equipoise.lab.bench.norms import Goal, Row, Section, real_kernels
-from equipoise.nn.convert import methods
-from equipoise.nn.method import Kernel
-from equipoise.nn.named import RLBConv2d
+from equipoise.maps.geometry import Geometry
+from equipoise.nn.layers import methods
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d
-from equipoise.nn.rescaling import AOL, SN, SR
+from equipoise.nn.rescaling import AOL, SN, SR, RLBConv2d
 from equipoise.nn.residual import CPLConv2d, SLLConv2d
 
 Maker = Callable[[int], nn.Module]
@@ -159,7 +158,7 @@ def conditioning(weight: Tensor, steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8))
     (['SN', 'AOL', 'SR t=1', 'SR t=4'], True)
     """
     W = weight.detach().double()
-    kernel = Kernel((W.shape[0], W.shape[1]))
+    kernel = Geometry((W.shape[0], W.shape[1]))
     layers: dict[str, nn.Module] = {"SN": SN(kernel, dtype=W.dtype), "AOL": AOL(kernel, dtype=W.dtype)}
     layers |= {f"SR t={t}": SR(kernel, t=t, learn_q=False, dtype=W.dtype) for t in steps}
     with torch.no_grad():

@@ -58,7 +58,7 @@ def overhead_row(
     model = make()
     x = torch.rand(inputs, *shape, generator=torch.Generator().manual_seed(0))
     y, chosen = torch.zeros(inputs, dtype=torch.int64), SimplexMap("softmax", 0.5) if procedure == "lvm" else None
-    smooth = SmoothedClassifier(model, 0.25, 10, map=chosen)
+    smooth = SmoothedClassifier(model, 0.25, 10, map=chosen, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         job = describe(model, (x, y), sigma=0.25, n=n, procedure=procedure, map=chosen)
         fresh = count()

@@ -65,7 +65,7 @@ def throughput_rows(repeats: int = 5, n: int = 900, chunk: int = 100) -> list[Ro
     """Throughput of `certify` against bare forward passes on the same batches, and against a plain loop as
     published."""
     model, x = resnet(), torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    smooth = SmoothedClassifier(model, 0.25, 10, chunk_size=chunk)
+    smooth = SmoothedClassifier(model, 0.25, 10, chunk_size=chunk, seed=0)
     batch = x[0] + 0.25 * torch.randn(chunk, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     n0 = chunk
 
@@ -93,7 +93,7 @@ def soft_row(repeats: int = 5, n: int = 10_000) -> Row:
     """LVM-RS against Cohen at n = 10⁴ and 10 classes, on a small convolutional network (the worst case: cheap
     passes)."""
     model, x = small_cnn(), torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    smooth = SmoothedClassifier(model, 0.25, 10, map=SimplexMap("softmax", 0.5))
+    smooth = SmoothedClassifier(model, 0.25, 10, map=SimplexMap("softmax", 0.5), seed=0)
     ours, base, ratio = interleaved(
         lambda: smooth.certify(x, n=n, procedure="lvm"), lambda: smooth.certify(x, n=n, procedure="cohen"), repeats
     )
@@ -107,7 +107,7 @@ def adaptive_row(inputs: int = 40, n_max: int = 10_000, epsilon: float = 0.25) -
         def forward(self, z: Tensor) -> Tensor:
             return torch.stack([z[:, 0], -z[:, 0]], dim=1)
 
-    smooth = SmoothedClassifier(Half().eval(), 0.25, 2)
+    smooth = SmoothedClassifier(Half().eval(), 0.25, 2, seed=0)
     x = torch.zeros(inputs, 16)
     x[:, 0] = torch.linspace(0, 3 * epsilon, inputs)
     result = certify_adaptive(smooth, x, target_radius=epsilon, n_max=n_max)

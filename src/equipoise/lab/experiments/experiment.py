@@ -1,8 +1,9 @@
-"""What an experiment is: a claim of the thesis, settings at two scales, how to run it and how to judge it."""
+"""What an experiment is: a claim of the thesis, settings at three scales, how to run it and how to judge it."""
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,20 +24,49 @@ class Label(enum.StrEnum):
     REPRODUCED = "reproduced"
     DIRECTION = "reproduced in direction"
     NOT = "not reproduced"
+    INCONCLUSIVE = "inconclusive"
     CORRECTED = "corrected"
     DRY = "dry run"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A label, the measured number with its interval in words, and the published one beside it."""
+    """A label, the measured number with its interval in words, and the published one beside it; `part` of the claim."""
 
     label: Label
     measured: str
     published: str
+    part: str = ""
 
     def __str__(self) -> str:
-        return f"{self.label}: measured {self.measured}; published {self.published}"
+        part = f"{self.part}: " if self.part else ""
+        return f"{part}{self.label}: measured {self.measured}; published {self.published}"
+
+
+@dataclass(frozen=True)
+class Power:
+    """What a design can see: the published effect, the smallest one it detects with probability 0.8, and the seeds that would do.
+
+    `detectable` is infinite and `needed` 0 where a single seed leaves the spread unknown.
+    """
+
+    published: float
+    detectable: float
+    seeds: int
+    needed: int
+    unit: str = "points"
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.detectable):
+            return f"published effect {self.published:g} {self.unit}; one seed says nothing on the spread"
+        enough = "enough" if self.detectable <= abs(self.published) else f"{self.needed} seeds would do"
+        return (
+            f"published effect {self.published:g} {self.unit}; {self.seeds} paired seeds detect {self.detectable:.2g} "
+            f"with probability 0.8: {enough}"
+        )
+
+
+SCALES = ("laptop", "desk", "paper")
 
 
 @dataclass(frozen=True)
@@ -62,6 +92,10 @@ class Context:
     def steps_of(self, n: int) -> int:
         """A number of repetitions; at most two in a dry run."""
         return min(n, 2) if self.dry else n
+
+    def size_of(self, n: int) -> int:
+        """A size of a matrix; at most 100 in a dry run."""
+        return min(n, 100) if self.dry else n
 
     def file(self, name: str) -> Path:
         """A file of the data folder, or one sentence on where it was expected."""
@@ -89,16 +123,45 @@ class Experiment:
     laptop: Any
     paper: Any
     run: Callable[[Any, Context], Iterable[Row]]
-    judge: Callable[[Sequence[Row]], Verdict]
+    judge: Callable[[Sequence[Row]], Verdict | Sequence[Verdict]]
     draw: Callable[[Sequence[Row]], Figure]
     needs: tuple[str, ...] = ()  # data files, none if bundled data are enough
+    place: str = ""  # figures and tables of the thesis
+    desk: Any = None  # at most forty minutes of two cores; the laptop's settings where they are enough
+    notes: tuple[str, ...] = ()  # deviations that no setting shows
+    power: Callable[[Sequence[Row]], Power] | None = None
 
     def settings(self, scale: str) -> Any:
         """The settings of a scale."""
-        if scale not in ("laptop", "paper"):
-            raise InputError(f"--scale is 'laptop' or 'paper', got {scale!r}")
-        return self.laptop if scale == "laptop" else self.paper
+        if scale not in SCALES:
+            raise InputError(f"--scale is {', '.join(map(repr, SCALES))}; got {scale!r}")
+        return {"laptop": self.laptop, "desk": self.desk or self.laptop, "paper": self.paper}[scale]
+
+    def verdicts(self, rows: Sequence[Row]) -> tuple[Verdict, ...]:
+        """One verdict per part of the claim."""
+        found = self.judge(rows)
+        return (found,) if isinstance(found, Verdict) else tuple(found)
+
+    def deviations(self, scale: str) -> list[tuple[str, Any, Any]]:
+        """(setting, the thesis', the one used) wherever a scale differs from the paper's."""
+        here, there = (flattened(asdict(self.settings(s))) for s in (scale, "paper"))
+        return [(k, there.get(k, ""), here.get(k, "")) for k in {**there, **here} if here.get(k) != there.get(k)]
 
     def describe(self, scale: str) -> Mapping[str, Any]:
         """The settings as JSON, which say whether a stored result is still the one asked for."""
         return {"id": self.id, "scale": scale, "settings": asdict(self.settings(scale))}
+
+
+def flattened(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings as `a.b.c` → value.
+
+    >>> flattened({"a": {"b": 1}, "c": 2})
+    {'a.b': 1, 'c': 2}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{above}{key}.")
+        else:
+            flat[f"{above}{key}"] = value
+    return flat

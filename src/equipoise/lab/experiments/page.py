@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from equipoise.lab.experiments.experiment import Experiment
+from equipoise.lab.experiments.experiment import Experiment, Verdict, flattened
 from equipoise.lab.experiments.results import Result, read
 from equipoise.lab.experiments.runner import Outcome
 
@@ -17,11 +17,14 @@ def stored(experiments: Iterable[Experiment], folder: Path) -> list[Outcome]:
 
 
 INTRODUCTION = (
-    "Every table and figure of the thesis as a command, `equipoise reproduce ID`, at a scale that two cores finish in minutes. "
-    "Such a scale tests directions, not published accuracies: networks are narrower, data smaller and training shorter, as the "
-    "settings under each figure say. A claim that does not hold here is reported so. Settings or criteria of dense-convergence, "
-    "readouts, weierstrass-gradient, bonferroni-counterexample, hessian-bound and reg-histogram were changed after a first look. "
-    "`--scale paper` runs the settings of the thesis with the same code."
+    "Every table and figure of the thesis as a command, `equipoise reproduce ID`, at three scales: `laptop` (minutes "
+    "on two cores), `desk` (up to forty minutes) and `paper` (the thesis' settings with the same code). A claim with "
+    "parts has a verdict for each. **Inconclusive** means that the interval holds both 0 and the published effect, "
+    "or, where «equal» is claimed, reaches beyond the margin: the sign of a mean decides nothing. Under each figure "
+    "stand what the design could detect, and the settings beside those of the thesis. Smaller scales test directions, "
+    "not published accuracies. Settings or criteria of dense-convergence, readouts, weierstrass-gradient, "
+    "bonferroni-counterexample, hessian-bound, ad-montecarlo, zero-padding, sr-conditioning and reg-histogram were "
+    "changed after a first look, and results stored before these rules are judged by them."
 )
 
 
@@ -29,21 +32,9 @@ def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str =
     """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not read."""
     done = [outcome.result for outcome in outcomes if outcome.result is not None]
     missing = [outcome for outcome in outcomes if outcome.result is None]
-    lines = [
-        heading,
-        "",
-        INTRODUCTION,
-        "",
-        _counts(done),
-        "",
-        "| experiment | verdict | measured | published |",
-        "|---|---|---|---|",
-    ]
-    for result in done:
-        verdict, name = result.verdict, result.experiment.id
-        lines.append(
-            f"| [{name}](#{name}) | **{verdict.label}** | {_cell(verdict.measured)} | {_cell(verdict.published)} |"
-        )
+    head = ["| experiment | verdict | measured | published |", "|---|---|---|---|"]
+    lines = [heading, "", INTRODUCTION, "", _counts(done), "", *head]
+    lines += [_line(result, verdict) for result in done for verdict in result.verdicts]
     lines += [
         f"| {o.experiment.id} | not run | {_cell(o.failure)} | {_cell(o.experiment.published)} |" for o in missing
     ]
@@ -56,27 +47,62 @@ def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str =
     return "\n".join(lines) + "\n"
 
 
+def _line(result: Result, verdict: Verdict) -> str:
+    name, part = result.experiment.id, f", {verdict.part}" if verdict.part else ""
+    shown = f"| [{name}](#{name}){part} | **{verdict.label}** |"
+    return f"{shown} {_cell(verdict.measured)} | {_cell(verdict.published)} |"
+
+
 def _counts(results: Sequence[Result]) -> str:
-    labels = [str(result.verdict.label) for result in results]
+    labels = [str(verdict.label) for result in results for verdict in result.verdicts]
     counted = [f"{labels.count(label)} {label}" for label in dict.fromkeys(sorted(labels))]
     minutes = sum(result.seconds for result in results) / 60
-    return f"{len(results)} experiments, {minutes:.0f} minutes in all: {', '.join(counted)}."
+    return (
+        f"{len(results)} experiments with {len(labels)} verdicts, {minutes:.0f} minutes in all: {', '.join(counted)}."
+    )
 
 
 def _section(result: Result, folder: str) -> list[str]:
     experiment = result.experiment
-    settings = ", ".join(f"{k} = {v}" for k, v in experiment.describe(result.scale)["settings"].items())
-    return [
-        f"### {experiment.id}",
-        "",
-        f"**{experiment.title}.** Claim: {experiment.claim}",
-        "",
-        f"*{result.verdict.label}.* Measured: {result.verdict.measured}. Published: {result.verdict.published}.",
-        "",
-        f"![{experiment.title}]({folder}/{experiment.id}/figure.svg)",
-        "",
-        f"`equipoise reproduce {experiment.id}` · {result.scale} scale, seed {result.seed}, {result.seconds:.0f} s · {settings}",
+    place = f" ({experiment.place} of the thesis)" if experiment.place else ""
+    lines = [f"### {experiment.id}", "", f"**{experiment.title}**{place}. Claim: {experiment.claim}", ""]
+    for verdict in result.verdicts:
+        part = f"{verdict.part}: " if verdict.part else ""
+        lines.append(f"* {part}*{verdict.label}.* Measured: {verdict.measured}. Published: {verdict.published}.")
+    if experiment.power is not None:
+        lines += ["", f"Power: {experiment.power(result.rows)}."]
+    lines += ["", f"![{experiment.title}]({folder}/{experiment.id}/figure.svg)", ""]
+    lines += [f"`equipoise reproduce {experiment.id}` · {_circumstances(result)}", "", *_settings(result)]
+    return lines
+
+
+def _circumstances(result: Result) -> str:
+    here = result.machine
+    text = f"{result.scale} scale, seed {result.seed}, {result.seconds:.0f} s"
+    if not here:
+        return f"{text}; hardware and threads were not recorded"
+    busy = here.get("load before")
+    beside = f", beside other work (load {busy})" if busy is not None and busy > 0.5 else ""
+    return f"{text} on {here.get('processor')}, {here.get('cores')} cores, {here.get('threads')} threads{beside}"
+
+
+def _settings(result: Result) -> list[str]:
+    """The settings as a table, the thesis' beside wherever they differ, and deviations that no setting shows."""
+    experiment = result.experiment
+    other = {name: there for name, there, _ in experiment.deviations(result.scale)}
+    used = flattened(experiment.describe(result.scale)["settings"])
+    rows = [
+        f"| {name} | {_cell(_value(value))} | {_cell(_value(other.get(name, value)))} |" for name, value in used.items()
     ]
+    rows += [f"| {name} | | {_cell(_value(there))} |" for name, there in other.items() if name not in used]
+    notes = [f"Deviation: {note}" for note in experiment.notes]
+    title = f"settings, {len(other)} of them other than at paper scale"
+    table = ["| setting | here | paper scale |", "|---|---|---|", *rows, *(["", *notes] if notes else [])]
+    return [f'??? note "{title}"', "", *(f"    {row}" if row else "" for row in table)]
+
+
+def _value(value: object) -> str:
+    return f"`{value}`" if value != "" else ""
 
 
 def _cell(text: str) -> str:

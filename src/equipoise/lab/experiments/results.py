@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,14 @@ class Result:
     scale: str
     seed: int
     rows: tuple[Row, ...]
-    verdict: Verdict
+    verdicts: tuple[Verdict, ...]
     seconds: float
+    machine: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the claim, or on its first part."""
+        return self.verdicts[0]
 
     def to_json(self) -> dict[str, Any]:
         """Everything, with the settings and the versions it was measured with."""
@@ -33,15 +40,11 @@ class Result:
         from equipoise import __version__
 
         versions = {"equipoise": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        verdict = {
-            "label": str(self.verdict.label),
-            "measured": self.verdict.measured,
-            "published": self.verdict.published,
-        }
+        verdicts = [{**asdict(verdict), "label": str(verdict.label)} for verdict in self.verdicts]
         return {
             **self.experiment.describe(self.scale), "title": self.experiment.title, "claim": self.experiment.claim,
-            "seed": self.seed, "seconds": round(self.seconds, 1), "versions": versions, "verdict": verdict,
-            "rows": list(self.rows),
+            "seed": self.seed, "seconds": round(self.seconds, 1), "versions": versions, "machine": dict(self.machine),
+            "verdicts": verdicts, "rows": list(self.rows),
         }  # fmt: skip
 
 
@@ -65,7 +68,8 @@ def read(experiment: Experiment, folder: Path) -> Result | None:
         return None
     try:
         stored: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        rows, label = tuple(stored["rows"]), Label(stored["verdict"]["label"])
+        rows = tuple(stored["rows"])
+        labels = [Label(v["label"]) for v in stored.get("verdicts") or [stored["verdict"]]]
         scale, seed, seconds = str(stored["scale"]), int(stored["seed"]), float(stored["seconds"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
@@ -73,9 +77,20 @@ def read(experiment: Experiment, folder: Path) -> Result | None:
         ) from error
     if stored.get("settings") != json.loads(json.dumps(experiment.describe(scale)["settings"])):
         return None
-    if label is Label.DRY:
+    if Label.DRY in labels:
         return None
-    return Result(experiment, scale, seed, rows, experiment.judge(rows), seconds)
+    return Result(experiment, scale, seed, rows, experiment.verdicts(rows), seconds, stored.get("machine") or {})
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores, the threads in use, and how busy the machine is: what a timing depends on."""
+    import torch
+
+    busy = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    return {
+        "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "load before": busy,
+    }  # fmt: skip
 
 
 def parquet(rows: Sequence[Row]) -> bytes:

@@ -32,15 +32,15 @@ def reproduce(experiment: Experiment, scale: str, context: Context, folder: Path
         found = results.read(experiment, folder)
         if found is not None and (found.scale, found.seed) == (scale, context.seed):
             return Outcome(experiment, found, stored=True)
-    start = time.perf_counter()
+    start, here = time.perf_counter(), results.machine()
     rows: tuple[Row, ...] = tuple(experiment.run(settings, context))
     seconds = time.perf_counter() - start
     if not rows:
         raise InputError(f"{experiment.id} gave no rows")
     if context.dry:
         verdict = Verdict(Label.DRY, f"{len(rows)} rows built and run", experiment.published)
-        return Outcome(experiment, results.Result(experiment, scale, context.seed, rows, verdict, seconds))
-    result = results.Result(experiment, scale, context.seed, rows, experiment.judge(rows), seconds)
+        return Outcome(experiment, results.Result(experiment, scale, context.seed, rows, (verdict,), seconds))
+    result = results.Result(experiment, scale, context.seed, rows, experiment.verdicts(rows), seconds, here)
     results.write(result, folder)
     return Outcome(experiment, result)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equipoise.lab.selfcheck import convolutions, matrices, networks, trained
+from equipoise.lab.selfcheck import convolutions, files, matrices, networks, trained
 from equipoise.lab.selfcheck.runner import Check
 
 #: name, share of the time, one batch of operators
@@ -20,4 +20,5 @@ CHECKS: tuple[Check, ...] = (
 SUITES: dict[str, tuple[Check, ...]] = {
     "norms": CHECKS,
     "networks": (Check("networks, random programs", 1.0, networks.random_networks),),
+    "files": (Check("files, damaged and hostile", 1.0, files.damaged_files),),
 }

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError
 from equipoise.nn.activations import MaxMin
 from equipoise.nn.models.parts import Size, pair
-from equipoise.nn.named import AOLLinear, RLBConv2d, RLBLinear, SNConv2d, SNLinear, SRLinear
 from equipoise.nn.normalise import LastLayerNormalised
 from equipoise.nn.orthogonal.bcop import BCOPConv2d
 from equipoise.nn.orthogonal.rko import RKOLinear
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
 from equipoise.nn.pooling import FirstFeatures, PadChannels, ScaledAvgPool2d, SpaceToDepth
-from equipoise.nn.residual import SLLConv2d, SLLLinear
+from equipoise.nn.rescaling import AOLLinear, RLBConv2d, RLBLinear, SNConv2d, SNLinear, SRLinear
+from equipoise.nn.residual import Residual, SLLConv2d, SLLLinear
 from equipoise.nn.wrappers import Lipschitz
 
 Head = Literal["sr", "aol", "lln", "first"]
@@ -51,7 +51,7 @@ def _scaled(constant: float, layers: Sequence[nn.Module]) -> nn.Module:
     return network if constant == 1 else Lipschitz(constant, network)
 
 
-def isometric(block: SLLConv2d | SLLLinear, threshold: float = 0.0) -> SLLConv2d | SLLLinear:
+def isometric(block: Residual, threshold: float = 0.0) -> Residual:
     """Start a block from an orthogonal weight at the central tap, where R = 1 and `I − 2WDWᵀ` is orthogonal (hidden ≤
     features).
 

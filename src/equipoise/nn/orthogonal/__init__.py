@@ -1,10 +1,18 @@
 """Orthogonal layers (Cayley, SOC, BCOP, RKO, Björck, Householder) and the sandwich layer: 1-Lipschitz for every raw weight."""
 
 from equipoise.nn.orthogonal.bcop import BCOP, BCOPConv1d, BCOPConv2d, BCOPConvTranspose2d, BCOPLinear
-from equipoise.nn.orthogonal.bjorck import Bjorck, BjorckConv2d, BjorckLinear
 from equipoise.nn.orthogonal.cayley import Cayley, CayleyConv2d, CayleyLinear, SpectralConv2d
 from equipoise.nn.orthogonal.householder import Householder, HouseholderLinear
-from equipoise.nn.orthogonal.rko import RKO, RKOConv1d, RKOConv2d, RKOConvTranspose2d, RKOLinear
+from equipoise.nn.orthogonal.rko import (
+    RKO,
+    Bjorck,
+    BjorckConv2d,
+    BjorckLinear,
+    RKOConv1d,
+    RKOConv2d,
+    RKOConvTranspose2d,
+    RKOLinear,
+)
 from equipoise.nn.orthogonal.sandwich import Sandwich, SandwichConv2d, SandwichLinear, SpectralSandwich2d
 from equipoise.nn.orthogonal.soc import SOC, SkewSeries, SOCConv2d, SOCLinear
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.precision import unit_roundoff
-from equipoise.nn.layers import Conv1dLayer, Conv2dLayer, ConvTranspose2dLayer, LinearLayer
-from equipoise.nn.method import Kernel, Method
+from equipoise.nn.layers import layers_of
+from equipoise.nn.method import Method, apart
 from equipoise.nn.orthogonal.polar import orthonormal
 
 
@@ -34,15 +34,21 @@ class BCOP(Method):
     Guarantee: norm at most 1 for every raw weight. With circular padding that returns every s-th pixel all singular values
     that the shape leaves room for are 1 (where raw weights are not deficient): with k ≥ s the layer is norm-preserving if
     out ≥ in·s², and its adjoint is if out ≤ in·s².
+
+    >>> layer = BCOPConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)
+    >>> x = torch.randn(1, 4, 8, 8)
+    >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-5)
+    True
     """
 
     name = "bcop"
     whole_circles = True
     projections: nn.Parameter | None
 
-    def __init__(self, kernel: Kernel, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__(kernel, device=device, dtype=dtype)
-        self.core = core_taps(kernel)
+    def setup(self) -> None:
+        """Projections, and the taps of H along each axis: as many as patches that do not meet may have."""
+        kernel, dtype = self.kernel, self.factory["dtype"] or torch.get_default_dtype()
+        self.core = tuple(map(min, kernel.shape[2:], apart(kernel, self.whole)))
         self.factors = sum(k - m for k, m in zip(kernel.shape[2:], self.core, strict=True))
         out, ins = kernel.shape[0] // kernel.groups, kernel.shape[1]
         #: the projections stand on the wider side, where there are more of them
@@ -51,7 +57,7 @@ class BCOP(Method):
         self.register_parameter("projections", None)
         if self.factors:
             V = torch.randn(self.factors, kernel.groups, side, max(1, side // 2), dtype=torch.float64)
-            V = torch.linalg.qr(V)[0].to(device=device, dtype=dtype or torch.get_default_dtype())
+            V = torch.linalg.qr(V)[0].to(device=self.factory["device"], dtype=dtype)
             self.projections = nn.Parameter(V.contiguous())
 
     def initial(self, raw: Tensor) -> Tensor:
@@ -93,11 +99,6 @@ class BCOP(Method):
         return 1.5 * unit_roundoff(dtype) * math.sqrt(taps * narrow) + products
 
 
-def core_taps(kernel: Kernel) -> tuple[int, ...]:
-    """Taps of H along each axis: as many as patches that do not meet may have."""
-    return tuple(map(min, kernel.shape[2:], kernel.apart))
-
-
 def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
     """`K ⊠ (P, I − P)` along an axis of `K (g, m, c, *taps)`: tap a becomes `K_a·P + K_{a−1}(I − P)`."""
     none = torch.zeros_like(K.narrow(axis, 0, 1))
@@ -107,31 +108,4 @@ def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
     return flat.reshape(moved.shape).movedim(-1, 2) + before
 
 
-class BCOPLinear(LinearLayer):
-    """`nn.Linear` with an orthogonal matrix: BCOP without taps."""
-
-    method_type = BCOP
-
-
-class BCOPConv1d(Conv1dLayer):
-    """`nn.Conv1d`, orthogonal at every frequency."""
-
-    method_type = BCOP
-
-
-class BCOPConv2d(Conv2dLayer):
-    """`nn.Conv2d`, orthogonal at every frequency: 1-Lipschitz with zero and circular padding, on every input size.
-
-    >>> layer = BCOPConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)
-    >>> x = torch.randn(1, 4, 8, 8)
-    >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-5)
-    True
-    """
-
-    method_type = BCOP
-
-
-class BCOPConvTranspose2d(ConvTranspose2dLayer):
-    """`nn.ConvTranspose2d`: the adjoint of `BCOPConv2d`."""
-
-    method_type = BCOP
+BCOPLinear, BCOPConv1d, BCOPConv2d, BCOPConvTranspose2d = layers_of(BCOP)

@@ -18,17 +18,17 @@ References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError
 from equipoise.core.precision import gamma, unit_roundoff
 from equipoise.nn.effective import Tensors, uncast
-from equipoise.nn.layers import LinearLayer
-from equipoise.nn.method import Kernel, Method
+from equipoise.nn.layers import enter, layers_of
+from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
 from equipoise.nn.orthogonal.polar import last_step
 
@@ -131,16 +131,15 @@ class Cayley(Method):
     """`W = C(X, Y)`, X the square part of the raw matrix and Y the rest (transposed where it is wide).
 
     Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns.
+
+    >>> W = CayleyLinear(6, 4).weight
+    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
+    True
     """
 
     name = "cayley"
-
-    @classmethod
-    def check(cls, kernel: Kernel) -> None:
-        """Dense layers only: the convolution's weight depends on the image size, so it is no `Method`."""
-        super().check(kernel)
-        if kernel.dims:
-            raise Refused("the Cayley transform of a convolution depends on the image size; use CayleyConv2d")
+    plain = (nn.Linear,)
+    instead = "use CayleyConv2d"
 
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""
@@ -151,15 +150,7 @@ class Cayley(Method):
         return W.mT if raw.shape[0] >= raw.shape[1] else W
 
 
-class CayleyLinear(LinearLayer):
-    """`nn.Linear` with an orthogonal matrix by the Cayley transform.
-
-    >>> W = CayleyLinear(6, 4).weight
-    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
-    True
-    """
-
-    method_type = Cayley
+(CayleyLinear,) = layers_of(Cayley)
 
 
 def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
@@ -249,6 +240,8 @@ class CayleyConv2d(SizedConv2d):
     True
     """
 
+    lipschitz_constant: ClassVar[float] = 1.0
+
     def build(self, plain: nn.Conv2d, **options: Any) -> None:
         """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""
         self.frame = frame_of(plain, embed=True)
@@ -291,6 +284,9 @@ class CayleyConv2d(SizedConv2d):
         with torch.no_grad():
             (weight,) = self.effective_at(size)
         return SpectralConv2d(self.frame, size, weight, self.bias).train(self.training)
+
+
+enter("cayley", nn.Conv2d, CayleyConv2d)
 
 
 def _apply(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None, size: Size) -> Tensor:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.maps.geometry import Geometry
 from equipoise.nn.effective import Effective, Tensors, uncast
-from equipoise.nn.layers import PaddingMode, kernel_of, refuse_enlarging
-from equipoise.nn.method import Kernel, Method
+from equipoise.nn.layers import arguments, build_plain, kernel_of
+from equipoise.nn.method import Method
 
 Size = tuple[int, int]
 
@@ -30,8 +31,7 @@ class Frame:
     is that of space-to-depth, and `taps` then count coarse pixels.
     """
 
-    plain: Kernel
-    pads: tuple[Size, Size]
+    plain: Geometry
     taps: Size
     embed: bool
 
@@ -67,10 +67,10 @@ class Frame:
 
     def zeros(self, axis: int) -> Size:
         """Zeros put around the image along an axis: all of the padding where the operator is a circle, else what it lacks."""
-        if self.plain.padding_mode == "circular":
+        if self.plain.padding == "circular":
             return 0, 0
         reach, centre = self.dilation[axis] * (self.taps[axis] - 1), self.centre[axis]
-        left, right = self.pads[axis] if self.stride == (1, 1) else (centre, reach - centre)
+        left, right = self.plain.amount[axis] if self.stride == (1, 1) else (centre, reach - centre)
         return (left, right) if self.embed else (max(0, left - centre), max(0, right - reach + centre))
 
     def size(self, size: Size) -> Size:
@@ -78,7 +78,7 @@ class Frame:
         found = []
         for axis, n in enumerate(size):
             s = self.stride[axis]
-            if n % s and self.plain.padding_mode == "circular":
+            if n % s and self.plain.padding == "circular":
                 raise InputError(
                     f"a stride of {s} on a circle of {n} pixels has no space-to-depth; use a multiple of {s}"
                 )
@@ -101,7 +101,7 @@ class Frame:
         """The pixels that `nn.Conv2d` returns for an input of `size`."""
         for axis, n in enumerate(size):
             s, k, d = self.stride[axis], self.plain.shape[2 + axis], self.dilation[axis]
-            pads, centre, (before, _) = self.pads[axis], self.centre[axis], self.zeros(axis)
+            pads, centre, (before, _) = self.plain.amount[axis], self.centre[axis], self.zeros(axis)
             count = (n + sum(pads) - d * (k - 1) - 1) // s + 1
             if count < 1:
                 raise InputError(f"an input of {n} pixel(s) with padding {pads} is smaller than the kernel of {k} taps")
@@ -117,16 +117,13 @@ def frame_of(plain: nn.Conv2d, *, embed: bool) -> Frame:
     """The frame of a convolution; `embed`: the operator lives on a circle, so that zero padding means zeros around the image."""
     kernel = kernel_of(plain)
     Method.check(kernel)
-    refuse_enlarging(kernel, {"padding": plain.padding})
-    twice: Any = plain._reversed_padding_repeated_twice
-    pads = ((twice[2], twice[3]), (twice[0], twice[1]))
     taps = kernel.shape[2], kernel.shape[3]
     if any(s > 1 for s in kernel.stride):
         if any(d > 1 for d in kernel.dilation):
             raise Refused(
                 "stride goes through space-to-depth here, which leaves no room for a dilation; use one of the two"
             )
-        for pad, k in zip(pads, taps, strict=True):
+        for pad, k in zip(kernel.amount, taps, strict=True):
             if sum(pad) > k - 1:
                 raise Refused(
                     f"padding {pad} is wider than the kernel's reach of {k - 1}: with a stride there is no pixel to return "
@@ -134,7 +131,7 @@ def frame_of(plain: nn.Conv2d, *, embed: bool) -> Frame:
                 )
         coarse = [-(-k // s) for k, s in zip(taps, kernel.stride, strict=True)]
         taps = coarse[0] + (coarse[0] + 1) % 2, coarse[1] + (coarse[1] + 1) % 2
-    return Frame(kernel, pads, taps, embed)
+    return Frame(kernel, taps, embed)
 
 
 def space_to_depth(x: Tensor, block: Size) -> Tensor:
@@ -151,26 +148,9 @@ class FramedConv2d(Effective):
     bias: nn.Parameter | None
     frame: Frame
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: PaddingMode = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
-        plain = nn.Conv2d(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        )  # fmt: skip
-        self._start(plain, **options)
+        self._start(build_plain(nn.Conv2d, args, options), **options)
 
     @classmethod
     def from_plain(cls, plain: nn.Conv2d, **options: Any) -> FramedConv2d:
@@ -180,7 +160,7 @@ class FramedConv2d(Effective):
         layer._start(plain, **options)
         return layer.train(plain.training)
 
-    def _start(self, plain: nn.Conv2d, **options: Any) -> None:
+    def _start(self, plain: Any, **options: Any) -> None:
         for name in _ATTRIBUTES:
             setattr(self, name, getattr(plain, name))
         bias = plain.bias
@@ -196,7 +176,7 @@ class FramedConv2d(Effective):
         return ", ".join(f"{name}={getattr(self, name)}" for name in _ATTRIBUTES)
 
 
-_ATTRIBUTES = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+_ATTRIBUTES = tuple(name for name in arguments(nn.Conv2d) if name not in ("bias", "device", "dtype"))
 
 
 class SizedConv2d(FramedConv2d):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from equipoise.core.errors import Refused
-from equipoise.nn.layers import LinearLayer
-from equipoise.nn.method import Kernel, Method
+from equipoise.nn.layers import layers_of
+from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.polar import last_step
 
 
@@ -16,18 +15,14 @@ class Householder(Method):
 
     Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns always, since `τ = 2/‖v‖²` for any v.
     Entries beyond 1e3 are read as 1e3, so that τ does not vanish in float32.
+
+    >>> W = HouseholderLinear(3, 5).weight
+    >>> bool((W.mT @ W - torch.eye(3)).abs().max() < 1e-5)
+    True
     """
 
     name = "householder"
-
-    @classmethod
-    def check(cls, kernel: Kernel) -> None:
-        """Dense layers only."""
-        super().check(kernel)
-        if kernel.dims:
-            raise Refused(
-                "reflections make a dense matrix orthogonal, not a convolution; use RKO or BCOP for convolutions"
-            )
+    plain = (nn.Linear,)
 
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""
@@ -40,12 +35,4 @@ class Householder(Method):
         return (W if raw.shape[0] >= raw.shape[1] else W.mT).to(raw.dtype)
 
 
-class HouseholderLinear(LinearLayer):
-    """`nn.Linear` whose matrix is a product of reflections: orthogonal for every raw weight.
-
-    >>> W = HouseholderLinear(3, 5).weight
-    >>> bool((W.mT @ W - torch.eye(3)).abs().max() < 1e-5)
-    True
-    """
-
-    method_type = Householder
+(HouseholderLinear,) = layers_of(Householder)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,12 +28,14 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import full_precision
+from equipoise.maps.linear import convolution
 from equipoise.nn.effective import Tensors, uncast
-from equipoise.nn.layers import LinearLayer
-from equipoise.nn.method import Kernel, Method
+from equipoise.nn.layers import enter, layers_of
+from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, batched, frame_of
 from equipoise.nn.orthogonal.polar import last_step
-from equipoise.norms import spectral_norm
+from equipoise.norms.convolution import conv_bracket
 
 #: p is bounded on an interval longer than τ by this: it covers the rounding of A to float32
 MARGIN = 1.01
@@ -131,7 +133,7 @@ def _schatten(E: Tensor) -> Tensor:
 
 def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) -> Tensor:
     """`p(A)x` by Horner's rule: one convolution per term."""
-    circular, dilation = frame.plain.padding_mode == "circular", frame.dilation
+    circular, dilation = frame.plain.padding == "circular", frame.dilation
     (top, left), weight = frame.centre, A.flatten(0, 1)
     y = coefficients[-1] * x
     for c in coefficients[-2::-1]:
@@ -168,12 +170,11 @@ def _bound(A: Tensor, coefficients: tuple[float, ...], frame: Frame, input_shape
         raise Refused(
             "the kernel of this series is not skew-symmetric: the modulus of the polynomial says nothing about its norm"
         )
-    g, c = A.shape[:2]
-    mode: Any = frame.plain.padding_mode
-    conv = nn.Conv2d(g * c, g * c, frame.taps, 1, frame.centre, frame.dilation, g, False, mode, A.device, A.dtype)
-    conv.weight.copy_(A.flatten(0, 1))
-    size = frame.size((input_shape[-2], input_shape[-1]))
-    theta = spectral_norm(conv, input_size=size, rtol=1e-2).upper
+    amount, size = [(c, c) for c in frame.centre], frame.size((input_shape[-2], input_shape[-1]))
+    weight = A.flatten(0, 1)
+    conv = convolution(weight, frame.plain.padding, 1, frame.dilation, A.shape[0], amount, size)
+    with full_precision():
+        theta = conv_bracket(conv, 1e-2).upper
     return Bound(largest_modulus(coefficients, float(theta)), Kind.UPPER, "modulus of the series")
 
 
@@ -210,6 +211,8 @@ class SOCConv2d(FramedConv2d):
     >>> bool(0.998 < layer(x).norm() / x.norm() <= 1)
     True
     """
+
+    lipschitz_constant: ClassVar[float] = 1.0
 
     def build(self, plain: nn.Conv2d, *, terms: int = 4, angle: float = 1.0) -> None:
         """One raw kernel `(groups, c, c, *taps)`, c the larger number of channels."""
@@ -251,16 +254,15 @@ class SOC(Method):
     """`W = exp(M − Mᵀ)` (first rows and columns) with the skew matrix scaled to norm at most π.
 
     Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns.
+
+    >>> W = SOCLinear(6, 4).weight
+    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
+    True
     """
 
     name = "soc"
-
-    @classmethod
-    def check(cls, kernel: Kernel) -> None:
-        """Dense layers only: the exponential of a convolution is no convolution with few taps."""
-        super().check(kernel)
-        if kernel.dims:
-            raise Refused("the exponential of a convolution is a series of convolutions, not one weight; use SOCConv2d")
+    plain = (nn.Linear,)
+    instead = "use SOCConv2d"
 
     def initial(self, raw: Tensor) -> Tensor:
         """A random skew matrix of norm about 1: one that has the given weight as exponential need not exist."""
@@ -280,12 +282,5 @@ class SOC(Method):
         return W.mT if tall else W
 
 
-class SOCLinear(LinearLayer):
-    """`nn.Linear` with the exponential of a skew-symmetric matrix.
-
-    >>> W = SOCLinear(6, 4).weight
-    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
-    True
-    """
-
-    method_type = SOC
+(SOCLinear,) = layers_of(SOC)
+enter("soc", nn.Conv2d, SOCConv2d)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_multi
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="bonferroni-counterexample",
     chapter="Certified robustness",
+    place="an example in the text of chapter 6",
     title="Half of the risk for each of two classes",
     claim="Splitting α over two intervals, whatever the number of classes, does not cover.",
     published="α/2 under-covers (the printed example does not show it: 1.1 % at α = 5 %)",

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.shared.smoothed_networks import (
     CIFAR,
     FASHION,
@@ -40,9 +40,6 @@ from equipoise.smoothing import (
     radius_multi,
 )
 from equipoise.smoothing.maps import apply_map
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COHEN, CPM = "Cohen", "CPM, hard votes"
 LVM, OWN, PRINTED = "LVM-RS, one map", "LVM-RS, map per input", "as printed (no certificate)"
@@ -158,6 +155,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="lvm-rs",
     chapter="Certified robustness",
+    place="Tables 6.2, 6.3 and C.1 to C.7",
     title="LVM-RS against hard votes",
     claim="Soft votes with a chosen simplex map and variance-aware intervals certify more than hard votes, most so at large σ.",
     published="CIFAR-10 best over σ: 86.7/74.4/58.3/41.0/29.9 → 88.5/76.2/60.2/43.8/32.4 %; σ = 1, ε = 0: 48.97 → 63.72 %",

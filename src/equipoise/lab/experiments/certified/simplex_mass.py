@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from equipoise.lab.experiments.certified.rs_new_bound import LAPTOP_NETWORK, LIPSCHITZ, MASS, PAPER_NETWORK
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.shared.smoothed_networks import (
     Rated,
     Sampling,
@@ -23,9 +23,6 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     shown,
 )
 from equipoise.smoothing import SimplexMap, optimal_sigma, radius_weak
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 USUAL = "r = 1"
 
@@ -105,6 +102,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="simplex-mass",
     chapter="Certified robustness",
+    place="Figure 5.2",
     title="Certified accuracy for several simplex masses",
     claim="Masses other than r = 1 give other robustness profiles, with more certified accuracy at some radii.",
     published="new profiles beyond r = 1",

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="variance-hardmax",
     chapter="Certified robustness",
+    place="an example in the text of chapter 6",
     title="Variance before and after a hard threshold",
     claim="The variance ε²/3 of a score becomes 1/4 after a hard decision, however small ε.",
     published="ε²/3 vs 1/4",

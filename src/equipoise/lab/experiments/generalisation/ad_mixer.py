@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from equipoise.lab.experiments.experiment import Experiment
 from equipoise.lab.experiments.generalisation.ad_mlp import AD
-from equipoise.lab.experiments.shared.comparison import Settings, Variants, draw, run, verdict_on_gain
+from equipoise.lab.experiments.shared.comparison import Claim, Settings, Variants, draw, gain_verdicts, run
 
 
 def recipe(data: str, width: int, depth: int, epochs: int, limit: int | None) -> dict[str, object]:
@@ -24,17 +24,19 @@ def recipe(data: str, width: int, depth: int, epochs: int, limit: int | None) ->
 
 
 VARIANTS: Variants = {"baseline": {}, "AD": {"regularizers": [AD]}}
+CLAIMS = (Claim("", "AD", None, "improves"),)
 PUBLISHED = "improves"
 EXPERIMENT = Experiment(
     id="ad-mixer",
     chapter="Generalisation",
+    place="Figure D.1",
     title="Activation decay in an MLP-Mixer",
     claim="Activation decay improves an MLP-Mixer.",
     published=PUBLISHED,
     laptop=Settings(recipe("cifar10.npz", 32, 2, 5, 5000), VARIANTS, seeds=3),
     paper=Settings(recipe("cifar10-full.npz", 256, 8, 200, None), VARIANTS, seeds=5),
     run=run,
-    judge=lambda rows: verdict_on_gain(rows, "baseline", "AD", 0.0, PUBLISHED),
+    judge=lambda rows: gain_verdicts(rows, CLAIMS),
     draw=draw,
     needs=("cifar10.npz",),
 )

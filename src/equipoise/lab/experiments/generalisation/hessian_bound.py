@@ -1,23 +1,25 @@
-"""Measured top eigenvalue and layer-wise bound as the noise level of activation decay grows."""
+"""The last layer's curvature and the thesis' bound on it as the noise level of activation decay grows.
+
+`‖∇²L^σ‖ ≤ H·erf(ε/(√2·H·σ))` for a loss whose gradient is H-Lipschitz with `‖∇L‖ ≤ ε`. Here H is the top eigenvalue without
+activation decay and ε the gradient's norm at the end of training, as the thesis takes them. Neither is a bound over the whole
+space, so this is a heuristic whose trend is compared, not a guarantee.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import TYPE_CHECKING
 
-from scipy import stats
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from equipoise.curvature import hessian_bound_report
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, MARKERS, canvas, legend
+from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
+from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Settings:
     seeds: int = 3
     width: int = 32
     epochs: int = 15
-    inputs: int = 300
+    inputs: int = 1200
 
 
 def recipe(settings: Settings, sigma: float) -> dict[str, object]:
@@ -44,45 +46,64 @@ def recipe(settings: Settings, sigma: float) -> dict[str, object]:
     }
 
 
+def last_layer(model: nn.Sequential, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Top eigenvalue of the Hessian of the mean cross-entropy in the last layer's weights, and the norm of the gradient.
+
+    The logits are linear in them: `H = mean (diag(p) − ppᵀ) ⊗ hhᵀ` and `∇ = mean (p − y)hᵀ`, exactly.
+    """
+    with torch.no_grad():
+        h = model[:-1](x).double()
+        p = model[-1].double()(h).softmax(1)
+        A = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+        H = torch.einsum("nab,nc,nd->acbd", A, h, h).reshape(p.shape[1] * h.shape[1], -1) / len(x)
+        gradient = (p - nn.functional.one_hot(y, p.shape[1])).T @ h / len(x)
+        return float(torch.linalg.eigvalsh(H)[-1]), float(gradient.norm())
+
+
 def run(settings: Settings, context: Context) -> Iterator[Row]:
-    """One row per σ and seed: |λ|_max of the Hessian (found, so a lower bound) and the bound of the Gauss–Newton matrix."""
+    """One row per seed and σ: the measured eigenvalue, ε, and the bound with the eigenvalue of the same seed at σ = 0."""
     x, y = load_dataset("digits", "train").batch(range(settings.inputs))
-    for sigma in context.steps(settings.sigmas):
-        for seed in context.steps(range(settings.seeds)):
+    for seed in context.steps(range(settings.seeds)):
+        base = math.nan
+        for sigma in context.steps(settings.sigmas):
             result = train(recipe(settings, sigma), context, seed)
             assert isinstance(result.model, nn.Sequential)
-            report = hessian_bound_report(result.model, "ce", (x, y))
-            yield {"sigma": sigma, "seed": seed, "measured": report.measured, "bound": report.gauss_newton,
-                   "accuracy": result.final["accuracy"]}  # fmt: skip
-        context.tell(f"σ = {sigma}")
+            measured, epsilon = last_layer(result.model, x, y)
+            base = measured if sigma == 0 else base
+            bound = base * math.erf(epsilon / (math.sqrt(2) * base * sigma)) if sigma else base
+            figures = {"measured": measured, "bound": bound, "epsilon": epsilon, "accuracy": result.final["accuracy"]}
+            yield {"sigma": sigma, "seed": seed, **figures}
+        context.tell(f"seed {seed}")
 
 
-def judge(rows: Sequence[Row]) -> Verdict:
-    """Same trend: rank correlation of bound and measured value over all runs; both fall from the smallest to the largest σ."""
-    rank = float(stats.spearmanr([r["measured"] for r in rows], [r["bound"] for r in rows]).statistic)
-    falls = {key: _mean(rows, key, max) / _mean(rows, key, min) for key in ("measured", "bound")}
-    label = (Label.REPRODUCED if rank > 0.7 else Label.DIRECTION) if max(falls.values()) < 1 else Label.NOT
-    loose = sum(r["bound"] for r in rows) / sum(r["measured"] for r in rows)
-    text = (
-        f"rank correlation {rank:.2f} over {len(rows)} networks; largest σ / none: measured × {falls['measured']:.2f}, "
-        f"bound × {falls['bound']:.2f}; the bound (of the Gauss–Newton matrix) is {loose:.0f} times the measured value"
+def means(rows: Sequence[Row], key: str) -> dict[float, float]:
+    """Mean over the seeds, by σ."""
+    return {s: mean(r[key] for r in rows if r["sigma"] == s) for s in sorted({r["sigma"] for r in rows})}
+
+
+def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
+    """The same trend: both fall with σ throughout; and whether the heuristic bound stays above the measured value."""
+    measured, bound = means(rows, "measured"), means(rows, "bound")
+    falls = all(list(v.values()) == sorted(v.values(), reverse=True) for v in (measured, bound))
+    below = sum(r["bound"] < r["measured"] * (1 - 1e-9) for r in rows)
+    ends = [f"{v[min(v)]:.2f} → {v[max(v)]:.3f}" for v in (measured, bound)]
+    trend = f"measured {ends[0]}, bound {ends[1]} over σ = {min(measured):g} → {max(measured):g}"
+    trend += ", both monotone" if falls else ", not both monotone"
+    counted = f"below the measured value in {below} of {len(rows)} runs (heuristic: H and ε are values at a point)"
+    return (
+        Verdict(graded(falls), trend, EXPERIMENT.published, "trend"),
+        Verdict(graded(below == 0, below < len(rows) / 10), counted, "a bound, with a mismatch left open", "above"),
     )
-    return Verdict(label, text, EXPERIMENT.published)
-
-
-def _mean(rows: Sequence[Row], key: str, end: Callable[[list[float]], float]) -> float:
-    sigma = end([r["sigma"] for r in rows])
-    return mean(r[key] for r in rows if r["sigma"] == sigma)
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Both against σ, a mark per seed."""
+    """Both against σ: the means as lines, a mark per seed."""
     figure, (axes,) = canvas()
-    for k, (key, name) in enumerate((("measured", "|λ|max of the Hessian, measured"), ("bound", "layer-wise bound"))):
-        axes.plot(
-            [r["sigma"] for r in rows], [r[key] for r in rows], MARKERS[k], color=COLOURS[k], label=name, markersize=5
-        )
-    axes.set(yscale="log", xlabel="σ of activation decay", ylabel="curvature")
+    for k, (key, name) in enumerate((("measured", "top eigenvalue, last layer"), ("bound", "H·erf(ε/(√2Hσ))"))):
+        found = means(rows, key)
+        line(axes, list(found), list(found.values()), name, k)
+        line(axes, [r["sigma"] for r in rows], [r[key] for r in rows], "", k, linestyle="", alpha=0.4)
+    axes.set(yscale="log", xlabel="σ of activation decay", ylabel="curvature of the last layer")
     legend(axes)
     return figure
 
@@ -90,9 +111,13 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="hessian-bound",
     chapter="Generalisation",
-    title="Curvature and its layer-wise bound",
-    claim="The bound falls with the noise level of activation decay as the measured top eigenvalue does.",
+    place="Figure 7.1",
+    title="Curvature of the last layer and its bound",
+    claim="The bound H·erf(ε/(√2Hσ)) gives the trend of the last layer's top eigenvalue as the noise level grows.",
     published="same trend (figure)",
+    notes=(
+        "an MLP on digits instead of a ResNet-56 on CIFAR-10; the exact Hessian of the last layer instead of PyHessian's",
+    ),
     laptop=Settings(),
     paper=Settings(seeds=5, width=128, epochs=100, inputs=1400),
     run=run,

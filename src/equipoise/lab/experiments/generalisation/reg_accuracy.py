@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from equipoise.lab.experiments.experiment import Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.intervals import mean_of
-from equipoise.lab.experiments.shared.comparison import Settings, Variants, by_variant, draw, gains, run
+from equipoise.lab.experiments.experiment import Experiment, Row, Verdict
+from equipoise.lab.experiments.intervals import graded, mean_of, parity_label
+from equipoise.lab.experiments.shared.comparison import Settings, Variants, by_variant, draw, gains, paired, run
 
 VARIANTS: Variants = {
     "baseline": {},
@@ -34,24 +34,31 @@ def recipe(data: str, width: int, epochs: int, limit: int | None) -> dict[str, o
 PUBLISHED = "baseline 93.32 ± 0.12 (11.4 s an epoch), ours 93.48 ± 0.08 (31.9 s), Ryu 95 s, Singla 38 s"
 
 
-def judge(rows: Sequence[Row]) -> Verdict:
-    """The claim is parity: spectral regularisation must not cost accuracy (interval of the gain not below −1 point)."""
-    gain = gains(rows, "baseline")["ours"]
+def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
+    """Parity of accuracy within one point, and the cost of an epoch, apart."""
+    gain = mean_of(paired(rows, "ours"))
     seconds = by_variant(rows, "seconds per epoch")
     ratio = mean_of(seconds["ours"]).value / mean_of(seconds["baseline"]).value
-    label = Label.REPRODUCED if gain.low > -1 else Label.DIRECTION if gain.value > -1 else Label.NOT
-    others = ", ".join(f"{name} {g.value:+.2f} ± {g.half:.2f}" for name, g in gains(rows, "baseline").items())
+    others = ", ".join(f"{name} {g.signed}" for name, g in gains(rows, "baseline").items())
     base = mean_of([100 * v for v in by_variant(rows)["baseline"]])
-    return Verdict(label, f"baseline {base.show()}; gain in points: {others}; time of an epoch {ratio:.2f}×", PUBLISHED)
+    return (
+        Verdict(parity_label(gain, 1.0), f"baseline {base.show()}; gain in points: {others}", PUBLISHED, "accuracy"),
+        Verdict(graded(ratio <= 2.8, ratio <= 95 / 11.4), f"an epoch takes {ratio:.2f}× (CPU)", "2.8× (GPU)", "time"),
+    )
 
 
 EXPERIMENT = Experiment(
     id="reg-accuracy",
     chapter="Generalisation",
+    place="Tables 7.1 and 7.2",
     title="Accuracy and time of regularizers",
     claim="Regularising the spectral norms of all convolutions keeps the accuracy at a fraction of the cost of other methods.",
     published=PUBLISHED,
     laptop=Settings(recipe("cifar10.npz", 8, 3, 3000), VARIANTS, seeds=2),
+    notes=(
+        "`ours` is one step of subspace iteration a batch, not Gram iteration with the explicit gradient",
+        "no rival estimator is timed here; the ratio is to training without a regularizer",
+    ),
     paper=Settings(recipe("cifar10-full.npz", 64, 200, None), VARIANTS, seeds=5),
     run=run,
     judge=judge,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +14,10 @@ from torch import nn
 from equipoise.checkpoints import load_weights
 from equipoise.core.timing import take_turns
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.peers import ryu_product
 from equipoise.nn.models import build
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         )  # a rehearsal: the network itself, on small images
         x = torch.zeros(1, 3, size, size, device=context.device)
         work: dict[str, Callable[[], Any]] = {
-            "ours": partial(lipschitz_bound, net, x, rtol=0.05),
+            "ours": partial(lipschitz_bound, net, x, rtol=0.5 if context.dry else 0.05),
             "ryu": partial(ryu_product, net, x, context.steps_of(settings.iterations)),
         }
         contest = take_turns(work, 1)
@@ -97,6 +94,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="pub-ratio",
     chapter="Lipschitz networks",
+    place="Table 4.1",
     title="Product bounds of whole networks",
     claim="The product of certified norms stays close to the product of power iteration's norms.",
     published="VGG16 1.14, ResNet18 1.47, ResNet50 1.68, ResNet152 1.92 (ImageNet weights)",

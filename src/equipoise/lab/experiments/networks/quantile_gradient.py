@@ -9,6 +9,7 @@ NAMES = {"gradient": "gradient of Φ⁻¹∘F̃", "local": "σ, L and the value 
 EXPERIMENT = Experiment(
     id="quantile-gradient",
     chapter="Lipschitz networks",
+    place="Figure 4.12",
     title="Gradient of the quantile of a smoothed model",
     claim="With the Lipschitz constant the quantile's gradient has a bound far below 1/σ, near the gradient itself.",
     published=PUBLISHED,

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas
 from equipoise.lab.experiments.shared.training import train
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.operators import input_shapes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: with lr 0.02 a weight of 1 makes `2·weight·lr·taps` = 0.36: the penalty's own steps settle without swinging
 METHODS: Mapping[str, Mapping[str, object]] = {
@@ -98,6 +94,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="reg-histogram",
     chapter="Lipschitz networks",
+    place="Figures 4.2 to 4.5",
     title="Layer norms after regularised training",
     claim="Regularising the spectral norms leaves every convolution at the target norm; other methods scatter.",
     published="ours: a spike at 1; Singla up to 1.1; weight decay scattered",

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
+from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
 from equipoise.nn.models import build
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -77,15 +75,17 @@ def last(rows: Sequence[Row], name: str) -> Row:
     return max((r for r in rows if r["variant"] == name), key=lambda r: r["epoch"])
 
 
-def judge(rows: Sequence[Row]) -> Verdict:
-    """Accuracy within three points of the baseline's, bound smaller by orders of magnitude."""
+def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
+    """Accuracy and bound apart; one seed has no interval, so accuracy cannot be called equal."""
     base, ours = (last(rows, name) for name in VARIANTS)
     loss = 100 * (base["accuracy"] - ours["accuracy"])
     orders = (base["log10 bound"] or math.inf) - (ours["log10 bound"] or math.inf)
-    label = Label.REPRODUCED if loss < 3 and orders > 2 else Label.DIRECTION if orders > 2 else Label.NOT
-    text = f"accuracy {100 * ours['accuracy']:.1f} against {100 * base['accuracy']:.1f} %"
-    text += f"; bound 10^{ours['log10 bound']:.1f} against 10^{base['log10 bound']:.1f}"
-    return Verdict(label, text, EXPERIMENT.published)
+    text = f"{100 * ours['accuracy']:.1f} against {100 * base['accuracy']:.1f} % (1 seed)"
+    bound = f"10^{ours['log10 bound']:.1f} against 10^{base['log10 bound']:.1f}"
+    return (
+        Verdict(Label.INCONCLUSIVE if abs(loss) < 10 else Label.NOT, text, "matches the baseline", "accuracy"),
+        Verdict(graded(orders > 2, orders > 0), bound, "orders of magnitude smaller", "bound"),
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -106,6 +106,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="training-stability",
     chapter="Lipschitz networks",
+    place="Figures 4.6 to 4.9",
     title="One BatchNorm and Lipschitz regularisation",
     claim="Spectral regularisation with a single BatchNorm matches the usual network at a bound orders of magnitude smaller.",
     published="matches the baseline, product bound orders of magnitude smaller",

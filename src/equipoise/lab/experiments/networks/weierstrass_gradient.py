@@ -15,6 +15,7 @@ NAMES = {
 EXPERIMENT = Experiment(
     id="weierstrass-gradient",
     chapter="Lipschitz networks",
+    place="Figure 4.11",
     title="Gradient of a smoothed model",
     claim="Knowing both the noise and the Lipschitz constant bounds the smoothed gradient more tightly than either.",
     published=PUBLISHED,

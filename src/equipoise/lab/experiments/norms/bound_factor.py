@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.norms.peers import complex_gram
 from equipoise.norms.spectral import spectral_norm
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -100,6 +96,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="bound-factor",
     chapter="Spectral norms",
+    place="Figure 3.2",
     title="The factor for a coarser grid",
     claim="A factor (1/(1 − α))^(2^-t) turns the norm on an n₀×n₀ grid into an upper bound for every input size.",
     published="the factor falls towards 1 as n₀ grows; claimed to be a bound",

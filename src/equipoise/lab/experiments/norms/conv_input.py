@@ -4,6 +4,7 @@ from equipoise.lab.experiments.shared.conv_sweep import Settings, sweep
 
 EXPERIMENT = sweep(
     identifier="conv-input",
+    place="Figure 3.9",
     title="Convolutions: input size",
     claim="Gram iteration gives Sedghi's exact circular value at a fraction of the time of the other methods.",
     published="Gram iteration = Sedghi's value, fastest",

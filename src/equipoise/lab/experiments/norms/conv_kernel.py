@@ -4,6 +4,7 @@ from equipoise.lab.experiments.shared.conv_sweep import Settings, sweep
 
 EXPERIMENT = sweep(
     identifier="conv-kernel",
+    place="Figure 3.7",
     title="Convolutions: kernel size",
     claim="Gram iteration gives Sedghi's exact circular value at a fraction of the time of the other methods.",
     published="Gram iteration = Sedghi's value, fastest",

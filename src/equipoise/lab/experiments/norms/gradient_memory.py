@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.timing import peak_bytes
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.nn.models import build
 from equipoise.norms.functional import conv_norm
 from equipoise.norms.peers import complex_gram
 from equipoise.regularizers.operators import input_shapes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODELS = {"ResNet-18": "resnet18", "ResNet-34": "resnet34", "ResNet-50": "resnet50"}
 
@@ -106,6 +102,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="gradient-memory",
     chapter="Spectral norms",
+    place="Table 3.2",
     title="Memory of the gradient",
     claim="The explicit gradient of the bound needs less than half of the memory of automatic differentiation.",
     published="9770 vs 4322, 17152 vs 7088, >42000 vs 27535 MB (whole training step on a GPU)",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,11 +11,8 @@ from torch import Tensor
 
 from equipoise.core.timing import take_turns
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, MARKERS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
 from equipoise.lab.experiments.shared.conv_sweep import NAMES, contestants
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FILE = "resnet18-imagenet-partial.npz"
 
@@ -89,6 +85,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="resnet18-layers",
     chapter="Spectral norms",
+    place="Figure 3.10, Table A.3",
     title="All convolutions of a trained ResNet-18",
     claim="Gram iteration gives the exact circular value and stays above power iteration, on real kernels.",
     published="15.91, 6.00, 5.34, 7.00, 3.82, … (torchvision's kernels); Singla up to 1.8×, once below Ryu; Araujo up to 7.7×",

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from equipoise.core.timing import take_turns
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
-from equipoise.norms.peers import PEERS
+from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
+from equipoise.lab.experiments.intervals import graded
+from equipoise.lab.experiments.norms.bound_factor import published
+from equipoise.norms.peers import PEERS, complex_gram
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.toeplitz import norm2_toep
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAMES = {
     "ours": "equipoise, certified upper end",
-    "toep": "norm2_toep",
-    "circ": "circular Gram, no correction",
+    "toep": "norm2_toep, by FFT",
+    "circ": "circular Gram × the printed factor",
     "singla": "Singla",
     "ryu": "Ryu (power iteration)",
 }
@@ -31,13 +29,35 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Channels, input and kernel size, Gram iterations of norm2_toep (its kernel doubles with each)."""
+    """Channels, input and kernel size, Gram iterations of norm2_toep and of the circular bound.
+
+    The printed factor of the circular bound, `(1/(1 − α))^(2^-t)` with `α = 2^t⌊k/2⌋/n`, does not exist from α = 1 on: at the
+    thesis' t = 6 and n = 32 it is 2 (errata), so the circular bound takes the largest t at which it does.
+    """
 
     channels: tuple[int, ...]
     size: int
     kernel: int = 3
     draws: int = 3
-    toep: int = 3
+    toep: int = 5
+    circular: int = 3
+
+
+def toeplitz_fft(K: Tensor, iterations: int) -> float:
+    """`norm2_toep` with the kernel's correlations as products of its transforms, on the grid of the last kernel's size.
+
+    Float64 without the proof of rounding that `norm2_toep` carries: memory grows like 4^t, time no longer like 16^t.
+    """
+    sizes = [2**iterations * (k - 1) + 1 for k in K.shape[2:]]
+    A = torch.fft.fft2(K, s=sizes).permute(2, 3, 0, 1)
+    log = 0.0
+    for t in range(iterations):
+        top = float(A.abs().max())
+        log += math.log(top) / 2**t
+        A = A / top
+        A = A.mH @ A
+    kernel = torch.fft.ifft2(A.permute(2, 3, 0, 1)).real
+    return math.exp(log + math.log(float(kernel.abs().sum((1, 2, 3)).max())) / 2**iterations)
 
 
 def contestants(K: Tensor, settings: Settings) -> dict[str, Callable[[], float]]:
@@ -47,8 +67,8 @@ def contestants(K: Tensor, settings: Settings) -> dict[str, Callable[[], float]]
     n = settings.size
     return {
         "ours": lambda: float(spectral_norm(conv, input_size=(n, n), rtol=1e-3).upper),
-        "toep": lambda: float(norm2_toep(K, settings.toep)),
-        "circ": lambda: float(PEERS["gram"].run(K, n, "zeros", 6)),
+        "toep": lambda: toeplitz_fft(K, settings.toep),
+        "circ": lambda: float(complex_gram(K, n, settings.circular)) * published(settings.circular, n, K.shape[-1]),
         "singla": lambda: float(PEERS["singla"].run(K, n, "zeros", 50)),
         "ryu": lambda: float(PEERS["ryu"].run(K, n, "zeros", 100)),
     }
@@ -68,20 +88,22 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         context.tell(f"{c} channels")
 
 
-def judge(rows: Sequence[Row]) -> Verdict:
-    """Power iteration never above the truth, norm2_toep never below it and tighter than Singla; ours tighter still."""
+def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
+    """Power iteration never above the truth; norm2_toep never below it and the tightest of the published upper bounds."""
     ratio = {name: [r["ratio"] for r in rows if r["method"] == name] for name in NAMES}
-    below, above = max(ratio["ryu"]) <= 1 + 1e-9, min(ratio["toep"]) >= 1 - 1e-12
-    sound = min(ratio["ours"]) >= 1 - 1e-12
     tight = {name: mean(found) for name, found in ratio.items()}
-    good = below and above and sound and tight["toep"] < tight["singla"]
-    missed = sum(v < 1 - 1e-12 for v in ratio["circ"])
+    sound = min(ratio["toep"]) >= 1 - 1e-12 and min(ratio["ours"]) >= 1 - 1e-12
+    best = tight["toep"] <= min(tight["circ"], tight["singla"])
+    missed = {name: sum(v < 1 - 1e-12 for v in ratio[name]) for name in ("circ", "singla")}
+    shown = ", ".join(f"{NAMES[name]} {tight[name]:.3f}" for name in ("toep", "circ", "singla"))
     text = (
-        f"Ryu at most {max(ratio['ryu']):.6f} of the truth; mean ratio norm2_toep {tight['toep']:.3f}, Singla "
-        f"{tight['singla']:.3f}, ours {tight['ours']:.4f}; circular value below the truth in {missed} of {len(ratio['circ'])}"
+        f"mean ratio to the truth: {shown}; ours {tight['ours']:.4f}; circular below the truth in {missed['circ']} of "
     )
-    label = Label.REPRODUCED if good and tight["toep"] <= min(tight["circ"], tight["singla"]) else Label.DIRECTION
-    return Verdict(label if good else Label.NOT, text, EXPERIMENT.published)
+    below = f"at most {max(ratio['ryu']):.6f} of the truth"
+    return (
+        Verdict(graded(max(ratio["ryu"]) <= 1 + 1e-9), below, "below the truth", "power iteration"),
+        Verdict(graded(sound and best, sound), f"{text}{len(ratio['circ'])}", "best", "norm2_toep"),
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -102,11 +124,12 @@ def draw(rows: Sequence[Row]) -> Figure:
 EXPERIMENT = Experiment(
     id="zero-padding",
     chapter="Spectral norms",
+    place="Figure 3.11",
     title="Zero padding against the truth",
     claim="Power iteration stays below the true norm of the zero-padded operator; norm2_toep is the best upper bound.",
     published="Ryu below the truth, norm2_toep best",
     laptop=Settings(channels=(1, 2, 4, 8), size=16),
-    paper=Settings(channels=(1, 2, 4, 8, 16, 32), size=32, draws=10),
+    paper=Settings(channels=(1, 2, 4, 8, 16, 32), size=32, draws=10, toep=6, circular=4),
     run=run,
     judge=judge,
     draw=draw,

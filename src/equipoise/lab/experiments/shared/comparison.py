@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas
-from equipoise.lab.experiments.intervals import Mean, mean_of
+from equipoise.lab.experiments.experiment import Context, Power, Row, Verdict
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas
+from equipoise.lab.experiments.intervals import Mean, gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import merged, train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: what each variant of a recipe changes
 Variants = dict[str, dict[str, Any]]
@@ -28,9 +25,21 @@ class Settings:
     keep: tuple[str, ...] = field(default=("accuracy",))
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A gain of one variant over another, in points, as published (`effect` None where no number is)."""
+
+    part: str
+    wanted: str
+    effect: float | None
+    published: str
+    rival: str = "baseline"
+    key: str = "accuracy"
+
+
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per seed and variant with the figures of the last epoch; the seed fixes the start and the order of the data."""
-    for seed in context.steps(range(settings.seeds)):
+    for seed in range(1 if context.dry else settings.seeds):
         for name, change in settings.variants.items():
             result = train(merged(settings.recipe, change), context, seed)
             context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.4f}")
@@ -58,16 +67,29 @@ def gains(rows: Sequence[Row], baseline: str, key: str = "accuracy") -> dict[str
     }
 
 
-def verdict_on_gain(rows: Sequence[Row], baseline: str, wanted: str, least: float, published: str) -> Verdict:
-    """Reproduced if the mean gain reaches `least` points and its interval excludes 0; in direction if the mean is positive."""
-    found = gains(rows, baseline)
-    gain = found[wanted]
-    label = (
-        Label.REPRODUCED if gain.value >= least and gain.low > 0 else Label.DIRECTION if gain.value > 0 else Label.NOT
+def paired(rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: str = "accuracy") -> list[float]:
+    """Differences of two variants in points, seed by seed."""
+    found = by_variant(rows, key)
+    return [100 * (a - b) for a, b in zip(found[wanted], found[baseline], strict=True)]
+
+
+def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict, ...]:
+    """One verdict per claimed gain, by the interval of the paired differences."""
+    known = by_variant(rows)
+    base = mean_of([100 * v for v in known["baseline"]])
+    return tuple(
+        Verdict(
+            gain_label(gain, claim.effect), f"{gain.show()} points; baseline {base.show()}", claim.published, claim.part
+        )
+        for claim in claims
+        if {claim.wanted, claim.rival} <= set(known)
+        for gain in [mean_of(paired(rows, claim.wanted, claim.rival, claim.key))]
     )
-    base = mean_of([100 * v for v in by_variant(rows)[baseline]])
-    others = ", ".join(f"{name} {mean.value:+.2f} ± {mean.half:.2f}" for name, mean in found.items())
-    return Verdict(label, f"{baseline} {base.show()}; gain in points: {others}", published)
+
+
+def claim_power(rows: Sequence[Row], claim: Claim) -> Power:
+    """What the seeds of a stored result could have detected of a claimed gain."""
+    return power_of(paired(rows, claim.wanted, claim.rival, claim.key), claim.effect or 0.0)
 
 
 def draw(rows: Sequence[Row], key: str = "accuracy", ylabel: str = "test accuracy (%)") -> Figure:

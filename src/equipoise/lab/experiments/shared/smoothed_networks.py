@@ -77,7 +77,7 @@ class Prepared:
 
     def classifier(self, sigma: float, classes: int = 10) -> SmoothedClassifier:
         """The smoothed classifier at noise σ."""
-        return SmoothedClassifier(self.model, sigma, classes)
+        return SmoothedClassifier(self.model, sigma, classes, seed=0)
 
 
 def under_noise(recipe: Mapping[str, Any], sigma: float) -> Plain:

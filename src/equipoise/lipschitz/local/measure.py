@@ -17,12 +17,13 @@ from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.linearise import gradient_bound
+from equipoise.lipschitz.local.switching import Switching
 from equipoise.lipschitz.logs import exp_up, log_root
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.zonotope import zonotope_bound
 from equipoise.norms.bracket import Cache
 
-Effort = Literal["auto", "fast", "zonotope"]
+Effort = Literal["auto", "fast", "zonotope", "multipliers"]
 #: with more input entries than this `effort="auto"` leaves the zonotope out: it takes minutes and gigabytes
 SMALL = 256
 
@@ -36,6 +37,7 @@ def local_lipschitz(
     rtol: float = 1e-3,
     seed: int = 0,
     effort: Effort = "auto",
+    seconds: float | None = None,
 ) -> Bracket:
     """Bracket, per sample, of the Lipschitz constant in ℓ2 on the ball of `radius` around each `x`.
 
@@ -43,7 +45,8 @@ def local_lipschitz(
     pair of inputs found by
     gradient ascent, or the Jacobian norm by power iteration, in float64 and shrunk by 10⁻⁶. The upper end is the
     least of: the global bound; the product of local gains with neurons that cannot move dropped; the gradient bound of
-    `linearise`; and, with `effort="zonotope"`, the bound of a relational enclosure.
+    `linearise`; with `effort="multipliers"` the best S-procedure bound of the neurons that may switch on the ball
+    (`multipliers`), their ranges by backward linear relaxation; with `effort="zonotope"` the bound of a relational enclosure.
 
     Args:
         model: a module in evaluation mode, as for `lipschitz_bound`.
@@ -52,9 +55,12 @@ def local_lipschitz(
         steps: of gradient ascent and of power iteration. 0 leaves the lower end at 0.
         rtol: relative gap asked of every operator norm.
         seed: of the starting points.
-        effort: `zonotope` carries every input direction through the network, as many forward passes as the input has
-            entries and more (seconds to minutes per image), where the network is affine up to pointwise activations
-            and the directions fit in memory; `fast` leaves that out; `auto` takes it for inputs of at most 256 entries.
+        effort: `fast` leaves out what follows. `multipliers` takes one backward pass per neuron that may switch and a few
+            dozen factorisations of a matrix of that size, where the network is affine up to pointwise activations and
+            max pooling. `zonotope` carries every input direction through it instead, as many forward passes as the input
+            has entries and more. `auto` takes the multipliers for up to 20,000 neurons of which 400 may switch, says so
+            in the bracket's `note` where it does not, and then takes the zonotope for inputs of at most 256 entries.
+        seconds: budget per sample of the multipliers; the best bound proved so far is returned when it ends.
 
     >>> net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> b = local_lipschitz(net, torch.randn(4, 3), 0.01)
@@ -70,27 +76,41 @@ def local_lipschitz(
         raise InputError(f"x needs a batch dimension, got shape {tuple(x.shape)}")
     if not bool(torch.isfinite(x).all()):
         raise InputError("x has non-finite values")
-    if effort == "auto":
-        effort = "zonotope" if x[:1].numel() <= SMALL else "fast"
     if effort not in get_args(Effort):
         raise InputError(f"effort must be one of {', '.join(get_args(Effort))}, got {effort!r}")
+    if seconds is not None and not seconds > 0:
+        raise InputError(f"seconds must be positive, got {seconds}")
     program = capture(model, x[:1])
     cache = Cache(rtol)
     reach = up(float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12) + radius)
     with torch.no_grad(), full_precision():
         run = propagate(program, reach, rtol, cache)
-        upper = torch.tensor([certified(run, sample[None], radius, cache, effort) for sample in x], dtype=torch.float64)
+        switching = Switching.of(run, cache, effort, seconds)
+        found = [certified(run, sample[None], radius, cache, effort, switching) for sample in x]
+        upper = torch.tensor(found, dtype=torch.float64)
     lower, note = lower_ends(model, program, x, radius, steps, seed) if steps > 0 else (torch.zeros_like(upper), "")
     if bool((lower > upper * (1 + 1e-6)).any()):
         raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
+    note = "; ".join(text for text in (switching.note, note) if text)
     return Bracket(torch.minimum(lower, upper), upper, method="attack, certified on the ball", note=note)
 
 
-def certified(run: Propagation, x: Tensor, radius: float, cache: Cache, effort: Effort = "fast") -> float:
+def certified(
+    run: Propagation,
+    x: Tensor,
+    radius: float,
+    cache: Cache,
+    effort: Effort = "fast",
+    switching: Switching | None = None,
+) -> float:
     """Upper bound of the Lipschitz constant on the ball around one sample."""
     boxes = enclose(run, x, radius, cache)
     layered = log_root(boxes[o].log for o in run.program.outputs)
     chain = chain_total(run)
     whole = min(layered, run.fused, math.inf if chain is None else chain)
     upper = min(exp_up(whole), gradient_bound(run, boxes, x, cache))
-    return min(upper, zonotope_bound(run, boxes, x, radius, cache)[0]) if effort == "zonotope" else upper
+    by_multipliers = math.inf if switching is None else switching.bound(x, radius)
+    small = effort == "auto" and math.isinf(by_multipliers) and x.numel() <= SMALL
+    if effort == "zonotope" or small:
+        upper = min(upper, zonotope_bound(run, boxes, x, radius, cache)[0])
+    return min(upper, by_multipliers)

@@ -1,0 +1,216 @@
+"""Valid files of every kind the library reads, and how each is opened: what `equipoise selfcheck files` damages.
+
+A subject makes its files in a folder and opens them again, giving a text that is equal exactly when the result is. `guarded`
+subjects carry digests or checksums: an accident to them is noticed or changes nothing. The others (data, logs, recipes, bare
+weights) have none; there another result is allowed, since it has another fingerprint or is plain text of the user.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from equipoise.checkpoints import load_model, save_checkpoint
+from equipoise.core.digests import Digest, digest_document
+from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.imports import guarded
+from equipoise.data import load_dataset
+from equipoise.norms.files import weight_norms
+from equipoise.report.margins import Margins, load_margins
+from equipoise.runs import AttackRow, certify, open_run
+from equipoise.smoothing import read_log
+from equipoise.train.state import MetricsFile, RunDirectory, State, read_state
+
+#: the inputs that networks are run on
+PROBE = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kind of file: how it is made, opened, and whether an accident to it must be noticed."""
+
+    make: Callable[[Path], None]
+    open: Callable[[Path], str]
+    guarded: bool = True
+
+
+def _network() -> nn.Module:
+    from equipoise.nn.models import build
+
+    torch.manual_seed(0)
+    return build("mlp", in_features=3, widths=[4], num_classes=3).eval()
+
+
+def _answer(source: str) -> str:
+    loaded = load_model(source)
+    with torch.no_grad():
+        found = guarded(lambda: loaded.module()(PROBE), "the network")
+    return f"{Digest('answer').add('logits', found)} {loaded.input_shape}"
+
+
+def make_checkpoint(folder: Path) -> None:
+    """A checkpoint directory."""
+    arguments = {"in_features": 3, "widths": [4], "num_classes": 3}
+    save_checkpoint(folder / "net", _network(), "equipoise.nn.models:mlp", arguments, (3,), {"training": {"epoch": 3}})
+
+
+def make_program(folder: Path) -> None:
+    """An exported program."""
+    torch.export.save(torch.export.export(_network(), (PROBE,)), str(folder / "net.pt2"))
+
+
+def make_run(folder: Path) -> None:
+    """A certification run with attacks stored beside it."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.rand(4, 3, generator=generator), torch.tensor([0, 1, 2, 0])
+    settings: dict[str, Any] = {
+        "sigma": 0.3,
+        "n0": 10,
+        "n": 40,
+        "procedure": "lvm",
+        "map": "softmax:1.0",
+        "lipschitz": 3.0,
+    }
+    run = certify(_network(), (x, y), run_dir=folder / "run", **settings)
+    run.add_attacks([AttackRow(i, "base", 0.5, i == 1, 0.25, 10, 1, 0) for i in (0, 1)])
+
+
+def open_run_of(folder: Path) -> str:
+    """Everything a report reads of a run."""
+    run = open_run(folder / "run")
+    found = run.certificates()
+    summary = run.summary().to_dict()
+    summary.pop("seconds")
+    plain = [run.ids, run.labels.tolist(), found.prediction.tolist(), found.radius.tolist(), run.seconds, summary]
+    return digest_document([plain, [asdict(a) for a in run.attacks()], run.sessions()])
+
+
+def make_state(folder: Path) -> None:
+    """A training state and its metrics."""
+    directory = RunDirectory(folder / "run")
+    directory.open({"recipe": {}})
+    directory.save(State({f"model/{k}": v for k, v in _network().state_dict().items()}, {"step": 7, "epoch": 2}))
+    directory.close()
+    metrics = MetricsFile(folder / "run" / "metrics.jsonl")
+    for epoch in (1, 2):
+        metrics.append({"epoch": epoch, "accuracy": 0.5 + epoch / 10})
+
+
+def open_state(folder: Path) -> str:
+    """The tensors, the position and the metrics."""
+    directory, metrics = RunDirectory(folder / "run"), MetricsFile(folder / "run" / "metrics.jsonl")
+    if not directory.states() or not metrics.path.exists():
+        raise InputError("no state, or no metrics: the run begins again, or is measured again")
+    state, digest = read_state(directory.states()[-1]), Digest("state")
+    for name in sorted(state.tensors):
+        digest.add(name, state.tensors[name])
+    return f"{digest} {state.position} {metrics.rewind(state.position['epoch'])}"
+
+
+def make_margins(folder: Path) -> None:
+    """Deterministic certificates."""
+    rows = (np.array([0, 1]), np.array([0, 1]), np.array([0.5, 0.25]))
+    Margins({"hash": "x"}, "digits", 2.0, ("0", "1"), *rows, ()).save(folder)
+
+
+def make_data(folder: Path) -> None:
+    """Arrays, IDX files, CIFAR records and bare weights."""
+    from safetensors.torch import save_file
+
+    pixels = (np.arange(2 * 3 * 32 * 32) % 251).astype(np.uint8)
+    np.savez(folder / "a.npz", x=pixels.reshape(2, 3, 32, 32)[:, :, :4, :4], y=np.array([0, 1]))
+    (folder / "idx").mkdir()
+    head = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (2, 4, 4))
+    (folder / "idx" / "t10k-images-idx3-ubyte").write_bytes(head + pixels[:32].tobytes())
+    (folder / "idx" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 0, 1]))
+    (folder / "cifar").mkdir()
+    records = b"".join(bytes([label]) + pixels.reshape(2, -1)[label].tobytes() for label in (0, 1))
+    (folder / "cifar" / "test_batch.bin").write_bytes(records)
+    save_file({"w": torch.eye(3), "k": torch.ones(2, 1, 3, 3)}, folder / "w.safetensors")
+
+
+def open_data(folder: Path) -> str:
+    """Fingerprints and norms; each file is opened even where one before it is refused."""
+    return _each(
+        lambda: load_dataset(folder / "a.npz", layout="NCHW").fingerprint(),
+        lambda: load_dataset(folder / "idx").fingerprint(),
+        lambda: load_dataset(folder / "cifar").fingerprint(),
+        lambda: str([row.to_dict() for row in weight_norms(folder / "w.safetensors")]),
+    )
+
+
+def _each(*openers: Callable[[], str]) -> str:
+    """All results; the first refusal is raised after everything was tried."""
+    found, refusals = [], []
+    for opener in openers:
+        try:
+            found.append(opener())
+        except EquipoiseError as error:
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    return " ".join(found)
+
+
+RECIPE = """\
+name: example
+model: {factory: 'equipoise.nn.models:mlp', arguments: {widths: [8]}}
+data: {path: digits, limit: 64}
+epochs: 1
+optimizer: {lr: 1e-2}
+projections: [{kind: norm, p: .inf}]
+"""
+LOG = "idx\tlabel\tpredict\tradius\tcorrect\ttime\n0\t1\t1\t0.25\t1\t0:00:01\n1\t2\t-1\t0.0\t0\t0:00:01\n"
+
+
+def make_texts(folder: Path) -> None:
+    """A recipe and a published log."""
+    (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    (folder / "log.tsv").write_text(LOG, encoding="utf-8")
+
+
+def open_texts(folder: Path) -> str:
+    """The recipe with its defaults, the model it names built, and the figures of the log."""
+    from equipoise.checkpoints.builders import build_registered
+    from equipoise.train import read_recipe
+
+    def recipe() -> str:
+        found = read_recipe(folder / "recipe.yaml")
+        if found.model.factory.startswith("equipoise.nn.models:"):
+            build_registered(found.model.factory, found.model.arguments, "the recipe", 10**6)
+        return json.dumps(found.to_dict())
+
+    return _each(recipe, lambda: str(read_log(folder / "log.tsv").average_radius()))
+
+
+def make_onnx(folder: Path) -> None:
+    """A small ONNX network."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    weight = numpy_helper.from_array(np.ones((4, 3), np.float32), "w")
+    nodes = [helper.make_node("Gemm", ["x", "w"], ["h"], transB=1), helper.make_node("Relu", ["h"], ["y"])]
+    shapes = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2, k]) for n, k in (("x", 3), ("y", 4))]
+    graph = helper.make_graph(nodes, "net", shapes[:1], shapes[1:], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    onnx.save(model, str(folder / "net.onnx"))
+
+
+#: what is damaged; a new format is a new row
+SUBJECTS: dict[str, Subject] = {
+    "checkpoint": Subject(make_checkpoint, lambda folder: _answer(str(folder / "net"))),
+    "program": Subject(make_program, lambda folder: _answer(str(folder / "net.pt2"))),
+    "run": Subject(make_run, open_run_of),
+    "state": Subject(make_state, open_state),
+    "margins": Subject(make_margins, lambda folder: repr(load_margins(folder))),
+    "data": Subject(make_data, open_data, guarded=False),
+    "texts": Subject(make_texts, open_texts, guarded=False),
+    "onnx": Subject(make_onnx, lambda folder: _answer(str(folder / "net.onnx")), guarded=False),
+}

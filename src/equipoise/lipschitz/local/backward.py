@@ -1,0 +1,311 @@
+"""Backward linear relaxation (CROWN): every neuron's range on a ball, by pushing its row back to the input.
+
+A row A at a node z with `z = W v + b` becomes `A W` at v; at an activation it is multiplied, entry by entry, by the
+slope of the line below where A ≥ 0 and above where A < 0. At the input it ends as
+
+    A z ≥ A' x₀ + c − r‖A'‖_* − e,
+
+with ‖·‖_* dual to the ball's norm. e carries the rounding: `A W` is computed within `γ|A||W|`, entry by entry, and the
+values it multiplies lie in known intervals, so the error is at most `|A|·s` with one vector `s = γ(|W||v| + |b|)` per node.
+
+The same walk with reference slopes in place of lines, and bounds of differences in place of values, gives the linear maps
+of `reduced`. Reference: Zhang et al. 2018 (CROWN); rounding as in `core.precision`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import gamma, up
+from equipoise.lipschitz.local.curves import Hinge, Lines
+from equipoise.lipschitz.local.graph import Activation, Affine, Network
+
+Norm = Literal["l2", "linf", "l1"]
+#: entries of a batch of rows at the widest node (float64)
+ENTRIES = 30_000_000
+#: differences are sharpened for layers whose rows fit in this many entries
+SHARP = 1_000_000
+_U = 2.0**-53
+_WIDER = 1 + 1e-9  # covers the rounding of sums of up to 10⁶ non-negative float64 numbers
+
+Through = Callable[[int, Tensor], tuple[Tensor, "Tensor | None"]]
+
+
+@dataclass
+class Ball:
+    """What is known of every node for inputs within `radius` of `x` in `norm`, all as flat vectors.
+
+    `centre` is the value at x, within `slip` of the exact one; `low ≤ value ≤ high` on the ball; two inputs of the
+    ball move an entry by at most `lip·‖δx‖₂` and the node by at most `total·‖δx‖₂`.
+    """
+
+    network: Network
+    x: Tensor
+    radius: float
+    norm: Norm = "l2"
+    centre: list[Tensor] = field(default_factory=list, repr=False)
+    slip: list[Tensor] = field(default_factory=list, repr=False)
+    low: list[Tensor] = field(default_factory=list, repr=False)
+    high: list[Tensor] = field(default_factory=list, repr=False)
+    lip: list[Tensor] = field(default_factory=list, repr=False)
+    total: list[float] = field(default_factory=list, repr=False)
+    lines: dict[int, Lines] = field(default_factory=dict, repr=False)
+    spread: list[Tensor | None] = field(default_factory=list, repr=False)
+    rows: int = 0
+
+    def size(self, k: int) -> Tensor:
+        """Bound of |value| of node k."""
+        return torch.maximum(self.low[k].abs(), self.high[k].abs())
+
+
+def enclose_ball(
+    network: Network,
+    x: Tensor,
+    radius: float,
+    norm: Norm = "l2",
+    *,
+    most_rows: int | None = None,
+    inner: Ball | None = None,
+) -> Ball | None:
+    """The ball with every pre-activation interval refined backward; None where values leave the floats.
+
+    `most_rows` leaves a layer with more open neurons than that unrefined. `inner` is a smaller ball around the same
+    point: its centre is taken over.
+    """
+    ball = Ball(network, x.detach().double().flatten(), radius, norm)
+    read = {node.source for node in network.nodes if isinstance(node, Activation)}
+    for k, node in enumerate(network.nodes):
+        if node is None:
+            _enter(ball)
+        elif isinstance(node, Affine):
+            _affine(ball, node, inner)
+        else:
+            _activation(ball, node, k, inner)
+        if not bool(torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all()):
+            return None
+        if k in read:
+            _refine(ball, k, most_rows)
+            _sharpen(ball, k)
+    return ball
+
+
+def _enter(ball: Ball) -> None:
+    wide = ball.radius * (1 + 4 * _U) + 4 * _U * ball.x.abs()
+    ball.centre.append(ball.x)
+    ball.slip.append(torch.zeros_like(ball.x))
+    ball.low.append(ball.x - wide)
+    ball.high.append(ball.x + wide)
+    ball.lip.append(torch.ones_like(ball.x))
+    ball.total.append(1.0)
+    ball.spread.append(None)
+
+
+def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
+    k, g = len(ball.low), 2 * node.gamma + gamma(math.prod(node.shape) + 1024, torch.float64)
+    ends = [(ball.low[s], ball.high[s]) for s in node.sources]
+    sizes = [ball.size(s) for s in node.sources]
+    spread = node.forward(sizes, offset=True, magnitude=True) * (g * _WIDER) + 1e-300
+    if inner is None:
+        centre = node.forward([ball.centre[s] for s in node.sources], offset=True)
+        slip = node.forward([ball.slip[s] for s in node.sources], magnitude=True) * _WIDER
+        slip = (
+            slip + g * node.forward([ball.centre[s].abs() for s in node.sources], offset=True, magnitude=True) + 1e-300
+        )
+    else:
+        centre, slip = inner.centre[k], inner.slip[k]
+    middle = node.forward([(a + b) / 2 for a, b in ends], offset=True)
+    half = node.forward([(b - a) / 2 for a, b in ends], magnitude=True) * _WIDER + 2 * spread
+    lip = node.forward([ball.lip[s] for s in node.sources], magnitude=True) * _WIDER
+    grown = [up(gain * ball.total[s]) for gain, s in zip(node.gains, node.sources, strict=True)]
+    total = up(math.hypot(*grown) if node.root else math.fsum(grown))
+    if node.rows is not None:
+        lip = torch.minimum(lip, up(node.rows * ball.total[node.sources[0]]))
+    total = min(total, up(float(torch.linalg.vector_norm(lip)) * _WIDER))
+    lip = lip.clamp_max(total)
+    low, high = middle - half, middle + half
+    if ball.norm == "l2":
+        moved = up(lip * ball.radius) + slip + 4 * _U * centre.abs()
+        low, high = torch.maximum(low, centre - moved), torch.minimum(high, centre + moved)
+    ball.centre.append(centre)
+    ball.slip.append(slip)
+    ball.low.append(low)
+    ball.high.append(high)
+    ball.lip.append(lip)
+    ball.total.append(total)
+    ball.spread.append(spread)
+
+
+def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> None:
+    curve, s = node.curve, node.source
+    low, high = ball.low[s], ball.high[s]
+    lines = curve.lines(low, high)
+    least, most = lines.range(low, high)
+    steep = max(abs(v) for v in curve.slopes)
+    if inner is None:
+        centre = curve.value(ball.centre[s])
+        slip = up(steep * ball.slip[s]) + curve.noise(ball.centre[s])
+    else:
+        centre, slip = inner.centre[k], inner.slip[k]
+    if isinstance(curve, Hinge) and curve.slopes[0] >= 0:
+        ends = curve.value(low), curve.value(high)
+        least, most = ends[0] - 4 * _U * ends[0].abs(), ends[1] + 4 * _U * ends[1].abs()
+    slopes = curve.secants((low, high), low, high)
+    lip = up(torch.maximum(slopes[0].abs(), slopes[1].abs()) * ball.lip[s])
+    total = min(up(steep * ball.total[s]), up(float(torch.linalg.vector_norm(lip)) * _WIDER))
+    ball.lines[k] = lines
+    ball.centre.append(centre)
+    ball.slip.append(slip)
+    ball.low.append(least)
+    ball.high.append(most)
+    ball.lip.append(lip)
+    ball.total.append(total)
+    largest = torch.maximum(lines.lower.abs(), lines.upper.abs()) * ball.size(s)
+    g = gamma(len(least) + 1024, torch.float64)
+    ball.spread.append(g * (largest + torch.maximum(lines.below.abs(), lines.above.abs())) + 1e-300)
+
+
+def _refine(ball: Ball, k: int, most_rows: int | None) -> None:
+    """Tighten the interval of node k, for the entries whose activation is not known to be linear."""
+    low, high = ball.low[k], ball.high[k]
+    readers = [n.curve for n in ball.network.nodes if isinstance(n, Activation) and n.source == k]
+    hinges = all(isinstance(curve, Hinge) for curve in readers)
+    wanted = ((low < 0) & (high > 0) if hinges else high > low).nonzero().flatten()
+    if not len(wanted) or (most_rows is not None and len(wanted) > most_rows):
+        return
+    ball.rows += 2 * len(wanted)
+    for part in wanted.split(max(1, ENTRIES // (2 * ball.network.widest))):
+        unit = torch.zeros(len(part), ball.network.sizes[k], dtype=torch.float64)
+        unit[torch.arange(len(part)), part] = 1.0
+        found = lower_bounds(ball, k, torch.cat([unit, -unit]))
+        n = len(part)
+        low[part] = torch.maximum(low[part], found[:n])
+        high[part] = torch.minimum(high[part], -found[n:])
+    crossed = low > high  # only rounding can do this: the truth is within both
+    low[crossed], high[crossed] = torch.minimum(low, high)[crossed], torch.maximum(low, high)[crossed]
+
+
+def _sharpen(ball: Ball, k: int) -> None:
+    """Bound the differences of node k by one linear map and what may switch before it: a product of layers forgets both."""
+    network = ball.network
+    if ball.norm != "l2" or network.sizes[k] * network.widest > SHARP or not ball.lines or not ball.total[k] > 0:
+        return
+    slopes = slope_ranges(ball, before=k)
+    moved = torch.zeros(network.sizes[k], dtype=torch.float64)
+
+    def through(i: int, A: Tensor) -> tuple[Tensor, None]:
+        node = network.nodes[i]
+        assert isinstance(node, Activation)
+        middle, width = slopes[i]
+        moved.add_(A.abs() @ (width * ball.lip[node.source]))
+        return A * middle, None
+
+    unit = torch.eye(network.sizes[k], dtype=torch.float64)
+    A, _, error = walk(network, k, unit, through, difference_spread(ball, slopes), offset=False)
+    ball.lip[k] = torch.minimum(ball.lip[k], up((dual_norm(A, "l2") + moved + error) * _WIDER))
+    ball.total[k] = min(ball.total[k], up(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER))
+
+
+Slopes = dict[int, tuple[Tensor, Tensor]]
+
+
+def slope_ranges(ball: Ball, inner: Ball | None = None, *, anchored: bool = False, before: int | None = None) -> Slopes:
+    """Middle and half-width of every activation's secant slopes between two inputs of the ball.
+
+    With `inner`, a smaller ball around the same point, one of the two lies in that; with `anchored` it is the centre.
+    """
+    found: Slopes = {}
+    for k in ball.network.activations:
+        if before is not None and k > before:
+            break
+        node = ball.network.nodes[k]
+        assert isinstance(node, Activation)
+        s = node.source
+        near = (ball.low[s], ball.high[s])
+        if anchored:
+            near = (ball.centre[s] - ball.slip[s], ball.centre[s] + ball.slip[s])
+        elif inner is not None:
+            near = (inner.low[s], inner.high[s])
+        least, most = node.curve.secants(near, ball.low[s], ball.high[s])
+        middle = (least + most) / 2
+        found[k] = middle, up(torch.maximum(most - middle, middle - least).clamp_min(0))
+    return found
+
+
+def difference_spread(ball: Ball, slopes: Slopes) -> list[Tensor | None]:
+    """What rounding at a node costs per unit of |A| and of ‖δx‖: `γ|W||δv|` with the known bounds of differences."""
+    found: list[Tensor | None] = []
+    for k, node in enumerate(ball.network.nodes[: len(ball.low)]):
+        if node is None:
+            found.append(None)
+        elif isinstance(node, Affine):
+            moved = node.forward([ball.lip[s] for s in node.sources], magnitude=True)
+            found.append(2 * node.gamma * _WIDER * moved + 1e-300)
+        else:
+            middle, width = slopes[k]
+            found.append(gamma(64, torch.float64) * (middle.abs() + width) * ball.lip[node.source] + 1e-300)
+    return found
+
+
+def lower_bounds(ball: Ball, k: int, rows: Tensor) -> Tensor:
+    """A lower bound, on the ball, of every `rows·(value of node k)`, rounded down."""
+
+    def relax(i: int, A: Tensor) -> tuple[Tensor, Tensor | None]:
+        lines = ball.lines[i]
+        above, below = A.clamp_min(0), A.clamp_max(0)
+        return above * lines.lower + below * lines.upper, above @ lines.below + below @ lines.above
+
+    A, constant, error = walk(ball.network, k, rows, relax, ball.spread, offset=True)
+    n = A.shape[1]
+    g = gamma(n + 64, torch.float64)
+    error = error + g * (A.abs() @ ball.x.abs()) * 2
+    reach = dual_norm(A, ball.norm) * (ball.radius * (1 + 4 * _U))
+    value = A @ ball.x + constant
+    return value - reach * (1 + 4 * _U) - error * _WIDER - 8 * _U * (value.abs() + reach) - 1e-300
+
+
+def dual_norm(A: Tensor, norm: Norm) -> Tensor:
+    """The norm dual to the ball's, of every row, rounded up."""
+    if norm == "linf":
+        return up(A.abs().sum(1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
+    largest = A.abs().amax(1)
+    if norm == "l1":
+        return largest
+    unit = A / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
+    return up(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
+
+
+def walk(
+    network: Network, k: int, rows: Tensor, through: Through, spread: Sequence[Tensor | None], *, offset: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Push rows of node k back to the input: their coefficients there, the constants, and a bound of the rounding.
+
+    `through(i, A)` passes activation i; `spread[i]` is what rounding at node i costs per unit of |A|.
+    """
+    found: dict[int, Tensor] = {k: rows}
+    constant, error = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.float64)
+    for i in range(k, 0, -1):
+        A = found.pop(i, None)
+        if A is None:
+            continue
+        node, cost = network.nodes[i], spread[i]
+        assert node is not None
+        assert cost is not None
+        error = error + A.abs() @ cost
+        if isinstance(node, Affine):
+            if offset:
+                constant = constant + A @ node.offset()
+            moved = zip(node.sources, node.adjoint(A), strict=True)
+        else:
+            passed, more = through(i, A)
+            constant = constant if more is None else constant + more
+            moved = zip((node.source,), (passed,), strict=True)
+        for source, B in moved:
+            found[source] = found[source] + B if source in found else B
+    A = found.get(0)
+    return (torch.zeros(len(rows), network.sizes[0], dtype=torch.float64) if A is None else A), constant, error

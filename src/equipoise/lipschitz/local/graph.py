@@ -1,0 +1,347 @@
+"""The one reader of captured graphs in this package: affine maps and pointwise curves, as operators on flat vectors.
+
+A `Network` is a list of nodes in order: the input, affine nodes with an adjoint and a version in absolute values, and
+activations. Max pooling becomes affine maps and ReLUs, `max(a, b) = b + relu(a − b)`, window by window. What does
+not fit is named in `Unsupported`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from equipoise.core.precision import frobenius, gamma, up
+from equipoise.lipschitz.linearise import CURVATURE
+from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
+from equipoise.lipschitz.propagate import Propagation
+from equipoise.lipschitz.rules import Call, Signal, Step
+from equipoise.lipschitz.tangent import apply, roundoff, supported
+from equipoise.lipschitz.values import functional, softplus
+from equipoise.maps.linear import Convolution, Matrix
+from equipoise.norms.bracket import Cache
+
+#: bounds of |φ''| (rounded up), by operation; the others may have kinks
+_CURVATURE = {
+    **CURVATURE, "mish": 0.6443, "erf": 0.96789, "log_sigmoid": 0.25001, "asinh": 0.38491, "sin": 1.0, "cos": 1.0,
+}  # fmt: skip
+#: γ of a handful of operations: sums of branches, products with slopes
+_SHORT = gamma(16, torch.float64)
+_POOLS = tuple(f"aten.max_pool{d}d{kind}" for d in (1, 2, 3) for kind in (".default", "_with_indices.default"))
+
+
+#: entries up to which a map is kept as a matrix
+MATERIALISED = 400_000
+
+
+class Unsupported(Exception):
+    """The graph has an operation that is neither affine nor pointwise; the text says which."""
+
+
+@dataclass(eq=False)
+class Affine:
+    """`Σ W_i v_i + b` of earlier nodes; `gains` bound ‖W_i‖₂, `rows` every row's length (one source only).
+
+    `run(values, offset, magnitude)` works on tensors of the graph's shapes: with the offset or without, in absolute
+    values or not. Rounding of `run` and of its adjoint is at most `gamma` times the run in absolute values.
+    """
+
+    sources: tuple[int, ...]
+    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    run: Callable[[Sequence[Tensor], bool, bool], Tensor] = field(repr=False)
+    gamma: float
+    gains: tuple[float, ...]
+    rows: Tensor | None = field(default=None, repr=False)
+    matrices: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    root: bool = False
+    constant: Tensor | None = field(default=None, repr=False)
+
+    def forward(self, values: Sequence[Tensor], offset: bool = False, magnitude: bool = False) -> Tensor:
+        """The map on flat vectors."""
+        given = [v.reshape(s) for v, s in zip(values, self.shapes, strict=True)]
+        return self.run(given, offset, magnitude).reshape(-1)
+
+    def adjoint(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """`A W_i` for a batch of rows A, one per source; small maps become matrices the first time."""
+        size = math.prod(self.shape)
+        if self.matrices is None and size * sum(map(math.prod, self.shapes)) <= MATERIALISED:
+            self.matrices = self._pull(torch.eye(size, dtype=torch.float64))
+        if self.matrices is not None:
+            return tuple(rows @ matrix for matrix in self.matrices)
+        return self._pull(rows)
+
+    def _pull(self, rows: Tensor) -> tuple[Tensor, ...]:
+        zeros = [torch.zeros(s, dtype=torch.float64) for s in self.shapes]
+        with torch.enable_grad():
+            pull = torch.func.vjp(lambda *v: self.run(v, False, False), *zeros)[1]
+            found = torch.func.vmap(pull)(rows.reshape(-1, *self.shape))
+        return tuple(t.detach().reshape(len(rows), -1) for t in found)
+
+    def offset(self) -> Tensor:
+        """b, computed once."""
+        if self.constant is None:
+            self.constant = self.forward([torch.zeros(s, dtype=torch.float64) for s in self.shapes], offset=True)
+        return self.constant
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """A curve applied to every entry of an earlier node."""
+
+    source: int
+    curve: Curve
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """Nodes in order; node 0 is the input, the last one the output."""
+
+    nodes: tuple[Affine | Activation | None, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def activations(self) -> list[int]:
+        """Indices of the activations."""
+        return [k for k, node in enumerate(self.nodes) if isinstance(node, Activation)]
+
+    @property
+    def widest(self) -> int:
+        """Entries of the largest node."""
+        return max(self.sizes)
+
+    @property
+    def neurons(self) -> int:
+        """Entries of all activations together."""
+        return sum(self.sizes[k] for k in self.activations)
+
+
+class _Builder:
+    """Collects nodes; remembers which graph node became which."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Affine | Activation | None] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.index: dict[fx.Node, int] = {}
+
+    def add(self, node: Affine | Activation | None, shape: tuple[int, ...]) -> int:
+        self.nodes.append(node)
+        self.shapes.append(shape)
+        return len(self.nodes) - 1
+
+    def linear(self, source: int, run: Callable[[Tensor, bool], Tensor], gain: float) -> int:
+        """A linear map with coefficients 0 and ±1, `run(values, magnitude)`."""
+        before = self.shapes[source]
+        shape = tuple(run(torch.zeros(before, dtype=torch.float64), False).shape)
+        node = Affine((source,), shape, (before,), lambda v, offset, magnitude: run(v[0], magnitude), _SHORT, (gain,))
+        return self.add(node, shape)
+
+
+def read_network(run: Propagation, cache: Cache) -> Network:
+    """The network of a propagated program with one input and one output; `Unsupported` where it is something else."""
+    program = run.program
+    if len(program.inputs) != 1 or len(program.outputs) != 1:
+        raise Unsupported("the network has several inputs or outputs")
+    builder = _Builder()
+    source = program.inputs[0]
+    builder.index[source] = builder.add(None, tuple(source.meta["val"].shape))
+
+    def lookup(node: fx.Node) -> Any:
+        return run.facts[node].signal if node in run.facts else program.constants[node]
+
+    for node in program.nodes:
+        _read(builder, Call(node, lookup, cache), run.steps[node])
+    out = builder.index[program.outputs[0]]
+    kept = _ancestors(builder.nodes, out)
+    place = {old: new for new, old in enumerate(kept)}
+    nodes = tuple(_renumbered(builder.nodes[k], place) for k in kept)
+    return Network(nodes, tuple(math.prod(builder.shapes[k]) for k in kept))
+
+
+def _ancestors(nodes: Sequence[Affine | Activation | None], out: int) -> list[int]:
+    needed, todo = {0, out}, [out]
+    while todo:
+        for k in _sources(nodes[todo.pop()]):
+            if k not in needed:
+                needed.add(k)
+                todo.append(k)
+    return sorted(needed)
+
+
+def _sources(node: Affine | Activation | None) -> tuple[int, ...]:
+    if node is None:
+        return ()
+    return node.sources if isinstance(node, Affine) else (node.source,)
+
+
+def _renumbered(node: Affine | Activation | None, place: dict[int, int]) -> Affine | Activation | None:
+    if isinstance(node, Activation):
+        return Activation(place[node.source], node.curve)
+    if node is None:
+        return None
+    fields = {name: getattr(node, name) for name in node.__dataclass_fields__}
+    return Affine(**{**fields, "sources": tuple(place[k] for k in node.sources)})
+
+
+def _read(builder: _Builder, call: Call, step: Step) -> None:
+    node, name = call.node, str(call.node.target)
+    if name in _POOLS:
+        builder.index[node] = _max_pool(builder, call, step)
+    elif name == "<built-in function getitem>" and step.gains and step.gains[0][0].node in builder.index:
+        if str(step.gains[0][0].node.target) not in _POOLS or node.args[1] != 0:
+            raise Unsupported(f"node {node.name!r} ({step.kind}) takes one of several results")
+        builder.index[node] = builder.index[step.gains[0][0].node]
+    elif step.slopes is not None and len(step.gains) == 1 and step.gains[0][0].shape == call.shape:
+        if not step.everywhere:
+            raise Unsupported(f"node {node.name!r} ({step.kind}) has bounded slopes on a ball only")
+        source = builder.index[step.gains[0][0].node]
+        builder.index[node] = builder.add(Activation(source, _curve(call, step)), call.shape)
+    elif supported(call, step):
+        builder.index[node] = _affine(builder, call, step)
+    else:
+        raise Unsupported(f"node {node.name!r} ({step.kind}) is neither affine nor pointwise")
+
+
+def _affine(builder: _Builder, call: Call, step: Step) -> int:
+    signals = list(dict.fromkeys(s.node for s, _ in step.gains))
+    shapes = tuple(next(s.shape for s, _ in step.gains if s.node is n) for n in signals)
+    gains = tuple(up(math.fsum(g for s, g in step.gains if s.node is n)) for n in signals)
+
+    def run(values: Sequence[Tensor], offset: bool, magnitude: bool) -> Tensor:
+        return apply(call, step, dict(zip(signals, values, strict=True)), offset=offset, magnitude=magnitude)
+
+    form, rows, matrices = step.linear, None, None
+    if len(signals) == 1 and isinstance(form, Matrix):
+        matrix = form.matrix.detach().double()
+        rows = frobenius(matrix, (-1,)).repeat(math.prod(call.shape) // len(matrix))
+        matrices = (matrix,) if math.prod(shapes[0]) == matrix.shape[1] else None
+    elif len(signals) == 1 and isinstance(form, Convolution) and form.padding == "zeros":
+        rows = frobenius(form.weight.detach().double().flatten(1), (-1,))
+        rows = rows.repeat_interleave(math.prod(call.shape) // len(rows))
+    size = roundoff(call, step) + _SHORT
+    sources = tuple(builder.index[n] for n in signals)
+    node = Affine(sources, call.shape, shapes, run, size, gains, rows, matrices, step.combine == "root")
+    return builder.add(node, call.shape)
+
+
+def _curve(call: Call, step: Step) -> Curve:
+    assert step.slopes is not None
+    name = str(call.node.target).split(".")[1].rstrip("_")
+    low, high = step.slopes
+    one = torch.ones(1, dtype=torch.float64)
+    if name == "relu":
+        return Hinge(0 * one, one)
+    if name == "abs":
+        return Hinge(-one, one)
+    if low == high:
+        return Hinge(low * one, high * one)
+    if name == "leaky_relu" and float(call["negative_slope"]) <= 1:
+        return Hinge(float(call["negative_slope"]) * one, one)
+    if name == "prelu" and float(call["weight"].max()) <= 1:
+        weight = call["weight"].detach().double()
+        per = 1 if weight.numel() == 1 else math.prod(call.shape[2:])
+        return Hinge(weight.repeat_interleave(per), one)
+    if name == "div" and step.kind == "softsign":  # x/(1 + |x|), two branches of the graph
+        return Sampled(torch.nn.functional.softsign, (low, high), 2.00001)
+    first = next(k for k, v in call.arguments.items() if isinstance(v, Signal))
+    arguments = {k: v for k, v in call.arguments.items() if k != first}
+    own = str(call.node.target).startswith("aten.") and name != "prelu"
+    if not own or any(isinstance(v, Signal) for v in arguments.values()):
+        raise Unsupported(f"node {call.node.name!r} ({step.kind}) is not a function of one entry that can be sampled")
+    shape = call.shape
+
+    constants = {
+        k: v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()
+    }
+    operation: Any = functional(call.node.target)
+
+    def function(z: Tensor) -> Tensor:
+        many = z.reshape(*z.shape[:-1], *shape)
+        found: Tensor = operation(**{first: many}, **constants)
+        return found.reshape(z.shape)
+
+    curvature = _CURVATURE.get(name, math.inf)
+    if name == "softplus":
+        beta = float(call["beta"])
+        return Sampled(lambda z: softplus(z, beta), (low, high), up(beta / 4))
+    if name in ("elu", "celu"):
+        alpha = float(call["alpha"])
+        smooth = name == "celu" or alpha * float(call["input_scale"]) == 1
+        scale = 1.0 if name == "celu" else float(call["scale"]) * float(call["input_scale"])
+        curvature = up(scale / alpha if name == "celu" else scale) if smooth and alpha > 0 else math.inf
+    return Sampled(function, (low, high), curvature)
+
+
+def _max_pool(builder: _Builder, call: Call, step: Step) -> int:
+    """A gather of all windows, then a tournament: `max(a, b) = b + relu(a − b)` halves the entries round by round."""
+    x = step.gains[0][0]
+    windows = _windows(call, x.shape)
+    count = int(torch.bincount(windows.flatten()).max())
+    at = builder.linear(builder.index[x.node], lambda v, _: v.reshape(-1)[windows], up(math.sqrt(count)))
+    left, one = len(windows), torch.ones(1, dtype=torch.float64)
+    while left > 1:
+        half = left // 2
+        gap = builder.linear(at, _Difference(half), up(math.sqrt(2)))
+        switch = builder.add(Activation(gap, Hinge(0 * one, one)), builder.shapes[gap])
+        shapes = (builder.shapes[at], builder.shapes[switch])
+        shape = (left - half, shapes[0][1])
+        node = Affine((at, switch), shape, shapes, _Winner(half), _SHORT, (1.0, 1.0))
+        at, left = builder.add(node, shape), left - half
+    return builder.linear(at, lambda v, _: v.reshape(call.shape), 1.0)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The first `half` rows less the next; in absolute values their sum."""
+
+    half: int
+
+    def __call__(self, v: Tensor, magnitude: bool) -> Tensor:
+        a, b = v[: self.half], v[self.half : 2 * self.half]
+        return a + b if magnitude else a - b
+
+
+@dataclass(frozen=True)
+class _Winner:
+    """The rows that were subtracted plus the ReLU, and the row left over, if any."""
+
+    half: int
+
+    def __call__(self, values: Sequence[Tensor], offset: bool, magnitude: bool) -> Tensor:
+        rows, switch = values
+        return torch.cat([rows[self.half : 2 * self.half] + switch, rows[2 * self.half :]])
+
+
+def _windows(call: Call, shape: tuple[int, ...]) -> Tensor:
+    """Flat input index of every window's entries, (entries, windows); padded places repeat an entry of the window."""
+    d = int(str(call.node.target).split("pool")[1][0])
+
+    def per_axis(value: Any, default: list[int]) -> list[int]:
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        return default if not values or value is None else values * d if len(values) == 1 else values
+
+    k = per_axis(call["kernel_size"], [])
+    s, p, dil = per_axis(call["stride"], k), per_axis(call["padding"], [0] * d), per_axis(call["dilation"], [1] * d)
+    spatial, out = shape[-d:], call.shape[-d:]
+    lead = math.prod(shape[:-d])
+    axes = [
+        torch.arange(o)[None] * s[i] + torch.arange(k[i])[:, None] * dil[i] - p[i] for i, o in enumerate(out)
+    ]  # (k, out) places along each axis
+    entries = []
+    for taps in itertools.product(*(range(n) for n in k)):
+        places = torch.meshgrid(*(axes[i][t] for i, t in enumerate(taps)), indexing="ij")
+        valid = torch.ones(tuple(out), dtype=torch.bool)
+        flat = torch.zeros(tuple(out), dtype=torch.long)
+        for place, n in zip(places, spatial, strict=True):
+            valid &= (place >= 0) & (place < n)
+            flat = flat * n + place
+        entries.append(torch.where(valid, flat, -1).flatten())
+    index = torch.stack(entries)
+    index = torch.where(index < 0, index.amax(0), index)
+    offsets = torch.arange(lead) * math.prod(spatial)
+    return (index[:, None, :] + offsets[None, :, None]).reshape(len(index), -1)

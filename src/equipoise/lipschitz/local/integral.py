@@ -1,0 +1,179 @@
+"""Certificates that integrate the local constant along the radius.
+
+Let `g = f_y − f_k` be the margin against rival k, and `0 = r_0 < r_1 < … < r_N` radii around x₀. For a point x between
+the spheres r_{i−1} and r_i let x' be where the segment from x₀ to x meets the inner one. Then
+
+    g(x) ≥ g(x') − L_i·(‖x − x₀‖ − r_{i−1}),      L_i ≥ |g(a) − g(b)|/‖a − b‖ for ‖a − x₀‖ ≤ r_{i−1}, ‖b − x₀‖ ≤ r_i.
+
+Such a pair has less room than any pair of the outer ball: a ReLU that is active, z ≥ l' > 0, on the inner ball, and at
+least l < 0 on the outer one, has secant slopes in `[l'/(l' − l), 1]`, not `[0, 1]`. So a few radii give what right-end sums
+of the ordinary local constant need dozens for. The margin left at r_i is the larger of this and of the backward
+relaxation's own bound; rounding is downward throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import down, up
+from equipoise.lipschitz.local.backward import Ball, Norm, enclose_ball, lower_bounds, slope_ranges
+from equipoise.lipschitz.local.graph import Network
+from equipoise.lipschitz.local.multipliers import best_multipliers
+from equipoise.lipschitz.local.reduced import Reduced, count_switching, reduced_maps
+
+#: radii of the sum, as shares of the outermost
+SHARES = (0.6, 0.8, 1.0)
+#: more switching neurons than this are left to the linear relaxation (a step takes some n³/10⁹ seconds)
+SWITCHING = 500
+_DOWN = 1 - 1e-12
+
+
+@dataclass
+class Case:
+    """One input: rows of `g_k`, their margins at the input (lower bounds), and what was computed on balls around it."""
+
+    network: Network
+    x: Tensor
+    rows: Tensor
+    margins: Tensor
+    norm: Norm = "l2"
+    most: int = SWITCHING
+    deadline: float = math.inf
+    balls: dict[float, Ball | None] = field(default_factory=dict, repr=False)
+    bounds: dict[float, Tensor] = field(default_factory=dict, repr=False)
+    maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict, repr=False)
+    starts: dict[tuple[float, float], Tensor | None] = field(default_factory=dict, repr=False)
+
+    def ball(self, radius: float) -> Ball | None:
+        """The enclosure on the ball, computed once."""
+        if radius not in self.balls:
+            known = next((b for b in self.balls.values() if b is not None), None)
+            self.balls[radius] = enclose_ball(self.network, self.x, radius, self.norm, inner=known)
+        return self.balls[radius]
+
+    def relaxed(self, radius: float) -> Tensor:
+        """Lower bounds of every margin on the ball, by the backward relaxation alone."""
+        if radius not in self.bounds:
+            ball = self.ball(radius)
+            if ball is None:
+                self.bounds[radius] = torch.full((len(self.rows),), -math.inf, dtype=torch.float64)
+            else:
+                self.bounds[radius] = lower_bounds(ball, len(self.network.nodes) - 1, self.rows)
+        return self.bounds[radius]
+
+    def segment(self, inner: float, outer: float) -> Reduced | None:
+        """The reduced maps of all margins between the ball `inner` and the ball `outer`; None where they are too large."""
+        key = (inner, outer)
+        if key not in self.maps:
+            self.maps[key] = None
+            ball, core = self.ball(outer), self.ball(inner) if inner > 0 else None
+            if ball is not None and (core is not None or inner == 0):
+                slopes = slope_ranges(ball, core, anchored=inner == 0)
+                if count_switching(slopes) <= self.most:
+                    self.maps[key] = reduced_maps(ball, slopes, self.rows)
+        return self.maps[key]
+
+    def start(self, inner: float, outer: float) -> Tensor | None:
+        """Multipliers for all margins together, divided by their size: far inside the cone, so good for each of them."""
+        key = (inner, outer)
+        if key not in self.starts:
+            maps = self.segment(inner, outer)
+            found = None
+            if maps is not None and maps.switching:
+                scale = torch.cat([torch.ones(maps.switching, dtype=torch.float64), 1 / self.margins])
+                joint = Reduced(maps.C * scale[:, None], maps.D * scale[:, None], maps.slack * scale, maps.counts)
+                found = best_multipliers(joint, gap=1.0, deadline=self.deadline)
+            self.starts[key] = None if found is None else found.s
+        return self.starts[key]
+
+    def constant(self, k: int, inner: float, outer: float, enough: float, steps: int) -> float:
+        """Proved L of margin k for pairs between the two balls; infinite where there is none.
+
+        With `steps=0` by the common multipliers alone.
+        """
+        maps = self.segment(inner, outer)
+        if maps is None:
+            return math.inf
+        own, start = maps.outputs(torch.tensor([k])), self.start(inner, outer)
+        found = best_multipliers(own, start=start, enough=enough, gap=1e-2, steps=steps, deadline=self.deadline)
+        return math.inf if found is None else found.bound
+
+
+def integrate(case: Case, k: int, outer: float, steps: int = 60) -> float:
+    """The largest radius up to `outer` within which margin k is proved positive."""
+    left, r = float(case.margins[k]), 0.0
+    for share in SHARES:
+        R = outer if share == 1 else down(share * outer)
+        step = up(R - r)
+        L = case.constant(k, r, R, left * (1 - 1e-6) / step if share == 1 else 0.0, steps)
+        spent = up(L * step)
+        remaining = max(down(left) - spent if spent < left else -math.inf, float(case.relaxed(R)[k]))
+        if not remaining > 0:
+            return max(r, min(R, (r + left / L * _DOWN) * _DOWN)) if 0 < L < math.inf else r
+        left, r = remaining * _DOWN, R
+    return r
+
+
+def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
+    """The largest radius found at which the backward relaxation alone proves every margin positive, by bisection."""
+    low, high = 0.0, start
+    for _ in range(60):
+        if time.monotonic() > case.deadline or not bool((case.relaxed(high) > 0).all()):
+            break
+        low, high = high, 2 * high
+    if low == 0:
+        for _ in range(40):
+            if time.monotonic() > case.deadline:
+                return 0.0
+            half = high / 4
+            if bool((case.relaxed(half) > 0).all()):
+                low = half
+                break
+            high = half
+    if low == 0:
+        return 0.0
+    for _ in range(steps):
+        if time.monotonic() > case.deadline or high - low <= 2e-4 * low:
+            break
+        middle = math.sqrt(low * high) if high > 1.5 * low else (low + high) / 2
+        if bool((case.relaxed(middle) > 0).all()):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def integral_radius(case: Case, base: float) -> tuple[float, int]:
+    """The largest radius found, at least `base`, at which every margin is proved positive, and the rival that limits it.
+
+    `base` is a radius proved already. The rival that the relaxation finds worst comes first; the others only have to
+    reach as far, most of them with the same multipliers.
+    """
+    outer = base * 1.28
+    worst = int((case.relaxed(outer) / case.margins).argmin())
+    found = integrate(case, worst, outer)
+    again = outer * 1.08 if found >= outer else found * 1.012
+    if (found >= outer or again < 0.99 * outer) and again > base and time.monotonic() < case.deadline:
+        more = integrate(case, worst, again)
+        if more > found:
+            found, outer = more, again
+    if found <= base:
+        return base, worst
+    reached, limiting = found, worst
+    for k in torch.argsort(case.relaxed(outer) / case.margins).tolist():
+        if k == worst:
+            continue
+        for steps in (0, 60):
+            if time.monotonic() > case.deadline:
+                return base, worst
+            own = integrate(case, k, outer, steps)
+            if own >= reached:
+                break
+        if own < reached:
+            reached, limiting = own, k
+    return (reached, limiting) if reached > base else (base, limiting)

@@ -1,0 +1,278 @@
+"""One multiplier per switching neuron: the best proved ℓ2 gain of `δf = J δx + G v`, `δz = C δx + D v`, `|v_j| ≤ |δz_j|`.
+
+For any `s > 0` write S = diag(s) and stack the outputs below the neurons, `C̃ = [C; J]`, `D̃ = [D; G]`. If
+
+    P = diag(s, τ) − D̃ S D̃ᵀ − C̃ C̃ᵀ ⪰ 0     then     ‖δf‖² ≤ τ‖δx‖².
+
+*Proof.* `P ⪰ 0` says that `R = diag(s, τ)^(−1/2) [C̃, D̃ S^(1/2)]` has norm at most 1; apply it to `(δx, S^(−1/2) v)`:
+`Σ δz_j²/s_j + ‖δf‖²/τ ≤ ‖δx‖² + Σ v_j²/s_j`, and `v_j² ≤ δz_j²`. ∎  (Multipliers t = 1/s of LipSDP-Neuron, restricted to
+neurons that can switch, with the input's dimension gone: only `C̃C̃ᵀ` enters.)
+
+The least τ is a convex problem, also in `u = log s`: `ρ·log τ − log det(I − RRᵀ)` is minimised by Newton's method for
+growing ρ. With `X = (I − RRᵀ)⁻¹` the derivatives are entrywise: `tr(X ∂_iP X ∂_jP) = X_ij² − Y_ij² − Y_ji² + Z_ij²`, `Y = XA`,
+`Z = AᵀXA`, `A = diag(s, τ)^(−1/2) D̃ S^(1/2)`; some thirty steps of a few n³ operations.
+
+*Rounding.* Every s is a bound, so only the last one is proved: ‖R‖ < 1 for the stored numbers by a verified Cholesky
+factorisation (`norms.verify`), less the distance of the stored R from the true one.
+
+References: Fazlyab et al. 2019 (LipSDP); Rump 2006 (verified positive definiteness).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import gamma, up
+from equipoise.lipschitz.local.reduced import Reduced
+from equipoise.norms.verify import below
+
+_U = 2.0**-53
+#: a multiplier never falls below this many times its row's rounding error
+_NOISE = 1e8
+#: relative gap of τ at which Newton's method stops
+GAP = 1e-3
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """A proved constant with the multipliers that prove it."""
+
+    bound: float
+    s: Tensor
+    steps: int
+
+
+@dataclass
+class _Point:
+    """A feasible point: `theta = (s, τ)`, the factor of `I − RRᵀ`, and `A`."""
+
+    theta: Tensor
+    factor: Tensor
+    A: Tensor
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """`K = C̃C̃ᵀ` and `D̃` with n neurons and p outputs."""
+
+    K: Tensor
+    D: Tensor
+    counts: tuple[int, ...]
+    n: int
+    p: int
+
+    def scales(self, theta: Tensor) -> Tensor:
+        """`diag(s, τ)`."""
+        return torch.cat([theta[: self.n], theta[self.n].expand(self.p)])
+
+    def at(self, theta: Tensor) -> _Point | None:
+        """The point, or None outside the cone."""
+        root = self.scales(theta).rsqrt()
+        A = self.D * (root[:, None] * theta[: self.n].sqrt())
+        M = -(A @ A.mT) - self.K * (root[:, None] * root)
+        M.diagonal().add_(1)
+        factor, info = torch.linalg.cholesky_ex(M)
+        return None if int(info) or not bool(torch.isfinite(factor).all()) else _Point(theta, factor, A)
+
+
+def best_multipliers(
+    maps: Reduced,
+    *,
+    start: Tensor | None = None,
+    steps: int = 200,
+    gap: float = GAP,
+    enough: float = 0.0,
+    deadline: float = math.inf,
+) -> Multipliers | None:
+    """The least proved constant found; None where nothing could be proved (values beyond the floats).
+
+    Args:
+        maps: of the network on a ball.
+        start: multipliers to begin with, one per neuron; taken where they are feasible.
+        steps: of Newton's method at most.
+        gap: relative gap of `τ = L²` at which to stop.
+        enough: stop as soon as the constant is below this.
+        deadline: of `time.monotonic()`; the best so far is proved when it is reached.
+    """
+    n, p = maps.switching, len(maps.slack) - maps.switching
+    K = maps.C @ maps.C.mT
+    K.diagonal().add_((_NOISE * maps.slack).square())
+    if not bool(torch.isfinite(K).all() & torch.isfinite(maps.D).all()):
+        return None
+    problem = _Problem(K, maps.D, (*maps.counts, p), n, p)
+    warm = _warm(problem, start)
+    point = warm or _cold(problem)
+    if point is None:
+        return None
+    points, taken = _descend(problem, point, 1.0 if warm else 0.2, steps, gap, enough, deadline) if n else ([point], 0)
+    for point in reversed(points):  # the last is the best, but the closest to the edge of the cone
+        found = _proved(maps, problem, point, taken)
+        if found is not None:
+            return found
+    return None
+
+
+def _cold(problem: _Problem, factor: float = 4.0) -> _Point | None:
+    """Feasible by construction: layer after layer, `factor` times what the Schur complement of the earlier ones asks for."""
+    n, p = problem.n, problem.p
+    s, L, at = torch.zeros(n + p, dtype=torch.float64), torch.zeros(n + p, n + p, dtype=torch.float64), 0
+    for count in problem.counts:
+        if count == 0:
+            continue
+        i = slice(at, at + count)
+        rows = problem.D[i, :at] * s[:at]
+        E = problem.K[i, i] + rows @ problem.D[i, :at].mT
+        if at:
+            cross = problem.K[i, :at] + rows @ problem.D[:at, :at].mT
+            Y = torch.linalg.solve_triangular(L[:at, :at], -cross.mT, upper=False)
+            E, L[i, :at] = E + Y.mT @ Y, Y.mT
+        d = E.diagonal()
+        d = d.clamp_min(float(d.max()) * 1e-6 + 1e-290) if at < n else torch.ones_like(d)
+        root = d.rsqrt()
+        scaled = E * (root[:, None] * root)
+        if not bool(torch.isfinite(scaled).all()):
+            return None
+        s[i] = factor * torch.linalg.eigvalsh(scaled)[-1].clamp_min(1e-290) * d
+        L[i, i], info = torch.linalg.cholesky_ex(torch.diag(s[i]) - E)
+        if int(info):
+            return None
+        at += count
+    return problem.at(torch.cat([s[:n], s[n : n + 1]]))
+
+
+def _warm(problem: _Problem, start: Tensor | None) -> _Point | None:
+    """The given multipliers, with τ large enough for them; None where they are not feasible."""
+    n = problem.n
+    if start is None or len(start) != n or n == 0:
+        return None
+    theta = torch.cat([start, torch.ones(1, dtype=torch.float64)])
+    inner = _Problem(problem.K[:n, :n], problem.D[:n], problem.counts[:-1], n, 0)
+    for growth in (1.0, 1.02, 1.1, 1.5):
+        s = start * growth
+        found = inner.at(torch.cat([s, s[:1]]))
+        if found is not None:
+            top = least_tau(problem, s, found.factor)
+            theta = torch.cat([s, s.new_tensor([1.2 * top])])
+            return problem.at(theta)
+    return None
+
+
+def least_tau(problem: _Problem, s: Tensor, factor: Tensor) -> float:
+    """`λ_max(JJᵀ + GSGᵀ + M N⁻¹ Mᵀ)`, the least τ for these multipliers (not proved); `factor` is that of the scaled N."""
+    n = problem.n
+    G = problem.D[n:]
+    cross = (problem.K[n:, :n] + (G * s) @ problem.D[:n].mT) * s.rsqrt()
+    Y = torch.linalg.solve_triangular(factor[:n, :n], cross.mT, upper=False)
+    E = problem.K[n:, n:] + (G * s) @ G.mT + Y.mT @ Y
+    return float(torch.linalg.eigvalsh(E)[-1])
+
+
+def _derivatives(problem: _Problem, point: _Point) -> tuple[Tensor, Tensor]:
+    """Gradient and Hessian of `−log det P` by `log theta`, without the share of `log theta` itself in the Hessian."""
+    n = problem.n
+    X = torch.cholesky_inverse(point.factor)
+    Y = X @ point.A
+    Z = point.A.mT @ Y
+    out = slice(n, n + problem.p)
+    g = torch.empty(n + 1, dtype=torch.float64)
+    g[:n] = Z.diagonal() - X.diagonal()[:n]
+    g[n] = -X.diagonal()[out].sum()
+    H = torch.empty(n + 1, n + 1, dtype=torch.float64)
+    square = Y[:n].square()
+    H[:n, :n] = X[:n, :n].square() - square - square.mT + Z.square()
+    H[:n, n] = X[:n, out].square().sum(1) - Y[out].square().sum(0)
+    H[n, :n] = H[:n, n]
+    H[n, n] = X[out, out].square().sum()
+    return g, H
+
+
+def _newton(g: Tensor, H: Tensor) -> Tensor:
+    """`−H⁻¹g`, damped until H is positive definite."""
+    damping, own = 1e-12, H.diagonal().abs().clamp_min(1e-300)
+    while damping < 1e6:
+        factor, info = torch.linalg.cholesky_ex(H + torch.diag(damping * own))
+        if not int(info):
+            return -torch.cholesky_solve(g[:, None], factor)[:, 0]
+        damping = max(30 * damping, 1e-8)
+    return -g / own
+
+
+def _descend(
+    problem: _Problem, point: _Point, weight: float, steps: int, gap: float, enough: float, deadline: float
+) -> tuple[list[_Point], int]:
+    """Newton's method on `ρ·log τ − log det(I − RRᵀ)` in log theta, ρ growing whenever a step lands near its minimum.
+
+    Returns the best point of every ρ, the best of all last.
+    """
+    n, size = problem.n, problem.n + problem.p
+    weight *= size
+    path, best = [point], point
+    for step in range(steps):
+        if float(best.theta[n]) <= enough * enough * (1 - 1e-6) or time.monotonic() > deadline:
+            return [*path, best], step
+        g, H = _derivatives(problem, point)
+        H.diagonal().add_(g)
+        g[:n] += 1
+        g[n] += problem.p + weight
+        d = _newton(g, H)
+        decrement = float(-g @ d)
+        if not math.isfinite(decrement):
+            return [*path, best], step
+        value = -2 * float(point.factor.diagonal().log().sum())
+        a, found = min(1.0, 4.0 / max(float(d.abs().max()), 1e-300)), None
+        while a > 1e-6:
+            found = problem.at(point.theta * torch.exp(a * d))
+            if found is not None:
+                new = weight * a * float(d[n]) - 2 * float(found.factor.diagonal().log().sum())
+                if new < value - 0.1 * a * decrement:
+                    break
+            a, found = a / 2, None
+        if found is None:
+            return [*path, best], step
+        point = found
+        if float(point.theta[n]) < float(best.theta[n]):
+            best = point
+        if decrement < 0.25 and a == 1:
+            if weight >= size / gap:
+                return [*path, best], step + 1
+            weight *= 6
+            path.append(point)
+    return [*path, best], steps
+
+
+def _proved(maps: Reduced, problem: _Problem, point: _Point, taken: int) -> Multipliers | None:
+    """The smallest of a few constants just above the least one for these multipliers that the factorisation proves."""
+    n = problem.n
+    s = point.theta[:n]
+    least = least_tau(problem, s, point.factor) if n else float(torch.linalg.eigvalsh(problem.K)[-1])
+    sigma = s.sqrt()
+    floor = _NOISE * float(torch.linalg.vector_norm(maps.slack[n:])) + 1e-290
+    for more in (1e-9, 1e-7, 1e-5, 1e-3, 1e-1):
+        L = max(math.sqrt(max(least, 0.0)) * (1 + more), floor)
+        if proves(maps, sigma, L):
+            return Multipliers(L, s, taken)
+    return None
+
+
+def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:
+    """Whether `‖δf‖ ≤ L‖δx‖` is proved with `s = sigma²` for all maps within `slack` of the stored ones."""
+    n, p = maps.switching, len(maps.slack) - maps.switching
+    d = maps.C.shape[1]
+    inverse = 1 / torch.cat([sigma, sigma.new_full((p,), L)])
+    C, A = maps.C * inverse[:, None], maps.D * (inverse[:, None] * sigma)
+    G = C @ C.mT + A @ A.mT
+    trace = float(G.diagonal().sum())
+    if not math.isfinite(trace):
+        return False
+    trace = up(trace * (1 + gamma(d + n + 64, torch.float64)))
+    error = gamma(d + n + 64, torch.float64) * trace + 1e-290
+    apart = up(float(torch.linalg.vector_norm(maps.slack * inverse)) * (1 + 1e-9) + 16 * _U * math.sqrt(trace) + 1e-290)
+    if apart >= 0.5:
+        return False
+    tau = torch.tensor([(1 - apart) ** 2 * (1 - 8 * _U)], dtype=torch.float64)
+    return bool(below(G[None], tau, torch.tensor([error], dtype=torch.float64)))
