@@ -15,7 +15,6 @@ from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.attack import stretch
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import enclose
-from equipoise.lipschitz.linearise import CURVATURE
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.bracket import Cache
 
@@ -28,7 +27,7 @@ def test_the_attack_stays_below_the_certificate(name, radius):
     net, shape, _ = NETS[name]
     torch.manual_seed(2)
     x = torch.randn(2, *shape) * 0.4
-    bracket = local_lipschitz(net, x, radius, steps=12)
+    bracket = local_lipschitz(net, x, radius, steps=6)
     reach = float(x.flatten(1).norm(dim=1).max()) + radius
     whole = lipschitz_bound(net, x, ball=reach * 1.001).upper
     assert bool((bracket.lower > 0).all())
@@ -60,7 +59,7 @@ def test_every_node_stays_in_its_box(name):
     run = propagate(capture(net, x), float(x.norm()) + radius)
     boxes = enclose(run, x, radius, Cache())
     known = 0
-    for trial in range(20):
+    for trial in range(8):
         d = torch.randn(x.shape, dtype=torch.float64)
         inside = enclose(run, x.double() + radius * d / d.norm(), 1e-300, Cache())
         for node, box in boxes.items():
@@ -188,13 +187,3 @@ def test_bad_input_is_refused():
     for x, radius in ((torch.zeros(2, 3), 0.0), (torch.zeros(3), 1.0), (torch.full((1, 3), float("nan")), 1.0)):
         with pytest.raises(InputError):
             local_lipschitz(net, x, radius)
-
-
-@pytest.mark.parametrize("name", ["tanh", "sigmoid", "gelu", "gelu tanh", "silu", "atan"])
-def test_the_curvature_of_smooth_activations(name):
-    functions = {"gelu": nn.functional.gelu, "silu": nn.functional.silu, "gelu tanh": nn.GELU("tanh")}
-    f = functions.get(name) or getattr(torch, name)
-    x = torch.linspace(-9, 9, 90_001, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
-    (bend,) = torch.autograd.grad(slope.sum(), x)
-    assert float(bend.abs().max()) <= CURVATURE[name.split()[0]]
