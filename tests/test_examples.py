@@ -28,8 +28,17 @@ EXAMPLES = [
 ]
 
 
+#: loops of training that are cut short: what an example says does not depend on how well its network does
+SHORTER = {"certified_resnet": ("range(70)", "range(5)")}
+
+
 def run(name, folder, **environment):
     """The finished process of one example."""
+    code = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    if name in SHORTER:
+        assert SHORTER[name][0] in code
+        code = code.replace(*SHORTER[name])
+    (folder / f"{name}.py").write_text(code, encoding="utf-8")
     offline = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -38,7 +47,7 @@ def run(name, folder, **environment):
         "MPLBACKEND": "Agg",
     }
     return subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py")],
+        [sys.executable, f"{name}.py"],
         cwd=folder,
         env={**os.environ, **offline, **environment},
         capture_output=True,

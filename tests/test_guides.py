@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import equipoise as eq
-from equipoise.lab.experiments import catalogue
+from equipoise.lab.experiments import every
 from equipoise.smoothing import PROCEDURES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "reader.md"
@@ -32,7 +32,9 @@ def names():
 
 def test_every_experiment_is_on_the_map():
     on_it = {word for row in ROWS for word in re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)*)`", row)}
-    assert set(catalogue()) <= on_it, f"missing: {sorted(set(catalogue()) - on_it)}"
+    of_the_thesis = {e.id for e in every() if e.place}
+    assert len(of_the_thesis) >= 39
+    assert of_the_thesis <= on_it, f"missing: {sorted(of_the_thesis - on_it)}"
 
 
 def test_names_are_found():

@@ -111,7 +111,7 @@ def test_the_table_names_things_that_exist():
     assert len({command.name for command in COMMANDS}) == len(COMMANDS)
 
 
-LIST = "from equipoise.cli import main; import sys; sys.argv[1:] = ['reproduce', '--list'{}]; main()"
+LIST = "from equipoise.cli import main; import sys; sys.argv[1:] = ['train', '--list'{}]; main()"
 
 
 @pytest.mark.parametrize("more", ["", ", '--json'"])

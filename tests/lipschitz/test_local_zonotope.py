@@ -137,8 +137,8 @@ def test_no_point_and_no_pair_leaves_the_enclosure(name, monkeypatch):
         with torch.no_grad(), full_precision():
             upper, state = zonotope.zonotope_bound(run, boxes, x, radius, cache)
         assert math.isfinite(upper)
-        check_points(run, state, clouds, upper, [values(run, p[None]) for p in ball(x, radius, 12, 1)])
-        assert float(attacked(net, x, radius, 15, 0)) <= upper
+        check_points(run, state, clouds, upper, [values(run, p[None]) for p in ball(x, radius, 8, 1)])
+        assert float(attacked(net, x, radius, 8, 0)) <= upper
 
 
 def check_points(run, state, clouds, upper, points):

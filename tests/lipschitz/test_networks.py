@@ -20,7 +20,7 @@ NETS = networks()
 def test_no_attack_exceeds_the_bound(name):
     net, shape, ball = NETS[name]
     report = lipschitz_bound(net, torch.zeros(2, *shape), ball=ball)
-    found = max(attack(net, shape, ball, seed) for seed in range(2))
+    found = attack(net, shape, ball, 0, steps=30)
     assert found <= report.upper * (1 + 1e-7)
     assert report.upper <= report.fused <= report.product
     assert found > 0

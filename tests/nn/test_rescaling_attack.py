@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equipoise.norms import reference_norm, spectral_norm
 
 TOLERANCE = 1e-5
-STEPS, FEW_STEPS = 200, 40
+STEPS, FEW_STEPS = 200, 25
 
 
 def _all_geometries():

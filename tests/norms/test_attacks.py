@@ -48,9 +48,9 @@ def test_grid_factor_is_an_upper_bound_and_nearly_attained(k: int, n0: int) -> N
         sup, on_grid = (torch.linalg.matrix_norm(symbol(K, w), ord=2).amax() for w in (fine, grid))
         return sup / (on_grid * factor)
 
-    best = max(train(ratio, torch.randn(2, 2, k, k, dtype=torch.float64), 120) for _ in range(2))
+    best = train(ratio, torch.randn(2, 2, k, k, dtype=torch.float64), 100)
     assert best <= 1 + 1e-12
-    assert best > 0.8  # the attack has bite
+    assert best > 0.65  # the attack has bite
 
 
 def test_the_factor_of_the_thesis_is_not_an_upper_bound() -> None:

@@ -57,14 +57,15 @@ def test_gradient_of_conv_norm(padding: str, stride: int, size: int | None) -> N
         with pytest.raises(Refused, match="sublattice"):
             functional.conv_norm(K, padding, stride, size)
         return
-    assert gradcheck(lambda k: functional.conv_norm(k, padding, stride, size, 4), (K,))
+    every = padding == "zeros" and size is not None  # every entry; the other rows along random directions
+    assert gradcheck(lambda k: functional.conv_norm(k, padding, stride, size, 4), (K,), fast_mode=not every)
 
 
 @pytest.mark.parametrize("options", [{"groups": 2}, {"dilation": 2}, {"amount": [(0, 0), (2, 1)]}, {"stride": (2, 1)}])
 def test_gradient_of_conv_norm_with_options(options: dict[str, object]) -> None:
     torch.manual_seed(0)
     K = torch.randn(4, 2, 3, 3, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda k: functional.conv_norm(k, input_size=9, iterations=3, **options), (K,))
+    assert gradcheck(lambda k: functional.conv_norm(k, input_size=9, iterations=3, **options), (K,), fast_mode=True)
 
 
 def test_gradient_of_complex_convolution() -> None:

@@ -40,7 +40,7 @@ def test_risk_at_any_stopping_time():
     """Look after every chunk for a long time: a true p at p0 is certified at most a share α of the time."""
     rng = np.random.default_rng(0)
     for p0 in (0.55, 0.9):
-        steps = rng.binomial(50, p0, (10_000, 60)).cumsum(axis=1)
+        steps = rng.binomial(50, p0, (4_000, 60)).cumsum(axis=1)
         draws = 50 * np.arange(1, 61)
         verdict = first_crossing(steps, draws, p0, ALPHA)[:, 1]
         assert not _too_many(verdict == 1)
@@ -65,7 +65,7 @@ def test_soft_scores_keep_the_risk():
         (lambda s: rng.choice([0.5, 0.9], s, p=[0.25, 0.75]), 0.8),
     ]:
         wrong = []
-        for _ in range(600):
+        for _ in range(300):
             test = ScoreTest(mean)
             wrong.append(any(test.update(draw(25)) >= np.log(1 / ALPHA) for _ in range(20)))
         assert not _too_many(np.array(wrong))

@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from equipoise.nn import certified_radius
 from equipoise.smoothing import (
     average_certified_radius,
     certified_accuracy,
+    linear_error,
     margins,
     radius_coordinate,
     radius_global,
@@ -91,3 +93,25 @@ def test_refusals():
     ):
         with pytest.raises(InputError):
             call()
+
+
+def test_the_error_of_the_logits_is_covered():
+    """Float32 logits of a wide layer against exact rational arithmetic: covered with the bound, not without it."""
+    torch.manual_seed(0)
+    g, W = 100 * torch.randn(20, 400), torch.randn(3, 400)
+    exact = [[sum(Fraction(float(a)) * Fraction(float(b)) for a, b in zip(x, w, strict=True)) for w in W] for x in g]
+    logits, labels = g @ W.T, (g @ W.T).argmax(1)
+    error = linear_error(g, W)
+    for z, row, e in zip(logits, exact, error, strict=True):
+        assert all(abs(Fraction(float(v)) - t) <= Fraction(float(d)) for v, t, d in zip(z, row, e, strict=True))
+    plain, covered = margins(logits, labels), margins(logits, labels, error)
+    true = np.array([[float(r[y] - v) for v in r] for r, y in zip(exact, labels.tolist(), strict=True)])
+    rivals = np.isfinite(plain)
+    assert (covered[rivals] <= true[rivals]).all()
+    assert (plain[rivals] > true[rivals]).any(), "without the error the margin is not a bound"
+    assert (radius_global(logits, labels, 20.0, error) <= radius_global(logits, labels, 20.0)).all()
+    assert (radius_last_layer(logits, labels, W, 1.0, error) < radius_last_layer(logits, labels, W)).all()
+    with pytest.raises(InputError, match="non-negative"):
+        margins(logits, labels, -1.0)
+    with pytest.raises(InputError, match="float64"):
+        linear_error(torch.ones(1, 4000, dtype=torch.float16), torch.ones(2, 4000, dtype=torch.float16))

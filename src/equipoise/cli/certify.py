@@ -42,6 +42,9 @@ def certify(
     skip: Annotated[int, typer.Option(help="leave out the first inputs")] = 0,
     stride: Annotated[int, typer.Option(help="take every so many-th input")] = 1,
     seed: Annotated[int | None, typer.Option(help="of the noise; default: drawn from the operating system")] = None,
+    denoiser: Annotated[
+        str | None, typer.Option(help="a model from noisy image to image, put before MODEL (denoised smoothing)")
+    ] = None,
     noise: Annotated[str | None, typer.Option(help="grid (exact; default for 8-bit data) or float")] = None,
     nonfinite: Annotated[str, typer.Option(help="NaN logits: refuse (the input fails) or miss (no vote)")] = "refuse",
     engine: Annotated[str, typer.Option(help="local or ray")] = "local",
@@ -114,7 +117,8 @@ def certify(
     job = _job(
         names[0], weights, data, split, sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
         procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
-        relative=relative, limit=limit, skip=skip, stride=stride, seed=seed, noise=noise, device=device, batch_size=batch_size,
+        relative=relative, limit=limit, skip=skip, stride=stride, seed=seed, noise=noise, denoiser=denoiser,
+        device=device, batch_size=batch_size,
         nonfinite=nonfinite,
     )  # fmt: skip
     if plan:
@@ -143,6 +147,8 @@ def _job(model: str, weights: Path | None, data: str, split: str | None, **setti
     from equipoise.runs import describe
 
     shown = data if split is None else f"{data}#{split}"
+    if settings["denoiser"] is not None:
+        settings["denoiser"] = load_model(settings["denoiser"])
     return describe(load_model(model, weights), load_dataset(data, split), name=shown, **settings)
 
 

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import stat
+import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from equipoise.core.errors import InputError, one_line
+from equipoise.core.errors import InputError, Refused, one_line
 
 #: how the names of temporary files end
 PART = ".part"
@@ -146,14 +148,42 @@ def _tidy(path: Path) -> None:
                 os.close(handle)
 
 
-def _lock(handle: int, wait: bool) -> bool:
-    """Whether the file is locked for this process now; never where the system has no such locks."""
-    try:
-        import fcntl
+@contextmanager
+def locked(path: str | Path, busy: str) -> Iterator[None]:
+    """Hold a file of this name, made if need be; the system lets go of it when the process ends, however it dies.
 
+    Refused with the sentence `busy` where it is held already, by another process or by this one.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        if not _lock(handle, wait=False):
+            raise Refused(busy)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, wait: bool) -> bool:
+    """Whether the file is locked for this process now."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        try:
+            msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+    import fcntl
+
+    try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (ImportError, OSError):
+    except BlockingIOError:
         return False
+    except OSError:  # a file system without locks
+        return not wait
     return True
 
 

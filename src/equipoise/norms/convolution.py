@@ -247,10 +247,18 @@ def _entries(conv: Convolution) -> float:
 
 
 def materialise(conv: Convolution) -> Tensor:
-    """The dense matrix of the operator in float64, by applying it to every unit vector (small cases only)."""
-    shape = conv.input_shape
-    basis = torch.eye(math.prod(shape), dtype=conv.weight.dtype, device=conv.weight.device).reshape(-1, *shape)
-    return conv.apply(basis).flatten(1).mT
+    """The dense matrix of the operator in float64 (small cases only), from unit vectors of one channel.
+
+    Every pair of channels is a convolution of one channel with the same geometry, so a pixel is put through all of them at
+    once: the work of one image per pixel, not per number of the input.
+    """
+    (out, ins), groups, size = conv.weight.shape[:2], conv.groups, conv.size
+    pairs = conv.weight.reshape(out * ins, 1, *conv.weight.shape[2:])
+    one = Convolution(pairs, replace(conv.geometry, shape=tuple(pairs.shape), groups=1))
+    pixels = torch.eye(math.prod(size), dtype=conv.weight.dtype, device=conv.weight.device).reshape(-1, 1, *size)
+    y = one.apply(pixels).reshape(len(pixels), groups, out // groups, ins, -1)  # (pixel, group, out, in, place)
+    blocks = y.permute(1, 2, 4, 3, 0).reshape(groups, -1, ins * len(pixels))
+    return torch.block_diag(*blocks) if groups > 1 else blocks[0]
 
 
 def _materialised(conv: Convolution, rtol: float) -> Bracket:

@@ -235,7 +235,7 @@ def _picture(p: Picture, scale: float) -> str:
 
 def limits(data: ReportData) -> str:
     """What is not guaranteed, plainly."""
-    said = [NOT_COVERED]
+    said = list(dict.fromkeys(rest for s in data.series if (rest := s.about.partition(". ")[2]))) or [NOT_COVERED]
     risks = sorted({s.alpha for s in data.series if s.alpha})
     for alpha in risks:
         count = max(len(s.ids) for s in data.series if s.alpha == alpha)
@@ -276,9 +276,7 @@ def provenance(data: ReportData) -> str:
             f"<details><summary>{esc(run.get('run', 'run'))} <small>{esc(run.get('model', ''))}</small></summary>"
             f'<div class="scroll"><table class="facts"><tbody>{rows}</tbody></table></div></details>'
         )
-    about = dict.fromkeys(
-        f"{s.model}, {s.procedure}: {s.about.replace(NOT_COVERED, '').strip()}" for s in data.series if s.about
-    )
+    about = dict.fromkeys(f"{s.model}, {s.procedure}: {s.about.partition('. ')[0]}." for s in data.series if s.about)
     said = "".join(f"<li>{esc(t)}</li>" for t in about)
     made = ", ".join(f"{k} {v}" for k, v in data.versions.items())
     attacks = dict.fromkeys(

@@ -19,7 +19,7 @@ from equipoise.runs.inputs import Inputs, Selection, check_label
 from equipoise.runs.job import Job
 from equipoise.runs.lock import locked
 from equipoise.runs.manifest import Manifest, is_run, read_manifest, require_same, versions
-from equipoise.runs.models import portable
+from equipoise.runs.models import denoised, portable
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.prepare import count_logits, first_input, fixed_constant, fixed_map, noise_of, usable_device
 from equipoise.runs.rows import Item, Row, failed
@@ -27,6 +27,7 @@ from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import Store
 from equipoise.runs.tasks import TaskSpec
 from equipoise.smoothing import SimplexMap
+from equipoise.smoothing.denoised import require_constant
 from equipoise.smoothing.noise import NoiseName, fresh_seed
 from equipoise.smoothing.procedures import DEFAULT
 
@@ -39,6 +40,7 @@ class Settings(TypedDict, total=False):
 
     seed: int | None
     noise: NoiseName | None
+    denoiser: Any
     skip: int
     limit: int | None
     stride: int
@@ -132,6 +134,7 @@ def describe(
     procedure: str = DEFAULT,
     seed: int | None = None,
     noise: NoiseName | None = None,
+    denoiser: Any = None,
     skip: int = 0,
     limit: int | None = None,
     stride: int = 1,
@@ -155,7 +158,8 @@ def describe(
     """
     if isinstance(dataset, str | Path):
         raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
-    ported, inputs = portable(model), Inputs.of(dataset, name)
+    require_constant(sigma)
+    ported, inputs = portable(model if denoiser is None else denoised(denoiser, model)), Inputs.of(dataset, name)
     selection = Selection(skip, limit, stride)
     positions = selection.positions(len(inputs))
     if batch_size is not None and batch_size < 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 import io
 import json
@@ -20,6 +19,8 @@ from torch.export import ExportedProgram
 
 from equipoise.checkpoints import Loaded
 from equipoise.core import InputError, Refused
+from equipoise.core.digests import Digest
+from equipoise.smoothing.denoised import Denoised
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +86,13 @@ def portable(model: Any, source: str | None = None) -> Portable:
     return Portable(model, hash_module(model), source or f"{type(model).__module__}:{type(model).__qualname__}")
 
 
+def denoised(denoiser: Any, model: Any) -> Loaded:
+    """A denoiser in front of a model, as one model; both as modules or as what `load_model` returned."""
+    parts: list[Any] = [v.model if isinstance(v, Loaded) else v for v in (denoiser, model)]
+    names = [v.source if isinstance(v, Loaded) else type(v).__qualname__ for v in (denoiser, model)]
+    return Loaded(f"{names[1]} behind {names[0]}", Denoised(parts[0], parts[1]), None)
+
+
 def _batch(program: ExportedProgram) -> int | None:
     names = program.graph_signature.user_inputs
     values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
@@ -108,12 +116,12 @@ def _require_inference(program: ExportedProgram) -> None:
 
 def hash_program(program: ExportedProgram) -> str:
     """sha256 over the graph, the weights and the constants of an exported program."""
-    digest = hashlib.sha256(b"program")
-    digest.update(program.graph_module.code.encode())
-    digest.update(str(program.graph).encode())
+    digest = Digest("program")
+    digest.sha.update(program.graph_module.code.encode())
+    digest.sha.update(str(program.graph).encode())
     for name, value in sorted({**program.state_dict, **program.constants}.items()):
-        _add(digest, name, value)
-    return f"sha256:{digest.hexdigest()}"
+        digest.add(name, value)
+    return str(digest)
 
 
 def hash_module(model: nn.Module) -> str:
@@ -122,19 +130,19 @@ def hash_module(model: nn.Module) -> str:
     Settings are the public attributes holding plain values, tensors or named functions; what a forward pass reads from
     anywhere else (files, globals, private attributes) is not seen.
     """
-    digest = hashlib.sha256(b"module")
+    digest = Digest("module")
     for name, value in sorted(model.state_dict().items()):
-        _add(digest, name, value)
+        digest.add(name, value)
     seen: set[type] = set()
     for name, module in model.named_modules():
         kind = type(module)
-        _add(digest, name, f"{kind.__module__}.{kind.__qualname__}({module.extra_repr()})")
+        digest.add(name, f"{kind.__module__}.{kind.__qualname__}({module.extra_repr()})")
         for key, value in _settings(module):
-            _add(digest, f"{name}.{key}", value)
+            digest.add(f"{name}.{key}", value)
         if kind not in seen and not kind.__module__.startswith("torch."):
             seen.add(kind)
-            _add(digest, kind.__qualname__, _code(kind))
-    return f"sha256:{digest.hexdigest()}"
+            digest.add(kind.__qualname__, _code(kind))
+    return str(digest)
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -155,9 +163,7 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _describe(value: Any) -> Any:
     """What is the same in every process: never an address."""
     if isinstance(value, Tensor | np.ndarray):
-        digest = hashlib.sha256()
-        _add(digest, "", value)
-        return digest.hexdigest()
+        return Digest("").add("", value).hex()
     if isinstance(value, functools.partial):
         return [_kind(value), value.func, value.args, value.keywords]
     if isinstance(value, torch.dtype | torch.device):
@@ -186,17 +192,3 @@ def _code(kind: type) -> str:
 
 def _constants(code: Any) -> list[Any]:
     return [_constants(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
-
-
-def _add(digest: Any, name: str, value: Any) -> None:
-    """Length-prefixed, so that no two lists of parts read the same."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous()
-        head, body = f"{value.dtype}{tuple(value.shape)}", value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray):
-        head, body = f"{value.dtype}{value.shape}", np.ascontiguousarray(value).tobytes()
-    else:
-        head, body = "text", str(value).encode()
-    for part in (name.encode(), head.encode(), body):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)

@@ -5,11 +5,12 @@ from equipoise.smoothing.adaptive import ScoreTest, log_e_value, lower_sequence,
 from equipoise.smoothing.betting import betting
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
 from equipoise.smoothing.classifier import SmoothedClassifier, predict_counts
+from equipoise.smoothing.denoised import Denoised
 from equipoise.smoothing.derive import certify_counts, certify_scores
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, hoeffding
 from equipoise.smoothing.logs import CertificationLog, accuracy_table, read_log, write_log
 from equipoise.smoothing.maps import choose_map, map_grid
-from equipoise.smoothing.margins import margins, radius_coordinate, radius_global, radius_last_layer
+from equipoise.smoothing.margins import linear_error, margins, radius_coordinate, radius_global, radius_last_layer
 from equipoise.smoothing.moments import Moments
 from equipoise.smoothing.noise import Stream, noise_key
 from equipoise.smoothing.partitions import Partition, class_partition
@@ -46,6 +47,7 @@ __all__ = [
     "PROCEDURES",
     "Certificates",
     "CertificationLog",
+    "Denoised",
     "Estimate",
     "Moments",
     "Option",
@@ -74,6 +76,7 @@ __all__ = [
     "gaussian_bound",
     "hardmax",
     "hoeffding",
+    "linear_error",
     "lipschitz_local_bound",
     "log_e_value",
     "lower_sequence",

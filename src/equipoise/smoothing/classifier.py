@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from equipoise.core import InputError, Refused, as_upper
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
+from equipoise.smoothing.denoised import require_constant
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.drawn import Drawn, tie_breaks
 from equipoise.smoothing.grid import Grid, is_image, power_of_two
@@ -63,6 +64,7 @@ class SmoothedClassifier:
         noise_dtype: torch.dtype | None = None,
         nonfinite: Literal["refuse", "miss"] = "refuse",
     ) -> None:
+        require_constant(sigma)
         if not sigma > 0 or not np.isfinite(sigma):
             raise InputError(f"sigma must be a positive number, got {sigma}")
         if num_classes < 2 or chunk_size < 1:

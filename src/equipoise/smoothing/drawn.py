@@ -48,7 +48,7 @@ class Drawn:
     def caveats(self) -> str:
         """What is not covered, from what was used."""
         if self.noise is None:
-            return NOT_COVERED
+            return NOT_COVERED + (" The draws were keyed by 32 bits, so that some may coincide." if self.batch else "")
         source = (
             f"Seed {self.seed} was chosen by the user: nothing is certified of a model or an input made knowing its draws."
             if self.chosen

@@ -164,7 +164,7 @@ def _law(sigma: float, cells: float) -> Law:
 
 
 def _threshold(k: int, sigma: float, cells: float) -> int:
-    import mpmath  # type: ignore[import-untyped]
+    import mpmath
 
     for digits in (40, 80, 160):
         with mpmath.workdps(digits):

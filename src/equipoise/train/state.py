@@ -20,14 +20,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise.core.digests import Digest, digest_document
 from equipoise.core.errors import InputError
-from equipoise.core.files import open_regular, read_bounded, read_json, write_whole
+from equipoise.core.files import locked, open_regular, read_bounded, read_json, write_whole
 
 #: the temporary names of `write_whole`
 _LEFTOVER = re.compile(
@@ -83,7 +83,7 @@ class RunDirectory:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._lock: IO[str] | None = None
+        self._hold = contextlib.ExitStack()
 
     def open(self, document: Mapping[str, Any]) -> State | None:
         """Claim the folder for this recipe (`document`), and give the last state if there is one."""
@@ -95,7 +95,7 @@ class RunDirectory:
                     f"{self.folder} is not empty and no training run (it holds {strange[0]!r}): choose another --run-dir"
                 )
             (self.folder / "state").mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.folder)
+            self._hold.enter_context(locked(self.folder / ".lock", self._busy()))
             self._tidy()
         except OSError as error:
             raise InputError(f"cannot train in {self.folder}: {error.strerror}") from error
@@ -122,9 +122,10 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let others train here."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._hold.close()
+
+    def _busy(self) -> str:
+        return f"another process trains in {self.folder}: wait for it, or choose another --run-dir"
 
     def _compare(self, path: Path, document: Mapping[str, Any]) -> None:
         try:
@@ -211,20 +212,6 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
                 found += differences(a, b, name)
         return found
     return [] if before == after else [f"{path}: {before} → {after}"]
-
-
-def _locked(folder: Path) -> IO[str]:
-    file = open(folder / ".lock", "w")  # noqa: SIM115  kept open as long as the run: the system lets go when it dies
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise InputError(f"another process trains in {folder}: wait for it, or choose another --run-dir") from error
-    return file
 
 
 class MetricsFile:

@@ -77,7 +77,11 @@ def test_described(identifier: str):
     assert not re.search(r"/(root|home|work|tmp)/", repr(experiment.describe("laptop")))
 
 
-@pytest.mark.parametrize("identifier", IDENTIFIERS)
+#: they train or audit larger networks, as other tests do: rehearsed by `make test-all`
+LONG = ("ad-text", "local-vs-pub", "reg-accuracy", "pub-ratio")
+
+
+@pytest.mark.parametrize("identifier", [pytest.param(i, marks=[pytest.mark.slow] * (i in LONG)) for i in IDENTIFIERS])
 def test_rehearsal_at_laptop_scale(identifier: str, tmp_path: Path):
     rehearse(identifier, "laptop", tmp_path)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.shared.smoothed_networks import (
     CIFAR,
     FASHION,
@@ -23,9 +23,6 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
 )
 from equipoise.smoothing import certify_counts, class_partition
 from equipoise.smoothing.bounds import Gaussian, count_bounds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ONE, EVERY, CPM, OURS = "Clopper–Pearson", "Bonferroni", "CPM", "CPM that chooses"
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.shared.smoothed_networks import (
     CIFAR,
     FASHION,
@@ -40,9 +40,6 @@ from equipoise.smoothing import (
     radius_multi,
 )
 from equipoise.smoothing.maps import apply_map
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COHEN, CPM = "Cohen", "CPM, hard votes"
 LVM, OWN, PRINTED = "LVM-RS, one map", "LVM-RS, map per input", "as printed (no certificate)"

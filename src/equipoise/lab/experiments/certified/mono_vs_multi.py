@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import mean_of
 from equipoise.lab.experiments.shared.smoothed_networks import (
     CIFAR,
@@ -25,9 +25,6 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     under_noise,
 )
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_mono
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PROCEDURES = {"R_mono": "cohen", "R_mult": "bonferroni", "R_mult, CPM": "cpm"}
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from equipoise.attacks import pgd, smooth_pgd
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.shared.smoothed_networks import (
     CIFAR,
     FASHION,
@@ -30,9 +30,6 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
 )
 from equipoise.lab.experiments.shared.training import merged
 from equipoise.smoothing import SimplexMap, SmoothedClassifier
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MULTI, LIP, SMOOTH, BASE = "R_mult", "R_multiLip", "attack on the smoothed network", "attack on the network"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label
 from equipoise.lab.experiments.shared.smoothed_networks import (
     CIFAR,
@@ -27,9 +27,6 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
 )
 from equipoise.lab.experiments.shared.training import merged
 from equipoise.smoothing import SimplexMap, optimal_sigma, radius_global, radius_multi_lipschitz, radius_weak_global
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LIPSCHITZ, MASS = 5.0, 3.0
 PUBLISHED_EPSILONS = (0.14, 0.19, 0.25, 0.28, 0.42, 0.5)

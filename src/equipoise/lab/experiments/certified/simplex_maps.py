@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import gain_label, graded, mean_of
 from equipoise.lab.experiments.shared.smoothed_networks import (
     CIFAR,
@@ -23,9 +23,6 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
 )
 from equipoise.smoothing import SimplexMap, certify_counts, certify_scores
 from equipoise.smoothing.maps import apply_map
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HARD, HARD_BERNSTEIN, COHEN = "hardmax (Clopper–Pearson)", "hardmax (Bernstein)", "hardmax (Cohen)"
 SOFT = ("softmax", "sparsemax")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from equipoise.lab.experiments.certified.rs_new_bound import LAPTOP_NETWORK, LIPSCHITZ, MASS, PAPER_NETWORK
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.shared.smoothed_networks import (
     Rated,
     Sampling,
@@ -23,9 +23,6 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     shown,
 )
 from equipoise.smoothing import SimplexMap, optimal_sigma, radius_weak
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 USUAL = "r = 1"
 

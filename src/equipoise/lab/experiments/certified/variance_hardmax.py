@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 
 
 @dataclass(frozen=True)

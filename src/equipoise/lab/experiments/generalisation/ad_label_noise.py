@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from equipoise.curvature import trace
 from equipoise.data import Dataset, load_dataset
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.lab.experiments.intervals import gain_label, mean_of
 from equipoise.lab.experiments.shared.comparison import by_variant, paired
 from equipoise.lab.experiments.shared.training import train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 VARIANTS: dict[str, list[dict[str, object]]] = {"baseline": [], "AD": [{"kind": "activation-decay", "sigma": 0.3}]}
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, MARKERS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
 from equipoise.lab.experiments.generalisation.ad_mlp import AD, recipe
 from equipoise.lab.experiments.intervals import combined, gain_label, mean_of
 from equipoise.lab.experiments.shared.comparison import Settings as Comparison
 from equipoise.lab.experiments.shared.comparison import by_variant, paired
 from equipoise.lab.experiments.shared.comparison import run as compare
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)

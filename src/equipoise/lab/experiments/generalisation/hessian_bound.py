@@ -11,19 +11,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.data import load_dataset
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)

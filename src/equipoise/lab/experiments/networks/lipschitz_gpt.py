@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.models import LipschitzGPT, lipschitz_gpt
 from equipoise.optim import SpectralGuard
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FILE = "tinyshakespeare.txt"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +14,10 @@ from torch import nn
 from equipoise.checkpoints import load_weights
 from equipoise.core.timing import take_turns
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.peers import ryu_product
 from equipoise.nn.models import build
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)

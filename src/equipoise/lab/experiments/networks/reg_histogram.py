@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas
 from equipoise.lab.experiments.shared.training import train
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.operators import input_shapes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: with lr 0.02 a weight of 1 makes `2·weight·lr·taps` = 0.36: the penalty's own steps settle without swinging
 METHODS: Mapping[str, Mapping[str, object]] = {

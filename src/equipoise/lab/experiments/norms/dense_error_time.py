@@ -6,20 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from equipoise.core.timing import take_turns
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.norms.peers import power_iterates
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SHOWN = ("PI 10", "PI 100", "PI 1000", "GI 10", "GI 11", "GI 12")
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.norms.gram import Readout, gram_norm_plain
 from equipoise.norms.peers import power_iterates
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: errors of float64 below this are rounding and say nothing on the order
 FLOOR = 1e-13

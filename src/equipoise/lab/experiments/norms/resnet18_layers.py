@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,11 +11,8 @@ from torch import Tensor
 
 from equipoise.core.timing import take_turns
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, MARKERS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
 from equipoise.lab.experiments.shared.conv_sweep import NAMES, contestants
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FILE = "resnet18-imagenet-partial.npz"
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from equipoise.lab.experiments.experiment import Context, Power, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas
+from equipoise.lab.experiments.figures import COLOURS, Figure, canvas
 from equipoise.lab.experiments.intervals import Mean, gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import merged, train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: what each variant of a recipe changes
 Variants = dict[str, dict[str, Any]]

@@ -6,20 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise.core.timing import take_turns
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.norms.peers import PEERS
 from equipoise.norms.spectral import spectral_norm
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAMES = {
     "ours": "equipoise, certified upper end",

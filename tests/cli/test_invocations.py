@@ -1,0 +1,111 @@
+"""Command lines as people mistype them and as programs break them: one sentence, never a traceback."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from equipoise.checkpoints import save_checkpoint
+from equipoise.cli.app import build
+from equipoise.nn.models import build as network
+
+RECIPE = """\
+model: {factory: 'equipoise.nn.models:mlp', arguments: {widths: [4]}}
+data: {path: digits, limit: 32, test_limit: 16}
+epochs: 1
+metrics: {bound: false}
+"""
+#: command lines that work, and are quick
+VALID = [
+    "norm w.safetensors --rtol 0.1 --input-size 4,4 --json",
+    "audit net --json",
+    "audit net --rtol 0.1 --ball 1 --html out.html",
+    "train recipe.yaml --set seed=1 --run-dir trained --cpu --json",
+    "train --list --json",
+    "certify net --data data.npz --sigma 0.5 --n 20 --n0 10 --limit 2 --run run --json",
+    "certify run --re-derive --alpha 0.1 --procedure cohen --epsilon 0,0.5 --json",
+    "certify run --export out.tsv",
+    "certify net --data data.npz --sigma 0.5 --n 20 --limit 2 --plan",
+    "certify --merge run other -o joined",
+    "attack net --data data.npz --epsilon 0.1 --steps 2 --limit 2 --json",
+    "curvature net --data data.npz --limit 4 --json",
+    "report run -o page.html",
+    "reproduce --list --json",
+    "selfcheck --minutes 0 --json",
+    "bench norms --help",
+]
+#: what takes the place of a word; no large counts, which would only take long
+WORDS = [
+    "", "-1", "0", "nan", "inf", "-inf", "1e999", "0.5.1", "x", "ü", "--", "-", "---", "--no-such", "..", "/", "/dev/null",
+    "nowhere", "a:b", "sys:exit", "os:getcwd", "torch.nn:Linear", ",", "1,2,,", "[]", "{}", "x" * 3000, "run", "net",
+    "data.npz", "recipe.yaml", "w.safetensors", "digits#no", "softmax:0", "auto", "ray", "cuda:77", "meta", "True", "'", '"',
+    "\\", "\n", "%s", "$HOME", "*",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("invocations")
+    torch.manual_seed(0)
+    arguments = {"in_features": 3, "widths": [4], "num_classes": 2}
+    save_checkpoint(folder / "net", network("mlp", **arguments), "equipoise.nn.models:mlp", arguments, (3,))
+    save_file({"w": torch.eye(3), "k": torch.ones(1, 1, 3, 3)}, folder / "w.safetensors")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    import numpy as np
+
+    np.savez(folder / "data.npz", x=np.random.default_rng(0).random((4, 3), np.float32), y=np.array([0, 1, 0, 1]))
+    return folder
+
+
+def mutated(chance: random.Random) -> list[str]:
+    words = chance.choice(VALID).split()
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        at = chance.randrange(1, len(words)) if len(words) > 1 else 0
+        how = chance.randrange(6)
+        if how == 0:
+            del words[at]
+        elif how == 1:
+            words.insert(at, words[at])
+        elif how == 2:
+            words.insert(at, chance.choice(WORDS))
+        elif how == 3:
+            other = chance.randrange(1, len(words)) if len(words) > 1 else 0
+            words[at], words[other] = words[other], words[at]
+        else:
+            words[at] = chance.choice(WORDS)
+        words = words or ["norm"]
+    return words
+
+
+def invoke(words: list[str]):
+    wanted = next((word for word in words if not word.startswith("-")), "")
+    return CliRunner().invoke(build(wanted=wanted), words)
+
+
+def check(words: list[str]) -> None:
+    done = invoke(words)
+    quiet = done.exception is None or isinstance(done.exception, SystemExit)
+    assert quiet, (words, repr(done.exception))
+    assert done.exit_code in (0, 1, 2), words
+    assert "Traceback" not in done.output, words
+    if done.exit_code == 2 and "--json" in words and done.stdout:
+        assert "error" in json.loads(done.stdout), words
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_broken_command_lines_are_sentences(place, monkeypatch, block):
+    monkeypatch.chdir(place)
+    chance = random.Random(f"invocations {block}")
+    for _ in range(10):
+        check(mutated(chance))
+
+
+@pytest.mark.slow
+def test_many_broken_command_lines(place, monkeypatch):
+    monkeypatch.chdir(place)
+    chance = random.Random("many")
+    for _ in range(500):
+        check(mutated(chance))
