@@ -99,6 +99,16 @@ def test_the_rounded_weight_is_what_is_bounded(dtype, how):
         assert_held(guard, model, 1.0 * (1 + TOLERANCE))
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_fewer_proofs_hold_as_well(optimizer):
+    model = net()
+    chosen = OPTIMIZERS[optimizer](model)
+    guard = SpectralGuard(model, radius=1.5, every=5, optimizer=chosen)
+    for _ in train(model, chosen, 12):
+        assert_held(guard, model, 1.5 * (1 + TOLERANCE))
+    assert sum(guard.used[k] for k in ("renewed", "direct")) <= 3 * 4 * 2
+
+
 def kick(W, i):
     u, v = torch.randn(W.shape[0]), torch.randn(W.shape[1])
     W.add_(3 * torch.outer(u / u.norm(), v / v.norm()).to(W.dtype))
@@ -227,6 +237,7 @@ def parametrized():
         (net, {"radius": {"nothing": 1.0}}, "matches 'nothing'"),
         (net, {"how": "crop"}, "must be one of cap"),
         (net, {"tolerance": 0.0}, "tolerance must lie"),
+        (net, {"how": "sphere", "every": 3}, "1 for how='sphere'"),
         (parametrized, {}, "parametrisation"),
         (lambda: nn.Sequential(nn.Conv2d(1, 2, 3)), {"how": "clip"}, "is a convolution"),
     ],

@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,6 +60,11 @@ class Reference:
     upper: float
     kappa: float = 1.0
 
+    @cached_property
+    def size(self) -> float:
+        """‖S‖_F, rounded up."""
+        return float(frobenius(self.S))
+
 
 class CarriedMatrix:
     """The norm of one real matrix while it trains: `bracket(W)` is proved at every call, and mostly cheap.
@@ -82,12 +88,17 @@ class CarriedMatrix:
         self.used: Counter[str] = Counter()
 
     @torch.no_grad()
-    def bracket(self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight") -> tuple[float, float]:
-        """`(lower, upper)` of σ₁(W), with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`."""
+    def bracket(
+        self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight", renew: bool = True
+    ) -> tuple[float, float]:
+        """`(lower, upper)` of σ₁(W), with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`.
+
+        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser.
+        """
         with full_precision():
             A = _tall(W, what)
             lower, upper = 0.0, math.inf
-            for rung, found in self._rungs(A, enough, rtol):
+            for rung, found in self._rungs(A, enough, rtol, renew):
                 if found is None:
                     continue
                 self.used[rung] += 1
@@ -96,7 +107,9 @@ class CarriedMatrix:
                     break
             return min(lower, upper), upper
 
-    def _rungs(self, A: Tensor, enough: float, rtol: float) -> Iterator[tuple[str, tuple[float, float] | None]]:
+    def _rungs(
+        self, A: Tensor, enough: float, rtol: float, renew: bool
+    ) -> Iterator[tuple[str, tuple[float, float] | None]]:
         """Brackets of σ₁(A), each dearer and tighter than the one before; None where a rung has nothing to say."""
         r = self.reference if self._fits(A) else None
         if r is not None:
@@ -105,8 +118,9 @@ class CarriedMatrix:
             rest = up(up(kappa * r.beta) + distance)
             if r.V.shape[0] == r.V.shape[1] or rest <= max(enough, kappa * r.upper):
                 yield "followed", deflated_bracket(A, r.V, r.defect, rest)
-        yield "renewed", self._renew(A, enough, rtol)
-        yield "direct", self._direct(A, rtol)
+        if renew or r is None:
+            yield "renewed", self._renew(A, enough, rtol)
+            yield "direct", self._direct(A, rtol)
 
     def scaled(self, factor: float) -> None:
         """The matrix was multiplied by `factor` (up to rounding, which the next bracket sees)."""
@@ -240,7 +254,7 @@ class _Thin:
 
     @staticmethod
     def of(A64: Tensor, V64: Tensor) -> _Thin:
-        N, v = float(frobenius(A64)), float(frobenius(V64))
+        N, v = _length(A64), _length(V64)
         Y = A64 @ V64
         g = gamma(sum(A64.shape) + V64.shape[1] + 16, torch.float64)
         return _Thin(Y, Y.mT @ Y, N, v, g, 8 * g * N * N * v * v)
@@ -252,6 +266,11 @@ class _Thin:
         return down(math.sqrt(max(0.0, float(y @ self.P @ y) * (1 - 1e-12) - self.error) / (1 + defect)))
 
 
+def _length(x: Tensor) -> float:
+    """‖x‖_F of a float64 tensor, rounded up; one pass."""
+    return up(float(torch.linalg.vector_norm(x)) * (1 + gamma(x.numel() + 8, torch.float64)) + 1e-140)
+
+
 def ritz_lower(A: Tensor, V: Tensor, defect: float) -> float:
     """The largest Ritz value of A on V: a lower bound of σ₁."""
     return _Thin.of(A.double(), V.double()).lower(defect)
@@ -261,13 +280,13 @@ def deflated_bracket(A: Tensor, V: Tensor, defect: float, rest: float) -> tuple[
     """`(lower, upper)` of σ₁(A) from `rest ≥ sup ‖Ax‖` over unit `x ⟂ V`, by the Schur complement of the module's text."""
     A64, V64 = A.double(), V.double()
     thin = _Thin.of(A64, V64)
-    if thin.N == 0:
+    if not bool(A.any()):
         return 0.0, 0.0
     if not (1e-60 < thin.N < 1e60 and rest < 1e60):
         return None  # squares of squares would leave the range
     Z = A64.mT @ thin.Y
     off = Z - V64 @ (V64.mT @ Z)
-    spread = float(frobenius(off))
+    spread = _length(off)
     lost = thin.g * thin.N**2 * thin.v * (5 + 2 * thin.v**2)
     R, error_r = off.mT @ off, 2 * ((2 * spread + lost) * lost + thin.g * spread * spread)
     square = up(rest * rest)
@@ -287,7 +306,7 @@ def deflated_bracket(A: Tensor, V: Tensor, defect: float, rest: float) -> tuple[
 
 
 def _smallest(P: Tensor, R: Tensor, square: float, rounds: int = 24) -> float:
-    """Where `λ_max(P + R/(τ − square))`, which falls with τ, meets τ: from above, up to some 1e-7; an estimate."""
+    """Where `λ_max(P + R/(τ − square))`, which falls with τ, meets τ: from above, up to some 1e-5; an estimate."""
 
     def f(tau: float) -> float:
         return float(torch.linalg.eigvalsh(P + R / (tau - square))[-1])
@@ -295,7 +314,7 @@ def _smallest(P: Tensor, R: Tensor, square: float, rounds: int = 24) -> float:
     low = max(float(torch.linalg.eigvalsh(P)[-1]), square) * (1 + 1e-9)
     high = f(low)
     for _ in range(rounds):
-        if high <= low * (1 + 1e-7):
+        if high <= low * (1 + 1e-5):
             break
         middle = (low * high) ** 0.5
         value = f(middle)
@@ -317,7 +336,7 @@ def _distance(A: Tensor, r: Reference) -> tuple[float, float]:
     difference = torch.sub(A, r.S, alpha=kappa)
     d = float(frobenius(difference))
     u = 2 * unit_roundoff(A.dtype)
-    return kappa, up(d * (1 + u) + u * (d + abs(kappa) * float(frobenius(r.S))))
+    return kappa, up(d * (1 + u) + u * (d + abs(kappa) * r.size))
 
 
 def _defect(V: Tensor) -> float:

@@ -23,6 +23,7 @@ from equipoise.core.precision import (
 from equipoise.maps.geometry import padding_norm
 from equipoise.maps.linear import Convolution
 from equipoise.maps.reading import read
+from equipoise.norms.carried_symbol import Grid, SymbolReference, drifts, refer, symbol_bracket, whole_bracket
 from equipoise.norms.convolution import conv_bracket
 
 
@@ -57,8 +58,10 @@ def symbol_size(kernel: Tensor) -> float:
 class CarriedConvolution:
     """The norm of one convolution while it trains, on the input size it sees or over all sizes; see `CarriedMatrix`.
 
-    From the last proof, at the kernel S, Weyl's inequality with `‖A − κS‖ ≤ sup_ω ‖E_{A − κS}(ω)‖_F` times the norm of the
-    padding map; where that is not enough, a new bracket by `spectral_norm`.
+    On a known size with zero or circular padding the proof is carried frequency by frequency (`carried_symbol`): `weyl` from
+    the bounds of all frequencies, `followed` where some have to be looked at, `renewed` where the drift has used up the room.
+    Elsewhere Weyl's inequality with `‖A − κS‖ ≤ sup_ω ‖E_{A − κS}(ω)‖_F` times the norm of the padding map, and `direct`
+    brackets.
     """
 
     def __init__(self, layer: nn.Module, input_size: tuple[int, ...] | None = None) -> None:
@@ -69,49 +72,91 @@ class CarriedConvolution:
         self.conv = conv
         self.shape = self.conv.weight.shape
         self.factor = _padding_factor(self.conv)
+        self.grid = Grid.of(conv)
         self.rtol = 0.0
         self.used: Counter[str] = Counter()
         self.S: Tensor | None = None
+        self.reference: SymbolReference | None = None
         self.lower, self.upper, self.kappa = 0.0, math.inf, 1.0
 
     @torch.no_grad()
-    def bracket(self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight") -> tuple[float, float]:
-        """`(lower, upper)` of the layer's norm, with `upper ≤ enough` or, where borders allow, `upper ≤ (1 + rtol)·lower`."""
+    def bracket(
+        self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight", renew: bool = True
+    ) -> tuple[float, float]:
+        """`(lower, upper)` of the layer's norm, with `upper ≤ enough` or, where borders allow, `upper ≤ (1 + rtol)·lower`.
+
+        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser.
+        """
         with full_precision():
             A = require_finite(W.detach().to(working_dtype(W.dtype)), what)
             lower, upper = 0.0, math.inf
-            for rung, found in self._rungs(A, rtol):
+            for rung, found in self._rungs(A, enough, rtol, renew):
                 self.used[rung] += 1
                 lower, upper = max(lower, found[0]), min(upper, found[1])
-                if upper <= enough or upper <= (1 + rtol) * lower:
+                if upper <= enough or upper <= (1 + rtol) * max(lower, found[2]):
                     break
             return min(lower, upper), upper
 
-    def _rungs(self, A: Tensor, rtol: float) -> Iterator[tuple[str, tuple[float, float]]]:
-        if self.S is not None and self.S.shape == A.shape and self.S.dtype == A.dtype and self.S.device == A.device:
+    def _rungs(
+        self, A: Tensor, enough: float, rtol: float, renew: bool
+    ) -> Iterator[tuple[str, tuple[float, float, float]]]:
+        """`(lower, upper, value)`: the value is reached by what the upper end is about (the circulant, where there is a grid)."""
+        grid = self.grid if 1e-15 < float(frobenius(A.reshape(1, -1))) < 1e15 else None
+        same = self.S is not None and self.S.dtype == A.dtype and self.S.device == A.device
+        if grid is not None:
+            if same and self.reference is not None:
+                yield from self._carried(grid, A, self.reference, enough, rtol)
+                if not renew:
+                    return
+            symbol = grid.symbol(self.conv, A, correlated=True)
+            self.reference = refer(grid, self.conv, A, symbol)
+            self.S, self.kappa = A.clone(), 1.0
+            still = torch.zeros_like(self.reference.peaks)
+            found = symbol_bracket(grid, self.conv, A, self.reference, 1.0, still, enough, rtol)
+            rung = "renewed"
+            if found is None or found[1] > max(enough, (1 + rtol) * found[0]):
+                rung, found = "whole", whole_bracket(grid, self.conv, symbol, self.reference.peaks, enough, rtol)
+            if found is not None:
+                yield rung, (min(self.reference.lower, found[1]), found[1], found[0])
+        elif same and self.reference is None:
+            assert self.S is not None
             kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
             distance = self._distance(A, self.S, kappa)
-            yield "weyl", (max(0.0, down(kappa * self.lower) - distance), up(up(kappa * self.upper) + distance))
+            yield "weyl", (max(0.0, down(kappa * self.lower) - distance), up(up(kappa * self.upper) + distance), 0.0)
+            if not renew:
+                return
         yield "direct", self._direct(A, rtol)
 
-    def _distance(self, A: Tensor, S: Tensor, kappa: float) -> float:
-        """`‖A − κS‖` as operators, with the rounding of the difference (its symbol is at most √taps times as large)."""
-        difference = torch.sub(A, S, alpha=kappa)
-        taps = math.prod(A.shape[2:])
-        flat = tuple(range(A.dim()))
-        lost = (
-            2
-            * unit_roundoff(A.dtype)
-            * math.sqrt(taps)
-            * float(frobenius(difference, flat) + kappa * frobenius(S, flat))
-        )
-        return up(self.factor * up(symbol_size(self.conv.geometry.grouped(difference)) + lost))
+    def _carried(
+        self, grid: Grid, A: Tensor, reference: SymbolReference, enough: float, rtol: float
+    ) -> Iterator[tuple[str, tuple[float, float, float]]]:
+        assert self.S is not None
+        kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
+        drift = up(drifts(grid, self.conv, torch.sub(A, self.S, alpha=kappa)) + self._lost(A, self.S, kappa))
+        lower = max(0.0, down(kappa * reference.lower) - up(float(drift.max()) * grid.factor))
+        upper = up(float(up(up(kappa * reference.peaks) + drift).max()) * grid.factor)
+        yield "weyl", (min(lower, upper), upper, 0.0)
+        found = symbol_bracket(grid, self.conv, A, reference, kappa, drift, enough, rtol)
+        if found is not None:
+            yield "followed", (min(lower, found[1]), found[1], found[0])
 
-    def _direct(self, A: Tensor, rtol: float) -> tuple[float, float]:
+    def _lost(self, A: Tensor, S: Tensor, kappa: float) -> float:
+        """What rounding the difference `A − κS` may have changed of its symbol."""
+        flat = tuple(range(A.dim()))
+        size = 2 * float(frobenius(A, flat)) + 4 * kappa * float(frobenius(S, flat))
+        return up(unit_roundoff(A.dtype) * math.sqrt(math.prod(A.shape[2:])) * size)
+
+    def _distance(self, A: Tensor, S: Tensor, kappa: float) -> float:
+        """`‖A − κS‖` as operators, with the rounding of the difference."""
+        difference = torch.sub(A, S, alpha=kappa)
+        size = symbol_size(self.conv.geometry.grouped(difference))
+        return up(self.factor * up(size + self._lost(A, S, kappa)))
+
+    def _direct(self, A: Tensor, rtol: float) -> tuple[float, float, float]:
         self.rtol = rtol / 2
         self.lower, self.upper = self._proved(A)
-        self.S, self.kappa = A.clone(), 1.0
-        return self.lower, self.upper
+        self.S, self.kappa, self.reference = A.clone(), 1.0, None
+        return self.lower, self.upper, self.lower
 
     def _proved(self, K: Tensor) -> tuple[float, float]:
         found = conv_bracket(self.conv.with_weight(K), self.rtol)
@@ -122,28 +167,34 @@ class CarriedConvolution:
         self.kappa *= factor
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What exact resuming needs, as tensors."""
+        """What exact resuming needs, as tensors; a symbol's proof follows from the kernel it was made at."""
         if self.S is None:
             return {}
-        numbers = torch.tensor([self.lower, self.upper, self.kappa, self.rtol], dtype=torch.float64)
-        return {"S": self.S.clone(), "numbers": numbers}
+        claims = [self.lower, self.upper, self.rtol] if self.reference is None else []
+        return {"S": self.S.clone(), "numbers": torch.tensor([self.kappa, *claims], dtype=torch.float64)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict`: its claims are proved again, and a claim that cannot be is dropped."""
-        self.S = None
+        self.S = self.reference = None
         if "S" not in state:
             return
         S = require_finite(state["S"], "stored weight").clone()
-        if S.shape != self.shape or len(state["numbers"]) != 4:
+        kappa, *claims = (float(x) for x in state["numbers"])
+        if S.shape != self.shape or len(claims) not in (0, 3):
             raise InputError(
                 f"stored weight of shape {tuple(S.shape)} does not fit a layer of shape {tuple(self.shape)}"
             )
-        lower, upper, kappa, rtol = (float(x) for x in state["numbers"])
-        if not (0 <= lower <= upper < math.inf and 0 <= kappa < math.inf and 0 < rtol < 1):
+        if not 0 <= kappa < math.inf:
             return
         with full_precision():
-            self.rtol = rtol
+            if not claims:
+                if self.grid is not None:
+                    self.S, self.kappa, self.reference = S, kappa, refer(self.grid, self.conv, S)
+                return
+            lower, upper, self.rtol = claims
+            if not (0 <= lower <= upper < math.inf and 0 < self.rtol < 1):
+                return
             found = self._proved(S)
         if found[0] >= lower and found[1] <= upper:
             self.S, self.lower, self.upper, self.kappa = S, lower, upper, kappa

@@ -31,7 +31,9 @@ class Carried(Protocol):
 
     used: Counter[str]
 
-    def bracket(self, W: Tensor, enough: float = ..., rtol: float = ..., what: str = ...) -> tuple[float, float]:
+    def bracket(
+        self, W: Tensor, enough: float = ..., rtol: float = ..., what: str = ..., renew: bool = ...
+    ) -> tuple[float, float]:
         """Proved `(lower, upper)`."""
 
     def scaled(self, factor: float) -> None:
@@ -98,6 +100,9 @@ class SpectralGuard:
         only: module types.
         names: glob or compiled pattern over module names, or several.
         tolerance: relative excess that is let pass without touching the weight.
+        every: new proofs are made only every so many steps. Between them an excess that the carried proof cannot exclude
+            counts as one, so norms are held a little below R: still proved, and cheaper where proofs are dear (convolutions with
+            many channels). Not for `sphere`.
         input_size: spatial size of the model's input; the sizes that convolutions see are read off one forward pass of zeros.
             Without it, and without `example_input`, their norm is the supremum over all sizes.
         example_input: an input with batch, where zeros of that size would not do.
@@ -124,12 +129,15 @@ class SpectralGuard:
         tolerance: float = 1e-3,
         input_size: int | tuple[int, ...] | None = None,
         *,
+        every: int = 1,
         example_input: Tensor | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         if not 1e-6 <= tolerance <= 1:
             raise InputError(f"tolerance must lie between 1e-6 and 1, got {tolerance}")
-        self.how, self.tolerance = how, tolerance
+        if every < 1 or (every > 1 and how == "sphere"):
+            raise InputError(f"every must be at least 1, and 1 for how='sphere'; got {every}")
+        self.how, self.tolerance, self.every = how, tolerance, every
         radii = _radii(select_layers(model, only, names), radius)
         layers = {name: module for name, module in select_layers(model, only, names).items() if name in radii}
         spatial = {name: module for name, module in layers.items() if module_kind(module) is not nn.Linear}
@@ -238,7 +246,8 @@ class SpectralGuard:
     def _bracket(self, one: Guarded) -> None:
         enough = 0.0 if self.how == "sphere" else self._limit(one)
         what = f"weight of {one.name!r}"
-        one.lower, one.upper = one.carried.bracket(one.weight, enough, self.tolerance / 2, what)
+        renew = self.steps % self.every == 0
+        one.lower, one.upper = one.carried.bracket(one.weight, enough, self.tolerance / 2, what, renew)
         one.seen = one.mark()
 
     def _far(self, one: Guarded) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from equipoise.core.timing import peak_bytes, take_turns
+from equipoise.lab.bench.control import control_step
 from equipoise.lab.bench.norms import Goal, Layer, Row, Section, gradient_memory
 from equipoise.lab.bench.norms import resnet18 as resnet18_layers
 from equipoise.nn.models.resnets import resnet18
@@ -116,7 +117,9 @@ def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
     if quick:  # the goals speak of real sizes
         yield replace(training_step(width=4, batch=4, repeats=1, size=16), goals=[])
         yield replace(explicit_memory((Layer("tiny", 8, 8, 3, 1, 8),), ((40, 30),)), goals=[])
+        yield replace(control_step(steps=1, width=32, depth=1, batch=1, channels=4, pictures=2, size=16), goals=[])
         return
     yield training_step(repeats=repeats)
+    yield control_step(steps=2 * repeats)
     chosen = ("layer1.0.conv1", "layer2.0.conv2", "layer3.0.conv2", "layer4.0.conv2")
     yield explicit_memory(tuple(x for x in resnet18_layers() if x.name in chosen), ((512, 4608), (1024, 1024)))
