@@ -44,16 +44,39 @@ def test_layers_against_their_matrix(name, order):
     assert float(induced_norm(layer, order).upper) >= truth * (1 - 1e-12)
 
 
-class Repeats(nn.Module):
-    """One entry, added to a constant by broadcasting: five copies."""
+class Op(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
 
     def forward(self, x):
-        return x[:, :1] + torch.ones(5, dtype=x.dtype)
+        return self.function(x)
 
 
-def test_copies_by_broadcasting_are_not_overlooked():
-    with pytest.raises(Refused, match="in l1"):
-        induced_bound(Repeats().eval(), torch.zeros(1, 3), "l1")
+_FIVE = torch.ones(5, dtype=torch.float64)
+#: name: (function, shape of a sample, ℓ1 constant, ℓ∞ constant)
+COUNTED = {
+    "broadcast sum": (lambda x: x[:, :1] + _FIVE, (3,), 5, 1),
+    "broadcast product": (lambda x: x[:, :1] * (2 * _FIVE), (3,), 10, 2),
+    "difference": (lambda x: x - 3 * x.flip(1), (3,), 4, 4),
+    "broadcast branches": (lambda x: x[:, :1] - x, (3,), 4, 2),
+    "repeat": (lambda x: x.repeat(1, 4), (3,), 4, 1),
+    "index": (lambda x: x[:, torch.tensor([0, 0, 1, 0])], (3,), 3, 1),
+    "replicate": (lambda x: nn.functional.pad(x, (2, 2), mode="replicate"), (1, 3), 3, 1),
+    "fill": (lambda x: nn.functional.pad(x, (2, 2), value=7.0), (1, 3), 1, 1),
+    "max pooling": (lambda x: nn.functional.max_pool1d(x, 3, 1), (1, 6), 3, 1),
+    "maximum": (lambda x: torch.maximum(x[:, :1], x), (3,), 4, 1),
+    "split": (lambda x: x.chunk(3, 1)[1], (3,), 1, 1),
+    "sum": (lambda x: x.sum(1), (3,), 1, 3),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_copies_count_in_l1_and_not_in_linf(name):
+    function, shape, one, infinity = COUNTED[name]
+    x = torch.zeros(1, *shape, dtype=torch.float64)
+    for order, value in (("l1", one), ("linf", infinity)):
+        assert float(induced_bound(Op(function).eval(), x, order)) == pytest.approx(value, rel=1e-9)
 
 
 COVERED = ["mlp", "gelu mlp", "cnn", "vgg", "resnet identity", "resnet projection", "resnet option A", "densenet", "repvgg",

@@ -215,7 +215,7 @@ def test_secant_slopes_of_leaky_relu(slope):
     net = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(slope))
     run, _ = prepared(net, torch.zeros(1, 3), 1.0)
     mid, half = torch.tensor([[2.0, -2.0, 0.5]], dtype=torch.float64), torch.ones(1, 3, dtype=torch.float64)
-    middle, width = secant_slopes(run, run.program.nodes[-1], Box(mid, half, 9.0, 0.0, 0.0))
+    middle, width = secant_slopes(run.steps[run.program.nodes[-1]], Box(mid, half, 9.0, 0.0, 0.0))
     assert middle[0, :2].tolist() == [1.0, slope]
     assert float(width[0, :2].max()) <= 1e-15
     low, high = float(middle[0, 2] - width[0, 2]), float(middle[0, 2] + width[0, 2])

@@ -143,6 +143,8 @@ WHOLE = {
     "vector": (lambda x: x.sum(), torch.zeros(10), math.sqrt(10), "no batch dimension"),
     "matrix, scalar output": (lambda x: x.sum(), torch.zeros(3, 4), math.sqrt(12), "batch of 3"),
     "one sample, scalar output": (lambda x: x.sum(), torch.zeros(1, 4), 2.0, "batch of one"),
+    "mean of everything": (lambda x: x.mean(), torch.zeros(3, 4), 0.5, "larger"),
+    "constants per sample": (lambda x: x * torch.tensor([[3.0], [4.0]]), torch.zeros(2, 4), 5.0, "larger"),
     "fixed batch": (lambda x: x.reshape(6).sum().reshape(1), torch.zeros(3, 2), math.sqrt(6), "batch of 3"),
 }
 

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from equipoise.attacks import AttackResult
 from equipoise.cli.app import Command, build
 from equipoise.core import InputError, Refused
-from equipoise.runs import attack_search, certify, open_run
-from equipoise.runs.attack import attack_run
-from equipoise.runs.attack_search import outvoted
-from equipoise.runs.lock import locked
+from equipoise.runs import certify, open_run
+from equipoise.runs.attacks import search as attack_search
+from equipoise.runs.attacks.run import attack_run
+from equipoise.runs.attacks.search import outvoted
 from equipoise.runs.manifest import read_manifest
 from equipoise.runs.rows import Row
-from equipoise.runs.store import AttackRow, Store
+from equipoise.runs.store import AttackRow, Store, locked
 
 LEVELS = [0.05, 0.1, 0.2]
 QUICK = {"steps": 5, "samples": 4, "votes": 300}

@@ -15,7 +15,7 @@ from equipoise.core import InputError, Refused
 from equipoise.lab.bench import runs as bench
 from equipoise.lab.bench.smoothing import small_cnn
 from equipoise.runs import Execution, TaskSpec, certify, open_run
-from equipoise.runs.engine import find_engine
+from equipoise.runs.engines import find_engine
 from equipoise.runs.export import to_csv
 from equipoise.runs.models import portable
 from equipoise.runs.parameters import Parameters
@@ -23,7 +23,7 @@ from equipoise.runs.rows import Item
 
 ray = pytest.importorskip("ray")
 
-from equipoise.runs import ray_engine  # noqa: E402 - after the check that ray is there
+from equipoise.runs.engines import ray as ray_engine  # noqa: E402 - after the check that ray is there
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoothing_two_workers.py"
@@ -198,7 +198,7 @@ def test_the_benchmark_of_two_workers_against_one(cluster):
 
 def test_ray_is_missing(monkeypatch, tmp_path, net, xy):
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "equipoise.runs.ray_engine")
+    monkeypatch.delitem(sys.modules, "equipoise.runs.engines.ray")
     with pytest.raises(InputError, match=r"needs ray: pip install 'equipoise\[ray\]'"):
         find_engine("ray", Execution(2))
     with pytest.raises(InputError, match="needs ray"):

@@ -23,7 +23,7 @@ from equipoise.data import load_dataset
 from equipoise.runs import certify, open_run
 from equipoise.runs import store as store_file
 from equipoise.runs.export import to_csv
-from equipoise.runs.lock import locked
+from equipoise.runs.store import locked
 
 SETTINGS = {"sigma": 0.3, "n": 150}
 

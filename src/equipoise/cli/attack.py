@@ -11,7 +11,7 @@ from equipoise.cli.consoles import emit_json, messages, progress, results, table
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
-    from equipoise.runs.attack import AttackSummary
+    from equipoise.runs.attacks.run import AttackSummary
 
 
 def attack(
@@ -57,7 +57,7 @@ def attack(
     """
     from equipoise.checkpoints import load_model
     from equipoise.data import load_dataset
-    from equipoise.runs.attack import attack_run
+    from equipoise.runs.attacks.run import attack_run
 
     levels = _radii(epsilon)
     network, dataset = load_model(model, weights), load_dataset(data, split)
@@ -67,7 +67,7 @@ def attack(
     }  # fmt: skip
     folder = run
     if run is None and sigma is not None:
-        from equipoise.runs.attack_target import default_folder
+        from equipoise.runs.attacks.target import default_folder
 
         folder = default_folder(network, dataset, **chosen)
     try:

@@ -58,7 +58,7 @@ def reproduce(
     from equipoise.lab.experiments import every as chosen_experiments
     from equipoise.lab.experiments.page import summary
     from equipoise.lab.experiments.runner import reproduce_all
-    from equipoise.runs.prepare import usable_device
+    from equipoise.runs.job import usable_device
 
     if list_all:
         _list(as_json)
@@ -110,10 +110,10 @@ def _plan(chosen: list[Experiment], scale: str, seed: int, data: Path | None, ou
     if as_json:
         emit_json([{**asdict(p), "action": p.action} for p in found])
         return
-    shown = table(f"{scale} scale, seed {seed}", "id", "what happens", "minutes before", "settings")
+    shown = table(f"{scale} scale, seed {seed}", "id", "what happens", "minutes before", "power", "settings")
     for p in found:
         before = "" if p.seconds is None else f"{p.seconds / 60:.1f}"
-        shown.add_row(p.id, p.action, before, ", ".join(f"{k} = {v}" for k, v in p.settings.items())[:160])
+        shown.add_row(p.id, p.action, before, p.power, ", ".join(f"{k} = {v}" for k, v in p.settings.items())[:160])
     results().print(shown, markup=False)
 
 

@@ -23,25 +23,11 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import up
 from equipoise.curvature.eigenvalues import top_of
 from equipoise.curvature.hessian import Data, LossHessian
+from equipoise.maps.pointwise import read_activation
 from equipoise.norms.spectral import spectral_norm
 
-#: Lipschitz constants of activations that act on each number alone, rounded up
-SLOPES: dict[type[nn.Module], float] = {
-    nn.Identity: 1.0,
-    nn.Flatten: 1.0,
-    nn.Dropout: 1.0,
-    nn.ReLU: 1.0,
-    nn.ReLU6: 1.0,
-    nn.Tanh: 1.0,
-    nn.Sigmoid: 0.25,
-    nn.Softplus: 1.0,
-    nn.LogSigmoid: 1.0,
-    nn.Hardtanh: 1.0,
-    nn.Softsign: 1.0,
-    nn.GELU: 1.13,
-    nn.SiLU: 1.1,
-    nn.Mish: 1.09,
-}
+#: modules that keep every number, or drop some
+_KEEPING = (nn.Flatten, nn.Dropout)
 #: relative room for the rounding of float64 sums of squares and products
 _ROOM = 1 + 1e-9
 
@@ -186,8 +172,8 @@ def _links(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
         if type(module) is nn.Sequential:
             found += _links(module, f"{name}.")
             continue
-        known = type(module) in SLOPES or type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LeakyReLU)
-        if not known:
+        kept = type(module) in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_KEEPING)
+        if not kept and read_activation(module) is None:
             raise Refused(f"{name!r} is {type(module).__name__}, whose slope the layer-wise bound does not know")
         if getattr(module, "padding_mode", "zeros") != "zeros":
             raise Refused(f"{name!r} does not pad with zeros")
@@ -228,10 +214,8 @@ def _downstream(chain: list[tuple[str, nn.Module]], norms: dict[str, float]) -> 
         if _is_linear(module):
             found[name] = factor
             factor = math.nextafter(factor * norms[name], math.inf)
-        elif isinstance(module, nn.LeakyReLU):
-            factor *= max(1.0, abs(module.negative_slope))
-        else:
-            factor *= SLOPES[type(module)]
+        elif (curve := read_activation(module)) is not None:
+            factor = math.nextafter(factor * curve.gain, math.inf)
     return dict(reversed(list(found.items())))
 
 

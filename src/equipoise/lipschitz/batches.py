@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,32 +13,50 @@ from equipoise.core.errors import InputError, Refused
 Examples = tuple[Tensor, ...]
 
 
-def settled(model: nn.Module, example_input: Any) -> tuple[Examples, tuple[str, ...], str]:
-    """The tensors to capture the model on, what is to be said of them, and why there is no bound, if there is none.
+@dataclass(frozen=True)
+class Settled:
+    """The tensors to capture a model on, what is to be said of them, and why there is no bound, if there is none.
 
-    One sample, as a batch of one, where the model treats dimension 0 as a batch; the whole example where it has no batch
-    dimension, where the model does not run on one sample, and where an output has none (`x.sum()`), so that the
-    bound is for what came. There is none per sample where the samples of a batch mix.
+    `single` are those of one sample, where the bound must hold for a batch and for one sample alike.
+    """
+
+    examples: Examples
+    note: str = ""
+    doubt: str = ""
+    single: Examples | None = None
+
+
+def settled(model: nn.Module, example_input: Any) -> Settled:
+    """One sample, as a batch of one, where the model treats dimension 0 as a batch; else the whole example.
+
+    The whole where there is no batch dimension, where the model does not run on one sample, and, next to one sample,
+    where an output has no batch dimension (`x.mean()`): then the bound is the larger of both. There is no
+    bound per sample where the samples of a batch mix.
     """
     examples = tuple(x.detach().clone() for x in as_examples(example_input))
     if all(x.dim() < 2 for x in examples):
-        return examples, ("the input has no batch dimension: the bound is for the input as a whole",), ""
-    count = examples[0].shape[0]
+        return Settled(examples, "the input has no batch dimension: the bound is for the input as a whole")
     single = tuple(x[:1].clone() for x in examples)
-    whole = f"the bound is for the example as a whole, a batch of {count}" if count > 1 else ""
     alone = _outputs(model, single)
+    count = examples[0].shape[0]
+    several = count > 1 and _outputs(model, examples) is not None
     if alone is None:  # with a batch of one the capture says why
-        return examples, (f"the model does not run on one sample of the example: {whole}",) if whole else (), ""
+        whole = f"the bound is for the example as a whole, a batch of {count}"
+        return Settled(examples, f"the model does not run on one sample of the example: {whole}" if several else "")
     generator = torch.Generator().manual_seed(0)
     other = tuple(torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in single)
     together = _outputs(model, tuple(torch.cat([a, b]) for a, b in zip(single, other, strict=True)))
-    if together is None:
-        return single, ("the model runs on a batch of one only: the bound is for that",), ""
-    if any(a.dim() < 1 or t.dim() < 1 or len(t) != 2 * len(a) for t, a in zip(together, alone, strict=True)):
-        note = f"an output has no batch dimension: {whole or 'the bound is for a batch of one'}"
-        return examples, (note,), ""
+    lost = together is not None and any(
+        a.dim() < 1 or t.dim() < 1 or len(t) != 2 * len(a) for t, a in zip(together, alone, strict=True)
+    )
+    if together is None or lost:
+        what = "an output has no batch dimension" if lost else "the model does not run on two samples"
+        if several:
+            both = f"the bound is the larger of those for a batch of {count}, as a whole, and for one sample"
+            return Settled(examples, f"{what}: {both}", single=single)
+        return Settled(single, f"{what}: the bound is for a batch of one")
     poisoned = _outputs(model, tuple(torch.cat([a, a * float("nan")]) for a in single))
-    return single, (), _MIXED if _mixed(alone, together, poisoned) else ""
+    return Settled(single, doubt=_MIXED if _mixed(alone, together, poisoned) else "")
 
 
 _MIXED = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from torch import fx, nn
@@ -11,8 +12,9 @@ from torch.export import ExportedProgram
 
 from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
+from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum
 from equipoise.lipschitz.places import module_path
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
@@ -67,8 +69,13 @@ def lipschitz_bound(
         raise Refused(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
+    found = [_report(p, ball, rtol, _solver(chain)) for p in (program, program.single) if p is not None]
+    return replace(max(found, key=lambda report: report.log_upper), notes=program.notes)
+
+
+def _report(program: Program, ball: float | None, rtol: float, solve: Solve | None) -> Report:
     run = propagate(program, ball, rtol)
-    together = chain_total(run, _solver(chain))
+    together = chain_total(run, solve)
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
     return Report(totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together)
@@ -82,7 +89,15 @@ def _solver(chain: ChainMethod) -> Solve | None:
     return functools.partial(sdp_log, method="eclipse" if chain == "eclipse" else "lipsdp")
 
 
-_SILENT = {"view", "identity", "split", "piece", "shift", "constant", "selection"}
+def _silent(step: Step) -> bool:
+    """Whether an operation only moves, chooses or shifts: it has no row of its own."""
+    match step.map:
+        case Copy() | Pieces() | Piece():
+            return all(gain <= 1 for _, gain in step.gains)
+        case Scaled(factor=factor, shift=shift):
+            return shift is not None and factor.numel() == 1 and abs(float(factor)) == 1
+        case _:
+            return isinstance(step.map, Constant)
 
 
 def rows(run: Propagation) -> tuple[Row, ...]:
@@ -93,7 +108,7 @@ def rows(run: Propagation) -> tuple[Row, ...]:
     kept = [
         (node, run.steps[node])
         for node in run.program.nodes
-        if node not in inside and (node in blocks or run.steps[node].kind not in _SILENT)
+        if node not in inside and (node in blocks or not _silent(run.steps[node]))
     ]
     gains = {node: blocks[node].bound if node in blocks else _own_gain(step) for node, step in kept}
     added = {node: weights[node] * math.log(g) if g > 0 else 0.0 for node, g in gains.items()}
@@ -108,8 +123,8 @@ def rows(run: Propagation) -> tuple[Row, ...]:
 
 
 def _own_gain(step: Step) -> float:
-    if step.kind in ("sum", "difference"):
-        return float(len(step.gains))
+    if isinstance(step.map, Sum):
+        return math.fsum(gain for _, gain in step.gains)
     return max((gain for _, gain in step.gains), default=0.0)
 
 
@@ -133,7 +148,7 @@ def _row(run: Propagation, node: fx.Node, gain: float, weight: float, share: flo
         if not r.whole
     ]
     note = " ".join(v for v in (step.note, found.note if found is not None else "", *pattern) if v)
-    return Row(module_path(node) or node.name, node.name, step.kind, shape, lower, upper, method, weight, share, note)
+    return Row(module_path(node) or node.name, node.name, step.label, shape, lower, upper, method, weight, share, note)
 
 
 def _show(shape: tuple[int, ...]) -> str:

@@ -37,6 +37,7 @@ class Program:
 
     `regions` are the calls of modules that bound themselves and are believed; `notes` say what the example stands for.
     `doubt` is why the network has no bound although every operation may have one; empty where there is no reason.
+    `single` is the program of one sample, where a bound must hold for that as well.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -46,6 +47,7 @@ class Program:
     regions: tuple[Region, ...] = ()
     notes: tuple[str, ...] = ()
     doubt: str = ""
+    single: Program | None = field(default=None, repr=False)
 
 
 def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
@@ -62,16 +64,21 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
     refuse_training(model)
     with _undisturbed(model):
-        examples, notes, mixed = settled(model, example_input)
-        program = analyse(export(model, examples))
-        doubt = mixed or _difference(model, program, examples)
-        program = replace(program, notes=notes, doubt=doubt)
-        if not has_blocks(model):
-            return program
-        with counted_calls() as counts, torch.no_grad():
-            model(*examples)
-    regions = find_regions(model, program.inputs, program.nodes, program.outputs, counts)
-    return replace(program, regions=regions)
+        found = settled(model, example_input)
+        program = _captured(model, found.examples)
+        single = None if found.single is None else _captured(model, found.single)
+    notes = (found.note,) if found.note else ()
+    return replace(program, notes=notes, doubt=found.doubt or program.doubt, single=single)
+
+
+def _captured(model: nn.Module, examples: tuple[Tensor, ...]) -> Program:
+    program = analyse(export(model, examples))
+    program = replace(program, doubt=_difference(model, program, examples))
+    if not has_blocks(model):
+        return program
+    with counted_calls() as counts, torch.no_grad():
+        model(*examples)
+    return replace(program, regions=find_regions(model, program.inputs, program.nodes, program.outputs, counts))
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, gamma, rescaled, up
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
+from equipoise.lipschitz.operations import Copy
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
 from equipoise.norms import spectral_norm
@@ -206,7 +207,7 @@ def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
     slopes: list[tuple[float, float]] = []
     node, after = _skip(run, run.program.outputs[0]), 0.0
     step = run.steps.get(node)
-    if step is not None and step.slopes is not None and len(step.gains) == 1:
+    if step is not None and step.curve is not None:
         after = log_up(step.gains[0][1])
         node = _skip(run, step.gains[0][0].node)
     while True:
@@ -216,9 +217,9 @@ def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
         layers.insert(0, facts.form)
         base = _skip(run, facts.base)
         step = run.steps.get(base)
-        if step is None or step.slopes is None or len(step.gains) != 1:
+        if step is None or step.curve is None:
             return None if len(layers) < 2 else _finish(run, layers, slopes, base, after, solve)
-        slopes.insert(0, step.slopes)
+        slopes.insert(0, step.curve.slopes)
         node = _skip(run, step.gains[0][0].node)
         if not isinstance(run.facts[node].form, Matrix):
             return None if len(layers) < 2 else _finish(run, layers, slopes[1:], base, after, solve)
@@ -226,8 +227,11 @@ def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
 
 def _skip(run: Propagation, node: fx.Node) -> fx.Node:
     """The node behind identities (dropout in evaluation, casts)."""
-    while node in run.steps and run.steps[node].kind == "identity":
-        node = run.steps[node].gains[0][0].node
+    while node in run.steps:
+        step = run.steps[node]
+        if not (isinstance(step.map, Copy) and step.map.same):
+            break
+        node = step.gains[0][0].node
     return node
 
 

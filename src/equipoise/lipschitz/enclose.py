@@ -18,19 +18,34 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import float64, frobenius, gamma, up
+from equipoise.core.precision import frobenius, gamma, up
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
-from equipoise.lipschitz.propagate import OPAQUE, Propagation
-from equipoise.lipschitz.rules import Call, Signal, Step
+from equipoise.lipschitz.operations import (
+    Average,
+    Copy,
+    Join,
+    Largest,
+    Normalised,
+    Opaque,
+    Padded,
+    Piece,
+    Pieces,
+    Scaled,
+    Sorted,
+    Sum,
+    Weighted,
+)
+from equipoise.lipschitz.propagate import Propagation
+from equipoise.lipschitz.rules import Call, Step
+from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.lipschitz.values import perform
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
+from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
 
 _U = 2.0**-53
 #: a convolution with at most this many matrix entries is materialised, so that single positions can be dropped
 MATERIALISED = 1_000_000
-_PASSES = {"view", "selection", "mean", "average pooling", "max pooling", "sort"}
-_LINEAR = {"linear", "convolution", "matmul"}
 
 
 @dataclass(frozen=True)
@@ -64,11 +79,11 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     short = min(
         (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())), default=math.inf
     )
-    if step.kind == OPAQUE:
+    if isinstance(step.map, Opaque) and step.map.inside:
         return Box(None, None, math.inf, math.inf, min(short, run.facts[node].fused))
     sources = [(boxes[s.node], gain) for s, gain in step.gains]
-    if step.kind in ("layer norm", "RMS norm"):
-        sources = [(sources[0][0], _local_norm(call, step, sources[0][0]))]
+    if isinstance(step.map, Normalised):
+        sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
     log = _combine(step, [log_product(log_up(g), b.log) for b, g in sources])
     log = min(log, short, run.facts[node].fused, _pruned(node, step, run, boxes, call.cache))
     image = _image(call, step, sources, boxes)
@@ -81,7 +96,7 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     half = half if rounding is None else up(half + rounding)
     dev = min(dev, float(frobenius(half.reshape(1, -1))), up(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)
-    if step.slopes is not None:
+    if step.curve is not None:
         log = min(log, _pruned_rows(node, step, run, boxes, half, call.cache))
     return Box(mid, half, dev, rho, log)
 
@@ -100,38 +115,62 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
     box, gain = sources[0]
     assert box.mid is not None
     assert box.half is not None
-    if step.kind in ("identity", "piece"):  # the box of a sort or maximum is that of its values
-        return box.mid, box.half, None
-    if step.kind in _PASSES and len(sources) == 1:
-        run = _runner(call, boxes)
-        mid = run(lambda b: b.mid)
-        kept = step.kind in ("view", "selection", "max pooling", "sort")
-        half = run(lambda b: b.half) if step.kind != "sort" else torch.full_like(mid, box.dev)
-        if kept:
-            return mid, half, None
-        return mid, up(half * (1 + 1e-10)), up(gamma(box.mid.numel() + 8, torch.float64) * run(lambda b: b.mid.abs()))
-    if step.kind in _LINEAR:
-        return _linear_image(call, box)
-    if step.kind == "batch norm":
-        return _batch_norm_image(call, step, box)
-    if step.kind in ("sum", "shift", "difference", "scaling", "concatenation", "constant padding"):
-        return _arithmetic_image(call, step, boxes)
-    if step.slopes is not None and len(sources) == 1:
-        softsign = torch.nn.functional.softsign  # x/(1 + |x|), two branches in the graph
-        run = (lambda pick: softsign(pick(box))) if step.kind == "softsign" else _runner(call, boxes)
-        mid = run(lambda b: b.mid)
-        if step.slopes[0] >= 0:
-            high, low = run(lambda b: b.mid + _outward(b)), run(lambda b: b.mid - _outward(b))
-            half = torch.minimum(up(torch.maximum(high - mid, mid - low)), up(box.half * gain))
-        else:
-            half = up(box.half * gain)
-        exact = step.kind in ("relu", "abs", "relu6")
-        return mid, half, None if exact else 2.0**-44 * (mid.abs() + box.mid.abs())
-    if step.kind in ("layer norm", "RMS norm"):
-        mid = _runner(call, boxes)(lambda b: b.mid)
-        noise = up(gain * gamma(8 * box.mid.shape[-1] + 64, torch.float64) * float(frobenius(box.mid.reshape(1, -1))))
-        return mid, torch.full_like(mid, up(gain * box.dev)), noise + 2.0**-40 * (mid.abs() + 1)
-    return None
+    match step.map:
+        case Copy() | Pieces() | Piece() | Padded() | Join() | Scaled() | Sum():
+            return _moved(call, step, boxes) if supported(call, step) else None
+        case Weighted():
+            return _weighted(step.map, box)
+        case Average():
+            run = _runner(call, boxes)
+            rounding = gamma(box.mid.numel() + 8, torch.float64) * run(lambda b: b.mid.abs())
+            return run(lambda b: b.mid), up(run(lambda b: b.half) * (1 + 1e-10)), up(rounding)
+        case Largest(sliding=True):
+            run = _runner(call, boxes)
+            return run(lambda b: b.mid), run(lambda b: b.half), None
+        case Sorted() if len(sources) == 1:
+            mid = _runner(call, boxes)(lambda b: b.mid)
+            return mid, torch.full_like(mid, box.dev), None
+        case Pointwise():
+            return _bent(call, step.map, box, gain)
+        case Normalised():
+            mid = _runner(call, boxes)(lambda b: b.mid)
+            noise = up(
+                gain * gamma(8 * box.mid.shape[-1] + 64, torch.float64) * float(frobenius(box.mid.reshape(1, -1)))
+            )
+            return mid, torch.full_like(mid, up(gain * box.dev)), noise + 2.0**-40 * (mid.abs() + 1)
+        case _:
+            return None
+
+
+def _moved(call: Call, step: Step, boxes: dict[fx.Node, Box]) -> Image:
+    """Affine operations with few terms, by their own coefficients: entries moved, scaled, shifted and added."""
+    nodes = [s.node for s, _ in step.gains]
+    mids: dict[fx.Node, Any] = {n: boxes[n].mid for n in nodes}
+    halves: dict[fx.Node, Any] = {n: boxes[n].half for n in nodes}
+    mid, half = apply(call, step, mids, offset=True), apply(call, step, halves, magnitude=True)
+    if roundoff(call, step) == 0:
+        return mid, half, None
+    size = apply(call, step, {n: m.abs() for n, m in mids.items()}, offset=True, magnitude=True)
+    return mid, up(half * (1 + 1e-14)), 16 * _U * size
+
+
+def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
+    """φ(x) as a real function; by the network's own operation where only that knows it."""
+    if curve.function is not None:
+        return curve.function(x)
+    found: Tensor = perform(call.node, [x if isinstance(a, fx.Node) else a for a in call.node.args], call.node.kwargs)
+    return found
+
+
+def _bent(call: Call, curve: Pointwise, box: Box, gain: float) -> Image:
+    assert box.mid is not None
+    assert box.half is not None
+    mid = activated(call, curve, box.mid)
+    half = up(box.half * gain)
+    if curve.slopes[0] >= 0:
+        high, low = (activated(call, curve, box.mid + sign * _outward(box)) for sign in (1, -1))
+        half = torch.minimum(up(torch.maximum(high - mid, mid - low)), half)
+    return mid, half, None if curve.exact else 2.0**-44 * (mid.abs() + box.mid.abs())
 
 
 def _outward(box: Box) -> Tensor:
@@ -159,122 +198,34 @@ def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], 
     return run
 
 
-def _linear_image(call: Call, box: Box) -> Image | None:
-    weight = call.get("weight")
-    if not isinstance(weight, Tensor) or weight.dim() < 2 or call.get("transposed"):
-        return None
-    W = weight.double()
-    bias = call.get("bias")
-    b = bias.double() if isinstance(bias, Tensor) else None
-    signal = next(v for v in call.arguments.values() if isinstance(v, Signal))
-    position = next(i for i, a in enumerate(call.node.args) if isinstance(a, fx.Node) and a is signal.node)
-    if position != 0:
-        return None
-
-    def run(t: Tensor, w: Tensor, c: Tensor | None) -> Tensor:
-        rest = [None if isinstance(a, fx.Node) else a for a in call.node.args[3:]]
-        return call.node.target(t, w, c, *rest, **call.node.kwargs)  # type: ignore[operator]
-
-    if any(isinstance(a, fx.Node) for a in call.node.args[3:]) or call.node.kwargs.get("bias") is not None:
-        return None
+def _weighted(layer: Weighted, box: Box) -> Image:
+    """`|W|·half` and, where rows are known, `‖row‖·dev`."""
     assert box.mid is not None
     assert box.half is not None
-    count = W[0].numel()
-    g = gamma(count + 8, torch.float64)
-    mid = run(box.mid, W, b)
-    rounding = up(g * run(box.mid.abs(), W.abs(), None if b is None else b.abs())) * (1 + 1e-9)
-    wide = run(box.half, W.abs(), None) * (1 + 2 * g)
-    rows = up(frobenius(W.flatten(1), (-1,)) * box.dev)
-    shape = [1] * mid.dim()
-    shape[1 - W.dim() if W.dim() > 2 else -1] = -1  # with or without a batch dimension
-    return mid, up(torch.minimum(wide, rows.reshape(shape).expand_as(wide))), rounding
+    W, b = layer.weight.double(), None if layer.bias is None else layer.bias.detach().double()
+    g = gamma(max(W[0].numel(), W[:, 0].numel()) + 8, torch.float64)
+    mid = layer.run(box.mid, W, b)
+    rounding = up(g * layer.run(box.mid.abs(), W.abs(), None if b is None else b.abs())) * (1 + 1e-9)
+    half = layer.run(box.half, W.abs(), None) * (1 + 2 * g)
+    if layer.rows is not None:
+        rows = up(frobenius(W.flatten(1), (-1,)) * box.dev)
+        shape = [1] * mid.dim()
+        shape[layer.rows] = -1
+        half = torch.minimum(half, rows.reshape(shape).expand_as(half))
+    return mid, up(half), rounding
 
 
-def _batch_norm_image(call: Call, step: Step, box: Box) -> Image | None:
-    form = step.linear
-    if not isinstance(form, Diagonal):
-        return None
-    assert box.mid is not None
-    assert box.half is not None
-    shape = [1] * box.mid.dim()
-    shape[1] = -1
-    scale = form.factor.reshape(shape)
-    mean = call["running_mean"].double().reshape(shape)
-    shift = call["bias"].double().reshape(shape) if call["bias"] is not None else torch.zeros_like(mean)
-    mid = (box.mid - mean) * scale + shift
-    rounding = 16 * _U * ((box.mid.abs() + mean.abs()) * scale.abs() + shift.abs())
-    return mid, up(box.half * scale.abs() * (1 + 1e-14)), rounding
-
-
-def _arithmetic_image(call: Call, step: Step, boxes: dict[fx.Node, Box]) -> Image | None:
-    run = _runner(call, boxes)
-    mid = run(lambda b: b.mid)
-    if step.kind in ("concatenation", "constant padding"):
-        half = _moved_half(call, boxes)
-        return None if half is None else (mid, half, None)
-    half = torch.zeros_like(mid)
-    size = mid.abs()
-    for name in ("self", "other"):
-        value = call[name]
-        alpha = abs(float(call.get("alpha", 1) or 1)) if (name == "other") != ("rsub" in str(call.node.target)) else 1.0
-        if isinstance(value, Signal):
-            box = boxes[value.node]
-            assert box.half is not None
-            assert box.mid is not None
-            factor = step.linear.factor if step.kind == "scaling" and isinstance(step.linear, Diagonal) else None
-            if step.kind == "scaling":
-                if factor is None:
-                    return None
-                other = call["other"] if name == "self" else call["self"]
-                c = float64(other)
-                half = up(half + box.half * (1 / c if ".div" in str(call.node.target) else c).abs() * (1 + 1e-14))
-            else:
-                half = up(half + alpha * box.half)
-                size = size + alpha * box.mid.abs()
-        elif step.kind != "scaling":
-            size = size + alpha * float64(value).abs()
-    return mid, half, 8 * _U * size
-
-
-def _moved_half(call: Call, boxes: dict[fx.Node, Box]) -> Tensor | None:
-    """Half-widths through a concatenation or zero padding: constants have none."""
-    node = call.node
-    if "pad" in str(node.target):
-        source = next(v for v in call.arguments.values() if isinstance(v, Signal))
-        half = boxes[source.node].half
-        return None if half is None else torch.nn.functional.pad(half, list(call["pad"]))
-    tensors = []
-    for value in call["tensors"]:
-        if isinstance(value, Signal):
-            half = boxes[value.node].half
-            if half is None:
-                return None
-            tensors.append(half)
-        else:
-            tensors.append(torch.zeros_like(value, dtype=torch.float64))
-    dim = call.get("dim", 0) or 0
-    return torch.stack(tensors, dim) if "stack" in str(node.target) else torch.cat(tensors, dim)
-
-
-def _local_norm(call: Call, step: Step, box: Box) -> float:
+def _local_norm(layer: Normalised, gain: float, box: Box) -> float:
     """`max|γ|/√(max(0, std(x) − r/√d)² + ε)` with r the deviation of the row on the ball; the global constant elsewhere."""
-    gain = step.gains[0][1]
-    shape = call["normalized_shape"]
-    if box.mid is None or box.half is None or list(shape) != list(box.mid.shape[-1:]):
+    if box.mid is None or box.half is None:
         return gain
     d = box.mid.shape[-1]
     rows = box.mid.reshape(-1, d)
-    spread = rows.std(-1, correction=0) if step.kind == "layer norm" else rows.square().mean(-1).sqrt()
+    spread = rows.std(-1, correction=0) if layer.centred else rows.square().mean(-1).sqrt()
     moved = torch.linalg.vector_norm(box.half.reshape(-1, d), dim=-1).clamp_max(box.dev) * (1 + 1e-10)
     noise = 1e-10 * (rows.abs().amax(-1) + 1e-300)
     least = float((spread - moved / math.sqrt(d) - noise).clamp_min(0).min())
-    eps = call["eps"]
-    eps = (
-        torch.finfo(next(v for v in call.arguments.values() if isinstance(v, Signal)).dtype).eps if eps is None else eps
-    )
-    weight = call.get("weight")
-    top = float(weight.abs().max()) if isinstance(weight, Tensor) else 1.0
-    return min(gain, up(top / math.sqrt(least * least + float(eps))))
+    return min(gain, up(layer.top / math.sqrt(least * least + layer.eps)))
 
 
 def _pruned(node: fx.Node, step: Step, run: Propagation, boxes: dict[fx.Node, Box], cache: Cache) -> float:

@@ -13,12 +13,28 @@ from torch.export import ExportedProgram
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, up
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
+from equipoise.lipschitz.operations import (
+    Average,
+    Copy,
+    Join,
+    Largest,
+    Opaque,
+    Padded,
+    Piece,
+    Pieces,
+    Scaled,
+    Sorted,
+    Sum,
+    Weighted,
+)
 from equipoise.lipschitz.places import where
-from equipoise.lipschitz.propagate import OPAQUE, Propagation, propagate
+from equipoise.lipschitz.propagate import propagate
 from equipoise.lipschitz.rules import Step
+from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
+from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.induced import Order, map_norm
 
 
@@ -35,62 +51,60 @@ def induced_bound(model: nn.Module | ExportedProgram, example_input: Any = None,
     if order not in ("l1", "linf"):
         raise InputError(f"order must be l1 or linf, got {order!r}")
     program = capture(model, example_input)
+    found = [_total(p, order) for p in (program, program.single) if p is not None]
+    return Bound(exp_up(max(found)), Kind.UPPER, f"product of {order} norms")
+
+
+def _total(program: Program, order: Order) -> float:
+    """The logarithm of the product."""
     run = propagate(program, None, rtol=0.1)
     logs: dict[fx.Node, float] = dict.fromkeys(program.inputs, 0.0)
     with torch.no_grad():
         for node in program.nodes:
             step = run.steps[node]
-            if step.kind == OPAQUE:
+            if isinstance(step.map, Opaque) and step.map.inside:
                 raise _unknown(node, step, order)
             terms = [
-                log_product(log_up(_gain(run, node, step, order, i)), logs[s.node])
-                for i, (s, _) in enumerate(step.gains)
+                log_product(log_up(_gain(node, step, order, i)), logs[s.node]) for i, (s, _) in enumerate(step.gains)
             ]
             apart = step.combine == "root" and order == "linf"
             logs[node] = max(terms, default=-math.inf) if apart else log_sum(terms)
     ends = [logs[o] for o in program.outputs]
-    total = max(ends, default=-math.inf) if order == "linf" else log_sum(ends)
-    return Bound(exp_up(total), Kind.UPPER, f"product of {order} norms")
+    return max(ends, default=-math.inf) if order == "linf" else log_sum(ends)
 
 
-_KEEP = {
-    "view",
-    "selection",
-    "identity",
-    "piece",
-    "split",
-    "shift",
-    "sort",
-    "constant padding",
-    "concatenation",
-    "sum",
-    "difference",
-}
-_POSITIVE = {"mean", "sum over entries", "average pooling"}
+def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
+    """The constant of one operation with respect to its input number `which`, in the norm asked for.
 
-
-def _gain(run: Propagation, node: fx.Node, step: Step, order: Order, which: int) -> float:
-    """The constant of one operation with respect to its input number `which`, in the norm asked for."""
+    In ℓ1 every copy of an entry counts, in ℓ∞ none does; sorting and maxima contract in both.
+    """
     signal, gain = step.gains[which]
-    if step.kind in _KEEP | {"maximum"} and gain != 1:  # copies by broadcasting, other factors
+    copies = 1.0 if order == "linf" else float(max(1, math.prod(shape_of(node)) // max(1, signal.numel)))
+    found: float | None = None
+    match step.map:
+        case Copy() | Pieces() | Piece() | Padded() | Join() | Sorted():
+            found = 1.0 if order == "linf" else float(round(gain * gain))
+        case Sum(weights=weights):
+            found = up(abs(weights[which]) * copies)
+        case Scaled(factor=factor):
+            found = up(up(float(factor.abs().max())) * copies)
+        case Largest(windows=windows, sliding=sliding):
+            found = 1.0 if order == "linf" else float(windows) if sliding else copies
+        case Pointwise():
+            found = gain
+        case Average():
+            found = _positive(node, signal.shape, order)
+        case Weighted(form=form):
+            found = None if form is None else _linear(form, order)
+        case _:
+            pass
+    if found is None:
         raise _unknown(node, step, order)
-    if step.kind in _KEEP | {"maximum"}:
-        return 1.0  # sorting and maxima contract in every ℓp
-    if step.slopes is not None:
-        return gain
-    if step.kind == "max pooling":
-        return 1.0 if order == "linf" else float(round(gain * gain))
-    if step.kind in _POSITIVE:
-        return _positive(node, signal.shape, order)
-    if step.linear is not None:
-        found = _linear(step.linear, order)
-        if found is not None:
-            return found
-    raise _unknown(node, step, order)
+    return found
 
 
 def _unknown(node: fx.Node, step: Step, order: Order) -> Refused:
-    return Refused(f"{where(node)}: no rule for «{step.kind}» in {order}; use lipschitz_bound, which is for ℓ2")
+    return Refused(f"{where(node)}: no rule for «{step.label}» in {order}; use lipschitz_bound, which is for ℓ2")
 
 
 def _linear(form: Linear, order: Order) -> float | None:

@@ -22,20 +22,15 @@ from torch import Tensor, fx
 from equipoise.core.precision import frobenius, gamma, up
 from equipoise.lipschitz.enclose import Box
 from equipoise.lipschitz.logs import exp_up
+from equipoise.lipschitz.operations import Affine, Copy, Join, Weighted
 from equipoise.lipschitz.propagate import Propagation
+from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.values import perform
 from equipoise.maps.linear import Convolution, Matrix
+from equipoise.maps.pointwise import Pointwise
 from equipoise.norms import spectral_norm
 from equipoise.norms.bracket import Cache
 
-_AFFINE = {
-    "linear", "convolution", "matmul", "batch norm", "sum", "shift", "difference", "scaling", "concatenation", "view",
-    "selection",
-    "identity", "mean", "average pooling", "constant padding", "piece", "split", "sum over entries", "transposed convolution",
-    "resampling", "interpolation", "reflect padding", "circular padding", "replicate padding",
-}  # fmt: skip
-#: largest |φ''| (rounded up): the slope moves by at most this times the half-width
-CURVATURE = {"tanh": 0.76981, "sigmoid": 0.09623, "gelu": 0.81, "silu": 0.50001, "atan": 0.64952}
 #: more outputs than this would need too many backward passes
 OUTPUTS = 128
 
@@ -46,13 +41,12 @@ def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor, cache
         return math.inf
     for node in run.program.nodes:
         step = run.steps[node]
-        pointwise = step.slopes is not None and len(step.gains) == 1
-        if not pointwise and (step.kind not in _AFFINE or (step.combine == "root" and step.kind != "concatenation")):
+        if not isinstance(step.map, Affine | Pointwise) or (step.combine == "root" and not isinstance(step.map, Join)):
             return math.inf
     slopes = {
-        n: secant_slopes(run, n, boxes[run.steps[n].gains[0][0].node])
+        n: secant_slopes(run.steps[n], boxes[run.steps[n].gains[0][0].node])
         for n in run.program.nodes
-        if run.steps[n].slopes is not None
+        if run.steps[n].curve is not None
     }
     values = _reference_pass(run, x, {n: s[0] for n, s in slopes.items()})
     out = values[run.program.outputs[0]]
@@ -75,31 +69,14 @@ def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor, cache
     return total
 
 
-def secant_slopes(run: Propagation, node: fx.Node, box: Box) -> tuple[Tensor, Tensor]:
-    """Reference slope and half-width per entry of an activation whose input lies in `box`.
-
-    Exact for (leaky) ReLU, from the curvature for smooth maps, else the whole interval.
-    """
-    step = run.steps[node]
-    assert step.slopes is not None
-    low, high = step.slopes
+def secant_slopes(step: Step, box: Box) -> tuple[Tensor, Tensor]:
+    """Reference slope and half-width per entry of an activation whose input lies in `box`."""
+    assert step.curve is not None
     shape = step.gains[0][0].shape
-    lows = torch.full(shape, low, dtype=torch.float64)
-    highs = torch.full(shape, high, dtype=torch.float64)
-    if step.kind == "relu" and box.mid is not None and box.half is not None:
-        lows = (box.mid - box.half > 0).double()
-        highs = (box.mid + box.half > 0).double()
-    elif step.kind == "leaky_relu" and box.mid is not None and box.half is not None:
-        below = low if high == 1 else high  # the slope of the negative side; the other is 1
-        lows = torch.where(box.mid - box.half > 0, 1.0, torch.where(box.mid + box.half < 0, below, lows))
-        highs = torch.where(box.mid - box.half > 0, 1.0, torch.where(box.mid + box.half < 0, below, highs))
-    elif step.kind in CURVATURE and box.mid is not None and box.half is not None:
-        at = box.mid.clone().requires_grad_()
-        with torch.enable_grad():
-            rest = [a for a in node.args[1:] if not isinstance(a, fx.Node)]
-            (slope,) = torch.autograd.grad(perform(node, (at, *rest), node.kwargs, exact=True).sum(), at)
-        lows = torch.maximum(lows, slope - CURVATURE[step.kind] * box.half - 1e-9)
-        highs = torch.minimum(highs, slope + CURVATURE[step.kind] * box.half + 1e-9)
+    if box.mid is not None and box.half is not None:
+        lows, highs = step.curve.secants(box.mid, box.half)
+    else:
+        lows, highs = (torch.full(shape, s, dtype=torch.float64) for s in step.curve.slopes)
     middle = (lows + highs) / 2
     return middle, up((highs - lows) / 2 + 2.0**-52 * middle.abs())
 
@@ -119,7 +96,7 @@ def _reference_pass(run: Propagation, x: Tensor, slopes: dict[fx.Node, Tensor]) 
             step = run.steps[node]
             if node in slopes:
                 values[node] = value(step.gains[0][0].node) * slopes[node]
-            elif step.kind == "identity":
+            elif isinstance(step.map, Copy) and step.map.same:
                 values[node] = value(step.gains[0][0].node)
             else:
                 args: Any = fx.node.map_arg(node.args, value)
@@ -170,7 +147,7 @@ def _roughness(run: Propagation, node: fx.Node) -> float:
         size = float(torch.linalg.vector_norm(form.weight.double())) * math.sqrt(taps)
         return gamma(taps * form.weight.shape[0] + 16, torch.float64) * up(size)
     count = max(run.facts[s.node].signal.numel for s, _ in step.gains)
-    return gamma(count + 16, torch.float64) * max(1.0, top) * (64.0 if step.kind == "transposed convolution" else 1.0)
+    return gamma(count + 16, torch.float64) * max(1.0, top) * (64.0 if isinstance(step.map, Weighted) else 1.0)
 
 
 def _switching(

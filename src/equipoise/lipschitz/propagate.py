@@ -7,7 +7,7 @@ composed before their norm is taken. The second is the minimum of both, so it ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
+from equipoise.lipschitz.operations import Copy, Opaque, Piece, Pieces, Sum
 from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.residual import residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
 from equipoise.lipschitz.rules.finite import refuse_nonfinite
 from equipoise.lipschitz.rules.registry import shape_of
-from equipoise.lipschitz.values import functional
+from equipoise.lipschitz.values import functional, replay
 from equipoise.maps.algebra import add, compose
 from equipoise.maps.linear import Diagonal, Linear, Padding
 from equipoise.norms.bracket import Cache, bracket
@@ -51,10 +52,6 @@ class Propagation:
     product: float
     fused: float
     regions: dict[fx.Node, tuple[Region, ...]] = field(default_factory=dict)
-
-
-#: kind of a node inside a block that bounds itself, where no rule applies
-OPAQUE = "inside a block"
 
 
 def propagate(
@@ -87,7 +84,7 @@ def propagate(
             except Refused:
                 if node not in inside:
                     raise
-                step = Step((), OPAQUE)
+                step = Step((), "inside a block", map=Opaque(inside=True))
                 known = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
             steps[node] = step
             for found in (_residual(call, step, steps, facts), _centering(call, step)):
@@ -123,22 +120,19 @@ def _shortened(known: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, F
 
 def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]) -> Region | None:
     """`x ± A·φ(B·x + b)`, recognised by its operations: see `residual`."""
-    if step.kind not in ("sum", "difference") or len(step.gains) != 2 or any(gain != 1 for _, gain in step.gains):
+    if not isinstance(step.map, Sum) or len(step.gains) != 2 or any(gain != 1 for _, gain in step.gains):
         return None
-    alpha = float(call.get("alpha", 1))
-    sign = (
-        alpha if functional(call.node.target) is torch.ops.aten.add.Tensor else -alpha
-    )  # of one term relative to the other
+    sign = math.prod(step.map.weights)  # of the one term relative to the other
     first, second = step.gains[0][0], step.gains[1][0]
     for x, y in ((first, second), (second, first)):
         branch = facts[y.node]
         act = None if branch.base is None else steps.get(branch.base)
-        if act is None or act.slopes is None or len(act.gains) != 1 or x.shape != y.shape:
+        if act is None or act.curve is None or x.shape != y.shape:
             continue
         inner = facts[act.gains[0][0].node]
         if inner.base is not x.node:
             continue
-        bound = residual_bound(inner.form, branch.form, sign, act.slopes, call.cache)
+        bound = residual_bound(inner.form, branch.form, sign, act.curve.slopes, call.cache)
         if bound is not None:
             return Region(x.node, call.node, bound, module_path(call.node), "residual", "residual pattern", whole=False)
     return None
@@ -155,10 +149,9 @@ _ORDERED = {
 
 def _centering(call: Call, step: Step) -> Region | None:
     """`x − x.mean(dims)`: a projection, of norm 1 where the sum of the branches gives 2."""
-    plain = functional(call.node.target) is _aten.sub.Tensor and float(call["alpha"]) == 1
-    if not plain or len(step.gains) != 2 or call["self"].shape != call.shape:
+    if not isinstance(step.map, Sum) or step.map.weights != (1.0, -1.0) or step.gains[0][0].shape != call.shape:
         return None
-    x, mean = call["self"], call["other"]
+    x, mean = step.gains[0][0], step.gains[1][0]
     source: Any = mean.node
     while functional(source.target) in _ORDERED:
         source = source.args[0]
@@ -194,13 +187,10 @@ def _advance(call: Call, step: Step, facts: dict[fx.Node, Facts]) -> Facts:
 
 def _pending(node: fx.Node, step: Step) -> bool:
     """Whether only one affine operation reads this node: the run goes on, and its norm is taken at the end."""
-    users = list(node.users)
     if isinstance(step.linear, Padding):
         return True
-    if len(users) != 1:
-        return False
-    name = str(users[0].target)
-    return name in ("aten.batch_norm.default", "aten.dropout.default")
+    users = list(node.users)
+    return len(users) == 1 and users[0].target in (_aten.batch_norm.default, _aten.dropout.default)
 
 
 def _combined(step: Step, logs: dict[fx.Node, float]) -> float:
@@ -232,13 +222,13 @@ def _grouped(step: Step, logs: dict[fx.Node, float]) -> list[float]:
 
 
 def _linear_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None, fx.Node | None]:
-    if step.kind == "sum" and len(step.gains) == 2:
-        return _parallel_run(step, facts)
+    if isinstance(step.map, Sum):
+        return _parallel_run(step, facts) if step.map.weights == (1.0, 1.0) else (None, None)
     if len(step.gains) != 1:
         return None, None
     source = step.gains[0][0].node
     known = facts[source]
-    if step.kind == "identity":
+    if isinstance(step.map, Copy) and step.map.same:
         return known.form, known.base
     if step.linear is None:
         return None, None
@@ -274,7 +264,8 @@ def _sized(call: Call, step: Step) -> Signal:
     shape = shape_of(call.node)
     if value.dtype not in (torch.float32, torch.float64):
         raise Refused(f"{where(call.node)}: its result is {value.dtype}, which rounds; keep float32 or float64")
-    if several and step.kind == "split":
+    pieces = isinstance(step.map, Pieces)
+    if pieces:
         shape = step.gains[0][0].shape  # all pieces together; they may differ in size
     reach = [gain * s.norm if gain else 0.0 for s, gain in step.gains]
     grown = math.sqrt(sum(r * r for r in reach)) if step.combine == "root" else sum(reach)
@@ -284,39 +275,35 @@ def _sized(call: Call, step: Step) -> Signal:
     peak = _least(peak, row)
     row = _least(row, up(math.sqrt(width) * peak))
     norm = _least(norm, up(math.sqrt(max(1, count // max(1, width))) * row))
-    return Signal(call.node, shape, value.dtype, norm, row, peak, _part(call, step, shape))
+    return Signal(call.node, shape, value.dtype, norm, row, peak, _part(call, step), pieces)
 
 
 def _least(*values: float) -> float:
     return min((v for v in values if not math.isnan(v)), default=math.inf)
 
 
-def _part(call: Call, step: Step, shape: tuple[int, ...]) -> tuple[fx.Node, Tensor] | None:
-    """Which entries of which tensor this one selects, for selections and views of selections (not for large tensors)."""
-    if not step.moves or len(step.gains) != 1:
+def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
+    """Which entries of which tensor this one holds, where it is a choice of them (not for large tensors)."""
+    if isinstance(step.map, Piece):
+        split = step.gains[0][0].node
+        whole = split.all_input_nodes[0]
+        places = _places(whole.meta["val"].shape)
+        return None if places is None else (whole, replay(split, places)[step.map.index])
+    if not isinstance(step.map, Copy) or not step.map.traced or len(call.node.all_input_nodes) != 1:
         return None
     source = step.gains[0][0]
-    if step.kind == "piece":
-        pieces = call.node.args[0]
-        assert isinstance(pieces, fx.Node)
-        if not isinstance(pieces.meta["val"], tuple | list) or not pieces.all_input_nodes or len(pieces.args) < 1:
-            return None
-        if not str(pieces.target).startswith(("aten.split", "aten.chunk", "aten.unbind", "aten.tensor_split")):
-            return None
-        whole = pieces.all_input_nodes[0]
-        value = whole.meta["val"]
-        if value.numel() > 2_000_000:
-            return None
-        index = torch.arange(value.numel(), dtype=torch.float64).reshape(value.shape)
-        return whole, pieces.target(index, *pieces.args[1:], **pieces.kwargs)[call.node.args[1]]  # type: ignore[operator]
     known = source.part
     if known is None:
-        if step.kind != "selection" or source.numel > 2_000_000:
+        places = _places(source.shape) if math.prod(call.shape) < source.numel else None
+        if places is None:
             return None
-        known = (source.node, torch.arange(source.numel, dtype=torch.float64).reshape(source.shape))
-    if any(isinstance(a, fx.Node) for a in call.node.args[1:]):
-        return None
-    return known[0], call.node.target(known[1], *call.node.args[1:], **call.node.kwargs)  # type: ignore[operator]
+        known = (source.node, places)
+    return known[0], known[1] if step.map.same else replay(call.node, known[1])
+
+
+def _places(shape: Sequence[int]) -> Tensor | None:
+    count = math.prod(shape)
+    return None if count > 2_000_000 else torch.arange(count, dtype=torch.float64).reshape(tuple(shape))
 
 
 def lipschitz_of(facts: Facts) -> float:

@@ -57,6 +57,12 @@ def perform(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, ex
     return (EXACT.get(operation, operation) if exact else operation)(*args, **kwargs)
 
 
+def replay(node: fx.Node, x: Tensor) -> Any:
+    """An operation with one tensor among its arguments, on another one; real functions, nothing overwritten."""
+    args: Any = fx.node.map_arg(node.args, lambda _: x)
+    return perform(node, args, fx.node.map_arg(node.kwargs, lambda _: x), exact=True)
+
+
 def evaluate(
     nodes: Sequence[fx.Node],
     known: Callable[[fx.Node], Any],

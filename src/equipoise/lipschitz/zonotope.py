@@ -20,20 +20,18 @@ References: Singh et al. 2018 (zonotopes for ReLU networks, DeepZ); Fazlyab et a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, up
-from equipoise.lipschitz.enclose import Box
+from equipoise.lipschitz.enclose import Box, activated
 from equipoise.lipschitz.linearise import secant_slopes
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, pushforward, roundoff, supported
-from equipoise.lipschitz.values import perform
 from equipoise.maps.linear import Diagonal, Padding
 from equipoise.norms import spectral_norm
 from equipoise.norms.bracket import Cache, bracket
@@ -149,7 +147,7 @@ def zonotope_bound(
         step = run.steps[node]
         for s in node.all_input_nodes:
             uses[s] = uses.get(s, 0) - 1
-        if step.slopes is not None and len(step.gains) == 1:
+        if step.curve is not None:
             before = step.gains[0][0].node
             alone = all(n is before or uses[n] <= 0 for n in clouds) and uses[before] <= 0
             clouds[node] = _activation(state, call, step, clouds[before], alone)
@@ -174,10 +172,9 @@ def _calls(run: Propagation, cache: Cache) -> dict[fx.Node, Call] | None:
     for node in run.program.nodes:
         step = run.steps[node]
         call = Call(node, lookup, cache)
-        pointwise = step.slopes is not None and len(step.gains) == 1 and step.gains[0][0].shape == call.shape
-        if pointwise and not step.everywhere:
+        if step.curve is not None and (not step.curve.everywhere or step.gains[0][0].shape != call.shape):
             return None  # centres are no values of the network: the slopes need not hold there
-        if not pointwise and not supported(call, step):
+        if step.curve is None and not supported(call, step):
             return None
         calls[node] = call
     return calls
@@ -235,23 +232,21 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
     """`φ(z) = λz + m + ε`: new symbols for the neurons whose secant slope is not known, the rest linear."""
     c, h = cloud.centre, state.half(cloud)
     before = step.gains[0][0].node
-    if step.kind == "relu":
+    assert step.curve is not None
+    relu = step.curve.is_relu
+    if relu:
         slope, centre, mu, width = _relu(c, h)
         rough = 4 * _U * (c.abs() + centre.abs())
     else:
-        slope, width = secant_slopes(state.run, call.node, Box(c, h, math.inf, 0.0, 0.0))
-        if step.kind == "softsign":  # x/(1 + |x|), two branches in the graph
-            centre = torch.nn.functional.softsign(c)
-        else:
-            arguments = [c if a is before else a for a in call.node.args]
-            centre = perform(call.node, _constants(state.run, arguments), call.node.kwargs, exact=True)
+        slope, width = secant_slopes(step, Box(c, h, math.inf, 0.0, 0.0))
+        centre = activated(call, step.curve, c)
         mu = up(width * h)
         rough = 2.0**-44 * (c.abs() + centre.abs())
     rows = (width > 0).flatten().nonzero().flatten()
     state.unstable[call.node] = (len(rows), c.numel())
     known = up(exp_up(state.boxes[before].log) + cloud.tau)
     columns = cloud.generators + len(rows)
-    if step.kind == "relu" and alone and columns > 2 * c.numel() and columns * c.numel() > FRESH:
+    if relu and alone and columns > 2 * c.numel() and columns * c.numel() > FRESH:
         return _restart(state, call.node, cloud, c, h, known)
     lip = up(float(width.max()) * known) if len(rows) else 0.0
     if 0 < len(rows) <= 2 * ROWS:
@@ -261,7 +256,7 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
     gain = step.gains[0][1]
     blocks = {k: t * slope for k, t in cloud.blocks.items()}
     slack = up(slope.abs() * cloud.slack + fresh)
-    if step.kind == "relu":
+    if relu:
         slack = slack * (slope + width > 0)  # a neuron that stays off is exactly 0
     rho, tau = up(gain * cloud.rho + _size(fresh)), up(gain * cloud.tau + _size(moved))
     room = max(0, ENTRIES // c.numel() - cloud.generators)
@@ -277,11 +272,6 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
         blocks[call.node] = _units(rows, c)
         state.mu[call.node], state.lip[call.node] = sizes[rows], lip
     return Cloud(centre, blocks, slack.clamp_max(rho), rho, tau)
-
-
-def _constants(run: Propagation, arguments: Sequence[object]) -> list[object]:
-    found = [run.program.constants[a] if isinstance(a, fx.Node) else a for a in arguments]
-    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in found]
 
 
 def _relu(c: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -90,7 +90,7 @@ class Pointwise:
         lows, highs = (torch.full_like(mid, s) for s in self.slopes)
         if self.hinge is not None:
             left, right = (t.to(mid).expand_as(mid) for t in self.hinge)
-            below, above = mid + half < 0, mid - half > 0
+            below, above = mid + half <= 0, mid - half >= 0
             lows = torch.where(below, left, torch.where(above, right, torch.minimum(left, right)))
             highs = torch.where(below, left, torch.where(above, right, torch.maximum(left, right)))
         elif math.isfinite(self.curvature) and self.function is not None:

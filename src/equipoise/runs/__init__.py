@@ -1,7 +1,7 @@
 """Certification runs over datasets: counts stored, radii derived, killed and continued at will."""
 
-from equipoise.runs.attack import AttackSummary, attack_run
-from equipoise.runs.engine import ENGINES, Engine, Execution
+from equipoise.runs.attacks.run import AttackSummary, attack_run
+from equipoise.runs.engines import ENGINES, Engine, Execution
 from equipoise.runs.job import Job
 from equipoise.runs.jobs import certify, describe, start
 from equipoise.runs.run import Run, open_run

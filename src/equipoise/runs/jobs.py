@@ -14,17 +14,15 @@ import torch
 
 from equipoise.core import EquipoiseError, InputError, Refused
 from equipoise.runs import store as store_file
-from equipoise.runs.engine import Execution, find_engine
+from equipoise.runs.engines import Execution, find_engine
 from equipoise.runs.inputs import Inputs, Selection, check_label
-from equipoise.runs.job import Job
-from equipoise.runs.lock import locked
+from equipoise.runs.job import Job, count_logits, first_input, fixed_constant, fixed_map, noise_of, usable_device
 from equipoise.runs.manifest import Manifest, is_run, read_manifest, require_same, versions
 from equipoise.runs.models import denoised, portable
 from equipoise.runs.parameters import Parameters
-from equipoise.runs.prepare import count_logits, first_input, fixed_constant, fixed_map, noise_of, usable_device
 from equipoise.runs.rows import Item, Row, failed
 from equipoise.runs.run import Run, open_run
-from equipoise.runs.store import Store
+from equipoise.runs.store import Store, locked
 from equipoise.runs.tasks import TaskSpec
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.denoised import require_constant

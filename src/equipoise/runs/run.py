@@ -12,10 +12,9 @@ import numpy as np
 from equipoise.core import InputError
 from equipoise.runs.derive import derive
 from equipoise.runs.export import export
-from equipoise.runs.lock import locked
 from equipoise.runs.manifest import Manifest, read_manifest
 from equipoise.runs.rows import InputId, Row
-from equipoise.runs.store import AttackRow, Store
+from equipoise.runs.store import AttackRow, Store, locked
 from equipoise.runs.summary import Summary, summarise
 from equipoise.smoothing import Certificates
 from equipoise.smoothing.partitions import Ints

@@ -12,7 +12,7 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.core import files
 from equipoise.core.digests import Digest
 from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.runs.rows import InputId, Row, Soft
@@ -63,6 +64,14 @@ class AttackRow:
     steps: int
     restarts: int
     seed: int
+
+
+def locked(folder: Path) -> AbstractContextManager[None]:
+    """Hold the run directory: one process at a time works on it, and a second holder is refused at once."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a directory")
+    busy = f"another process is working on {folder}: wait for it, stop it, or use another run directory"
+    return files.locked(folder / "lock", busy)
 
 
 _ATTACK = tuple(f.name for f in fields(AttackRow))

@@ -13,6 +13,7 @@ from equipoise.lab.experiments import Context, Experiment, Label, Verdict, find,
 from equipoise.lab.experiments.figures import canvas, line
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
 from equipoise.lab.experiments.page import summary
+from equipoise.lab.experiments.plan import plan
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
@@ -189,3 +190,9 @@ def test_parts_power_settings_and_hardware_stand_on_the_page(tmp_path: Path):
     ):
         assert words in page, words
     assert results.read(whole, tmp_path).machine["cores"]
+    (planned,) = plan([whole], "paper", 0, None, tmp_path.parent)
+    assert planned.power == ""
+    (tmp_path / whole.id).mkdir()
+    (tmp_path / whole.id / "result.json").write_text((tmp_path / "result.json").read_text())
+    (planned,) = plan([whole], "paper", 0, None, tmp_path)
+    assert "seeds" in planned.power

@@ -96,7 +96,7 @@ def ray_row(
 
     Needs two free cores to mean anything.
     """
-    from equipoise.runs import ray_engine
+    from equipoise.runs.engines import ray as ray_engine
 
     x = torch.rand(inputs, *shape, generator=torch.Generator().manual_seed(0))
     spec = TaskSpec(portable(make()), Parameters(0.25, 10, n=n))

@@ -21,6 +21,7 @@ class Planned:
     missing: tuple[str, ...]
     seconds: float | None
     settings: dict[str, Any]
+    power: str = ""  # what the seeds of a stored result, at whatever scale, could detect
 
     @property
     def action(self) -> str:
@@ -39,5 +40,6 @@ def plan(experiments: Iterable[Experiment], scale: str, seed: int, data: Path | 
         missing = tuple(name for name in experiment.needs if data is None or not (data / name).exists())
         settings = dict(experiment.describe(scale)["settings"])
         seconds = None if old is None or old.scale != scale else old.seconds
-        found.append(Planned(experiment.id, scale, same, () if same else missing, seconds, settings))
+        power = "" if old is None or experiment.power is None else str(experiment.power(old.rows))
+        found.append(Planned(experiment.id, scale, same, () if same else missing, seconds, settings, power))
     return found

@@ -96,9 +96,9 @@ class Trial:
     def __init__(self, program: Program, seed: int) -> None:
         self.program, self.seed = program, seed
         self.network = program.build()
-        batch = 1 + seed % 2 if all(len(s) > 1 for s in program.inputs) else 1
-        self.example = program.draw(seed, batch=batch)
         self.target = Target(self.network, program.inputs)
+        batch = 1 + seed % 2 if self.target.together else 1  # a batch that is mixed is bounded as a whole
+        self.example = program.draw(seed, batch=batch)
         self._reached: dict[tuple[float | None, float | None], Findings] = {}
         self._asked: dict[str, Any] = {}
 

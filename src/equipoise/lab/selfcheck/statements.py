@@ -146,7 +146,8 @@ def _masked(b: Bench, v: str, t: Tensor) -> str:
     w = b.other(t) or v
     return str(
         b.choose(
-            f"torch.where({mask}, {v}, {w})", f"torch.where({mask}, {v}, {b.number()})", f"{v}.masked_fill({mask}, {b.number()})"
+            f"torch.where({mask}, {v}, {w})", f"torch.where({mask}, {v}, {b.number()})", f"{v}.masked_fill({mask}, {b.number()})",
+            f"torch.where({mask}, {b.number()}, {v})", f"{v}.masked_fill({mask}, torch.tensor(0.25))"
         )
     )  # fmt: skip
 

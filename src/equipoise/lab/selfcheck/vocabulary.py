@@ -111,6 +111,19 @@ torch.pow({v}, 3)
 """
 
 SHAPES = """
+{v}.reshape(-1).view_as({v})
+{v}.flatten().reshape_as({v})
+{v}[..., :1].expand_as({v})
+{v} + {v}.new_zeros({v}.shape)
+{v} * {v}.new_ones({v}.shape)
+F.alpha_dropout({v}, 0.5, False)
+torch.feature_dropout({v}, 0.5, False)
+F.feature_alpha_dropout({v}, 0.5, False)
+{v}.movedim((0, -1), (-1, 0))
+{v}.squeeze((0, -1))
+{v}.sort(-1, stable=True).values
+torch.concat([{v}, -{v}], 1)
+torch.cat({v}.split([1, {v}.shape[1] - 1], 1)[::-1], 1)
 {v}.flatten(1)
 {v}.reshape(1, -1)
 {v}.reshape({v}.shape[0], 2, -1)
@@ -170,6 +183,9 @@ torch.cat([{v}[..., :1], {v}], -1)
 """
 
 REDUCTIONS = """
+{v}.min()
+{v}.std(-1, keepdim=True)
+{v}.norm(float('inf'), -1)
 {v}.mean(-1)
 {v}.sum(-1)
 {v}.mean(-1, keepdim=True)
@@ -206,6 +222,7 @@ F.log_softmax({v}, 1)
 """
 
 JOINS = """
+torch.min({v}, {w})
 {v} + {w}
 {v} - {w}
 torch.add({v}, {w}, alpha={c})

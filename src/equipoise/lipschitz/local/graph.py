@@ -17,22 +17,17 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, gamma, up
-from equipoise.lipschitz.linearise import CURVATURE
 from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
+from equipoise.lipschitz.operations import Copy, Largest, Pieces
 from equipoise.lipschitz.propagate import Propagation
-from equipoise.lipschitz.rules import Call, Signal, Step
+from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import functional, softplus
 from equipoise.maps.linear import Convolution, Matrix
+from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache
 
-#: bounds of |φ''| (rounded up), by operation; the others may have kinks
-_CURVATURE = {
-    **CURVATURE, "mish": 0.6443, "erf": 0.96789, "log_sigmoid": 0.25001, "asinh": 0.38491, "sin": 1.0, "cos": 1.0,
-}  # fmt: skip
 #: γ of a handful of operations: sums of branches, products with slopes
 _SHORT = gamma(16, torch.float64)
-_POOLS = tuple(f"aten.max_pool{d}d{kind}" for d in (1, 2, 3) for kind in (".default", "_with_indices.default"))
 
 
 #: entries up to which a map is kept as a matrix
@@ -189,22 +184,21 @@ def _renumbered(node: Affine | Activation | None, place: dict[int, int]) -> Affi
 
 
 def _read(builder: _Builder, call: Call, step: Step) -> None:
-    node, name = call.node, str(call.node.target)
-    if name in _POOLS:
-        builder.index[node] = _max_pool(builder, call, step)
-    elif name == "<built-in function getitem>" and step.gains and step.gains[0][0].node in builder.index:
-        if str(step.gains[0][0].node.target) not in _POOLS or node.args[1] != 0:
-            raise Unsupported(f"node {node.name!r} ({step.kind}) takes one of several results")
-        builder.index[node] = builder.index[step.gains[0][0].node]
-    elif step.slopes is not None and len(step.gains) == 1 and step.gains[0][0].shape == call.shape:
-        if not step.everywhere:
-            raise Unsupported(f"node {node.name!r} ({step.kind}) has bounded slopes on a ball only")
-        source = builder.index[step.gains[0][0].node]
-        builder.index[node] = builder.add(Activation(source, _curve(call, step)), call.shape)
-    elif supported(call, step):
-        builder.index[node] = _affine(builder, call, step)
-    else:
-        raise Unsupported(f"node {node.name!r} ({step.kind}) is neither affine nor pointwise")
+    node = call.node
+    source = builder.index.get(step.gains[0][0].node) if step.gains else None
+    match step.map:
+        case Copy(same=True) | Pieces() if source is not None:
+            builder.index[node] = source
+        case Largest(sliding=True) if "kernel_size" in call.arguments:
+            builder.index[node] = _max_pool(builder, call, step)
+        case Pointwise(everywhere=True) if source is not None and step.gains[0][0].shape == call.shape:
+            builder.index[node] = builder.add(Activation(source, _curve(call, step.map, step.label)), call.shape)
+        case Pointwise(everywhere=False):
+            raise Unsupported(f"node {node.name!r} ({step.label}) has bounded slopes on a ball only")
+        case _ if supported(call, step):
+            builder.index[node] = _affine(builder, call, step)
+        case _:
+            raise Unsupported(f"node {node.name!r} ({step.label}) is neither affine nor pointwise")
 
 
 def _affine(builder: _Builder, call: Call, step: Step) -> int:
@@ -229,58 +223,26 @@ def _affine(builder: _Builder, call: Call, step: Step) -> int:
     return builder.add(node, call.shape)
 
 
-def _curve(call: Call, step: Step) -> Curve:
-    assert step.slopes is not None
-    name = str(call.node.target).split(".")[1].rstrip("_")
-    low, high = step.slopes
-    one = torch.ones(1, dtype=torch.float64)
-    if name == "relu":
-        return Hinge(0 * one, one)
-    if name == "abs":
-        return Hinge(-one, one)
-    if low == high:
-        return Hinge(low * one, high * one)
-    if name == "leaky_relu" and float(call["negative_slope"]) <= 1:
-        return Hinge(float(call["negative_slope"]) * one, one)
-    if name == "prelu" and float(call["weight"].max()) <= 1:
-        weight = call["weight"].detach().double()
-        per = 1 if weight.numel() == 1 else math.prod(call.shape[2:])
-        return Hinge(weight.repeat_interleave(per), one)
-    if name == "div" and step.kind == "softsign":  # x/(1 + |x|), two branches of the graph
-        return Sampled(torch.nn.functional.softsign, (low, high), 2.00001)
-    first = next(k for k, v in call.arguments.items() if isinstance(v, Signal))
-    arguments = {k: v for k, v in call.arguments.items() if k != first}
-    own = str(call.node.target).startswith("aten.") and name != "prelu"
-    if not own or any(isinstance(v, Signal) for v in arguments.values()):
-        raise Unsupported(f"node {call.node.name!r} ({step.kind}) is not a function of one entry that can be sampled")
-    shape = call.shape
-
-    constants = {
-        k: v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()
-    }
-    operation: Any = functional(call.node.target)
+def _curve(call: Call, curve: Pointwise, label: str) -> Curve:
+    if curve.hinge is not None:
+        left, right = (t if t.numel() == 1 else torch.broadcast_to(t, call.shape) for t in curve.hinge)
+        if bool((left <= right).all()):
+            return Hinge(left.reshape(-1), right.reshape(-1))
+    own = curve.function
+    if own is None:
+        raise Unsupported(f"node {call.node.name!r} ({label}) is not a function of one entry that can be sampled")
 
     def function(z: Tensor) -> Tensor:
-        many = z.reshape(*z.shape[:-1], *shape)
-        found: Tensor = operation(**{first: many}, **constants)
-        return found.reshape(z.shape)
+        return own(z.reshape(*z.shape[:-1], *call.shape)).reshape(z.shape)
 
-    curvature = _CURVATURE.get(name, math.inf)
-    if name == "softplus":
-        beta = float(call["beta"])
-        return Sampled(lambda z: softplus(z, beta), (low, high), up(beta / 4))
-    if name in ("elu", "celu"):
-        alpha = float(call["alpha"])
-        smooth = name == "celu" or alpha * float(call["input_scale"]) == 1
-        scale = 1.0 if name == "celu" else float(call["scale"]) * float(call["input_scale"])
-        curvature = up(scale / alpha if name == "celu" else scale) if smooth and alpha > 0 else math.inf
-    return Sampled(function, (low, high), curvature)
+    return Sampled(function, curve.slopes, curve.curvature)
 
 
 def _max_pool(builder: _Builder, call: Call, step: Step) -> int:
     """A gather of all windows, then a tournament: `max(a, b) = b + relu(a − b)` halves the entries round by round."""
+    assert isinstance(step.map, Largest)
     x = step.gains[0][0]
-    windows = _windows(call, x.shape)
+    windows = _windows(call, x.shape, step.map.dims)
     count = int(torch.bincount(windows.flatten()).max())
     at = builder.linear(builder.index[x.node], lambda v, _: v.reshape(-1)[windows], up(math.sqrt(count)))
     left, one = len(windows), torch.ones(1, dtype=torch.float64)
@@ -317,9 +279,8 @@ class _Winner:
         return torch.cat([rows[self.half : 2 * self.half] + switch, rows[2 * self.half :]])
 
 
-def _windows(call: Call, shape: tuple[int, ...]) -> Tensor:
+def _windows(call: Call, shape: tuple[int, ...], d: int) -> Tensor:
     """Flat input index of every window's entries, (entries, windows); padded places repeat an entry of the window."""
-    d = int(str(call.node.target).split("pool")[1][0])
 
     def per_axis(value: Any, default: list[int]) -> list[int]:
         values = list(value) if isinstance(value, list | tuple) else [value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,29 +12,35 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, up
+from equipoise.lipschitz.operations import Map, Own, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, rule
 from equipoise.maps import linear as linear_maps
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix
 from equipoise.norms import spectral_norm
 
 
-def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, kind: str = "linear") -> Step:
+def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, label: str = "linear") -> Step:
     """`x Wᵀ + b` on the last dimension; a vector W takes that dimension away."""
     vector = weight.dim() == 1
-    weight = weight.reshape(1, -1) if vector else weight
-    form = Matrix(weight.detach())
+    weight = (weight.reshape(1, -1) if vector else weight).detach()
+    form = Matrix(weight)
     found = call.bracket(form)
     top = float(found.upper)
     shift = (
         None if bias is None else torch.broadcast_to(bias.detach().double(), call.shape)
     )  # (out), (1), (rows, out) …
     b_row = 0.0 if shift is None or vector else float(frobenius(shift, (-1,)).max())
-    widest = float(frobenius(weight.detach().double(), (-1,)).max())
+    widest = float(frobenius(weight.double(), (-1,)).max())
     b_peak = float(bias.abs().max()) if bias is not None and bias.numel() else 0.0
     return Step(
-        ((x, top),), kind, bracket=found, offset=norm_of(shift), row=math.inf if vector else up(top * x.row + b_row),
-        peak=up(widest * x.row + b_peak), linear=None if vector else form,
+        ((x, top),), label, bracket=found, offset=norm_of(shift), row=math.inf if vector else up(top * x.row + b_row),
+        peak=up(widest * x.row + b_peak), map=Own() if vector else Weighted(weight, bias, _multiply, form, rows=-1),
     )  # fmt: skip
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.nn.functional.linear(x, weight)
+    return product if bias is None else product + bias
 
 
 @rule("aten.linear.default")
@@ -81,13 +88,13 @@ def convolution(call: Call) -> Step:
     size = _spatial(call, x, weight)
     form = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount, size)
     found = call.bracket(form, _factors_ahead(call))
-    return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, "convolution")
+    return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, -1 - dims, "convolution")
 
 
 def _factors_ahead(call: Call) -> Tensor | None:
     """The factors of a batch norm that alone reads this convolution: both norms are then proved together."""
     users = list(call.node.users)
-    if len(users) != 1 or str(users[0].target) != "aten.batch_norm.default" or users[0].kwargs:
+    if len(users) != 1 or users[0].target is not torch.ops.aten.batch_norm.default or users[0].kwargs:
         return None
     weight, var = (None if n is None else call.lookup(n) for n in (users[0].args[1], users[0].args[4]))  # type: ignore[arg-type]
     if not isinstance(var, Tensor) or users[0].args[5]:
@@ -101,12 +108,19 @@ def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
     return scale if weight is None else scale * weight.double()
 
 
-def _conv_step(call: Call, x: Signal, found: Bracket, form: Linear | None, kind: str) -> Step:
+def _conv_step(call: Call, x: Signal, found: Bracket, form: Linear | None, rows: int | None, label: str) -> Step:
+    weight: Tensor = call.constant("weight").detach()
     bias: Tensor | None = call.constant("bias")
     positions = math.prod(call.shape) // max(1, bias.numel()) if bias is not None else 0
+
+    def run(t: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        found: Tensor = call.node.target(**{**call.arguments, "input": t, "weight": w, "bias": b})  # type: ignore[operator]
+        return found
+
     return Step(
-        ((x, float(found.upper)),), kind, bracket=found, offset=up(math.sqrt(positions) * norm_of(bias)), linear=form
-    )
+        ((x, float(found.upper)),), label, bracket=found, offset=up(math.sqrt(positions) * norm_of(bias)),
+        map=Weighted(weight, bias, run, form, rows),
+    )  # fmt: skip
 
 
 @rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
@@ -120,7 +134,7 @@ def conv_transpose(call: Call) -> Step:
     sizes = zip(plain.axes, call.shape[-dims:], _spatial(call, x, weight), strict=True)
     form = Adjoint(plain.on([replace(axis, size=big, out=small) for axis, big, small in sizes]))
     found = call.bracket(form)
-    return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, "transposed convolution")
+    return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, None, "transposed convolution")
 
 
 @rule("aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default", "aten.native_batch_norm.default")
@@ -136,49 +150,64 @@ def batch_norm(call: Call) -> Step:
         shift = shift + call.constant("bias").double()
     if not bool(torch.isfinite(scale).all()):
         call.refuse("the running variance is negative or the scale is not finite", "check the checkpoint")
-    return diagonal_step(call, x, scale, -1 if len(x.shape) == 2 else 1, norm_of(shift), "batch norm")
-
-
-def diagonal_step(call: Call, x: Signal, scale: Tensor, dim: int, shift: float, kind: str) -> Step:
-    """Multiplication by `scale` (float64, rounded a few times) along `dim`, plus a constant of norm `shift` per position."""
+    size = (mean.double() * scale).abs() + (0.0 if call["bias"] is None else call["bias"].double().abs())
+    shape = [1] * len(x.shape)
+    shape[1] = -1
     top = float(scale.abs().max())
-    high = up(top)
+    high, far = up(top), norm_of(shift)
     positions = x.numel / max(1, scale.numel())
+    form = Diagonal(scale, -1 if len(x.shape) == 2 else 1, up(8 * 2.0**-53 * top))
     return Step(
-        ((x, high),), kind, bracket=Bracket(top * (1 - 2.0**-49), high, method="exact"),
-        offset=up(up(math.sqrt(positions)) * up(shift)), peak=up(high * x.peak + up(shift)),
-        linear=Diagonal(scale, dim, up(8 * 2.0**-53 * top)),
+        ((x, high),), "batch norm", bracket=Bracket(top * (1 - 2.0**-49), high, method="exact"),
+        offset=up(up(math.sqrt(positions)) * up(far)), peak=up(high * x.peak + up(far)),
+        map=Scaled(scale.reshape(shape), shift.reshape(shape), size.reshape(shape), form),
     )  # fmt: skip
 
 
-@rule("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
-def scaling(call: Call) -> Step:
+@rule("aten.mul.Tensor", "aten.mul.Scalar")
+def multiplication(call: Call) -> Step:
     """By a constant: max|c|, with broadcasting. Two branches: see `products`."""
     a, b = call["self"], call["other"]
-    division = ".div" in str(call.node.target)
     if isinstance(a, Signal) and isinstance(b, Signal):
-        from equipoise.lipschitz.rules.products import branch_product, branch_quotient
+        from equipoise.lipschitz.rules.products import branch_product
 
-        return branch_quotient(call, a, b) if division else branch_product(call, a, b)
-    if division and isinstance(b, Signal):
+        return branch_product(call, a, b)
+    return _scaling(call, a, float64(b)) if isinstance(a, Signal) else _scaling(call, b, float64(a))
+
+
+@rule("aten.div.Tensor", "aten.div.Scalar")
+def division(call: Call) -> Step:
+    """By a constant: max|1/c|, with broadcasting. Two branches: see `products`."""
+    a, b = call["self"], call["other"]
+    if isinstance(a, Signal) and isinstance(b, Signal):
+        from equipoise.lipschitz.rules.products import branch_quotient
+
+        return branch_quotient(call, a, b)
+    if isinstance(b, Signal):
         call.refuse(
             "dividing by something that depends on the input is not Lipschitz near 0", "use a normalisation layer"
         )
-    x, constant = (a, b) if isinstance(a, Signal) else (b, a)
-    c = float64(constant)
-    c = 1 / c if division else c
+    return _scaling(call, a, 1 / float64(b), rounded=True)
+
+
+def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     if not bool(torch.isfinite(c).all()):
         call.refuse("the constant factor is not finite", "check the constants")
     top = float(c.abs().max())
-    top = up(top) if division else top
-    grown = copies(x, call.shape)
-    gain = top if grown == 1 else up(top * grown)
-    form = _as_scale(c, len(call.shape)) if x.shape == call.shape else None
+    top = up(top) if rounded else top
+    gain = top if x.shape == call.shape else up(min(up(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
+    form = _as_diagonal(c, len(call.shape)) if x.shape == call.shape else None
     row = up(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
-    return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=row, linear=form)
+    return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=row, map=Scaled(c, form=form))
 
 
-def _as_scale(c: Tensor, dims: int) -> Diagonal | None:
+def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
+    """The longest column of the matrix that repeats the entries by broadcasting and multiplies the copies by `c`."""
+    repeated = [d for d, n in enumerate((1,) * (len(out) - len(shape)) + shape) if n == 1 and out[d] > 1]
+    return float(frobenius(torch.broadcast_to(c, out), tuple(repeated)).max()) if repeated else math.inf
+
+
+def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
     """A constant that varies along one dimension only, as a form (dimension 1 of images, the last of others)."""
     error = up(8 * 2.0**-53 * float(c.abs().max()))
     if c.numel() == 1:
@@ -192,48 +221,60 @@ def _as_scale(c: Tensor, dims: int) -> Diagonal | None:
     return Diagonal(c.flatten(), 1, error) if dim == 1 else None
 
 
-@rule(
-    "aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar", "aten.rsub.Scalar", "aten.rsub.Tensor"
-)
+@rule("aten.add.Tensor", "aten.add.Scalar")
 def addition(call: Call) -> Step:
-    """`a ± α·b`: the bounds of the branches add up; a constant only shifts."""
-    alpha = float(call.get("alpha", 1))
-    reverse = "rsub" in str(call.node.target)
-    weights = {"self": alpha, "other": 1.0} if reverse else {"self": 1.0, "other": alpha}
-    gains, offset, peak, norm, row = [], 0.0, 0.0, 0.0, 0.0
-    for name, factor in weights.items():
-        value = call[name]
-        if isinstance(value, Signal):
-            repeats = copies(value, call.shape)
-            grown = repeats if abs(factor) == 1 else up(abs(factor) * repeats)
-            gains.append((value, grown))
-            peak, norm = up(peak + abs(factor) * value.peak), up(norm + grown * value.norm)
-            row = up(row + abs(factor) * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
-        else:
-            c = float64(value) * factor
-            spread = torch.broadcast_to(c, call.shape)
-            peak = up(peak + float(c.abs().max()))
-            offset = up(norm_of(spread))
-            norm = up(norm + offset)
-            row = up(row + (float(frobenius(spread, (-1,)).max()) if call.shape else float(c.abs())))
-    minus = "sub" in str(call.node.target) or alpha < 0
-    kind = ("difference" if minus else "sum") if len(gains) > 1 else "shift"
-    form = None
-    if len(gains) == 1 and gains[0][0].shape == call.shape:
-        first = isinstance(call["self"], Signal)
-        negative = first if reverse else (not first and "sub" in str(call.node.target))
-        factor = weights["self" if first else "other"] * (-1 if negative else 1)
-        form = Diagonal(torch.tensor([factor], dtype=torch.float64), 1)
-    return Step(tuple(gains), kind, offset=offset, peak=peak, norm=norm, row=row, linear=form)
+    """`a + α·b`: the bounds of the branches add up; a constant only shifts."""
+    return sum_of(call, ((call["self"], 1.0), (call["other"], float(call.get("alpha", 1)))))
+
+
+@rule("aten.sub.Tensor", "aten.sub.Scalar")
+def subtraction(call: Call) -> Step:
+    """`a − α·b`."""
+    return sum_of(call, ((call["self"], 1.0), (call["other"], -float(call.get("alpha", 1)))))
+
+
+@rule("aten.rsub.Scalar", "aten.rsub.Tensor")
+def reverse_subtraction(call: Call) -> Step:
+    """`b − α·a`."""
+    return sum_of(call, ((call["self"], -float(call.get("alpha", 1))), (call["other"], 1.0)))
 
 
 @rule("aten.lerp.Scalar")
 def lerp(call: Call) -> Step:
-    """`a + w·(b − a)` with a constant w; broadcasting copies."""
+    """`a + w·(b − a)` with a constant w."""
     w = float(call["weight"])
-    pairs = ((call["self"], abs(1 - w)), (call["end"], abs(w)))
-    gains = tuple((v, up(f * copies(v, call.shape))) for v, f in pairs if isinstance(v, Signal))
-    return Step(gains, "interpolation")
+    return sum_of(call, ((call["self"], 1 - w), (call["end"], w)))
+
+
+def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
+    """`Σ factor·value` with broadcasting; values that are constant shift."""
+    gains, weights, shift = [], [], None
+    offset, peak, norm, row = 0.0, 0.0, 0.0, 0.0
+    for value, factor in terms:
+        if isinstance(value, Signal):
+            repeats = copies(value, call.shape)
+            grown = repeats if abs(factor) == 1 else up(abs(factor) * repeats)
+            gains.append((value, grown))
+            weights.append(factor)
+            peak, norm = up(peak + abs(factor) * value.peak), up(norm + grown * value.norm)
+            row = up(row + abs(factor) * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+        else:
+            c = float64(value) * factor
+            shift = c if shift is None else shift + c
+            spread = torch.broadcast_to(c, call.shape)
+            peak = up(peak + float(c.abs().max()))
+            offset = up(offset + up(norm_of(spread)))
+            norm = up(norm + up(norm_of(spread)))
+            row = up(row + (float(frobenius(spread, (-1,)).max()) if call.shape else float(c.abs())))
+    if len(gains) > 1:
+        label = "sum" if all(w > 0 for w in weights) else "difference"
+        found: Map = Sum(tuple(weights), shift)
+    else:
+        label, one = "shift", torch.tensor(weights[0], dtype=torch.float64)
+        rounding = 0.0 if abs(weights[0]) == 1 else up(4 * 2.0**-53 * abs(weights[0]))
+        form = Diagonal(one.reshape(1), 1, rounding) if gains[0][0].shape == call.shape else None
+        found = Scaled(one, shift, None if shift is None else shift.abs(), form)
+    return Step(tuple(gains), label, offset=offset, peak=peak, norm=norm, row=row, map=found)
 
 
 @rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.mv.default")
@@ -249,9 +290,9 @@ def matmul(call: Call) -> Step:
         return matrix_step(call, a, b.mT if b.dim() == 2 else b, None, "matmul")
     x, constant = (a, b) if isinstance(a, Signal) else (b, a)
     if len(x.shape) < 2 or constant.dim() < 2:
-        return Step(((x, norm_of(constant)),), "matmul", offset=0.0)
+        return Step(((x, norm_of(constant)),), "matmul", offset=0.0, map=Own())
     with torch.no_grad(), full_precision():
         found = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
     top = up(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))
-    return Step(((x, top),), "matmul", offset=0.0)
+    return Step(((x, top),), "matmul", offset=0.0, map=Own())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from equipoise.core.precision import up
+from equipoise.lipschitz.operations import Normalised, Product
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, norm_of, rule
 
 GLOBAL = "max|γ|/√ε, over the whole space"
@@ -20,7 +22,7 @@ def softmax(call: Call) -> Step:
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
     groups = x.numel // max(1, x.shape[call["dim"]])
     return Step(
-        ((x, 0.5),), "softmax", norm=up(math.sqrt(groups)), row=1.0 if last else math.inf, peak=1.0,
+        ((x, 0.5),), "softmax", map=Product(), norm=up(math.sqrt(groups)), row=1.0 if last else math.inf, peak=1.0,
         offset=up(math.sqrt(groups)),
     )  # fmt: skip
 
@@ -43,7 +45,7 @@ def logsumexp(call: Call) -> Step:
 
 
 def _normalised(
-    x: Signal, weight: Tensor | None, bias: Tensor | None, eps: float, size: int, repeat: int, kind: str
+    x: Signal, weight: Tensor | None, bias: Tensor | None, eps: float, size: int, repeat: int, label: str
 ) -> Step:
     """Rows of `size` entries divided by √(var + ε) (or the root mean square), scaled by γ and shifted by β.
 
@@ -54,7 +56,7 @@ def _normalised(
     shift = 0.0 if bias is None else up(norm_of(bias) * math.sqrt(repeat))  # norm of β as it appears in one row
     shift_peak = 0.0 if bias is None else float(bias.abs().max())
     return Step(
-        ((x, up(top / math.sqrt(eps))),), kind, norm=up(math.sqrt(rows) * up(top * math.sqrt(size) + shift)),
+        ((x, up(top / math.sqrt(eps))),), label, norm=up(math.sqrt(rows) * up(top * math.sqrt(size) + shift)),
         peak=up(top * math.sqrt(size) + shift_peak), offset=up(math.sqrt(rows) * shift), note=GLOBAL,
     )  # fmt: skip
 
@@ -71,15 +73,16 @@ def layer_norm(call: Call) -> Step:
     x = call.signal("input")
     size = math.prod(call["normalized_shape"])
     weight, bias = call.constant("weight"), call.constant("bias")
-    step = _normalised(x, weight, bias, _positive(call, float(call["eps"])), size, 1, "layer norm")
-    return _with_rows(step, x, weight, bias) if list(call["normalized_shape"]) == list(x.shape[-1:]) else step
+    eps = _positive(call, float(call["eps"]))
+    step = _normalised(x, weight, bias, eps, size, 1, "layer norm")
+    return _with_rows(step, x, weight, bias, eps, centred=True) if size == x.shape[-1] else step
 
 
-def _with_rows(step: Step, x: Signal, weight: Tensor | None, bias: Tensor | None) -> Step:
-    from dataclasses import replace
-
+def _with_rows(step: Step, x: Signal, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool) -> Step:
+    """What is known where the rows of the last dimension are normalised."""
     top = 1.0 if weight is None else float(weight.abs().max())
-    return replace(step, row=up(up(top * math.sqrt(x.shape[-1])) + norm_of(bias)))
+    row = up(up(top * math.sqrt(x.shape[-1])) + norm_of(bias))
+    return replace(step, row=row, map=Normalised(top, eps, centred))
 
 
 @rule("aten.rms_norm.default")
@@ -91,7 +94,7 @@ def rms_norm(call: Call) -> Step:
     size = math.prod(call["normalized_shape"])
     weight = call.constant("weight")
     step = _normalised(x, weight, None, _positive(call, eps), size, 1, "RMS norm")
-    return _with_rows(step, x, weight, None) if list(call["normalized_shape"]) == list(x.shape[-1:]) else step
+    return _with_rows(step, x, weight, None, eps, centred=False) if size == x.shape[-1] else step
 
 
 @rule("aten.group_norm.default")

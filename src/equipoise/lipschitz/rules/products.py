@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
+import torch
 from torch import fx
 
 from equipoise.core.precision import up
+from equipoise.lipschitz.operations import Product
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, rule
+from equipoise.maps.pointwise import TABLE
 
+_aten = torch.ops.aten
 BALL = "state an input ball: lipschitz_bound(..., ball=R)"
 
 
@@ -30,7 +34,14 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
         if not math.isfinite(size):
             _unbounded(call, "a product of two branches")
         gains.append((x, size))
-    return Step(tuple(gains), "product of branches", offset=0.0, peak=up(a.peak * b.peak), norm=_least(call, a, b))
+    return Step(
+        tuple(gains),
+        "product of branches",
+        offset=0.0,
+        peak=up(a.peak * b.peak),
+        norm=_least(call, a, b),
+        map=Product(),
+    )
 
 
 def _least(call: Call, a: Signal, b: Signal) -> float:
@@ -41,19 +52,18 @@ def _least(call: Call, a: Signal, b: Signal) -> float:
 def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
     """Only softsign, `x/(1 + |x|)`: slopes in [0, 1]."""
     top, bottom = a.node, b.node
-    if str(bottom.target) == "aten.add.Tensor":
-        inside, one = bottom.args[0], bottom.args[1]
-        is_abs = isinstance(inside, fx.Node) and str(inside.target) == "aten.abs.default" and inside.args[0] is top
-        if is_abs and one == 1 and not bottom.kwargs:
-            return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, slopes=(0.0, 1.0))
+    if bottom.target is _aten.add.Tensor and len(bottom.args) == 2 and not bottom.kwargs:
+        inside, one = bottom.args
+        if isinstance(inside, fx.Node) and inside.target is _aten.abs.default and inside.args[0] is top and one == 1:
+            return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, map=TABLE["softsign"])
     call.refuse("dividing one branch by another is not Lipschitz near 0", "use a normalisation layer with an ε")
 
 
 def _softmax_source(call: Call, node: fx.Node) -> Signal | None:
     """The scores behind a softmax over the last dimension, seen through dropout and views that keep rows."""
-    while str(node.target) in ("aten.dropout.default", "aten.contiguous.default", "aten.clone.default"):
+    while node.target in (_aten.dropout.default, _aten.contiguous.default, _aten.clone.default):
         node = node.args[0]  # type: ignore[assignment]
-    if str(node.target) not in ("aten.softmax.int", "aten._softmax.default", "aten._safe_softmax.default"):
+    if node.target not in (_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default):
         return None
     scores = call.lookup(node.args[0])  # type: ignore[arg-type]
     dim = node.args[1]
@@ -74,13 +84,13 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
     if not (math.isfinite(size_a) and math.isfinite(size_b)):
         _unbounded(call, "a matrix product of two branches")
     norm = min(up(a.norm * size_b), up(b.norm * size_a))
-    return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm)
+    return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm, map=Product())
 
 
 def _turned(call: Call, b: Signal) -> float:
     """Frobenius norm per matrix of a transposed tensor, from the rows it had before."""
     node = b.node
-    if str(node.target) == "aten.transpose.int":
+    if node.target is _aten.transpose.int:
         dims = {d % len(b.shape) for d in node.args[1:] if isinstance(d, int)}
         source = call.lookup(node.args[0])  # type: ignore[arg-type]
         if dims == {len(b.shape) - 1, len(b.shape) - 2} and isinstance(source, Signal):
@@ -100,7 +110,7 @@ def attention_read(call: Call, scores: Signal, v: Signal, temperature: float = 1
     rows = math.prod(call.shape[:-1])
     return Step(
         ((scores, up(v.row * temperature)), (v, up(queries))), "attention", offset=math.inf, row=v.row, peak=v.peak,
-        norm=up(math.sqrt(rows) * v.row),
+        norm=up(math.sqrt(rows) * v.row), map=Product(),
     )  # fmt: skip
 
 
@@ -127,7 +137,7 @@ def attention(call: Call) -> Step:
         (k, up(up(tau * v.row) * up(math.sqrt(n) * q.row))),
         (v, up(math.sqrt(n))),
     )
-    return Step(gains, "attention", row=v.row, peak=v.peak, norm=up(math.sqrt(rows) * v.row))
+    return Step(gains, "attention", row=v.row, peak=v.peak, norm=up(math.sqrt(rows) * v.row), map=Product())
 
 
 @rule("aten.glu.default")
@@ -136,7 +146,9 @@ def glu(call: Call) -> Step:
     x = call.signal("self")
     if not math.isfinite(x.peak):
         _unbounded(call, "a gated linear unit")
-    return Step(((x, up(math.sqrt(1 + (x.peak / 4) ** 2))),), "gated linear unit", offset=0.0, peak=x.peak)
+    return Step(
+        ((x, up(math.sqrt(1 + (x.peak / 4) ** 2))),), "gated linear unit", offset=0.0, peak=x.peak, map=Product()
+    )
 
 
 @rule("aten.einsum.default")
@@ -156,4 +168,4 @@ def einsum(call: Call) -> Step:
     gains = [(t, sizes[1 - i]) for i, t in enumerate(operands) if isinstance(t, Signal)]
     if not all(math.isfinite(g) for _, g in gains):
         _unbounded(call, "a product of two branches")
-    return Step(tuple(gains), "einsum", offset=0.0, norm=up(sizes[0] * sizes[1]))
+    return Step(tuple(gains), "einsum", offset=0.0, norm=up(sizes[0] * sizes[1]), map=Product())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, up
+from equipoise.lipschitz.operations import Average, Largest, Map, Own
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule
 from equipoise.norms import spectral_norm
 
@@ -25,22 +26,27 @@ def _count(call: Call, x: Signal) -> int:
     return math.prod(x.shape[d] for d in dims)
 
 
-@rule("aten.mean.dim", "aten.mean.default", "aten.sum.dim_IntList", "aten.sum.default")
-def total(call: Call) -> Step:
-    """Sum over n entries: √n; mean: 1/√n. Exact."""
+@rule("aten.mean.dim", "aten.mean.default")
+def mean(call: Call) -> Step:
+    """Mean over n entries: 1/√n. Exact."""
     x = call.signal("self")
     n = _count(call, x)
-    mean = "mean" in str(call.node.target)
-    gain = up(1 / math.sqrt(n)) if mean else root(n)
-    kind = "mean" if mean else "sum over entries"
-    return Step(((x, gain if n > 1 else 1.0),), kind, offset=0.0, peak=x.peak if mean else up(n * x.peak))
+    return Step(((x, up(1 / math.sqrt(n)) if n > 1 else 1.0),), "mean", offset=0.0, peak=x.peak, map=Average())
+
+
+@rule("aten.sum.dim_IntList", "aten.sum.default")
+def total(call: Call) -> Step:
+    """Sum over n entries: √n. Exact."""
+    x = call.signal("self")
+    n = _count(call, x)
+    return Step(((x, root(n)),), "sum over entries", offset=0.0, peak=up(n * x.peak), map=Average())
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.max.dim", "aten.min.dim", "aten.max.default", "aten.min.default")
 def maximum_over(call: Call) -> Step:
     """The maximum over disjoint sets of entries: 1."""
     x = call.signal("self")
-    return Step(((x, 1.0),), "maximum", offset=0.0, peak=x.peak)
+    return Step(((x, 1.0),), "maximum", offset=0.0, peak=x.peak, map=Largest())
 
 
 @rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
@@ -51,7 +57,7 @@ def larger_of(call: Call) -> Step:
     fixed = max((float(v.abs().max()) for v in values if isinstance(v, Tensor)), default=0.0)
     gains = tuple((v, copies(v, call.shape)) for v in signals)
     offset = up(fixed * math.sqrt(math.prod(call.shape)))
-    return Step(gains, "maximum", "root", offset=offset, peak=max(fixed, *(v.peak for v in signals)))
+    return Step(gains, "maximum", "root", offset=offset, peak=max(fixed, *(v.peak for v in signals)), map=Largest())
 
 
 @rule("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar")
@@ -86,34 +92,32 @@ def _per_axis(value: Any, dims: int, default: Any = None) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
-@rule(
-    *(f"aten.max_pool{d}d.default" for d in (1, 2, 3)), *(f"aten.max_pool{d}d_with_indices.default" for d in (1, 2, 3))
-)
-def max_pool(call: Call) -> Step:
+def _max_pool(call: Call, *, d: int) -> Step:
     """`√Π_axes ⌈k·gcd(s, dil)/s⌉`: the number of windows that hold one pixel; attained by a single spike."""
-    x = call.signal("self")
-    d = int(str(call.node.target).split("pool")[1][0])
     k = _per_axis(call["kernel_size"], d)
     s = _per_axis(call["stride"], d, k)
     dil = _per_axis(call["dilation"], d)
     out = call.shape[-d:]
     windows = math.prod(min(o, -(-a * math.gcd(b, c) // b)) for a, b, c, o in zip(k, s, dil, out, strict=True))
-    return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak)
+    return _pooled(call, windows, d)
 
 
-@rule(*(f"aten.adaptive_max_pool{d}d.default" for d in (1, 2, 3)))
-def adaptive_max_pool(call: Call) -> Step:
+def _adaptive_max_pool(call: Call, *, d: int) -> Step:
     """Windows `[⌊i·n/o⌋, ⌈(i + 1)·n/o⌉)`: √ of how many hold the most covered pixel, per axis."""
-    x = call.signal("self")
-    d = int(str(call.node.target).split("pool")[1][0])
     windows = 1
-    for n, o in zip(x.shape[-d:], call.shape[-d:], strict=True):
+    for n, o in zip(call.signal("self").shape[-d:], call.shape[-d:], strict=True):
         cover = [0] * n
         for i in range(o):
             for j in range(i * n // o, -(-(i + 1) * n // o)):
                 cover[j] += 1
         windows *= max(cover)
-    return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak)
+    return _pooled(call, windows, d)
+
+
+def _pooled(call: Call, windows: int, d: int) -> Step:
+    x = call.signal("self")
+    found = Largest(windows, sliding=True, dims=d)
+    return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak, map=found)
 
 
 def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
@@ -139,11 +143,9 @@ def averaging(n: int, out: int, k: int, s: int, p: int, include: bool, divide: b
     return A
 
 
-@rule(*(f"aten.avg_pool{d}d.default" for d in (1, 2, 3)))
-def avg_pool(call: Call) -> Step:
+def _avg_pool(call: Call, *, d: int) -> Step:
     """Average pooling, exactly: overlap, `ceil_mode`, `count_include_pad` and `divisor_override` change its norm."""
     x = call.signal("self")
-    d = int(str(call.node.target).split("pool")[1][0])
     k = _per_axis(call["kernel_size"], d)
     s = _per_axis(call["stride"], d, k)
     p = _per_axis(call["padding"], d)
@@ -153,36 +155,33 @@ def avg_pool(call: Call) -> Step:
     found = separable(matrices, 1.0 if divisor is None else 1.0 / divisor)
     row_sum = math.prod(float(m.sum(1).max()) for m in matrices) / (divisor or 1)
     return Step(
-        ((x, float(found.upper)),), "average pooling", bracket=found, offset=0.0, peak=up(abs(row_sum) * x.peak)
-    )
+        ((x, float(found.upper)),), "average pooling", bracket=found, offset=0.0, peak=up(abs(row_sum) * x.peak),
+        map=Average() if divisor is None or divisor > 0 else Own(),
+    )  # fmt: skip
 
 
-_RESAMPLERS = (
-    *(f"upsample_{m}.{o}" for m in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
-      for o in ("vec", "default")),
-    *(f"_upsample_nearest_exact{d}d.{o}" for d in (1, 2, 3) for o in ("vec", "default")),
-    *(f"_upsample_{m}2d_aa.{o}" for m in ("bilinear", "bicubic") for o in ("vec", "default")),
-    *(f"adaptive_avg_pool{d}d.default" for d in (1, 2, 3)),
+_UPSAMPLERS = (
+    *(f"upsample_{m}{d}d" for m, d in (("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1), ("bilinear", 2),
+                                       ("trilinear", 3), ("bicubic", 2))),
+    *(f"_upsample_nearest_exact{d}d" for d in (1, 2, 3)), "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 
 
-@rule(*(f"aten.{name}" for name in _RESAMPLERS))
-def resampling(call: Call) -> Step:
+def _resampling(call: Call, *, d: int, label: str, known: Map) -> Step:
     """Interpolation and adaptive average pooling: the operation itself gives the 1-D matrix of every axis.
 
     Their weights sum to 1 along every axis, so an input that is constant along the other axes shows one axis alone.
     """
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
-    dims = int(re.findall(r"(\d)d", str(call.node.target))[0])
-    sizes = x.shape[-dims:]
+    sizes = x.shape[-d:]
     rest = call.node.args[1:]
     apply: Callable[[Tensor], Tensor] = lambda t: call.node.target(t, *rest, **call.node.kwargs)  # type: ignore[operator] # noqa: E731
     matrices = []
-    for axis in range(dims):
+    for axis in range(d):
         n = sizes[axis]
         if n * math.prod(sizes) > 60_000_000:
             call.refuse("the input is too large to read off the resampling matrix", "bound it on a smaller input")
-        shape = [n, 1, *[1] * dims]
+        shape = [n, 1, *[1] * d]
         shape[2 + axis] = n
         probe = torch.eye(n, dtype=x.dtype).reshape(shape).expand(n, 1, *sizes)
         with torch.no_grad():
@@ -192,5 +191,21 @@ def resampling(call: Call) -> Step:
         matrices.append(seen[..., 0].mT)
     found = separable(matrices, 1 + 1e-6)  # weights read off in the model's precision
     peak = math.prod(float(m.double().abs().sum(1).max()) for m in matrices)
-    kind = "average pooling" if "avg_pool" in str(call.node.target) else "resampling"
-    return Step(((x, float(found.upper)),), kind, bracket=found, offset=0.0, peak=up(peak * x.peak * (1 + 1e-5)))
+    return Step(
+        ((x, float(found.upper)),), label, bracket=found, offset=0.0, peak=up(peak * x.peak * (1 + 1e-5)),
+        map=known,
+    )  # fmt: skip
+
+
+for _d in (1, 2, 3):
+    rule(f"aten.max_pool{_d}d.default", f"aten.max_pool{_d}d_with_indices.default")(functools.partial(_max_pool, d=_d))
+    rule(f"aten.adaptive_max_pool{_d}d.default")(functools.partial(_adaptive_max_pool, d=_d))
+    rule(f"aten.avg_pool{_d}d.default")(functools.partial(_avg_pool, d=_d))
+    rule(f"aten.adaptive_avg_pool{_d}d.default")(
+        functools.partial(_resampling, d=_d, label="average pooling", known=Average())
+    )
+    for _up in _UPSAMPLERS:
+        if f"{_d}d" in _up:
+            rule(f"aten.{_up}.vec", f"aten.{_up}.default")(
+                functools.partial(_resampling, d=_d, label="resampling", known=Own())
+            )

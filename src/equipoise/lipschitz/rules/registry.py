@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -12,10 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.precision import frobenius, up
+from equipoise.lipschitz.operations import Map, Opaque, Padded, Scaled, Weighted
 from equipoise.lipschitz.places import module_path, where
+from equipoise.lipschitz.values import functional
 from equipoise.maps.linear import Linear
+from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
 
 
@@ -24,7 +29,8 @@ class Signal:
     """A tensor of the graph that depends on the input, with what is known about its size on the stated domain.
 
     `norm` bounds the ℓ2 norm of the whole tensor, `row` that of every row (last dimension), `peak` every entry; infinite
-    where unknown. `part` says which entries of which other tensor this one holds, where it is a selection of them.
+    where unknown. `part` says which entries of which other tensor this one holds, where it is a selection of them;
+    `pieces` that it stands for all tensors that a split gave.
     """
 
     node: fx.Node
@@ -34,6 +40,7 @@ class Signal:
     row: float = math.inf
     peak: float = math.inf
     part: tuple[fx.Node, Tensor] | None = field(default=None, repr=False)
+    pieces: bool = False
 
     @property
     def numel(self) -> int:
@@ -45,25 +52,51 @@ class Signal:
 class Step:
     """The answer of a rule: `‖f(x) − f(x')‖ ≤ Σ gain·‖x_i − x'_i‖`, or the root of the sum of squares for `root`.
 
-    `gains` may name any earlier signal, not only direct inputs. `offset` is an upper bound of ‖f(0)‖ (infinite: unknown),
-    from which the engine bounds the size of the output on a ball; `norm`, `row`, `peak` are bounds the rule knows itself.
-    `linear` is the operator where the node is linear or affine, for fusing; `slopes` the interval of slopes of a pointwise map,
-    `everywhere` or on the values that occur on the domain only.
+    `gains` may name any earlier signal, not only direct inputs. `map` is what the operation is; without one nothing but the
+    gains is used, and `label` is only shown. `offset` is an upper bound of ‖f(0)‖ (infinite: unknown), from which the engine
+    bounds the size of the output on a ball; `norm`, `row`, `peak` are bounds the rule knows itself. `slopes` is short for
+    `map=Pointwise(slopes)`: a function of each entry alone with slopes in that interval.
     """
 
     gains: tuple[tuple[Signal, float], ...]
-    kind: str
+    label: str
     combine: Literal["sum", "root"] = "sum"
     bracket: Bracket | None = None
     offset: float = math.inf
     norm: float = math.inf
     row: float = math.inf
     peak: float = math.inf
-    linear: Linear | None = None
+    map: Map = field(default_factory=Opaque)
     slopes: tuple[float, float] | None = None
-    everywhere: bool = True
-    moves: bool = False
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.map, Pointwise):
+            object.__setattr__(self, "slopes", self.map.slopes)
+        elif self.slopes is not None:
+            if not isinstance(self.map, Opaque) or len(self.gains) != 1:
+                raise InputError(f"{self.label}: slopes belong to a function of one tensor, entry by entry")
+            object.__setattr__(self, "map", Pointwise((float(self.slopes[0]), float(self.slopes[1]))))
+
+    @property
+    def curve(self) -> Pointwise | None:
+        """The activation, where the operation is one."""
+        return self.map if isinstance(self.map, Pointwise) else None
+
+    @property
+    def linear(self) -> Linear | None:
+        """The operator as a value, where the operation is affine and has one."""
+        return self.map.form if isinstance(self.map, Weighted | Scaled | Padded) else None
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the slopes hold for all numbers, not only for those of the domain."""
+        return not isinstance(self.map, Pointwise) or self.map.everywhere
+
+    @property
+    def kind(self) -> str:
+        """The label (earlier name)."""
+        return self.label
 
 
 class Call:
@@ -159,22 +192,41 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
 
 def find_rule(node: fx.Node) -> Rule:
     """The rule of a node's operation, in place or not; refused where there is none."""
-    name = str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
-    found = _RULES.get(name)
-    if found is None and name.count(".") == 2:
-        space, op, overload = name.split(".")
-        if op.endswith("_") and not op.startswith("_"):
-            found = _RULES.get(f"{space}.{op[:-1]}.{overload}")
-    if found is None:
-        raise Refused(
-            f"{where(node)}: no Lipschitz rule for {name}; write it with operations that have one, or register yours "
-            f'with @equipoise.lipschitz.register_rule("{name}")'
-        )
-    return found
+    name = _name(node.target)
+    for known in (name, _name(functional(node.target))):
+        if known not in _RULES:
+            _load_installed()
+        if known in _RULES:
+            return _RULES[known]
+    raise Refused(
+        f"{where(node)}: no Lipschitz rule for {name}; write it with operations that have one, or register yours "
+        f'with @equipoise.lipschitz.register_rule("{name}")'
+    )
+
+
+def _name(target: Any) -> str:
+    return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+
+
+@functools.cache
+def _load_installed() -> None:
+    """Rules of installed packages, once: entry points of the group `equipoise.rules`, modules that register or mappings."""
+    for entry in importlib.metadata.entry_points(group="equipoise.rules"):
+        try:
+            found = entry.load()
+        except Exception as error:
+            raise InputError(
+                f"the rules {entry.value} of an installed package cannot be loaded: {one_line(error)}"
+            ) from error
+        if isinstance(found, Mapping):
+            for name, function in found.items():
+                if name not in _RULES:
+                    register_rule(name)(function)
 
 
 def known_operations() -> tuple[str, ...]:
-    """Names of every operation that has a rule."""
+    """Names of every operation that has a rule, those of installed packages included."""
+    _load_installed()
     return tuple(sorted(_RULES))
 
 

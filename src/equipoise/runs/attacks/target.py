@@ -11,11 +11,11 @@ from torch import nn
 
 from equipoise.core import InputError, Refused
 from equipoise.runs.inputs import Inputs, Selection
+from equipoise.runs.job import count_logits, usable_device
 from equipoise.runs.jobs import describe
 from equipoise.runs.manifest import Manifest, differences, is_run, read_manifest
 from equipoise.runs.models import Batched, Portable, portable
 from equipoise.runs.parameters import Parameters
-from equipoise.runs.prepare import count_logits, usable_device
 from equipoise.runs.store import NAME as STORE
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.partitions import Ints

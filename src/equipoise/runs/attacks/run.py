@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import InputError
-from equipoise.runs.attack_search import Known, Search, Searcher, Violation
-from equipoise.runs.attack_summary import AttackSummary, summarise_attacks
-from equipoise.runs.attack_target import Target, find_target
-from equipoise.runs.lock import locked
+from equipoise.runs.attacks.search import Known, Search, Searcher, Violation
+from equipoise.runs.attacks.summary import AttackSummary, summarise_attacks
+from equipoise.runs.attacks.target import Target, find_target
 from equipoise.runs.rows import InputId, Item
 from equipoise.runs.run import open_run
-from equipoise.runs.store import AttackRow, Store
+from equipoise.runs.store import AttackRow, Store, locked
 
 __all__ = ["AttackSummary", "Search", "Violation", "attack_run"]
 

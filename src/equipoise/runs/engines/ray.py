@@ -36,7 +36,7 @@ from ray.exceptions import (
 from torch import nn
 
 from equipoise.core import EquipoiseError, InputError, Refused
-from equipoise.runs.engine import Execution
+from equipoise.runs.engines import Execution
 from equipoise.runs.manifest import versions
 from equipoise.runs.models import hash_module
 from equipoise.runs.rows import Item, Row

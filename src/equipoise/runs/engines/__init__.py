@@ -7,12 +7,12 @@ worker is simply computed again: rows are pure functions of the spec and the inp
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from equipoise.core import InputError
+from equipoise.core.imports import resolve
 from equipoise.runs.rows import Item, Row
 from equipoise.runs.tasks import TaskSpec
 
@@ -37,15 +37,8 @@ class Engine(Protocol):
         ...
 
 
-def run_local(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> Iterator[Row]:
-    """In this process, one input after the other."""
-    worker = spec.worker()
-    for item in items:
-        yield worker(item)
-
-
 #: name → `module:function`; a new engine is a new row
-ENGINES: dict[str, str] = {"local": "equipoise.runs.engine:run_local", "ray": "equipoise.runs.ray_engine:run"}
+ENGINES: dict[str, str] = {"local": "equipoise.runs.engines.local:run", "ray": "equipoise.runs.engines.ray:run"}
 
 
 def find_engine(name: str, execution: Execution) -> Engine:
@@ -58,11 +51,16 @@ def find_engine(name: str, execution: Execution) -> Engine:
         raise InputError(f"GPUs per worker are a share below 1 or a whole number, got {execution.gpus}")
     if name == "local" and (execution.workers > 1 or execution.address is not None):
         raise InputError("the local engine works in this process alone: for several workers use --engine ray")
-    module, _, function = ENGINES[name].partition(":")
     try:
-        engine: Engine = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        missing = error.name or module
-        hint = "it is not part of this installation" if missing == module else f"pip install 'equipoise[{name}]'"
+        engine: Engine = resolve(ENGINES[name])
+    except InputError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        missing = error.__cause__.name or name
+        hint = (
+            f"pip install 'equipoise[{name}]'"
+            if not missing.startswith("equipoise")
+            else "it is not part of this installation"
+        )
         raise InputError(f"the engine {name!r} needs {missing}: {hint}") from error
     return engine

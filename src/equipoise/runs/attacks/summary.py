@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core.accuracy import certified_at
-from equipoise.runs.attack_search import Known, Searcher, Violation
-from equipoise.runs.attack_target import Target
+from equipoise.runs.attacks.search import Known, Searcher, Violation
+from equipoise.runs.attacks.target import Target
 from equipoise.runs.rows import InputId
 from equipoise.runs.store import AttackRow
 

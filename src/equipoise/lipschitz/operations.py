@@ -1,0 +1,147 @@
+"""What a node of a captured graph is: typed maps, on which every bound dispatches.
+
+A rule says how far an operation can stretch distances (`Step.gains`) and which of these it is (`Step.map`). Global ℓ2
+bounds need the gains alone; enclosures, tangents, chains and other norms ask the map. `Opaque` claims nothing but its
+gains. Labels are for readers, and nothing is decided by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from equipoise.maps.linear import Diagonal, Linear, Padding
+from equipoise.maps.pointwise import Pointwise
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Entries moved, chosen or repeated, none computed. `same`: all of them, where they were (dropout in evaluation, casts).
+
+    `traced`: the operation can be replayed on a tensor of positions, to know which entries it holds.
+    """
+
+    same: bool = False
+    traced: bool = False
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Several tensors that together hold every entry once."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One of several pieces."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Padding by copies or by the constant `fill`; `run(x, fill)` pads with another one."""
+
+    fill: float
+    run: Callable[[Tensor, float], Tensor] = field(repr=False)
+    form: Padding | None = None
+
+
+@dataclass(frozen=True)
+class Join:
+    """Concatenation of tensors, some of which may be constant, by `run`."""
+
+    parts: tuple[Tensor | None, ...]
+    run: Callable[[list[Tensor]], Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """`run(x, weight, bias)`, linear in x and in the weight: dense layers and convolutions.
+
+    `form` is the operator as a value, where it can be composed. `rows` is the dimension of the output along which one row
+    of `weight.flatten(1)` stands, where its rows are those of the operator.
+    """
+
+    weight: Tensor = field(repr=False)
+    bias: Tensor | None = field(repr=False)
+    run: Callable[[Tensor, Tensor, Tensor | None], Tensor] = field(repr=False)
+    form: Linear | None = field(default=None, repr=False)
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """`factor·x + shift` with constants that broadcast; `size` bounds the magnitudes that `shift` was computed from."""
+
+    factor: Tensor = field(repr=False)
+    shift: Tensor | None = field(default=None, repr=False)
+    size: Tensor | None = field(default=None, repr=False)
+    form: Diagonal | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """`Σ weights_i·x_i` over the branches, in the order of the gains, with broadcasting, plus a constant `shift`."""
+
+    weights: tuple[float, ...]
+    shift: Tensor | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Average:
+    """A linear operation with non-negative coefficients, known by running it: means, sums, average pooling."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """A linear operation known by running it only; coefficients may have either sign (bicubic resampling)."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest entry of every window; `windows` is how many hold one entry, at most.
+
+    `sliding` windows over the last `dims` dimensions can be run on half-widths too.
+    """
+
+    windows: int = 1
+    sliding: bool = False
+    dims: int = 0
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The same values in order."""
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Rows of the last dimension divided by their size, `top` times: `√(var + ε)` where `centred`, else the root mean square."""
+
+    top: float
+    eps: float
+    centred: bool
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Reads nothing but the shape."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of branches, softmax, attention: bounded where its factors are."""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Nothing is known but the gains. `inside`: not even those, in a block that bounds itself."""
+
+    inside: bool = False
+
+
+Moved = Copy | Pieces | Piece | Padded
+Affine = Moved | Join | Weighted | Scaled | Sum | Average | Own
+Map = Affine | Pointwise | Largest | Sorted | Normalised | Constant | Product | Opaque

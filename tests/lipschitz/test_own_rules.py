@@ -1,0 +1,121 @@
+"""Rules of others: sound whatever they are called, refused where they say too little, found where they are installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.core import InputError, Refused
+from equipoise.lipschitz import Step, induced_bound, known_operations, lipschitz_bound, local_lipschitz, register_rule
+from equipoise.lipschitz.rules import registry
+
+#: what our own rules call things: a label must never be taken for the thing
+LABELS = (
+    "identity", "relu", "leaky_relu", "view", "selection", "piece", "split", "shift", "sum", "difference", "scaling", "linear",
+    "convolution", "matmul", "batch norm", "concatenation", "constant", "mean", "average pooling", "max pooling", "sort", "tanh",
+    "softsign", "layer norm", "RMS norm", "constant padding", "maximum", "inside a block", "",
+)  # fmt: skip
+
+
+@torch.library.custom_op("ownrules::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@torch.library.custom_op("ownrules::doubled_relu", mutates_args=())
+def doubled_relu(x: torch.Tensor) -> torch.Tensor:
+    return 2 * torch.relu(x)
+
+
+for _operation in (doubled, doubled_relu):
+    _operation.register_fake(torch.empty_like)
+
+
+class Own(nn.Module):
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+        self.first = nn.Linear(3, 5).double()
+        self.last = nn.Linear(5, 2).double()
+
+    def forward(self, x):
+        return self.last(self.operation(self.first(x)))
+
+
+def _stretched(model, x, radius):
+    g = torch.Generator().manual_seed(0)
+    a, b = (x + radius * torch.randn(200, 3, generator=g, dtype=torch.float64) / 3 for _ in range(2))
+    return float(((model(a) - model(b)).norm(dim=1) / (a - b).norm(dim=1)).max())
+
+
+@pytest.fixture
+def rules():
+    before = dict(registry._RULES)
+    yield
+    registry._RULES.clear()
+    registry._RULES.update(before)
+
+
+@pytest.mark.parametrize("slopes", [None, (0.0, 2.0)])
+@pytest.mark.parametrize("label", LABELS)
+def test_a_label_is_only_shown(label, slopes, rules):
+    for operation in (doubled, doubled_relu):
+        name = f"{operation._qualname.replace('::', '.')}.default"
+
+        @register_rule(name)
+        def bound(call):
+            return Step(((call.signal("x"), 2.0),), label, offset=0.0, slopes=slopes)
+
+        torch.manual_seed(1)
+        model = Own(operation).eval().requires_grad_(False)
+        x = torch.randn(1, 3, dtype=torch.float64)
+        report = lipschitz_bound(model, x)
+        truth = torch.linalg.matrix_norm(2 * model.last.weight @ model.first.weight, 2)
+        assert report.upper >= (float(truth) if operation is doubled else _stretched(model, x, 10.0))
+        found = local_lipschitz(model, x, 0.2, steps=4)
+        assert float(found.upper) >= _stretched(model, x, 0.2)
+        assert label in [row.kind for row in report.layers]
+        if slopes is None:
+            with pytest.raises(Refused, match="no rule for"):
+                induced_bound(model, x)
+
+
+def test_slopes_are_of_one_tensor():
+    with pytest.raises(InputError, match="entry by entry"):
+        Step((), "nothing", slopes=(0.0, 1.0))
+
+
+class _Entry:
+    """An entry point of the group `equipoise.rules`."""
+
+    def __init__(self, value, found):
+        self.value, self.found = value, found
+
+    def load(self):
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def _installed(monkeypatch, *entries):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries if group == "equipoise.rules" else ())
+    registry._load_installed.cache_clear()
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+def test_installed_rules_are_found(monkeypatch):
+    rule = {"ownrules.doubled.default": lambda call: Step(((call.signal("x"), 2.0),), "doubled")}
+    _installed(monkeypatch, _Entry("package:RULES", rule))
+    assert "ownrules.doubled.default" in known_operations()
+    assert lipschitz_bound(Own(doubled).eval(), torch.zeros(1, 3, dtype=torch.float64)).upper > 0
+    registry._load_installed.cache_clear()
+
+
+def test_installed_rules_that_cannot_be_loaded_are_named(monkeypatch):
+    _installed(monkeypatch, _Entry("package:RULES", ImportError("no such thing")))
+    with pytest.raises(InputError, match="package:RULES"):
+        known_operations()
+    registry._load_installed.cache_clear()
