@@ -149,7 +149,10 @@ COMMANDS = {
         "curvature {f}/model.pt2 --data digits",
         "give a checkpoint directory, or package.module:f",
     ),
-    "scale": ("reproduce dense-convergence --scale huge -o {f}/results", "--scale is 'laptop' or 'paper', got 'huge'"),
+    "scale": (
+        "reproduce dense-convergence --scale huge -o {f}/results",
+        "--scale is 'laptop', 'desk', 'paper'; got 'huge'",
+    ),
     "no folder of results": ("reproduce bound-factor -o {f}/model.pt2", "cannot make"),
     "no such device": ("reproduce bound-factor -o {f}/r --device quantum", "the device 'quantum' cannot be used here"),
     "no folder": ("demo --quick --out {f}/model.pt2/x", "cannot write to"),

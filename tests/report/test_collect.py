@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 def test_runs_margins_audits_and_pictures_come_together(folder):
     root, votes, soft, plain = folder
     data = collect([root / "margin", root / "votes", root / "soft"])
-    assert [s.procedure for s in data.series] == ["deterministic", "cpm", "cohen", "lvm + Lipschitz", "lvm"]
+    assert [s.procedure for s in data.series] == ["deterministic", "rivals", "cohen", "lvm + Lipschitz", "lvm"]
     assert np.array_equal(data.series[1].radius, votes.certificates().radius)
     assert np.array_equal(data.series[2].radius, votes.certificates(procedure="cohen").radius)
     assert np.array_equal(data.series[3].radius, soft.certificates().radius)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from equipoise.cli.consoles import emit_json
 from equipoise.core.errors import InputError
 from equipoise.core.files import write_whole
 
 if TYPE_CHECKING:
+    from equipoise.checkpoints.sources import Loaded
     from equipoise.lipschitz.report import Report
 
 
@@ -25,6 +28,10 @@ def audit(
     chain: Annotated[
         str, typer.Option(help="dense layers at the end: closed, or with cvxpy: sdp (= lipsdp), lipsdp, eclipse")
     ] = "closed",
+    at: Annotated[str | None, typer.Option(help="also around the first inputs of this data: digits, a .npz, …")] = None,
+    radius: Annotated[float | None, typer.Option(help="--at: of the ball around each input, in ℓ2")] = None,
+    limit: Annotated[int, typer.Option(help="--at: how many inputs")] = 5,
+    seconds: Annotated[float | None, typer.Option(help="--at: budget per input and bound")] = None,
     html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
@@ -39,11 +46,24 @@ def audit(
       equipoise audit model.pt2 --html report.html
       equipoise audit package.module:factory --weights weights.safetensors --input-shape 3,32,32
       equipoise audit package.module:factory --input-shape 3,32,32 --ball 10 --json
+      equipoise audit checkpoint/ --at digits --radius 0.1
     """
-    report = audit_report(model, weights, input_shape, ball, rtol, chain)
+    if (at is None) != (radius is None):
+        raise InputError("--at and --radius go together: the data, and the size of the ball around each of its inputs")
+    from equipoise.checkpoints import load_model
+
+    loaded = load_model(model, weights)  # once: a factory may draw its weights
+    report = audit_report(model, weights, input_shape, ball, rtol, chain, loaded)
     if html is not None:
         write_whole(html, report.to_html(f"Lipschitz audit of {model}"))
-    typer.echo(report.to_json() if json else str(report))
+    if at is None or radius is None:
+        return typer.echo(report.to_json() if json else str(report))
+    from equipoise.cli.audit_local import local_rows, local_table
+
+    rows = local_rows(loaded.model, at, radius, limit, seconds)
+    if json:
+        return emit_json({**loads(report.to_json()), "radius": radius, "local": rows})
+    typer.echo(f"{report}\n{local_table(rows, radius, report.upper)}")
 
 
 def audit_report(
@@ -53,8 +73,9 @@ def audit_report(
     ball: float | None = None,
     rtol: float = 0.05,
     chain: Any = "closed",
+    loaded: Loaded | None = None,
 ) -> Report:
-    """The report of what `model` names; every failure is an `EquipoiseError` with one sentence."""
+    """The report of what `model` names, or was `loaded` from there; every failure is an `EquipoiseError` with one sentence."""
     import torch
     from torch.export import ExportedProgram
 
@@ -62,7 +83,7 @@ def audit_report(
     from equipoise.lipschitz.bound import lipschitz_bound
 
     shape = parse_shape(input_shape) if input_shape is not None else None
-    loaded = load_model(model, weights)
+    loaded = load_model(model, weights) if loaded is None else loaded
     if isinstance(loaded.model, ExportedProgram):
         if shape is not None:
             raise InputError(f"{model} has its own input shape: leave out --input-shape")

@@ -19,7 +19,8 @@ Figure = dict[str, Any]
 COLOURS = {
     "deterministic": "#D55E00",
     "cohen": "#0072B2",
-    "cpm": "#009E73",
+    "rivals": "#009E73",
+    "cpm": "#44AA99",
     "lvm": "#CC79A7",
     "lvm + Lipschitz": "#E69F00",
     "bonferroni": "#56B4E9",

@@ -262,7 +262,7 @@ def certify_counts(
 
     >>> c = certify_counts([95, 3, 2], [9500, 300, 200], sigma=0.5)
     >>> int(c.prediction), round(float(c.radius), 4), int(c.buckets)
-    (0, 0.8459, 3)
+    (0, 0.8436, 3)
     """
     row = find_procedure(procedure)
     if not row.hard:

@@ -117,7 +117,7 @@ def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
     if quick:  # the goals speak of real sizes
         yield replace(training_step(width=4, batch=4, repeats=1, size=16), goals=[])
         yield replace(explicit_memory((Layer("tiny", 8, 8, 3, 1, 8),), ((40, 30),)), goals=[])
-        yield replace(control_step(steps=1, width=32, depth=1, batch=1, channels=4, pictures=2, size=16), goals=[])
+        yield replace(control_step(steps=1, width=32, depth=1, batch=1, channels=1, pictures=2, size=8), goals=[])
         return
     yield training_step(repeats=repeats)
     yield control_step(steps=2 * repeats)

@@ -36,6 +36,7 @@ from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, batched, frame_of
 from equipoise.nn.orthogonal.polar import last_step
 from equipoise.norms.convolution import conv_bracket
+from equipoise.norms.differentiable import symbol_norm
 
 #: p is bounded on an interval longer than τ by this: it covers the rounding of A to float32
 MARGIN = 1.01
@@ -94,41 +95,13 @@ def bounded(A: Tensor, angle: float) -> Tensor:
     """A times the largest number ≤ 1 such that a proved bound of the symbol's norm is at most `angle`.
 
     The bound: `‖(E*E)⁴‖_F^(1/8)` at the points of a grid with 4(k − 1) of them per axis, times `Π 1/cos(π/8)`, which
-    reaches all frequencies between; in float64. Only the largest one carries a gradient.
+    reaches all frequencies between; in float64 (`norms.differentiable`). Only the largest one carries a gradient.
     """
     c = A.detach().abs().amax()
     c = torch.where(c > 0, c, torch.ones_like(c))
     unit = A / c
-    taps = A.shape[3:]
-    grid = [max(1, 4 * (k - 1)) for k in taps]
-    angles = []
-    for k, n, count in zip(taps, grid, (grid[0], grid[1] // 2 + 1), strict=True):
-        place = torch.arange(k, device=A.device) - (k - 1) // 2
-        angles.append((torch.arange(count, device=A.device)[:, None] * place % n).double() * (2 * math.pi / n))
-    phase = (angles[0][:, None, :, None] + angles[1][None, :, None, :]).reshape(-1, taps[0] * taps[1])
-    flat = unit.double().flatten(3).movedim(3, 0)  # (taps, g, c, c)
-    with torch.no_grad():
-        E = torch.complex(torch.tensordot(phase.cos(), flat, 1), torch.tensordot(phase.sin(), flat, 1))
-        sizes = _schatten(E).amax(1)
-        where, largest = sizes.argmax(), sizes.amax()
-    row = phase.index_select(0, where[None])
-    peak = torch.complex(torch.tensordot(row.cos(), flat, 1), torch.tensordot(row.sin(), flat, 1))
-    bound = _schatten(peak).amax()
-    bound = bound + (largest - bound).detach()
-    factor = 1.0
-    for k, n in zip(taps, grid, strict=True):
-        factor /= 1.0 if k == 1 else math.cos(math.pi * (k - 1) / (2 * n))
-    bound = bound * (factor * (1 + 1e-9))
-    return unit * (angle / torch.maximum(bound, angle / c.double())).to(A.dtype)
-
-
-def _schatten(E: Tensor) -> Tensor:
-    """`‖(E*E)⁴‖_F^(1/8) ≥ ‖E‖`, differentiable, with gradient 0 at 0."""
-    G = E.mH @ E
-    G = G @ G
-    G = G @ G
-    total = (G.real.square() + G.imag.square()).sum((-2, -1))
-    return total.clamp_min(1e-200).pow(1 / 16)
+    bound, delta = symbol_norm(unit.double(), 3, 8)
+    return unit * (angle / torch.maximum(bound * (1 + delta + 1e-9), angle / c.double())).to(A.dtype)
 
 
 def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) -> Tensor:

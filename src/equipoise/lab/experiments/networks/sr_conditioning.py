@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
-from equipoise.nn import AOLLinear, SNLinear, SRLinear, Weighted
+from equipoise.nn import AOLLinear, SNLinear, SRLinear
+from equipoise.nn.layers import Weighted
 
 FILE = "resnet18-imagenet-partial.npz"
 
