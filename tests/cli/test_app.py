@@ -154,3 +154,19 @@ def test_a_mistake_in_the_command_line_is_a_document_under_json(line):
     assert done.returncode == 2
     assert set(json.loads(done.stdout)) == {"error"}
     assert "Traceback" not in done.stderr
+
+
+def test_the_library_imports_without_the_extras():
+    """`pip install equipoise` brings torch, numpy, scipy, safetensors, typer and rich; nothing else may be needed."""
+    code = (
+        "import sys\n"
+        "extras = 'pyarrow PIL accelerate pydantic yaml tensorboard pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
+        "cvxpy transformers sklearn'.split()\n"
+        "sys.modules.update(dict.fromkeys(extras))\n"
+        "import equipoise as eq, torch\n"
+        "eq.spectral_norm(torch.eye(3)); eq.nn.SRLinear(2, 2); eq.smoothing.radius_mono(0.9, 1.0)\n"
+        "eq.data.load_dataset('digits')\n"
+        "eq.lipschitz_bound(torch.nn.Linear(2, 2), torch.zeros(1, 2)); import equipoise.runs, equipoise.checkpoints\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
