@@ -7,10 +7,11 @@ from equipoise.nn.models.resnets import resnet18
 
 
 def test_quick_sections_have_all_rows():
-    steps, memory = sections(quick=True)
+    steps, memory, control = sections(quick=True)
     assert [row["step"] for row in steps.rows][:4] == ["plain", "plain, again", "activation decay", "spectral, tracked"]
     assert all(row["seconds"] > 0 for row in steps.rows)
     assert all(row["explicit MB"] > 0 and row["autodiff MB"] > 0 for row in memory.rows)
+    assert control.rows
     assert steps.to_dict()["goals"] == []
 
 

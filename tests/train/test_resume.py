@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, Refused
 from equipoise.train import Diverged, read_recipe, run_recipe
 from equipoise.train.state import MetricsFile, differences
 
@@ -195,7 +195,7 @@ def test_two_runs_in_one_folder_are_refused(small, tmp_path):
 
     def intrude(event):
         if event.step == 2 and event.row is None:
-            with pytest.raises(InputError, match="another process trains"):
+            with pytest.raises(Refused, match="another process trains"):
                 run_recipe(recipe, tmp_path / "run")
             seen.append(event)
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.precision import frobenius, up
-from equipoise.lipschitz.operations import Map, Opaque, Padded, Scaled, Weighted
+from equipoise.lipschitz.operations import Map, Opaque, Padded, Scaled, Sum, Weighted
 from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.values import functional
 from equipoise.maps.linear import Linear
@@ -71,6 +71,8 @@ class Step:
     note: str = ""
 
     def __post_init__(self) -> None:
+        if isinstance(self.map, Sum) and len(self.map.weights) != len(self.gains):
+            raise InputError(f"{self.label}: a sum of {len(self.map.weights)} terms with {len(self.gains)} gains")
         if isinstance(self.map, Pointwise):
             object.__setattr__(self, "slopes", self.map.slopes)
         elif self.slopes is not None:
