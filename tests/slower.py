@@ -11,7 +11,7 @@ from pathlib import Path
 
 LIST = Path(__file__).with_suffix(".txt")
 #: a row is quick below this many seconds
-QUICK = 0.2
+QUICK = 0.1
 LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+(\S.*?)\s*$")
 
 
