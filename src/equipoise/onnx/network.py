@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.core.files import read_bounded
 from equipoise.onnx import layers, shapes  # noqa: F401 - both fill the table of operators
 from equipoise.onnx.operators import find_operator, fixed_inputs
-from equipoise.onnx.reading import LARGEST_VALUE, Graph, Spec, parse, read_bytes
+from equipoise.onnx.reading import LARGEST_FILE, LARGEST_VALUE, Graph, Spec, parse
 
 Values = dict[str, Tensor]
 Numbers = dict[str, np.ndarray]
@@ -163,7 +164,7 @@ def load_onnx(path: str | Path) -> OnnxNetwork:
 
     Nothing in the file is executed but the operators of the table `known_operators()`; others are refused with the node's name.
     """
-    network = read_onnx(read_bytes(path), str(path))
+    network = read_onnx(read_bounded(path, LARGEST_FILE), str(path))
     return network.specialize(*network.examples())
 
 

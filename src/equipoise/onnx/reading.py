@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,20 +70,6 @@ def onnx_package() -> Any:
         return importlib.import_module("onnx")
     except ImportError as error:
         raise InputError("reading ONNX files needs the package onnx: pip install 'equipoise[onnx]'") from error
-
-
-def read_bytes(path: str | Path) -> bytes:
-    """The content of a regular file of bounded size."""
-    path = Path(path)
-    try:
-        if not path.is_file():
-            raise InputError(f"cannot read {path}: it is not a regular file")
-        if path.stat().st_size > LARGEST_FILE:
-            raise InputError(f"{path} has {path.stat().st_size} bytes; at most {LARGEST_FILE} are read")
-        with path.open("rb") as file:
-            return file.read(LARGEST_FILE)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
 def parse(data: bytes, name: str = "the file") -> Graph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from equipoise.lab.selfcheck.statements import Bench, Row
+from equipoise.lab.selfcheck.writing import Bench, Row
 
 
 def _linear(b: Bench, v: str, t: Tensor) -> str:
