@@ -11,10 +11,15 @@ Off the CPU the factorisation is not trusted: the residual `M − R*R` is comput
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from scipy.linalg import get_lapack_funcs
 from torch import Tensor
 
 from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
+
+#: from this many columns SciPy's LAPACK, matrix by matrix, is faster than torch's batch (which is a loop as well)
+LAPACK_FROM = 24
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
@@ -47,9 +52,31 @@ def below(G: Tensor, tau: Tensor, error: Tensor) -> Tensor:
     s = torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s)  # the cast may have rounded up
     M = -G
     torch.diagonal(M, dim1=-2, dim2=-1).add_(s[:, None].to(G.dtype))
-    R, info = torch.linalg.cholesky_ex(M)
-    proved = usable & (info == 0) & torch.isfinite(torch.diagonal(R, dim1=-2, dim2=-1).real).all(-1)
     if G.device.type == "cpu":
-        return proved
+        return usable & (factorised(M, usable) if n >= LAPACK_FROM else _completed(*torch.linalg.cholesky_ex(M)))
+    R, info = torch.linalg.cholesky_ex(M)
+    proved = usable & _completed(R, info)
     residual = frobenius(torch.tril(M - R @ R.mH)) * 2**0.5 + gamma(2 * n + 4, G.dtype) * frobenius(R).square()
     return proved & (up(s.double() + residual + 4 * unit_roundoff(real) * s.double() + error) <= tau)
+
+
+def _completed(R: Tensor, info: Tensor) -> Tensor:
+    return (info == 0) & torch.isfinite(torch.diagonal(R, dim1=-2, dim2=-1).real).all(-1)
+
+
+def factorised(M: Tensor, wanted: Tensor) -> Tensor:
+    """Mask of the wanted matrices of a batch on the CPU whose Cholesky factorisation runs to completion; overwrites M.
+
+    Only the lower triangles are read. LAPACK sees the transposed matrix, which is positive definite as well, so nothing is
+    copied; what is not a number counts as failure.
+    """
+    matrices = M.resolve_conj().resolve_neg().contiguous().numpy()
+    (potrf,) = get_lapack_funcs(("potrf",), (matrices[0],))
+    done = []
+    for i, want in enumerate(wanted.tolist()):
+        if not want:
+            done.append(False)
+            continue
+        R, info = potrf(matrices[i].T, lower=0, clean=0, overwrite_a=1)
+        done.append(info == 0 and bool(np.isfinite(R.diagonal()).all()))
+    return torch.tensor(done)
