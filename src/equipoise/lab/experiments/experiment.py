@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from equipoise.core.errors import InputError
+from equipoise.lab.experiments.cells import Cells
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,6 +82,11 @@ class Context:
     device: str = "cpu"
     dry: bool = False
     tell: Callable[[str], None] = field(default=lambda text: None)
+    cells: Cells = field(default_factory=Cells)
+
+    def cell(self, key: str, make: Callable[[], Iterable[Row]]) -> list[Row]:
+        """The rows of one part of a long run, kept: a run that was stopped takes them from its file."""
+        return self.cells.rows(key, make)
 
     def steps(self, items: Iterable[T]) -> Iterator[T]:
         """The items of a loop; the first two of them in a dry run."""

@@ -37,6 +37,16 @@ FASHION: Plain = {
 }
 """A small CNN on a part of Fashion-MNIST: what every experiment smooths at laptop scale."""
 
+DESK: Plain = merged(
+    FASHION,
+    {
+        "model": {"arguments": {"mean": [0.4914, 0.4822, 0.4465], "std": [0.247, 0.2435, 0.2616]}},
+        "data": {"path": "cifar10.npz", "limit": None, "test_limit": 500, "augment": ["flip"]},
+        "epochs": 10,
+    },
+)
+"""The same small CNN on CIFAR-10, 15,000 images: desk scale."""
+
 CIFAR: Plain = {
     "model": {
         "factory": "equipoise.nn.models:cifar_resnet110",
