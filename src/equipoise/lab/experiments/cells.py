@@ -1,7 +1,7 @@
 """Finished parts of a long experiment, kept beside its result, so that a run that was stopped goes on where it was.
 
-A cell is one training, or whatever an experiment calls one: a key and its rows. The file belongs to one experiment with its settings,
-scale and seed; with any other it is begun anew. It is deleted once the result is written.
+A cell is one training, or whatever an experiment calls one: a key and its rows. The file belongs to one experiment
+with its settings, scale and seed; with any other it is begun anew. It is deleted once the result is written.
 """
 
 from __future__ import annotations

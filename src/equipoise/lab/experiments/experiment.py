@@ -46,9 +46,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Power:
-    """What a design can see: the published effect, the smallest one it detects with probability 0.8, and the seeds that would do.
+    """What a design can see: the published effect, the smallest one it detects with probability 0.8, and the seeds
+    that would do.
 
-    `detectable` is infinite and `needed` 0 where a single seed leaves the spread unknown.
+    `detectable` is infinite and `needed` 0 where a single seed leaves the spread unknown. `over` is what the pairs
+    are: seeds, inputs.
     """
 
     published: float
@@ -56,16 +58,23 @@ class Power:
     seeds: int
     needed: int
     unit: str = "points"
+    over: str = "seeds"
 
     def __str__(self) -> str:
         if not math.isfinite(self.detectable):
-            return f"published effect {self.published:g} {self.unit}; one seed says nothing on the spread"
-        enough = "enough" if self.detectable <= abs(self.published) else f"{self.needed} seeds would do"
+            return f"published effect {self.published:g} {self.unit}; one of the {self.over} says nothing on the spread"
+        more = (
+            f"{self.needed} {self.over} would do" if self.needed < MOST else f"more than {MOST} {self.over} are needed"
+        )
+        enough = "enough" if self.detectable <= abs(self.published) else more
         return (
-            f"published effect {self.published:g} {self.unit}; {self.seeds} paired seeds detect {self.detectable:.2g} "
+            f"published effect {self.published:g} {self.unit}; {self.seeds} paired {self.over} detect {self.detectable:.2g} "
             f"with probability 0.8: {enough}"
         )
 
+
+#: more pairs than this are not counted
+MOST = 100_000
 
 SCALES = ("laptop", "desk", "paper")
 
@@ -117,8 +126,9 @@ class Context:
 class Experiment:
     """One table or figure of the thesis.
 
-    `run(settings, context)` yields rows (flat dicts of numbers and strings); `judge(rows)` and `draw(rows)` see the rows
-    only, so that a stored result can be judged and drawn again without running anything. `settings` are frozen dataclasses.
+    `run(settings, context)` yields rows (flat dicts of numbers and strings); `judge(rows)` and `draw(rows)` see the
+    rows only, so that a stored result can be judged and drawn again without running anything. `settings` are frozen
+    dataclasses.
     """
 
     id: str

@@ -56,6 +56,19 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, k: int, 
     axes.plot(x, y, label=name, **{**style, **options})
 
 
+def published(
+    axes: Axes, x: Sequence[float], y: Sequence[float], name: str = "published", k: int = 6, **options: Any
+) -> None:
+    """What the thesis printed: hollow marks without a line, in the k-th colour."""
+    style: dict[str, Any] = {
+        "color": COLOURS[k % 8],
+        "marker": MARKERS[k % 8],
+        "linestyle": "",
+        "markerfacecolor": "white",
+    }
+    axes.plot(x, y, label=name, **{**style, "markersize": 6, "markeredgewidth": 1.3, **options})
+
+
 def legend(axes: Axes, *, shared: bool = False) -> None:
     """A legend above the axes, where it hides nothing; `shared`: above the whole figure, for all panels."""
     figure = axes.get_figure(root=True)

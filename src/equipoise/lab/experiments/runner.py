@@ -26,8 +26,8 @@ class Outcome:
 def reproduce(experiment: Experiment, scale: str, context: Context, folder: Path, *, again: bool = False) -> Outcome:
     """One experiment: its stored result if it has the same settings, scale and seed, else a run that writes one.
 
-    A dry run goes through the same code with two turns of every loop, writes nothing and judges nothing. Parts that a stopped run
-    had finished (`Context.cell`) are not run again, and their time counts.
+    A dry run goes through the same code with two turns of every loop, writes nothing and judges nothing. Parts that a
+    stopped run had finished (`Context.cell`) are not run again, and their time counts.
     """
     settings = experiment.settings(scale)
     if not again and not context.dry:
