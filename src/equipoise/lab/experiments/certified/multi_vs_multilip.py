@@ -212,11 +212,14 @@ EXPERIMENT = Experiment(
     ),
     desk=Settings(
         liresnet(
-            merged(FASHION, {"data": {"path": "cifar10.npz", "limit": None, "test_limit": 300, "validation": 0.01}}),
+            merged(FASHION, {"data": {"path": "cifar10.npz", "limit": 6000, "test_limit": 200, "validation": 0.01}}),
             {"channels": 16, "depth": 2, "dense_depth": 1, "hidden": 128},
         ),
         Sampling(1000),
         tuple(float(t) for t in np.geomspace(0.01, 1, 15).round(4)),
+        attacked=(0.1, 0.2, 0.4),
+        steps=6,
+        draws=4,
     ),
     paper=Settings(
         liresnet(merged(CIFAR, {"epochs": 200}), {"channels": 128, "depth": 12, "dense_depth": 8, "hidden": 2048}),

@@ -56,7 +56,12 @@ def sandwich(base: Mapping[str, Any], builder: str, arguments: Mapping[str, Any]
 LAPTOP_NETWORK = sandwich(FASHION, "sandwich_cnn", {"channels": [8, 16], "hidden": 64})
 DESK_NETWORK = sandwich(
     merged(
-        FASHION, {"data": {"path": "cifar10.npz", "limit": None, "test_limit": 600, "augment": ["flip"]}, "epochs": 12}
+        FASHION,
+        {
+            "data": {"path": "cifar10.npz", "limit": 10_000, "test_limit": 400, "augment": ["flip"]},
+            "epochs": 10,
+            "batch_size": 128,
+        },
     ),
     "sandwich_mlp",
     {"widths": [256, 256], "in_channels": 3, "input_size": 32},
@@ -148,7 +153,7 @@ EXPERIMENT = Experiment(
     published="40/33.6/27.2/24.6/13.7/9.2 · 47.9/32/28.2/27.9/6.4/0 · 52.6/46.2/39.1/35.1/21.9/13.5 % at ε = "
     + "/".join(f"{e:g}" for e in PUBLISHED_EPSILONS),
     laptop=Settings(LAPTOP_NETWORK, Sampling(1000)),
-    desk=Settings(DESK_NETWORK, Sampling(3000)),
+    desk=Settings(DESK_NETWORK, Sampling(2000)),
     paper=Settings(PAPER_NETWORK, Sampling(10_000)),
     run=run,
     judge=judge,
