@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from equipoise.lab.experiments.experiment import Context, Power, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Experiment, Power, Row, Verdict
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas
 from equipoise.lab.experiments.intervals import Mean, gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import merged, train
@@ -17,7 +17,9 @@ Variants = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Settings:
-    """One recipe, named variants of it (what they change), and the number of seeds; the first variant is the baseline."""
+    """One recipe, named variants of it (what they change), and the number of seeds; the first variant is the
+    baseline.
+    """
 
     recipe: dict[str, Any]
     variants: Variants
@@ -37,15 +39,23 @@ class Claim:
     key: str = "accuracy"
 
 
-def run(settings: Settings, context: Context) -> Iterator[Row]:
-    """One row per seed and variant with the figures of the last epoch; the seed fixes the start and the order of the data."""
+def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
+    """One row per seed and variant with the figures of the last epoch; the seed fixes the start and the order of the
+    data.
+
+    A rehearsal trains the first two variants. `label` tells the kept parts of several comparisons apart.
+    """
     for seed in range(1 if context.dry else settings.seeds):
-        for name, change in settings.variants.items():
-            result = train(merged(settings.recipe, change), context, seed)
-            context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.4f}")
-            figures = {key: result.final.get(key) for key in settings.keep}
-            epochs = [row["seconds"] for row in result.history]
-            yield {"variant": name, "seed": seed, **figures, "seconds per epoch": sum(epochs) / len(epochs)}
+        for name, change in context.steps(settings.variants.items()):
+
+            def trained(seed: int = seed, name: str = name, change: Mapping[str, Any] = change) -> Iterator[Row]:
+                result = train(merged(settings.recipe, change), context, seed)
+                context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.4f}")
+                figures = {key: result.final.get(key) for key in settings.keep}
+                epochs = [row["seconds"] for row in result.history]
+                yield {"variant": name, "seed": seed, **figures, "seconds per epoch": sum(epochs) / len(epochs)}
+
+            yield from context.cell(f"{label}seed {seed}, {name}", trained)
 
 
 def by_variant(rows: Sequence[Row], key: str = "accuracy") -> dict[str, list[float]]:
@@ -76,10 +86,11 @@ def paired(rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: st
 def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict, ...]:
     """One verdict per claimed gain, by the interval of the paired differences."""
     known = by_variant(rows)
-    base = mean_of([100 * v for v in known["baseline"]])
+    first = next(iter(known))
+    base = mean_of([100 * v for v in known[first]])
     return tuple(
         Verdict(
-            gain_label(gain, claim.effect), f"{gain.show()} points; baseline {base.show()}", claim.published, claim.part
+            gain_label(gain, claim.effect), f"{gain.show()} points; {first} {base.show()}", claim.published, claim.part
         )
         for claim in claims
         if {claim.wanted, claim.rival} <= set(known)
@@ -89,7 +100,8 @@ def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict
 
 def claim_power(rows: Sequence[Row], claim: Claim) -> Power:
     """What the seeds of a stored result could have detected of a claimed gain."""
-    return power_of(paired(rows, claim.wanted, claim.rival, claim.key), claim.effect or 0.0)
+    unit = "points" if claim.effect else "points (no number is printed: one point is taken)"
+    return power_of(paired(rows, claim.wanted, claim.rival, claim.key), claim.effect or 1.0, unit)
 
 
 def draw(rows: Sequence[Row], key: str = "accuracy", ylabel: str = "test accuracy (%)") -> Figure:
@@ -105,3 +117,16 @@ def draw(rows: Sequence[Row], key: str = "accuracy", ylabel: str = "test accurac
     axes.set_xticks(range(len(found)), list(found), rotation=25, ha="right")
     axes.set(ylabel=ylabel)
     return figure
+
+
+def compared(*, claims: Sequence[Claim], keep_power: int = 0, **described: Any) -> Experiment:
+    """The experiment of a comparison on CIFAR-10 in the last chapter: judged by its claims, its power that of one of
+    them.
+    """
+    return Experiment(
+        chapter="Generalisation",
+        run=run,
+        judge=lambda rows: gain_verdicts(rows, claims),
+        power=lambda rows: claim_power(rows, claims[keep_power]),
+        **{"draw": draw, "needs": ("cifar10.npz",), **described},
+    )
