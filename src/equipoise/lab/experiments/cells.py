@@ -35,6 +35,7 @@ class Cells:
             try:
                 stored = json.loads(line)
             except ValueError:
+                path.write_text("".join(f"{whole}\n" for whole in lines[:number]), encoding="utf-8")
                 break
             if number == 0 and stored != cells.owner:
                 break

@@ -62,7 +62,7 @@ class Power:
 
     def __str__(self) -> str:
         if not math.isfinite(self.detectable):
-            return f"published effect {self.published:g} {self.unit}; one of the {self.over} says nothing on the spread"
+            return f"published effect {self.published:g} {self.unit}; one seed or input says nothing on the spread"
         more = (
             f"{self.needed} {self.over} would do" if self.needed < MOST else f"more than {MOST} {self.over} are needed"
         )
