@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import json
 import os
 import pathlib
@@ -36,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seconds[groups[item]] += took
     if os.environ.get("PYTEST_XDIST_WORKER"):
         items.sort(key=lambda item: -seconds[groups[item]])
+
+
+def pytest_collection_finish() -> None:
+    """Half a million objects of torch and of the collection live to the end: the collector need not look at them."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
