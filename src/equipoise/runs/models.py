@@ -24,6 +24,9 @@ from equipoise.nn.models.parts import Normalise
 from equipoise.onnx import OnnxNetwork
 from equipoise.smoothing.denoised import Denoised
 
+#: arguments by which operators are told that they are in training
+_TRAINING = frozenset({"train", "training"})
+
 
 @dataclass(frozen=True, eq=False)
 class Portable:
@@ -135,14 +138,14 @@ def _batch(program: ExportedProgram) -> int | None:
 
 def _require_inference(program: ExportedProgram) -> None:
     """A program exported in training mode draws random numbers of its own, or mixes the inputs of a batch."""
-    flags = {"dropout": 2, "batch_norm": 5}  # where `train` stands among the arguments
     for node in program.graph.nodes:
-        name = str(node.target).split(".")[1] if node.op == "call_function" and "." in str(node.target) else ""
-        place = flags.get(name)
-        if place is not None and len(node.args) > place and node.args[place] is True:
-            raise Refused(
-                f"the program was exported in training mode ({node.name}): call model.eval() before exporting it"
-            )
+        schema = getattr(node.target, "_schema", None)
+        for place, argument in enumerate(() if schema is None else schema.arguments):
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            if argument.name in _TRAINING and given is True:
+                raise Refused(
+                    f"the program was exported in training mode ({node.name}): call model.eval() before exporting it"
+                )
 
 
 def hash_program(program: ExportedProgram) -> str:
