@@ -104,8 +104,9 @@ def certify(
       equipoise certify --merge runs/a runs/b -o runs/ab
     """
     from equipoise.runs import Execution, open_run
+    from equipoise.runs.engines import find_engine
     from equipoise.runs.export import check_path
-    from equipoise.runs.manifest import is_run
+    from equipoise.runs.manifest import is_run, read_manifest, require_same
     from equipoise.smoothing.procedures import DEFAULT
 
     names, levels = list(targets or []), _epsilons(epsilon)
@@ -148,6 +149,9 @@ def certify(
         return _plan(job, workers, json)
     folder = run or job.default_folder()
     execution = Execution(1 if workers is None else workers, address, gpus_per_worker)
+    find_engine(engine, execution)
+    if is_run(folder):
+        require_same(folder, read_manifest(folder), job.manifest)
     done = is_run(folder) and open_run(folder).finished
     seen = None if done else _look(job, names[0], weights)
     _finish(_sample(job, folder, engine, execution, retry_failed, levels), None, levels, export, json, seen)
