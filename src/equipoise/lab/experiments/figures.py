@@ -11,7 +11,7 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import write_whole
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 else:  # matplotlib is loaded when something is drawn
     Axes = Figure = Any
@@ -62,7 +62,7 @@ def published(
     """What the thesis printed: hollow marks without a line, in the k-th colour."""
     style: dict[str, Any] = {
         "color": COLOURS[k % 8],
-        "marker": MARKERS[k % 8],
+        "marker": "o" if k == 6 else MARKERS[k % 8],
         "linestyle": "",
         "markerfacecolor": "white",
     }

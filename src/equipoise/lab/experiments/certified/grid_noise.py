@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from equipoise.lab.experiments.figures import COLOURS, Figure, canvas
 from equipoise.lab.experiments.intervals import graded
 from equipoise.smoothing import SmoothedClassifier, Stream
 
-NOISES = ("float", "grid")
+NOISES: tuple[Literal["float", "grid"], ...] = ("float", "grid")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,10 @@ COHEN, HARD, SOFT = "Cohen", "hard votes, rivals", "soft votes, rivals"
 OWN, PRINTED = "soft votes, map per input", "as printed (no certificate)"
 METHODS = (COHEN, HARD, SOFT, OWN, PRINTED)
 #: what recipes do with the noise
-TRAININGS = {"noise": {"kind": "gaussian"}, "for the soft vote": {"kind": "consistency", "weight": 5.0}}
+TRAININGS: dict[str, dict[str, Any]] = {
+    "noise": {"kind": "gaussian"},
+    "for the soft vote": {"kind": "consistency", "weight": 5.0},
+}
 #: CIFAR-10, (ε, Carlini's hard votes, LVM-RS) by σ
 PUBLISHED_TABLE = {
     0.25: ((0.0, 86.72, 88.49), (0.25, 74.41, 76.21), (0.5, 58.25, 60.22), (0.75, 40.96, 43.76)),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import COLOURS, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, canvas, legend, published
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of_mean
 from equipoise.lab.experiments.shared.training import merged, train
 
@@ -23,6 +23,7 @@ RESCALINGS = ("aol", "sr")
 
 #: SR − AOL on CIFAR-10, S, at ε = 0, 36/255, 72/255, 108/255 and 1
 PUBLISHED_GAINS = (1.38, 0.71, 0.99, 0.64, 0.44)
+PUBLISHED_TABLE = {"aol": (71.06, 62.78, 53.67, 45.37, 19.18), "sr": (72.44, 63.49, 54.66, 46.01, 19.62)}
 
 
 @dataclass(frozen=True)
@@ -127,12 +128,16 @@ def draw(rows: Sequence[Row]) -> Figure:
             x = [j + 0.3 * (i - 0.5) for j in range(len(epsilons))]
             means = [mean_of(v).value for v in seeds]
             top.bar(x, means, 0.28, color=COLOURS[i], label=rescaling.upper(), hatch=("", "//")[i], alpha=0.85)
+            if len(epsilons) == len(PUBLISHED_TABLE[rescaling]):
+                published(top, x, PUBLISHED_TABLE[rescaling], f"published, S: {rescaling.upper()}", i)
             for j, dots in enumerate(seeds):
                 top.plot([x[j]] * len(dots), dots, "o", color="0.1", markersize=2.5)
         top.set(ylabel="certified accuracy (%)", title=" ".join(group) if len(every) > 1 else "")
         halves = [g.half if g.seeds > 1 else 0.0 for g in by_epsilon.values()]
         gain = [g.value for g in by_epsilon.values()]
         bottom.errorbar(range(len(epsilons)), gain, yerr=halves, fmt="D", color=COLOURS[2], capsize=4, markersize=5)
+        if len(epsilons) == len(PUBLISHED_GAINS):
+            published(bottom, [j + 0.2 for j in range(len(epsilons))], PUBLISHED_GAINS)
         bottom.axhline(0, color="0.3", linewidth=0.8)
         bottom.set(xlabel="ℓ2 radius ε", ylabel="SR − AOL (points)")
         for panel in (top, bottom):

@@ -17,10 +17,15 @@ def regularized(kind: str, penalty: str, weight: float = 0.1) -> dict[str, objec
     """What a variant changes: Gram iteration with the explicit gradient (t = 6), power iteration (10), Singla,
     Araujo.
     """
-    gram = {"kind": "spectral", "bound": "gram", "iterations": 6, "only": "Conv2d"}
-    power = {"kind": "spectral", "bound": "tracked", "steps": 10, "only": "Conv2d"}
-    chosen = {"ours": gram, "Ryu": power, "Singla": {"kind": "singla"}, "Araujo": {"kind": "araujo"}}[kind]
-    return {"regularizers": [{**chosen, "penalty": penalty, "weight": weight}]}
+    gram: dict[str, object] = {"kind": "spectral", "bound": "gram", "iterations": 6, "only": "Conv2d"}
+    power: dict[str, object] = {"kind": "spectral", "bound": "tracked", "steps": 10, "only": "Conv2d"}
+    chosen: dict[str, dict[str, object]] = {
+        "ours": gram,
+        "Ryu": power,
+        "Singla": {"kind": "singla"},
+        "Araujo": {"kind": "araujo"},
+    }
+    return {"regularizers": [{**chosen[kind], "penalty": penalty, "weight": weight}]}
 
 
 WEIGHT_DECAY: dict[str, object] = {"regularizers": [{"kind": "frobenius", "weight": 5e-3, "only": "Conv2d"}]}

@@ -163,12 +163,11 @@ def certify_logits(
     """
     if chosen.name == "hardmax":
         return certify_counts(votes(first), votes(second), sigma, alpha, procedure or "cpm")
-    classes = second.shape[-1]
-    constants = {} if lipschitz is None else {
-        "lipschitz": chosen.component_lipschitz(lipschitz, classes), "pair_lipschitz": chosen.pair_lipschitz(lipschitz)
-    }  # fmt: skip
+    component = pair = None
+    if lipschitz is not None:
+        component, pair = chosen.component_lipschitz(lipschitz, second.shape[-1]), chosen.pair_lipschitz(lipschitz)
     scores = apply_map(chosen, first), apply_map(chosen, second)
-    return certify_scores(*scores, sigma, alpha, procedure or "lvm", **constants)
+    return certify_scores(*scores, sigma, alpha, procedure or "lvm", lipschitz=component, pair_lipschitz=pair)
 
 
 @dataclass(frozen=True)
