@@ -13,13 +13,14 @@ from equipoise.train import read_recipe, run_recipe
 from equipoise.train.build import build_data
 from equipoise.train.keys import data_order
 from equipoise.train.losses import LOSSES, cross_entropy
-from equipoise.train.metrics import certified_bound, evaluate
+from equipoise.train.metrics import Certified, certified_bound, evaluate
 from equipoise.train.objective import OBJECTIVES
 from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, layer_types
 
 #: arguments of rows that have no default
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
-          "smoothadv": {"sigma": 0.1, "epsilon": 0.1}}  # fmt: skip
+          "smoothadv": {"sigma": 0.1, "epsilon": 0.1},
+          **{k: {"lipschitz": 1.0} for k in ("lmt", "gloro", "gloro-trades", "emma", "la")}}  # fmt: skip
 
 
 def row(kind):
@@ -32,7 +33,9 @@ ROWS = [
     *({"projections": [row(k)]} for k in ("norm", "clip")),
     *({"noise": row(k)} for k in OBJECTIVES),
     *({"data": {"path": "digits", "limit": 64, "augment": [row(k)]}} for k in AUGMENTATIONS),
-    *({"optimizer": {"kind": k, "lr": 0.01}} for k in ("sgd", "adam", "adamw", "sam", "asam")),
+    *({"optimizer": {"kind": k, "lr": 0.01}} for k in ("sgd", "adam", "adamw", "nadam", "muon", "sam", "asam")),
+    {"optimizer": {"kind": "nadam", "lr": 0.01, "lookahead": 2}},
+    {"loss": {"kind": "emma", "lipschitz": 1.0, "epsilon": 0.3, "start": 0.1, "temperature": 0.25}},
     {"optimizer": {"kind": "sgd", "decay": "matrices", "weight_decay": 0.1, "clip": 0.5}},
     {"precision": "bf16"},
     {"ema": 0.5},
@@ -150,10 +153,21 @@ def test_processes_share_the_examples_of_an_evaluation(world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     device = torch.device("cpu")
-    whole = evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], 1.0)
+    whole = evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], Certified(1.0, {}))
     sums = []
     for rank in range(world):
-        evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], 1.0, rank, world, lambda v: sums.append(v) or v)
+        evaluate(
+            model,
+            test,
+            cross_entropy(),
+            device,
+            50,
+            [0.0, 0.05],
+            Certified(1.0, {}),
+            rank,
+            world,
+            lambda v: sums.append(v) or v,
+        )
     total = torch.stack(sums).sum(0)
     assert (total[:, 0] / total[:, 1]).tolist() == pytest.approx(
         [whole["loss"], whole["accuracy"], *whole["certified_accuracy"].values()]
@@ -173,7 +187,9 @@ def test_certified_accuracy_is_rounded_down_and_counts_ties_as_wrong():
     zero = type(parts)(
         parts.source, parts.indices[torch.tensor([int(y) == 0 for y in load_dataset("digits", "test").labels])]
     )
-    found = evaluate(Constant(), zero, cross_entropy(), torch.device("cpu"), 50, [0.0, 0.999999, 1.0], 1.0)
+    found = evaluate(
+        Constant(), zero, cross_entropy(), torch.device("cpu"), 50, [0.0, 0.999999, 1.0], Certified(1.0, {})
+    )
     assert found["accuracy"] == 1
     assert found["certified_accuracy"] == {"0.0": 1.0, "0.999999": 1.0, "1.0": 0.0}
 
@@ -190,7 +206,7 @@ def test_an_input_whose_logits_are_no_numbers_counts_as_not_certified(bad):
             return z
 
     parts = build_data(read_recipe("sll-sr-digits").data).test
-    found = evaluate(Broken(), parts, cross_entropy(), torch.device("cpu"), 50, [0.0, 1.0], 1.0)
+    found = evaluate(Broken(), parts, cross_entropy(), torch.device("cpu"), 50, [0.0, 1.0], Certified(1.0, {}))
     zero = torch.tensor([int(y) == 0 for y in parts.batch(torch.arange(len(parts)))[1]])
     kept = zero & (torch.arange(len(parts)) % 50 != 0)
     assert found["certified_accuracy"] == {"0.0": float(kept.double().mean()), "1.0": float(kept.double().mean())}
