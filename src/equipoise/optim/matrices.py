@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step."""
         loss = None
         if closure is not None:
@@ -76,9 +76,9 @@ class Muon(torch.optim.Optimizer):
                     continue
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 if p.ndim >= 2 and min(_matrix(p).shape[-2:]) > 1:
-                    _muon(p, self.state[p], group)
+                    _muon(p, p.grad, self.state[p], group)
                 else:
-                    _adam(p, self.state[p], group)
+                    _adam(p, p.grad, self.state[p], group)
         return loss
 
 
@@ -86,23 +86,23 @@ def _matrix(p: Tensor) -> Tensor:
     return p if p.ndim <= 3 else p.flatten(1)
 
 
-def _muon(p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _muon(p: nn.Parameter, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     if not state:
         state["momentum"] = torch.zeros_like(p)
     moment, beta = state["momentum"], group["momentum"]
-    moment.lerp_(p.grad, 1 - beta)
-    ahead = _matrix(torch.lerp(p.grad, moment, beta))  # Nesterov
+    moment.lerp_(gradient, 1 - beta)
+    ahead = _matrix(torch.lerp(gradient, moment, beta))  # Nesterov
     rows, columns = ahead.shape[-2:]
     update = orthogonalised(ahead, group["steps"]) * max(1.0, rows / columns) ** 0.5
     p.sub_(group["lr"] * update.reshape(p.shape))
 
 
-def _adam(p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _adam(p: nn.Parameter, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     if not state:
         state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(p), torch.zeros_like(p)
     state["step"] += 1
     b1, b2 = group["betas"]
-    state["exp_avg"].lerp_(p.grad, 1 - b1)
-    state["exp_avg_sq"].lerp_(p.grad.square(), 1 - b2)
+    state["exp_avg"].lerp_(gradient, 1 - b1)
+    state["exp_avg_sq"].lerp_(gradient.square(), 1 - b2)
     size = (state["exp_avg_sq"] / (1 - b2 ** state["step"])).sqrt_().add_(1e-8)
     p.addcdiv_(state["exp_avg"] / (1 - b1 ** state["step"]), size, value=-group["lr"] * group["vectors"])
