@@ -2,12 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from equipoise.core.errors import InputError
 from equipoise.data import load_dataset
+from equipoise.nn import losses
+from equipoise.nn.models import build
 from equipoise.norms import spectral_norm
 from equipoise.train import read_recipe, run_recipe
 from equipoise.train.build import build_data
@@ -15,6 +18,7 @@ from equipoise.train.keys import data_order
 from equipoise.train.losses import LOSSES, cross_entropy
 from equipoise.train.metrics import Certified, certified_bound, evaluate
 from equipoise.train.objective import OBJECTIVES
+from equipoise.train.recipe import Data, Extra
 from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, layer_types
 
 #: arguments of rows that have no default
@@ -223,3 +227,43 @@ def test_layer_types():
     assert layer_types(["Linear", "Conv2d"]) == {"only": (nn.Linear, nn.Conv2d)}
     with pytest.raises(InputError, match="did you mean 'Linear'"):
         layer_types("Linaer")
+
+
+def test_extra_examples_are_mixed_in_by_ratio(small):
+    """Every own example once in an epoch, the others one part after the other, each once before any comes twice."""
+    data = read_recipe("sll-sr-digits", ["data.limit=100"]).data.model_copy(
+        update={"extra": Extra(path="digits", ratio=3)}
+    )
+    part = build_data(data).train
+    assert len(part) == 400
+    seen: list[int] = []
+    for epoch in range(6):
+        order = part.order(0, epoch)
+        assert sorted(order[order < 100].tolist()) == list(range(100))
+        seen += order[order >= 100].tolist()
+        assert 50 < int((order[:200] >= 100).sum()) < 200  # shuffled together
+    assert len(set(seen[:1200])) == 1200  # 1437 there are: the fifth epoch starts over
+    whole = load_dataset("digits", "train")
+    x, y = part.batch(torch.tensor([3, 100 + 7, 5]))
+    assert torch.equal(x[1], whole[7][0])
+    assert torch.equal(x[0], whole[int(part.indices[3])][0])
+    assert y.tolist() == [whole[int(part.indices[3])][1], whole[7][1], whole[int(part.indices[5])][1]]
+
+
+def test_extra_examples_have_to_look_like_the_others(tmp_path):
+    np.savez(tmp_path / "other.npz", x_train=np.zeros((4, 5, 5), np.uint8), y_train=np.arange(4))
+    with pytest.raises(InputError, match=r"data\.extra: inputs of shape"):
+        build_data(Data(path="digits", extra=Extra(path=str(tmp_path / "other.npz"))))
+
+
+def test_a_margin_loss_takes_the_constants_of_the_network_by_pairs():
+    torch.manual_seed(0)
+    model = build("liresnet", in_channels=1, input_size=8, channels=8, depth=1, dense_depth=1, hidden=16)
+    x, y = torch.rand(5, 1, 8, 8), torch.arange(5)
+    task = LOSSES["emma"](epsilon=0.4, start=0.1, ramp=0.5, temperature=0.5).of(model)
+    assert (task.lipschitz, task.at(0.25).epsilon.at(0.25)) == (1.0, pytest.approx(0.25))
+    z = model(x)
+    expected = losses.emma(z, y, 0.25, 1.0, model[-1].weight.detach(), 0.5)
+    assert torch.equal(task.at(0.25).loss(z, y), expected)
+    with pytest.raises(InputError, match="does not follow from its construction"):
+        LOSSES["emma"]().of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
