@@ -57,7 +57,7 @@ class _Quantile(torch.autograd.Function):
         return t
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (t,) = ctx.saved_tensors
         a = ctx.width
         slope = (torch.special.ndtr(t + a / 2) - torch.special.ndtr(t - a / 2)) / a
