@@ -5,6 +5,7 @@ from equipoise.lipschitz.rules import (
     domains,
     fourier,
     indexed,
+    joins,
     normalise,
     ordered,
     pointwise,
