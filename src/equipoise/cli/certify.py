@@ -138,7 +138,7 @@ def certify(
     if target_radius is not None and not adaptive:
         raise InputError("--target-radius goes with --adaptive")
     job = _job(
-        names[0], weights, data, split, _Reading(layout, size, columns, classes), _channels(mean, std),
+        names[0], weights, data, split, _Reading(layout, size, columns, classes), channels(mean, std),
         sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
         procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
         relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=noise, denoiser=denoiser,
@@ -198,7 +198,7 @@ def _job(
     return describe(loaded, read_data(data, split, **reading._asdict(), labelled=False), name=shown, **settings)
 
 
-def _channels(mean: str | None, std: str | None) -> _Scaling | None:
+def channels(mean: str | None, std: str | None) -> _Scaling | None:
     """Mean and deviation per channel; a single number serves every channel."""
     if mean is None and std is None:
         return None
