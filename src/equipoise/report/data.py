@@ -21,7 +21,8 @@ class Series:
     """Certificates of one network by one procedure: a curve of the report.
 
     `prediction` is −1 where nothing was certified; `radius` is 0 there. `about` says what the certificate speaks of,
-    `alpha` is its risk per input (0: deterministic), `assumption` what it rests on without proof.
+    `alpha` is its risk per input (0: deterministic), `assumption` what it rests on without proof. `rivals` and `methods`, where
+    there are any, are the classes that limit the radii and what proved them.
     """
 
     model: str
@@ -36,9 +37,12 @@ class Series:
     about: str = ""
     assumption: str = ""
     failed: int = 0
+    rivals: tuple[int, ...] = ()
+    methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {len(self.ids), len(self.labels), len(self.prediction), len(self.radius)}
+        sizes |= {len(column) for column in (self.rivals, self.methods) if column}
         if len(sizes) != 1 or not len(self.ids):
             raise InputError(
                 f"{self.run}: expected as many ids, labels, predictions and radii, at least one; got {sizes}"
