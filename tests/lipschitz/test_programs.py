@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.compiler import is_compiling
 
 from equipoise import nn as own
 from equipoise.conversion import make_lipschitz
@@ -203,17 +204,37 @@ def test_masks_before_a_softmax_are_fine():
     assert lipschitz_bound(Op(_masked_attention).eval(), torch.randn(1, 4, 4)).upper < 10
 
 
-DIFFERENT = {
-    "compiling": lambda x: x if torch.compiler.is_compiling() else 10 * x,
-    "exporting": lambda x: x if torch.compiler.is_exporting() else 10 * x,
-    "gradients": lambda x: 10 * x if torch.is_grad_enabled() else x,
+def _far(question):
+    """Another network for who asks, far from where programs and models are compared."""
+    return lambda x: x if question() else x + 1e3 * F.relu(x - 1e5)
+
+
+QUESTIONS = {
+    "compiling": torch.compiler.is_compiling,
+    "imported": is_compiling,
+    "dynamo": torch._dynamo.is_compiling,
+    "exporting": torch.compiler.is_exporting,
+    "tracing": torch.jit.is_tracing,
+    "wrapped": lambda: (lambda: torch.compiler.is_exporting())(),
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_a_graph_that_is_not_the_model_is_refused(name):
-    with pytest.raises(Refused, match="other values than the model"):
-        lipschitz_bound(Op(DIFFERENT[name]).eval(), torch.randn(1, 4))
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_network_that_runs_is_captured_not_one_made_for_capture(name):
+    report = lipschitz_bound(Op(_far(QUESTIONS[name])).eval(), torch.randn(1, 4))
+    assert report.upper >= 1001
+    torch.export.export(Op(lambda x: x * (2 if torch.compiler.is_exporting() else 1 / 0)), (torch.ones(1),))
+
+
+@pytest.mark.parametrize("question", [torch.is_grad_enabled, torch.is_inference_mode_enabled])
+def test_two_networks_for_two_ways_to_run_them_are_refused(question):
+    with pytest.raises(Refused, match="the forward asks"):
+        lipschitz_bound(Op(_far(question)).eval(), torch.randn(1, 4))
+
+
+def test_one_network_with_and_without_gradients_is_bounded():
+    same = Op(lambda x: (2 if torch.is_grad_enabled() is not None else 3) * x).eval()
+    assert lipschitz_bound(same, torch.randn(1, 4)).upper == pytest.approx(2)
 
 
 class _Noting(nn.Module):

@@ -113,7 +113,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"proved by: {by}",
     ]
     if found["limiting"]:
-        pairs = ", ".join(f"{p['label']} by {p['rival']} ({p['inputs']})" for p in found["limiting"])
+        pairs = ", ".join(f"{p['answer']} by {p['rival']} ({p['inputs']})" for p in found["limiting"])
         lines.append(f"limiting rivals, most often: {pairs}")
     if found["attacked_inside"]:
         lines.append(

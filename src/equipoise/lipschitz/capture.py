@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.lipschitz.batches import flat_outputs, settled
 from equipoise.lipschitz.memory import flat_tensors, refuse_mutation, written_arguments
+from equipoise.lipschitz.modes import asked_about_modes, ordinary_answers
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 from equipoise.lipschitz.values import evaluate, is_mutable, perform
@@ -54,8 +55,9 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
     """Capture the model on one example; with a batch of several, on the first sample (see `batches.settled`).
 
     Guarantee: the program's nodes are all operations between input and output, in order. The rules bound the map of the
-    whole tensors, with a batch of one. On three points the program must give what the model itself gives: a forward
-    that knows that it is being captured is refused. The model's buffers and the random numbers are left as they were.
+    whole tensors, with a batch of one. A forward that asks whether it is being compiled, traced or exported is told that it
+    is not (see `modes`), one that asks for gradients must have the same graph with and without them, and on three points
+    the program must give what the model itself gives. The model's buffers and the random numbers are left as they were.
     """
     if isinstance(model, ExportedProgram):
         program = analyse(model)
@@ -63,7 +65,7 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
     refuse_training(model)
-    with _undisturbed(model):
+    with _undisturbed(model), ordinary_answers():
         found = settled(model, example_input)
         program = _captured(model, found.examples)
         single = None if found.single is None else _captured(model, found.single)
@@ -221,23 +223,40 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
     """`torch.export` with its failures turned into one sentence."""
     try:
         with torch.no_grad():
-            model(*examples)
+            asked = asked_about_modes(lambda: model(*examples))
     except Exception as error:
         raise InputError(
             f"the model does not run on example_input: {type(error).__name__}: {one_line(error)[:200]}"
         ) from error
+    with torch.no_grad():
+        found = _exported(model, examples)
+    if torch.is_inference_mode_enabled in asked:
+        raise Refused(
+            "the forward asks torch.is_inference_mode_enabled(), so it may be two networks; remove the branch"
+        )
+    if torch.is_grad_enabled in asked:
+        with torch.enable_grad():
+            other = _exported(model, examples)
+        if str(found.graph) != str(other.graph):
+            raise Refused(
+                "the forward asks torch.is_grad_enabled() and computes something else with gradients than without them; "
+                "remove the branch, or bound both networks"
+            )
+    return found
+
+
+def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    jumps = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
     try:
-        with _quiet(), _readable_switches(), torch.no_grad():
+        with _quiet(), _readable_switches():
             return torch.export.export(model, examples, strict=False)
     except Exception as error:
-        kind = type(error).__name__
-        hint = (
-            "the control flow depends on the data"
-            if "data-dependent" in str(error) or "DataDependent" in kind
-            else "the forward cannot be captured"
-        )
+        hint = "the control flow depends on the data" if isinstance(error, jumps) else "the forward cannot be captured"
         raise Refused(
-            f"{hint}, so there is no fixed graph to bound ({kind}: {one_line(error)[:200]}); "
+            f"{hint}, so there is no fixed graph to bound ({type(error).__name__}: {one_line(error)[:200]}); "
             "replace Python branches on tensor values by tensor operations, or bound the parts separately"
         ) from error
 

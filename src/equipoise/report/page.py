@@ -42,8 +42,10 @@ def write_report(data: ReportData, path: str | Path) -> Path:
     return path
 
 
-def render(data: ReportData, plotly: str | None = None) -> str:
+def render(data: ReportData, plotly: str | None = None, refresh: int | None = None) -> str:
     """The whole page as text; `plotly` is the source of plotly.js, by default that of the installed package.
+
+    `refresh` makes the page load itself again after so many seconds.
 
     >>> page = render(ReportData("<Nothing> yet"), plotly="")
     >>> "&lt;Nothing&gt; yet" in page and "<Nothing>" not in page
@@ -66,12 +68,18 @@ def render(data: ReportData, plotly: str | None = None) -> str:
     assets = resources.files("equipoise.report").joinpath("assets")
     style, script = (assets.joinpath(n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
     pieces = {
-        "TITLE": esc(data.title), "STYLE": style, "INTRO": esc(data.intro), "CARDS": parts.cards(data),
+        "REFRESH": refreshing(refresh), "TITLE": esc(data.title), "STYLE": style, "INTRO": esc(data.intro),
+        "CARDS": parts.cards(data),
         "ALARM": _alarm(data), "NAVIGATION": _navigation(body), "BODY": body, "DATA": in_script(payload),
         "PLOTLY": source.replace("</script", "<\\/script"), "SCRIPT": script,
     }  # fmt: skip
     head, *rest = _PAGE.split("@@")  # one pass: text that happens to look like a mark is never filled in
     return head + "".join(pieces[mark] if i % 2 == 0 else mark for i, mark in enumerate(rest))
+
+
+def refreshing(seconds: int | None) -> str:
+    """The mark that lets a browser load the page again."""
+    return "" if seconds is None else f'<meta http-equiv="refresh" content="{int(seconds)}">'
 
 
 def numbers(data: ReportData) -> dict[str, Any]:
@@ -266,8 +274,8 @@ def _alarm(data: ReportData) -> str:
 
 _LINKS = (
     ("curves-section", "Curves"), ("bounds-section", "Bounds"), ("layers-section", "Layers"), ("spectra-section", "Spectra"),
-    ("radii-section", "Radii"), ("gallery-section", "Gallery"), ("proofs-section", "Rivals"), ("inputs-section", "Inputs"), ("limits", "Not guaranteed"),
-    ("provenance", "Parameters"),
+    ("radii-section", "Radii"), ("gallery-section", "Gallery"), ("proofs-section", "Rivals"), ("inputs-section", "Inputs"),
+    ("limits", "Not guaranteed"), ("provenance", "Parameters"),
 )  # fmt: skip
 
 
@@ -281,7 +289,7 @@ _PAGE = """<!doctype html>
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:">
-<title>@@TITLE@@</title>
+@@REFRESH@@<title>@@TITLE@@</title>
 <style>@@STYLE@@</style></head>
 <body>
 <header><div class="bar"><span class="mark" aria-hidden="true"></span><span class="brand">equipoise</span>

@@ -86,8 +86,8 @@ class Table(Generic[R]):
 
     What is stored of an input is up to a kind of run: `schema` is the statement that makes the table `inputs`, with at least the
     columns id, position, failure and checksum, `columns` are those that are written, `encode` and `decode` turn rows into them
-    and back. `identity` is the digest of what must not change, `seal` that of the whole `run.json`: a store that belongs to another run,
-    or to another version of its `run.json`, is refused.
+    and back. `identity` is the digest of what must not change, `seal` that of the whole `run.json`: a store that belongs to
+    another run, or to another version of its `run.json`, is refused.
     """
 
     schema: ClassVar[str]

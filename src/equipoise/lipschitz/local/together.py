@@ -39,7 +39,7 @@ def together_radius(case: Case, base: float, most: int = MOST) -> float:
         if time.monotonic() > case.deadline:
             break
         L = common_constant(case, outer, case.margins, most)
-        if not L < math.inf:
+        if math.isinf(L):
             break
         reached = min(outer, _ROOM / L) if L > 0 else outer
         better, found = reached > found * 1.02, max(found, reached)

@@ -43,7 +43,7 @@ from equipoise.smoothing.partitions import Ints
 #: called after every stored input with the row, the number of stored inputs and of all inputs
 Progress = Callable[[ProvedRow, int, int], None]
 #: radii that are attacked, as multiples of the proved one: the first lies inside, where nothing may be found
-OUTSIDE = (1.0, 2.0, 4.0, 8.0, 16.0)
+OUTSIDE = (0.99, 2.0, 4.0, 8.0, 16.0)
 RTOL = 1e-3
 
 
@@ -79,7 +79,8 @@ def certify_proved(
 ) -> ProvedRun:
     """The proved radius of every input of a dataset, with its limiting rival, its method and attacks beside it.
 
-    `f_y(x') > f_k(x')` for all k ≠ y and all `‖x' − x‖ < R`, y the label, with certainty, as `eq.certified_radius`. Rows go to
+    `f_y(x') > f_k(x')` for all k ≠ y and all `‖x' − x‖ < R`, y the label (the network's own answer where the data has none),
+    with certainty, as `eq.certified_radius`. Rows go to
     `run_dir`, one transaction per input; a killed run is continued by the same call. Inputs that cannot be
     read, and those whose evaluation cannot be bounded, are failed rows with the reason.
 
@@ -90,7 +91,7 @@ def certify_proved(
         norm: of the ball, `l2`, `linf` or `l1`.
         effort: as in `eq.certified_radius`.
         seconds: budget per input; the best radius proved so far counts when it ends.
-        attack_steps: of the ℓ2 attack beside each radius (at 1, 2, 4, 8 and 16 times it); 0: no attacks.
+        attack_steps: of the ℓ2 attack beside each radius (at 0.99, 2, 4, 8 and 16 times it); 0: no attacks.
         skip: leave out the first inputs.
         limit: at most this many.
         stride: take every so many-th.
@@ -131,7 +132,7 @@ def describe_proved(
     if isinstance(dataset, str | Path):
         raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
     ported, inputs, selection = portable(model), Inputs.of(dataset, name), Selection(skip, limit, stride)
-    positions = selection.positions(len(inputs))
+    positions = selection.positions(len(inputs), inputs.labels)
     classes = count_logits(ported, inputs, positions, "cpu")
     inputs.check_labels(positions, classes)
     asked = Asked(classes, norm, effort, seconds, attack_steps)
@@ -202,7 +203,8 @@ def _one(job: ProvedJob, prover: Prover, position: int) -> tuple[ProvedRow, list
         item = job.inputs.item(position)
     except (EquipoiseError, OSError) as error:
         return failed_row(item, f"it could not be read: {error}"), []
-    check_label(item.id, item.label, job.manifest.asked.classes)
+    if job.inputs.labelled:
+        check_label(item.id, item.label, job.manifest.asked.classes)
     try:
         row = prover.prove(item)
     except Refused as error:
@@ -256,9 +258,9 @@ class Prover:
             raise Refused(f"the input has shape {tuple(item.x.shape)}, the inputs of this run have {self.shape}")
         deadline = math.inf if self.asked.seconds is None else time.monotonic() + self.asked.seconds
         with torch.no_grad(), full_precision():
-            found = self.certifier.certify(item.x.to(self.dtype)[None], item.label, deadline)
-        radius, _, rival, margin, method = found
-        answer = item.label if margin > 0 else self._answer(item.x)
+            asked = item.label if item.label >= 0 else None
+            radius, label, rival, margin, method = self.certifier.certify(item.x.to(self.dtype)[None], asked, deadline)
+        answer = label if margin > 0 else self._answer(item.x)
         return ProvedRow(item.id, item.position, item.label, answer, radius, rival, margin, method)
 
     def _answer(self, x: Tensor) -> int:
@@ -278,7 +280,7 @@ class Prover:
         steps, seed, rows = self.asked.attack_steps, self.asked.attack_seed, list[AttackRow]()
         if not steps or not 0 < row.radius < LARGEST:
             return rows
-        x, y = item.x.to(self.dtype)[None], torch.tensor([item.label])
+        x, y = item.x.to(self.dtype)[None], torch.tensor([row.prediction])
         for factor in OUTSIDE:
             epsilon = row.radius * factor
             try:

@@ -194,11 +194,12 @@ class ProvedRun:
             "average_radius": average_certified_radius(self.radius, self._right()),
             "methods": dict(Counter(row.method for row in self.rows if row.radius > 0).most_common()),
             "limiting": [
-                {"label": a, "rival": b, "inputs": n}
-                for (a, b), n in Counter((r.label, r.rival) for r in self.rows if r.radius > 0).most_common(5)
+                {"answer": a, "rival": b, "inputs": n}
+                for (a, b), n in Counter((r.prediction, r.rival) for r in self.rows if r.radius > 0).most_common(5)
             ],
             "seconds": float(sum(row.seconds for row in self.rows)),
-            "attacked_inside": sum(0 < a.epsilon <= known.get(a.id, 0.0) for a in self.attacks), "broken": [str(i) for i in self.broken()],
+            "attacked_inside": sum(0 < a.epsilon < known.get(a.id, 0.0) for a in self.attacks),
+            "broken": [str(i) for i in self.broken()],
         }  # fmt: skip
 
     def _comparable(self) -> dict[InputId, float]:

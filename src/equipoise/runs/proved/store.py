@@ -20,10 +20,11 @@ CREATE TABLE IF NOT EXISTS inputs (
 
 @dataclass(frozen=True)
 class ProvedRow:
-    """One input: no point strictly within `radius` has another answer than `label`; `rival` is the class that limits it.
+    """One input: no point strictly within `radius` has another answer; `rival` is the class that limits it.
 
     `prediction` is the network's own answer, −1 where rounding leaves it open; `margin` is a lower bound of the margin at the
-    input against `rival`; `method` proved the radius. The radius is 0 where the answer is not the label.
+    input against `rival`; `method` proved the radius. The radius is 0 where the answer is not the label
+    (−1: unlabelled, and the answer is the network's own).
     """
 
     id: InputId
@@ -58,6 +59,7 @@ class ProvedStore(Table[ProvedRow]):
         row = ProvedRow(*values)
         numbers = (row.radius, row.margin, row.seconds)
         sound = all(isinstance(v, float) for v in numbers) and row.radius >= 0 and not math.isnan(row.margin)
-        if not sound or (row.radius > 0 and (row.failure is not None or row.prediction != row.label)):
+        wrong = row.failure is not None or row.prediction != (row.label if row.label >= 0 else max(row.prediction, 0))
+        if not sound or (row.radius > 0 and wrong):
             raise InputError(f"{self.path} is damaged at input {row.id!r}: restore it from a copy")
         return row
