@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.train.keys import generator, in_blocks
-from equipoise.train.task import Task
+from equipoise.train.task import Task, Timed
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a batch stands: the seed, the step, and the place of its first example in the global batch."""
+    """Where a batch stands: the seed, the step, the place of its first example in the global batch, the fraction of the run."""
 
     seed: int
     step: int
     first: int
+    fraction: float = 1.0
 
 
 class Objective(Protocol):
@@ -30,12 +31,17 @@ class Objective(Protocol):
         """The loss of this process's share of the batch, averaged over it."""
 
 
+def _now(task: Task, place: Place) -> Task:
+    """The task as it is at this moment of the run."""
+    return task.at(place.fraction) if isinstance(task, Timed) else task
+
+
 def plain(task: Task) -> Objective:
     """`loss(f(x), y)`."""
 
     def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
         output = network(x)
-        return task.loss(output, y), output
+        return _now(task, place).loss(output, y), output
 
     return objective
 
@@ -55,7 +61,7 @@ def gaussian(task: Task, sigma: float) -> Objective:
 
     def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
         output = network(add_noise(x, sigma, place))
-        return task.loss(output, y), output
+        return _now(task, place).loss(output, y), output
 
     return objective
 
@@ -96,7 +102,7 @@ def smooth_adversarial(task: Task, sigma: float, epsilon: float, steps: int = 2,
             inner, x, y, sigma, epsilon, steps=steps, copies=copies, generator=_generator(x, place)
         )
         output = network(noisy)
-        return task.loss(output, labels), output[: len(y)]
+        return _now(task, place).loss(output, labels), output[: len(y)]
 
     return objective
 

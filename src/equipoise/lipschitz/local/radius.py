@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import down, full_precision, row_lengths, up
+from equipoise.core.precision import down, full_precision, up
 from equipoise.lipschitz.batches import as_examples
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
@@ -20,9 +20,9 @@ from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.local.backward import Norm, enclose_ball
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius
-from equipoise.lipschitz.logs import exp_up, log_product, log_up
+from equipoise.lipschitz.logs import exp_up
+from equipoise.lipschitz.pairs import pair_constants
 from equipoise.lipschitz.propagate import Propagation, propagate
-from equipoise.maps.linear import Matrix
 from equipoise.norms.bracket import Cache
 
 Effort = Literal["auto", "fast", "relaxation", "integral"]
@@ -170,7 +170,7 @@ class Certifier:
             effort = "fast"
         chain = chain_total(run)
         whole = exp_up(min(run.fused, math.inf if chain is None else chain))
-        return cls(run, cache, norm, effort, network, whole, _pairs(run), note)
+        return cls(run, cache, norm, effort, network, whole, pair_constants(run), note)
 
     def certify(self, x: Tensor, label: int | None, deadline: float) -> Found:
         """Radius, label, rival, margin and method of one sample."""
@@ -232,15 +232,3 @@ class Certifier:
             if more > base:
                 found = more, limiting, "integral"
         return found
-
-
-def _pairs(run: Propagation) -> Tensor | None:
-    """`L'·‖w_y − w_k‖`, rounded up, for a network that ends in a dense layer."""
-    facts = run.facts[run.program.outputs[0]]
-    if not isinstance(facts.form, Matrix) or facts.base is None:
-        return None
-    weight = facts.form.matrix.detach().double()
-    trunk = exp_up(log_product(run.facts[facts.base].fused, log_up(1.0)))
-    apart = torch.stack([row_lengths(weight - row) for row in weight])
-    rounding = 2.0**-52 * row_lengths(weight).max()
-    return up((apart + rounding + 2 * facts.form.error) * trunk)
