@@ -122,7 +122,7 @@ def test_the_command_shows_and_exports(finished, tmp_path):
     *_, run = finished
     table = tmp_path / "table.csv"
     done = CliRunner().invoke(
-        app, ["certify", str(run.folder), "--deterministic", "--epsilon", "0,0.1", "--export", str(table)]
+        app(), ["certify", str(run.folder), "--deterministic", "--epsilon", "0,0.1", "--export", str(table)]
     )
     assert done.exit_code == 0, done.output
     assert "limiting rivals" in done.output

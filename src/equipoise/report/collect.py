@@ -77,7 +77,7 @@ def _part(name: str, folder: Path, alpha: float | None) -> _Part:
     if is_proved(folder):
         return _proved(name, open_proved(folder))
     raise InputError(
-        f"{folder} is not a run: it holds neither run.json nor proved.json nor {margin_file.NAME}, and is no certification "
+        f"{folder} is not a run: it holds neither run.json nor {margin_file.NAME} nor proved.json, and is no certification "
         "log (.tsv)"
     )
 
