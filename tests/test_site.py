@@ -27,7 +27,7 @@ def test_every_public_name_is_on_a_page():
     packages = {f"equipoise.{m.name}" for m in pkgutil.iter_modules(equipoise.__path__) if m.ispkg}
     assert packages - listed == {"equipoise.cli", "equipoise.lab"}
     pages = reference.pages()
-    shown = {name for name in re.findall(r"\[`(\w+)`\]\(api/", pages["api.md"])}
+    shown = set(re.findall(r"\[`(\w+)`\]\(api/", pages["api.md"]))
     objects = {id(value_of(p, n)) for p, n in reference.names() if n in shown}
     assert not [f"{p}.{n}" for p, n in reference.names() if id(value_of(p, n)) not in objects]
     assert sum(text.count("\n::: ") + text.count("\n### ") for text in pages.values()) >= len(shown) > 300
