@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import json
 import os
 import pathlib
@@ -11,28 +13,37 @@ import pytest
 
 from slower import listed
 
-#: marked tests, or files, that share something costly: a cluster, a browser, a pair of processes
+#: tests of several files that share something costly: a cluster, a browser
 TOGETHER = ("ray", "browser")
-FILES = ("train/test_distributed.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `slower.txt` lists as `medium` and start with it; keep on one process what shares something costly."""
-    known = {name: place for place, name in enumerate(listed())}
+    """Mark what `slower.txt` lists as `medium`; on several processes a file stays on one, and the longest files start.
 
-    def place(item: pytest.Item) -> int:
-        name = item.nodeid
-        return min(known.get(name, len(known)), known.get(name.partition("[")[0], len(known)))
-
+    What a file's fixtures share is made once that way; one test at a time would make it again after every other file.
+    """
+    known = listed()
+    rows = collections.Counter(item.nodeid.partition("[")[0] for item in items)
+    seconds: collections.Counter[str] = collections.Counter()
+    groups = {}
     for item in items:
-        if place(item) < len(known):
+        function = item.nodeid.partition("[")[0]
+        took = known.get(item.nodeid, known.get(function, 0.0) / rows[function])  # a function stands for all its rows
+        if took:
             item.add_marker(pytest.mark.medium)
-        groups = [name for name in TOGETHER if item.get_closest_marker(name)]
-        groups += [name for name in FILES if item.nodeid.partition("::")[0].endswith(name)]
-        if groups:
-            item.add_marker(pytest.mark.xdist_group(groups[0]))
+        shared = [name for name in TOGETHER if item.get_closest_marker(name)]
+        groups[item] = shared[0] if shared else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+        seconds[groups[item]] += took
     if os.environ.get("PYTEST_XDIST_WORKER"):
-        items.sort(key=place)
+        items.sort(key=lambda item: -seconds[groups[item]])
+
+
+def pytest_collection_finish() -> None:
+    """Half a million objects of torch and of the collection live to the end: the collector need not look at them."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

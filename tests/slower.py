@@ -1,7 +1,8 @@
 """`tests/slower.txt` from the log of a run: `pytest -m "not slow" --durations=0 -vv | python tests/slower.py`.
 
-The list holds the tests that take most of the time, one beginning of a node id per line; `make check` leaves them out
-(they get the marker `medium`), and a run on several processes starts with them. A test that is not in it counts as quick.
+The list holds the tests that take most of the time, one beginning of a node id per line with its seconds; `make check`
+leaves them out (they get the marker `medium`), and a run on several processes starts with the files that have most of
+them. A test that is not in it counts as quick.
 """
 
 import collections
@@ -16,7 +17,7 @@ LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+(\S.*?)\s*$")
 
 
 def slower(log):
-    """Functions most of whose rows are slow, and the slow rows of the others, slowest first."""
+    """The seconds of functions most of whose rows are slow, and of the slow rows of the others, slowest first."""
     seconds = collections.Counter()
     for line in log:
         if found := LINE.match(line):
@@ -31,13 +32,14 @@ def slower(log):
             kept[function] = sum(each.values())
         else:
             kept |= slow
-    return sorted(kept, key=kept.get, reverse=True)
+    return dict(sorted(kept.items(), key=lambda row: -row[1]))
 
 
 def listed():
-    """The list as it is committed."""
-    return LIST.read_text(encoding="utf-8").split("\n")[:-1]
+    """The list as it is committed: seconds by name."""
+    rows = (line.partition(" ") for line in LIST.read_text(encoding="utf-8").splitlines())
+    return {name: float(took) for took, _, name in rows}
 
 
 if __name__ == "__main__":
-    LIST.write_text("".join(f"{name}\n" for name in slower(sys.stdin)), encoding="utf-8")
+    LIST.write_text("".join(f"{took:.1f} {name}\n" for name, took in slower(sys.stdin).items()), encoding="utf-8")

@@ -208,6 +208,90 @@ def test_harmless_guards_are_kept(plain):
     assert torch.equal(program.module()(torch.ones(2, 3)), net()(torch.ones(2, 3)))
 
 
+# ---- dynamic batch dimensions ------------------------------------------------------------------------------------------
+
+
+class Reshaping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.layer(x.reshape(2 * x.shape[0], 3)).reshape(x.shape[0], 8)
+
+
+@pytest.fixture(scope="module")
+def dynamic() -> bytes:
+    buffer = io.BytesIO()
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.export.save(torch.export.export(Reshaping().eval(), (torch.zeros(5, 2, 3),), dynamic_shapes=shapes), buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_a_dynamic_batch_is_fixed_and_its_expressions_are_never_evaluated(dynamic, batch):
+    Path("good.pt2").write_bytes(dynamic)
+    rebuilt = inspect_program(dynamic, "good.pt2", batch)
+    assert b"Symbol" not in rebuilt
+    assert b"expr_str" not in rebuilt
+    loaded = load_model("good.pt2", batch=batch)
+    assert loaded.input_shape == (2, 3)
+    x = torch.rand(batch, 2, 3)
+    assert torch.equal(loaded.module()(x), Reshaping().eval()(x))
+
+
+def symbols(text):
+    """Put this where the sizes are written."""
+
+    def change(d):
+        for item in d["graph_module"]["graph"]["sym_int_values"].values():
+            item["as_expr"]["expr_str"] = text
+
+    return change
+
+
+def second_symbol(d):
+    d["range_constraints"]["s99"] = {"min_val": 0, "max_val": None}
+
+
+def in_width(d):
+    name = d["graph_module"]["graph"]["inputs"][-1]["as_tensor"]["name"]
+    sizes = d["graph_module"]["graph"]["tensor_values"][name]["sizes"]
+    sizes[0], sizes[1] = sizes[1], sizes[0]
+
+
+SYMBOLS = {
+    "code": symbols(TOUCH),
+    "code as an argument": symbols(f"Mul(Integer(2), {TOUCH})"),
+    "another symbol": symbols("Symbol('s1000', integer=True)"),
+    "a symbol that is code": lambda d: d.update(range_constraints={TOUCH: {"min_val": 0}}),
+    "a huge power": symbols("Pow(Integer(10), Integer(1000000000))"),
+    "a huge product": symbols("Mul(" + "Integer(1000000000)," * 30 + ")"),
+    "division by zero": symbols("FloorDiv(Integer(1), Integer(0))"),
+    "a method": symbols("Symbol('s77').__class__"),
+    "wrong sizes": symbols("Integer(3)"),
+    "two symbols": second_symbol,
+    "a dynamic width": in_width,
+    "an empty range": lambda d: d["range_constraints"].update(
+        {k: {"min_val": 5, "max_val": 3} for k in d["range_constraints"]}
+    ),
+    "no graph": lambda d: d.update(graph_module={"graph": []}),
+    "a condition that fails": lambda d: d["graph_module"]["graph"]["sym_bool_values"].update(
+        x={"as_expr": {"expr_str": "Equality(Integer(1), Integer(2))"}}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SYMBOLS)
+def test_symbols_that_are_no_sizes_are_refused(dynamic, case):
+    Path("bad.pt2").write_bytes(edited(dynamic, SYMBOLS[case]))
+    with pytest.raises(EquipoiseError) as caught:
+        load_model("bad.pt2")
+    assert not Path(CANARY).exists()
+    assert "\n" not in str(caught.value)
+
+
 # ---- checkpoint directories ---------------------------------------------------------------------------------------------
 
 

@@ -295,3 +295,65 @@ def test_map_style_datasets_that_change_or_lie_are_refused():
         as_dataset(Items([]), "items")
     with pytest.raises(InputError, match="gave a generator"):
         as_dataset((i for i in range(3)), "items")
+
+
+# ---- names of classes, dictionaries, no labels -----------------------------------------------------------------------
+
+
+def pets():
+    return Dataset.from_arrays(floats(), Y, name="pets").with_classes(["cat", "dog", "fox"])
+
+
+ORDERS = {
+    "a list": (["fox", "owl", "dog", "cat"], [3, 2, 0, 2], ("fox", "owl", "dog", "cat")),
+    "numbers": ({"fox": 0, "dog": 2, "cat": 3}, [3, 2, 0, 2], ("fox", "class 1", "dog", "cat")),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_classes_are_numbered_as_the_model_does(name):
+    order, labels, classes = ORDERS[name]
+    found = pets().select(skip=1).with_classes(order)
+    assert found.labels.tolist() == labels[1:]
+    assert found.classes == classes
+    assert found.num_classes == 4
+    assert found.parent_fingerprint() == pets().with_classes(order).fingerprint()
+    assert pets().with_classes(order).fingerprint() != pets().fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (["cats", "dog", "fox"], r"'cat', which the list of classes does not name; is it 'cats'\?"),
+        (["cat", "cat", "dog", "fox"], "distinct"),
+        ([], "distinct"),
+        ({"cat": 0, "dog": 0, "fox": 1}, "same number"),
+        ({"cat": -1, "dog": 0, "fox": 1}, "same number"),
+    ],
+)
+def test_orders_that_do_not_fit_are_refused(order, message):
+    with pytest.raises(InputError, match=message):
+        pets().with_classes(order)
+
+
+def test_rows_may_be_dictionaries():
+    rows = [{"idx": i, "img": x, "label": int(y)} for i, (x, y) in enumerate(zip(floats(), Y, strict=True))]
+    assert as_dataset(rows, "rows").fingerprint() == as_dataset((floats(), Y), "pair").fingerprint()
+    assert as_dataset({"pixels": floats(), "y": Y}, "columns").labels.tolist() == Y.tolist()
+    odd = [{"picture": r["img"], "kind": r["label"]} for r in rows]
+    assert as_dataset(odd, "odd", columns=("picture", "kind")).labels.tolist() == Y.tolist()
+    with pytest.raises(
+        InputError, match=r"has the entries picture, kind: name the two to use, columns=\(image, label\)"
+    ):
+        as_dataset(odd, "odd")
+
+
+def test_inputs_alone_have_no_labels(tmp_path):
+    alone = as_dataset(torch.from_numpy(floats()), "alone")
+    assert (alone.labelled, alone.num_classes, alone.labels.tolist()) == (False, 0, [-1] * 4)
+    assert "no labels" in repr(alone)
+    np.savez(tmp_path / "x.npz", images=floats())
+    assert not load_dataset(tmp_path / "x.npz", labelled=False).labelled
+    for refused in (lambda: load_dataset(tmp_path / "x.npz"), lambda: alone.with_classes(["a"])):
+        with pytest.raises(InputError, match="no labels"):
+            refused()

@@ -124,7 +124,8 @@ ARCHIVES = {
     "not-numbers": ({"x": npy((1, 2, 2), "<U1", bytes(16)), "y": LABEL}, "expected uint8"),
     "empty-entry": ({"x": b"", "y": LABEL}, "not a readable array"),
     "bad-header": ({"x": npy("((((", body=bytes(4)), "y": LABEL}, "not a readable array"),
-    "only-inputs": ({"x": npy((1, 2, 2), body=bytes(4))}, "has no arrays"),
+    "only-inputs": ({"x": npy((1, 2, 2), body=bytes(4))}, "has no labels"),
+    "labels-of-another-part": ({"x_test": npy((1, 2, 2), body=bytes(4)), "y_train": LABEL}, "has no arrays"),
     "no-rows": ({"x": npy((0, 2, 2)), "y": npy((0,))}, "not empty"),
     "one-label-for-two": ({"x": npy((2, 2, 2), body=bytes(8)), "y": LABEL}, "2 inputs but 1 labels"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 import pytest
@@ -45,6 +46,15 @@ class Own(nn.Module):
         return self.last(self.operation(self.first(x)))
 
 
+@functools.cache
+def captured(operation):
+    """A network with the operation inside, an input, and the program of it."""
+    torch.manual_seed(1)
+    model = Own(operation).eval().requires_grad_(False)
+    x = torch.randn(1, 3, dtype=torch.float64)
+    return model, x, torch.export.export(model, (x,))
+
+
 def _stretched(model, x, radius):
     g = torch.Generator().manual_seed(0)
     a, b = (x + radius * torch.randn(200, 3, generator=g, dtype=torch.float64) / 3 for _ in range(2))
@@ -69,13 +79,11 @@ def test_a_label_is_only_shown(label, slopes, rules):
         def bound(call):
             return Step(((call.signal("x"), 2.0),), label, offset=0.0, slopes=slopes)
 
-        torch.manual_seed(1)
-        model = Own(operation).eval().requires_grad_(False)
-        x = torch.randn(1, 3, dtype=torch.float64)
-        report = lipschitz_bound(model, x)
+        model, x, program = captured(operation)
+        report = lipschitz_bound(program, x)
         truth = torch.linalg.matrix_norm(2 * model.last.weight @ model.first.weight, 2)
         assert report.upper >= (float(truth) if operation is doubled else _stretched(model, x, 10.0))
-        found = local_lipschitz(model, x, 0.2, steps=4)
+        found = local_lipschitz(program, x, 0.2, steps=4)
         assert float(found.upper) >= _stretched(model, x, 0.2)
         assert label in [row.kind for row in report.layers]
         if slopes is None:

@@ -21,7 +21,9 @@ from equipoise.report import (
     save_audit,
     save_gallery,
 )
-from equipoise.report.collect import contradictions
+from equipoise.report.collect import as_document, contradictions, joined
+from equipoise.report.page import render
+from equipoise.report.sections import cards, summary_table
 from equipoise.runs import AttackRow, certify
 
 
@@ -100,6 +102,58 @@ def test_an_attack_inside_a_certificate_is_found(report_parts):
     assert contradictions([s], [row(right[0], 0.5, success=False)], "smoothed").broken == 0
     assert contradictions([s], [row(right[0], 0.5, kind="base")], "smoothed").broken == 0  # another classifier
     assert contradictions([s], [AttackRow(wrong, "smoothed", 1.0, True, 0.0, 1, 1, 0)], "smoothed").broken == 0
+
+
+def test_an_input_counts_once_however_many_curves_certify_it(report_parts):
+    curves = [report_parts.series(30), report_parts.series(30, procedure="cohen")]
+    tried = [i for i in range(30) if curves[0].correct[i] and curves[0].radius[i] > 0.01]
+    rows = [AttackRow(i, "smoothed", 0.005, False, None, 1, 1, 0) for i in tried]
+    found = contradictions(curves, rows, "smoothed", "net on data")
+    assert found.tried == len(tried)
+    assert joined([found, contradictions(curves, rows, "smoothed", "net on data")]).tried == len(tried)
+    assert joined([found, contradictions(curves, rows, "smoothed", "another")]).tried == 2 * len(tried)
+    broken = [AttackRow(tried[0], "smoothed", 0.005, True, 0.001, 1, 1, 0)]
+    both = contradictions(curves, broken, "smoothed")
+    assert (both.tried, both.broken, len(both.where)) == (1, 1, 2)
+
+
+def test_the_data_is_named_and_the_headline_is_the_runs_own_procedure(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
+    x = torch.rand(5, 1, 2, 2)
+    certify(net, (x, net(x).argmax(1)), run_dir=tmp_path / "a", sigma=0.1, n=100, name="my pictures")
+    data = collect([tmp_path / "a"])
+    assert {s.data for s in data.series} == {"my pictures"}
+    assert [s.own for s in data.series] == [True, False]
+    headline = cards(data)
+    assert (
+        f"{data.series[0].procedure}, run a: mean of 5 inputs of my pictures; 1 more curve of this run below"
+        in headline
+    )
+    assert headline.count("average certified radius") == 1
+    assert '<td data-key="my pictures">' in summary_table(data.series, 0.3)
+
+
+def test_inputs_without_labels_are_not_called_wrong(tmp_path):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
+    certify(net, torch.rand(5, 1, 2, 2), run_dir=tmp_path / "a", sigma=0.01, n=200)
+    data = collect([tmp_path / "a"])
+    assert float(data.series[0].accuracy()) == float((data.series[0].prediction >= 0).mean()) > 0
+    assert "any answer" in cards(data)
+    assert as_document(data)["series"][0]["labelled"] is False
+
+
+def test_a_published_log_is_a_curve_whose_risk_is_unknown(tmp_path):
+    log = tmp_path / "cohen.tsv"
+    rows = ["0\t1\t1\t0.5\t1\t0:01", "1\t2\t-1\t0.0\t0\t0:01", "2\t2\t0\t0.3\t0\t0:01"]
+    log.write_text("idx\tlabel\tpredict\tradius\tcorrect\ttime\n" + "\n".join(rows) + "\n")
+    data = collect([log])
+    (curve,) = data.series
+    assert curve.accuracy([0.0, 0.5, 0.6]).round(4).tolist() == [0.3333, 0.3333, 0.0]
+    page = render(data, plotly="")
+    assert ">unknown</td>" in page
+    assert "Deterministic certificates hold always" not in page
+    assert "nothing of it was checked" in page
 
 
 def test_names_tell_runs_apart(folder, tmp_path):

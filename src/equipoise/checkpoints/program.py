@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_map_only
 
+from equipoise.checkpoints.batching import fix_batch, is_dynamic
 from equipoise.checkpoints.description import NAME, check_payloads, check_program
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import parse_json, read_bounded
@@ -53,10 +55,13 @@ _PICKLES = ("data/sample_inputs/model.pt", "data/weights/model.pt", "data/consta
 _LOGGERS = ("torch.export", "torch._export", "torch.export.pt2_archive", "torch._export.serde.serialize")
 
 
-def load_program(path: str | Path) -> ExportedProgram:
-    """Open a `.pt2` written by `torch.export.save`, after refusing everything that is not plain weights and aten operations."""
+def load_program(path: str | Path, batch: int = 1) -> ExportedProgram:
+    """Open a `.pt2` written by `torch.export.save`, after refusing everything that is not plain weights and aten operations.
+
+    A dynamic batch dimension is fixed at `batch`, or the nearest size that the program allows; others keep their own.
+    """
     path = Path(path)
-    rebuilt = inspect_program(read_bounded(path, LARGEST_ARCHIVE), str(path))
+    rebuilt = inspect_program(read_bounded(path, LARGEST_ARCHIVE), str(path), batch)
     try:
         with _quiet():
             program = torch.export.load(io.BytesIO(rebuilt))
@@ -90,8 +95,11 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def inspect_program(data: bytes, name: str = "the file") -> bytes:
-    """The archive written anew from what was understood; refused where anything in it is not understood."""
+def inspect_program(data: bytes, name: str = "the file", batch: int = 1) -> bytes:
+    """The archive written anew from what was understood; refused where anything in it is not understood.
+
+    A dynamic batch dimension becomes a static one of size `batch`.
+    """
     entries = _entries(data, name)
     described: dict[str, Any] = {}
     out: dict[str, bytes] = {}
@@ -104,7 +112,13 @@ def inspect_program(data: bytes, name: str = "the file") -> bytes:
             out[entry] = content
     if "models/model.json" not in described:
         raise InputError(f"{name} holds no exported program (no models/model.json)")
-    rebuilt = {"models/model.json": check_program(described.pop("models/model.json"), name)}
+    program = described.pop("models/model.json")
+    if is_dynamic(program):
+        program, size = fix_batch(program, batch, name)
+        samples = "data/sample_inputs/model.pt"
+        if out.get(samples):
+            out[samples] = _rebatched(out[samples], size)
+    rebuilt = {"models/model.json": check_program(program, name)}
     for entry, document in described.items():
         folder = entry.rpartition("/")[0]
         sizes = {e.removeprefix(folder + "/"): len(c) for e, c in out.items() if e.startswith(folder + "/")}
@@ -184,6 +198,15 @@ def _pickle(content: bytes, entry: str, name: str) -> bytes:
         raise Refused(f"{name}: {entry!r} does not hold tensors by name")
     buffer = io.BytesIO()
     torch.save(found, buffer)
+    return buffer.getvalue()
+
+
+def _rebatched(content: bytes, size: int) -> bytes:
+    """Sample inputs, read and written by this process, with `size` copies of their first row."""
+    found = torch.load(io.BytesIO(content), weights_only=True)
+    repeated = tree_map_only(Tensor, lambda t: t[:1].repeat(size, *[1] * (t.ndim - 1)) if t.ndim else t, found)
+    buffer = io.BytesIO()
+    torch.save(repeated, buffer)
     return buffer.getvalue()
 
 

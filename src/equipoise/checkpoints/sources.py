@@ -32,8 +32,10 @@ class Loaded:
         return self.model.module() if isinstance(self.model, ExportedProgram) else self.model
 
 
-def load_model(source: str | Path, weights: str | Path | None = None) -> Loaded:
+def load_model(source: str | Path, weights: str | Path | None = None, *, batch: int = 1) -> Loaded:
     """What `source` names; every failure is an `EquipoiseError` with one sentence.
+
+    `batch` is the size at which a dynamic batch dimension of a `.pt2` is fixed; other models take what they take.
 
     A file or a folder cannot choose which code runs; `package.module:factory` is the user's own choice and is imported.
     """
@@ -43,7 +45,7 @@ def load_model(source: str | Path, weights: str | Path | None = None) -> Loaded:
     if source.endswith(".pt2"):
         if weights is not None:
             raise InputError("a .pt2 holds its own weights; leave --weights out")
-        program = load_program(source)
+        program = load_program(source, batch)
         return Loaded(source, program, _program_shape(program))
     if source.endswith(".onnx"):
         if weights is not None:
@@ -79,6 +81,20 @@ def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
     return (
         tuple(int(d) for d in values[0].shape[1:]) if len(values) == 1 and isinstance(values[0], torch.Tensor) else None
     )
+
+
+def draws_weights(source: str, model: nn.Module | ExportedProgram) -> bool:
+    """Whether a factory gives other weights each time it is called: they were drawn at random, not trained.
+
+    The factory is called once more; anything else (a file, a module in memory, a factory that fails) is False.
+    """
+    if ":" not in source or isinstance(model, ExportedProgram) or not callable(resolve(source)):
+        return False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.seed())
+        again = load_factory(source)
+    first, second = model.state_dict(), again.state_dict()
+    return any(k in second and v.shape == second[k].shape and not torch.equal(v, second[k]) for k, v in first.items())
 
 
 def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module:

@@ -28,7 +28,7 @@ def attack(
     restarts: Annotated[int, typer.Option(help="random starts")] = 1,
     samples: Annotated[int, typer.Option(help="smoothed: noise draws per step")] = 16,
     votes: Annotated[int, typer.Option(help="smoothed: draws that judge an attack")] = 1000,
-    limit: Annotated[int | None, typer.Option(help="at most this many inputs of the data")] = None,
+    limit: Annotated[int | None, typer.Option(help="at most this many inputs, of the run where there is one")] = None,
     skip: Annotated[int, typer.Option(help="leave out the first inputs")] = 0,
     stride: Annotated[int, typer.Option(help="take every so many-th input")] = 1,
     seed: Annotated[int, typer.Option(help="of starts and noise")] = 0,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.cli.data_options import Classes, Columns, Layout, Size, read_data
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
     from equipoise.runs import Execution, Job, Run
+    from equipoise.runs.glance import Glance
     from equipoise.runs.plan import Estimate
     from equipoise.smoothing import Certificates
+
+#: draws of one forward pass, at which a dynamic batch dimension is fixed
+CHUNK = 100
 
 Targets = Annotated[list[str] | None, typer.Argument(metavar="MODEL|RUN...", help="a model, or run directories")]
 
@@ -38,9 +44,22 @@ def certify(
         bool, typer.Option("--adaptive", help="stop each input as soon as its answer is known")
     ] = False,
     target_radius: Annotated[float | None, typer.Option(help="adaptive: the radius to decide at")] = None,
-    limit: Annotated[int | None, typer.Option(help="at most this many inputs")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="at most this many inputs, the first of every class in turn")
+    ] = None,
     skip: Annotated[int, typer.Option(help="leave out the first inputs")] = 0,
     stride: Annotated[int, typer.Option(help="take every so many-th input")] = 1,
+    first: Annotated[
+        bool, typer.Option("--first", help="with --limit: the first as they lie, not as many of each class")
+    ] = False,
+    classes: Classes = None,
+    layout: Layout = None,
+    size: Size = None,
+    columns: Columns = None,
+    mean: Annotated[
+        str | None, typer.Option(help="the model takes (x − mean)/std: one number per channel, e.g. 0.5,0.5,0.5")
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="see --mean; noise and radii stay in the units of the data")] = None,
     seed: Annotated[int | None, typer.Option(help="of the noise; default: drawn from the operating system")] = None,
     denoiser: Annotated[
         str | None, typer.Option(help="a model from noisy image to image, put before MODEL (denoised smoothing)")
@@ -64,29 +83,57 @@ def certify(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="of --merge")] = None,
     export: Annotated[Path | None, typer.Option(help="write the table: .tsv (Cohen's log), .csv or .parquet")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="try failed inputs again")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="prove a radius of the network itself, without noise")
+    ] = False,
+    norm: Annotated[str | None, typer.Option(help="deterministic: of the ball, l2 (default), linf or l1")] = None,
+    effort: Annotated[
+        str | None, typer.Option(help="deterministic: auto (default), fast, relaxation or integral")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="deterministic: budget per input")] = None,
+    attack_steps: Annotated[int | None, typer.Option(help="deterministic: of the attack beside; 0: none")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
 ) -> None:
     """Certify the inputs of a dataset by randomized smoothing; every certificate holds with probability 1 − alpha.
 
-    MODEL is a .pt2 file, a checkpoint directory, or package.module:factory. Counts are
-    stored in a run directory, one input at a time; kill it whenever you like and run the
-    same command again to continue. Radii are derived from the counts, so alpha and the
-    procedure can be changed later. Exit code 1: some inputs failed (NaN logits, unreadable).
+    MODEL is a .pt2 or .onnx file, a checkpoint directory, or package.module:factory (installed
+    or in this folder). Before sampling, a few inputs show whether the network answers at all,
+    and under the noise. Counts are stored in a run directory, one input at a time; kill it
+    whenever you like and run the same command again to continue. Radii are derived from the
+    counts, so alpha and the procedure can be changed later. Data without labels gets answers
+    and radii. Exit code 1: some inputs failed (NaN logits, unreadable).
 
     Examples:
 
       equipoise certify model.pt2 --data digits --sigma 0.25 --n 10000 --run runs/a
+      equipoise certify model.onnx --data photos/ --size 32 --classes names.txt --sigma 0.12
       equipoise certify model.pt2 --data digits --sigma 0.25 --n 100000 --plan --workers 8
       equipoise certify runs/a --re-derive --alpha 0.01 --procedure cohen --epsilon 0.25,0.5
       equipoise certify runs/a --export certified.tsv
       equipoise certify --merge runs/a runs/b -o runs/ab
+      equipoise certify model.pt2 --data digits --deterministic --run runs/d
     """
-    from equipoise.runs import Execution
+    from equipoise.cli.certify_proved import certify_deterministic
+    from equipoise.runs import Execution, open_run
+    from equipoise.runs.engines import find_engine
     from equipoise.runs.export import check_path
-    from equipoise.runs.manifest import is_run
+    from equipoise.runs.manifest import is_run, read_manifest, require_same
+    from equipoise.runs.proved import is_proved
     from equipoise.smoothing.procedures import DEFAULT
 
     names, levels = list(targets or []), _epsilons(epsilon)
+    own = {"norm": norm, "effort": effort, "seconds": seconds, "attack_steps": attack_steps}
+    if deterministic or (len(names) == 1 and data is None and is_proved(names[0])):
+        _only_proved(sigma=sigma, plan=plan, merge=merge, re_derive=re_derive, adaptive=adaptive, alpha=alpha)
+        if len(names) != 1:
+            raise InputError(f"expected one MODEL or one run directory, got {len(names)}: see equipoise certify --help")
+        return certify_deterministic(
+            names[0], data, split, weights, run, levels, export, json, retry_failed, limit=limit, skip=skip, stride=stride,
+            **{k: v for k, v in own.items() if v is not None},
+        )  # fmt: skip
+    for name, value in own.items():
+        if value is not None:
+            raise InputError(f"--{name.replace('_', '-')} goes with --deterministic")
     if export is not None:
         check_path(export)
     if merge:
@@ -115,9 +162,10 @@ def certify(
     if target_radius is not None and not adaptive:
         raise InputError("--target-radius goes with --adaptive")
     job = _job(
-        names[0], weights, data, split, sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
+        names[0], weights, data, split, _Reading(layout, size, columns, classes), channels(mean, std),
+        sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
         procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
-        relative=relative, limit=limit, skip=skip, stride=stride, seed=seed, noise=noise, denoiser=denoiser,
+        relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=noise, denoiser=denoiser,
         device=device, batch_size=batch_size,
         nonfinite=nonfinite,
     )  # fmt: skip
@@ -125,7 +173,19 @@ def certify(
         return _plan(job, workers, json)
     folder = run or job.default_folder()
     execution = Execution(1 if workers is None else workers, address, gpus_per_worker)
-    _finish(_sample(job, folder, engine, execution, retry_failed, levels), None, levels, export, json)
+    find_engine(engine, execution)
+    if is_run(folder):
+        require_same(folder, read_manifest(folder), job.manifest)
+    done = is_run(folder) and open_run(folder).finished
+    seen = None if done else _look(job, names[0], weights)
+    _finish(_sample(job, folder, engine, execution, retry_failed, levels), None, levels, export, json, seen)
+
+
+def _only_proved(**asked: Any) -> None:
+    """Refuse options of randomized smoothing: a deterministic run draws nothing."""
+    given = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value not in (None, False)]
+    if given:
+        raise InputError(f"{given[0]} belongs to randomized smoothing: leave it out with --deterministic")
 
 
 def _require_stored(folder: str, **asked: Any) -> None:
@@ -141,15 +201,65 @@ def _may_be_model(name: str) -> bool:
     return (path / "config.json").is_file() if path.is_dir() else path.exists() or ":" in name
 
 
-def _job(model: str, weights: Path | None, data: str, split: str | None, **settings: Any) -> Job:
+_Scaling = tuple[list[float], list[float]]
+
+
+class _Reading(NamedTuple):
+    """How the data is read."""
+
+    layout: str | None
+    size: str | None
+    columns: str | None
+    classes: Path | None
+
+
+def _job(
+    model: str, weights: Path | None, data: str, split: str | None, reading: _Reading, scaling: _Scaling | None, **settings: Any
+) -> Job:  # fmt: skip
     from equipoise.checkpoints import load_model
-    from equipoise.data import load_dataset
     from equipoise.runs import describe
+    from equipoise.runs.models import normalised
 
     shown = data if split is None else f"{data}#{split}"
     if settings["denoiser"] is not None:
-        settings["denoiser"] = load_model(settings["denoiser"])
-    return describe(load_model(model, weights), load_dataset(data, split), name=shown, **settings)
+        settings["denoiser"] = load_model(settings["denoiser"], batch=CHUNK)
+    loaded = load_model(model, weights, batch=CHUNK)
+    if scaling is not None:
+        loaded = normalised(loaded, *scaling)
+    return describe(loaded, read_data(data, split, **reading._asdict(), labelled=False), name=shown, **settings)
+
+
+def channels(mean: str | None, std: str | None) -> _Scaling | None:
+    """Mean and deviation per channel; a single number serves every channel."""
+    if mean is None and std is None:
+        return None
+    try:
+        centre, spread = ([float(v) for v in text.split(",")] for text in (mean or "0", std or "1"))
+    except ValueError as error:
+        raise InputError(f"--mean and --std take numbers like 0.485,0.456,0.406, got {mean!r} and {std!r}") from error
+    longest = max(len(centre), len(spread))
+    centre, spread = (v * longest if len(v) == 1 else v for v in (centre, spread))
+    if len(centre) != len(spread) or not all(map(math.isfinite, centre)) or not all(0 < s < math.inf for s in spread):
+        raise InputError(f"--mean and --std take one finite number per channel, std > 0, got {mean!r} and {std!r}")
+    return centre, spread
+
+
+def _look(job: Job, model: str, weights: Path | None) -> Glance:
+    """What a few inputs say before the sampling starts, on stderr."""
+    from equipoise.checkpoints.sources import draws_weights
+    from equipoise.runs.glance import glance
+
+    payload = job.model.payload
+    if weights is None and not isinstance(payload, bytes) and draws_weights(model, payload):
+        messages().print(
+            f"warning: {model} gives other weights every time it is called: they are drawn at random, not trained; give "
+            "--weights FILE.safetensors",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+    found = glance(job)
+    for line in found.lines():
+        messages().print(line, markup=False, soft_wrap=True)
+    return found
 
 
 def _sample(job: Job, folder: Path, engine: str, execution: Execution, retry: bool, levels: list[float] | None) -> Run:
@@ -188,22 +298,23 @@ def _existing(
 
 
 def _finish(
-    run: Run, certificates: Certificates | None, levels: list[float] | None, export: Path | None, json: bool
-) -> None:
+    run: Run, certificates: Certificates | None, levels: list[float] | None, export: Path | None, json: bool,
+    seen: Glance | None = None,
+) -> None:  # fmt: skip
     """Export, print the summary, and say by the exit code whether inputs failed."""
     found = run.certificates() if certificates is None else certificates
     summary = run.summary(levels, certificates=found)
     if export is not None:
         run.export(export, certificates=found)
     if json:
-        emit_json({"run": str(run.folder), **summary.to_dict(), "manifest": run.manifest.to_dict()})
+        looked = {} if seen is None else {"glance": {**asdict(seen), "warnings": seen.warnings()}}
+        emit_json({"run": str(run.folder), **summary.to_dict(), **looked, "manifest": run.manifest.to_dict()})
     else:
         from rich.markup import escape
 
         console = results()
-        shown = table(
-            escape(f"Run {run.folder}"), "radius ε", "certified accuracy", right=("radius ε", "certified accuracy")
-        )
+        share = "certified accuracy" if summary.labelled else "certified (no labels: any answer)"
+        shown = table(escape(f"Run {run.folder}"), "radius ε", share, right=("radius ε", share))
         for level, accuracy in summary.accuracy.items():
             shown.add_row(f"{level:g}", f"{percent(accuracy)} %")
         console.print(shown)

@@ -106,7 +106,7 @@ def _show(data: ReportData, console: Console) -> None:
 
 def _close(data: ReportData, page: Path, seconds: float, console: Console) -> None:
     if data.tested is not None and not data.tested.broken:
-        line = f"{data.tested.tried:,} certificates attacked inside their radius, none broken"
+        line = f"{data.tested.tried:,} inputs attacked inside a certified radius, no certificate broken"
         console.print(line, style="bold green")
     console.print(f"{seconds:.0f} s; the report: {page}", soft_wrap=True, markup=False)
     console.print(

@@ -107,6 +107,7 @@ def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
     state = PartialState()
     main = bool(state.is_main_process)
     if state.num_processes > 1:
+        state.wait_for_everyone()  # nobody closes a connection that another process still reads
         state.destroy_process_group()
     return result, main
 

@@ -1,7 +1,8 @@
 """`package.module:attribute`: the one way from a name to the code it means.
 
-Policy: a name that the user typed (on the command line, in Python) may mean any installed code, because typing it is asking
-for it. A name read from a file may not: checkpoints and recipes name registered builders only (`equipoise.checkpoints`).
+Policy: a name that the user typed (on the command line, in Python) may mean any installed code, or a module in the current
+folder that nothing installed shares its name with, because typing it is asking for it. A name read from a file may not:
+checkpoints and recipes name registered builders only (`equipoise.checkpoints`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import EquipoiseError, InputError, one_line
@@ -59,6 +63,7 @@ def guarded(work: Callable[[], Any], what: str) -> Any:
 
 
 def _module(name: str) -> Any:
+    _look_here(name.partition(".")[0])
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -67,6 +72,15 @@ def _module(name: str) -> Any:
         ) from error
     except ValueError as error:  # names such as "a..b"
         raise InputError(f"cannot import {name!r}: {one_line(error)[:200]}") from error
+
+
+def _look_here(package: str) -> None:
+    """Let a module of the current folder be found, behind everything installed, if that is where the name is."""
+    here = Path.cwd()
+    if package in sys.modules or str(here) in sys.path or "" in sys.path:
+        return
+    if ((here / f"{package}.py").is_file() or (here / package).is_dir()) and find_spec(package) is None:
+        sys.path.append(str(here))
 
 
 def _member(owner: Any, part: str, module: str, attribute: str) -> Any:

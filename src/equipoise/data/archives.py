@@ -41,21 +41,24 @@ def load_archive(
         with zipfile.ZipFile(open_regular(path) if isinstance(path, Path) else path) as archive:
             pairs = _pairs([entry.removesuffix(".npy") for entry in archive.namelist()])
             if not pairs:
-                raise InputError(f"{name} has no arrays x_train and y_train, x_test and y_test, or x and y")
+                raise InputError(f"{name} has no arrays x_train and y_train, x_test and y_test, x and y, or x alone")
             chosen = choose_split(split, list(pairs), name)
-            labels = {part: _read(archive, y, name, max_bytes) for part, (_, y) in pairs.items()}
+            labels = {part: _read(archive, y, name, max_bytes) for part, (_, y) in pairs.items() if y is not None}
             inputs = _read(archive, pairs[chosen][0], name, max_bytes)
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise InputError(f"{name} is not a readable .npz: {one_line(error)}") from error
     source = array_source(inputs, f"{name} ({pairs[chosen][0]})", layout, scale)
     if num_classes is None:
         num_classes = largest_label(labels.values())
-    return Dataset.from_source(source, labels[chosen], name=name, num_classes=num_classes)
+    return Dataset.from_source(source, labels.get(chosen), name=name, num_classes=num_classes)
 
 
-def _pairs(keys: list[str]) -> dict[str, tuple[str, str]]:
-    """Split → (key of the inputs, key of the labels); arrays without a split's name are the split "all"."""
-    found: dict[str, tuple[str, str]] = {}
+def _pairs(keys: list[str]) -> dict[str, tuple[str, str | None]]:
+    """Split → (key of the inputs, key of the labels); arrays without a split's name are the split "all".
+
+    Where no array of labels is there at all, the inputs have none.
+    """
+    found: dict[str, tuple[str, str | None]] = {}
     for key in keys:
         stem, _, part = key.partition("_")
         if stem not in _INPUTS:
@@ -63,6 +66,8 @@ def _pairs(keys: list[str]) -> dict[str, tuple[str, str]]:
         partner = [other for other in keys if other in {y + (f"_{part}" if part else "") for y in _LABELS}]
         if partner:
             found.setdefault(part or "all", (key, partner[0]))
+    if not found and not any(key.partition("_")[0] in _LABELS for key in keys):
+        return {key.partition("_")[2] or "all": (key, None) for key in keys if key.partition("_")[0] in _INPUTS}
     return found
 
 

@@ -16,8 +16,9 @@ from equipoise.data.extras import optional
 from equipoise.data.pictures import Pictures, stack
 from equipoise.data.sources import Ints, Layout, channels_first, default_scale, require_dtype
 
-_IMAGES = ("image", "img", "images", "pixel_values", "pixels", "x")
-_LABELS = ("label", "labels", "fine_label", "target", "targets", "class", "y")
+#: what the columns of inputs and labels are usually called
+IMAGES = ("image", "img", "images", "pixel_values", "pixels", "x")
+LABELS = ("label", "labels", "fine_label", "target", "targets", "class", "y")
 _KEPT = 4
 
 
@@ -34,7 +35,7 @@ def find_columns(schema: Any, features: Any, asked: tuple[str, str] | None, wher
     names, features = list(schema.names), features if isinstance(features, dict) else {}
     kinds = {n: f.get("_type") for n, f in features.items() if isinstance(f, dict) and n in names}
     found = []
-    for position, (kind, usual) in enumerate((("Image", _IMAGES), ("ClassLabel", _LABELS))):
+    for position, (kind, usual) in enumerate((("Image", IMAGES), ("ClassLabel", LABELS))):
         if asked is not None:
             candidates = [asked[position]] if asked[position] in names else []
         else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,8 @@ from equipoise.core import InputError, fresh_strides
 from equipoise.data.sources import Ints, Layout, Source, array_source, check_labels, first_non_finite
 
 _CHUNK_BYTES = 16 * 2**20
+#: the label of an input without one
+UNKNOWN = -1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,6 +29,7 @@ class Dataset:
 
     Images are (channels, height, width). Bytes are divided by 255, floats are kept; NaN and infinity are refused.
     `ids` are the row numbers in the source and survive `select`, so results can be joined and noise keyed by them.
+    Data without labels has `num_classes` 0 and the label −1 everywhere (`labelled` is False).
 
     >>> import numpy as np
     >>> ds = Dataset.from_arrays(np.zeros((5, 4, 4), np.uint8), np.array([0, 1, 2, 0, 1]), name="zeros")
@@ -53,12 +57,18 @@ class Dataset:
         num_classes: int | None = None,
         classes: Sequence[str] | None = None,
     ) -> Dataset:
-        """A dataset over all rows of a source; labels are checked, and the number of classes inferred if need be."""
+        """A dataset over all rows of a source; labels are checked, and the number of classes inferred if need be.
+
+        `labels=None`: there are none.
+        """
         if num_classes is None and classes is not None:
             num_classes = len(classes)
         if num_classes is not None and num_classes < 1:
             raise InputError(f"{name}: num_classes must be positive, got {num_classes}")
-        found, count = check_labels(labels, len(source), num_classes, name)
+        if labels is None:
+            found, count = np.full(len(source), UNKNOWN, dtype=np.int64), 0
+        else:
+            found, count = check_labels(labels, len(source), num_classes, name)
         ids = np.arange(len(source), dtype=np.int64)
         ids.flags.writeable = False
         names = tuple(classes) if classes is not None and len(classes) == count else None
@@ -76,13 +86,15 @@ class Dataset:
         scale: float | None = None,
     ) -> Dataset:
         """A dataset over arrays or tensors in memory; see `channels_first` for the layout rule."""
-        inputs, labels = as_array(inputs, f"{name}: the inputs"), as_array(labels, f"{name}: the labels")
+        inputs = as_array(inputs, f"{name}: the inputs")
+        labels = None if labels is None else as_array(labels, f"{name}: the labels")
         source = array_source(inputs.copy(), name, layout, scale)  # what the caller changes later is not our content
         return cls.from_source(source, labels, name=name, num_classes=num_classes)
 
     def __repr__(self) -> str:
         shape = "×".join(str(d) for d in self.input_shape)
-        return f"Dataset({self.name!r}, {len(self)} inputs of {shape}, {self.num_classes} classes)"
+        known = f"{self.num_classes} classes" if self.labelled else "no labels"
+        return f"Dataset({self.name!r}, {len(self)} inputs of {shape}, {known})"
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -93,6 +105,11 @@ class Dataset:
             raise IndexError(f"index {position} in a dataset of {len(self)}")
         x, y = self.batch([position % len(self)])
         return x[0], int(y[0])
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the inputs have labels."""
+        return self.num_classes > 0
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -132,6 +149,48 @@ class Dataset:
         ids.flags.writeable = False
         root = self if self.parent is None else self.parent
         return Dataset(self.name, self.source, self.num_classes, self.all_labels, ids, self.classes, root)
+
+    def with_classes(self, order: Sequence[str] | Mapping[str, int]) -> Dataset:
+        """The same inputs with the classes numbered as the model numbers them.
+
+        Args:
+            order: the names of the model's classes in the order of its logits, or the number of each class of this data.
+                Where the data has class names its labels are changed to fit; where it has none the names are only noted.
+
+        >>> import numpy as np
+        >>> ds = Dataset.from_arrays(np.zeros((2, 4)), np.array([0, 1]), name="pets").with_classes(["dog", "cat"])
+        >>> ds.with_classes(["cat", "bird", "dog"]).labels
+        array([2, 0])
+        """
+        if not self.labelled:
+            raise InputError(f"{self.name} has no labels whose classes could be named")
+        numbers = order if isinstance(order, Mapping) else {name: k for k, name in enumerate(order)}
+        if not numbers or (not isinstance(order, Mapping) and len(numbers) != len(order)):
+            raise InputError("the names of the classes must be distinct, and at least one")
+        if self.classes is None:
+            if len(numbers) < self.num_classes or sorted(numbers.values()) != list(range(len(numbers))):
+                raise InputError(
+                    f"{self.name} has {self.num_classes} classes without names, the list names {len(numbers)}: expected a name "
+                    "for every class, in the order of the labels"
+                )
+            return replace(
+                self, classes=tuple(sorted(numbers, key=lambda name: numbers[name])), num_classes=len(numbers)
+            )
+        missing = [name for name in self.classes if name not in numbers]
+        if missing:
+            close = difflib.get_close_matches(missing[0], list(numbers), n=1)
+            hint = f"; is it {close[0]!r}?" if close else f"; the list has {', '.join(map(repr, list(numbers)[:8]))}"
+            raise InputError(f"{self.name} has the class {missing[0]!r}, which the list of classes does not name{hint}")
+        changed = np.array([numbers[name] for name in self.classes], dtype=np.int64)
+        if len(np.unique(changed)) != len(changed) or int(changed.min()) < 0:
+            raise InputError(f"{self.name}: two classes have the same number in the list of classes")
+        count = max(len(numbers), int(changed.max()) + 1)
+        names = {k: name for name, k in numbers.items()}
+        labels: Ints = changed[self.all_labels]
+        labels.flags.writeable = False
+        parent = None if self.parent is None else self.parent.with_classes(order)
+        classes = tuple(names.get(k, f"class {k}") for k in range(count))
+        return replace(self, all_labels=labels, num_classes=count, classes=classes, parent=parent)
 
     def fingerprint(self) -> str:
         """`sha256:…` of the content: shape, dtype, scale, every input byte, label and id in order; no path, no date.

@@ -1,4 +1,4 @@
-"""Folders of pictures: `root/class/picture.png` or `root/split/class/picture.png`, decoded when they are asked for."""
+"""Folders of pictures: `root/class/picture.png` or `root/split/class/picture.png`, or just pictures without labels."""
 
 from __future__ import annotations
 
@@ -44,17 +44,20 @@ def load_folder(
     """Pictures by class, labels in the order of the sorted class names, files sorted within a class.
 
     All pictures have one size, unless `size` is given: then each is resized to cover it and cropped in the middle.
+    Pictures that lie in the folder itself, with no folder beside them, have no labels.
     """
-    parts = _splits(root)
+    loose = [] if any(child.is_dir() and child.name[0] not in "._" for child in root.iterdir()) else _pictures(root)
+    parts = {"all": {"": loose}} if loose else _splits(root)
     chosen = choose_split(split, list(parts), str(root))
-    classes = sorted(parts[chosen])
-    files = [path for name in classes for path in parts[chosen][name]]
-    labels = [label for label, name in enumerate(classes) for _ in parts[chosen][name]]
+    classes = None if loose else sorted(parts[chosen])
+    files = [path for name in sorted(parts[chosen]) for path in parts[chosen][name]]
+    labels = [label for label, name in enumerate(classes or []) for _ in parts[chosen][name]]
     names = tuple(str(path.relative_to(root)) for path in files)
     rules = Pictures(size=as_size(size))
     first = rules.decode(files[0], names[0])
     source = PictureSource(tuple(files), names, first.shape, rules.like(first))
-    return Dataset.from_source(source, np.array(labels), name=name_of(root), num_classes=num_classes, classes=classes)
+    known = None if loose else np.array(labels)
+    return Dataset.from_source(source, known, name=name_of(root), num_classes=num_classes, classes=classes)
 
 
 def _splits(root: Path) -> dict[str, dict[str, list[Path]]]:

@@ -47,7 +47,7 @@ FOLDERS = [
     Kind("a folder of pictures", lambda path: True, load_folder, ("size",)),
 ]
 DIGITS = Kind("digits", lambda path: False, load_digits, ())
-FACTORY = Kind("a factory", lambda path: False, load_object, ("layout",))
+FACTORY = Kind("a factory", lambda path: False, load_object, ("layout", "columns"))
 
 
 def load_dataset(
@@ -59,6 +59,7 @@ def load_dataset(
     size: int | tuple[int, int] | None = None,
     columns: tuple[str, str] | None = None,
     max_bytes: int = MAX_BYTES,
+    labelled: bool = True,
 ) -> Dataset:
     """The dataset that `spec` names; nothing in a file is executed, every failure is an `InputError` of one sentence.
 
@@ -69,8 +70,9 @@ def load_dataset(
         num_classes: checked against the labels; by default what the source says, else the largest label + 1.
         layout: of arrays with three axes per input, "NHWC" or "NCHW"; by default bytes are NHWC and floats NCHW.
         size: (height, width) to which pictures are resized and cropped; by default they must agree.
-        columns: names of the columns of inputs and labels, for Parquet and Arrow.
+        columns: names of the columns of inputs and labels, for Parquet, Arrow and datasets whose rows are dictionaries.
         max_bytes: an array (or row group) declared larger is refused.
+        labelled: refuse data without labels.
 
     >>> load_dataset("digits#train")
     Dataset('digits', 1437 inputs of 1×8×8, 10 classes)
@@ -84,9 +86,12 @@ def load_dataset(
             if option not in kind.options:
                 raise InputError(f"{spec} is {kind.name}, for which {option}= means nothing: leave it out")
         capped = {"max_bytes": max_bytes} if kind.load in (load_archive, load_parquet, load_idx, load_cifar) else {}
-        return kind.load(source, split, num_classes=num_classes, **given, **capped)
+        found = kind.load(source, split, num_classes=num_classes, **given, **capped)
     except OSError as error:
         raise InputError(f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}") from error
+    if labelled and not found.labelled:
+        raise InputError(f"{str(spec)[:200]} has no labels, which are needed here")
+    return found
 
 
 def _kind_of(spec: str) -> tuple[Kind, str | Path]:

@@ -72,6 +72,12 @@ class OnnxNetwork(nn.Module):
         """The declared shapes of the inputs, with 1 for what the file leaves free."""
         return tuple(tuple(d or 1 for d in shape) for shape in self.graph.inputs.values())
 
+    @property
+    def batch(self) -> int | None:
+        """The batch size the file insists on, None where it leaves it free."""
+        first = next(iter(self.graph.inputs.values()), ())
+        return (first[0] or None) if first else None
+
     def examples(self) -> tuple[Tensor, ...]:
         """Inputs of zeros of the declared shapes."""
         kinds = self.graph.dtypes.values()

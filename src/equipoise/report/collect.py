@@ -16,9 +16,11 @@ from equipoise.core.errors import InputError
 from equipoise.report import audits as audit_file
 from equipoise.report import gallery as gallery_file
 from equipoise.report import margins as margin_file
-from equipoise.report.data import Attacks, Audit, Checked, Floats, Picture, ReportData, Series
+from equipoise.report.data import Attacks, Audit, Checked, Floats, Ints, Picture, ReportData, Series
 from equipoise.runs import AttackRow, Run, open_run
 from equipoise.runs.manifest import is_run, versions
+from equipoise.runs.proved import ProvedRun, is_proved, open_proved
+from equipoise.smoothing import read_log
 
 
 def collect(
@@ -39,6 +41,8 @@ def collect(
     parts = _distinct([_part(name, folder, alpha) for name, folder in names.items()])
     found, pictures = list(audits), list[Picture]()
     for part, folder in zip(parts, names.values(), strict=True):
+        if folder.is_file():
+            continue
         if (folder / audit_file.NAME).is_file():
             found.append(replace(audit_file.load_audit(folder), model=part.model))
         if (folder / gallery_file.NAME).is_file():
@@ -64,11 +68,18 @@ class _Part:
 
 
 def _part(name: str, folder: Path, alpha: float | None) -> _Part:
+    if folder.is_file():
+        return _published(name, folder)
     if is_run(folder):
         return _smoothing(name, open_run(folder), alpha)
     if (folder / margin_file.NAME).is_file():
         return _deterministic(name, margin_file.load_margins(folder))
-    raise InputError(f"{folder} is not a run: it holds neither run.json nor {margin_file.NAME}")
+    if is_proved(folder):
+        return _proved(name, open_proved(folder))
+    raise InputError(
+        f"{folder} is not a run: it holds neither run.json nor {margin_file.NAME} nor proved.json, and is no certification "
+        "log (.tsv)"
+    )
 
 
 def _distinct(parts: Sequence[_Part]) -> list[_Part]:
@@ -95,18 +106,19 @@ def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
     model, ids = manifest.model.get("source", "network"), tuple(str(i) for i in run.ids)
     constant = manifest.lipschitz
     series = []
-    for label, options in _ways(run).items():
+    data = str(manifest.data.get("source", ""))
+    for position, (label, options) in enumerate(_ways(run).items()):
         found = run.certificates(alpha, **options)
         assumption = str(constant) if constant is not None and constant.assumed and "Lipschitz" in label else ""
         series.append(
             Series(
                 model, name, label, ids, run.labels, found.prediction, found.radius, p.sigma, found.alpha, found.about,
-                assumption, len(run.failures),
+                assumption, len(run.failures), data, manifest.total, position == 0,
             )
         )  # fmt: skip
     rows = run.attacks()
     about: dict[str, Any] = {
-        "run": name, "model": model, "model hash": manifest.model.get("hash", ""), "data": manifest.data.get("name", ""),
+        "run": name, "model": model, "model hash": manifest.model.get("hash", ""), "data": data,
         "data fingerprint": manifest.data.get("fingerprint", ""), "inputs": f"{len(run.rows)} of {manifest.total}",
         **p.to_dict(), "alpha": p.alpha if alpha is None else alpha,
         "map": None if manifest.map is None else str(manifest.map),
@@ -115,7 +127,8 @@ def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
     }  # fmt: skip
     left = manifest.total - len(run.rows)
     notes = (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
-    attacks, tested = closest(model, name, ids, rows), contradictions(series, rows, "smoothed")
+    key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', name)}"
+    attacks, tested = closest(model, name, ids, rows), contradictions(series, rows, "smoothed", key)
     return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), about, tested, notes)
 
 
@@ -137,15 +150,74 @@ def _deterministic(name: str, found: margin_file.Margins) -> _Part:
     constant = round_up(found.lipschitz, 6)
     about = f"Certifies the network itself: its margin divided by √2 times the Lipschitz bound {constant}."
     series = [
-        Series(model, name, "deterministic", found.ids, found.labels, found.prediction, found.radius, about=about)
+        Series(
+            model,
+            name,
+            "deterministic",
+            found.ids,
+            found.labels,
+            found.prediction,
+            found.radius,
+            about=about,
+            data=found.data,
+        )
     ]
     described = {
         "run": name, "model": model, "model hash": found.model.get("hash", ""), "data": found.data, "inputs": len(found.ids),
         "procedure": "deterministic margin", "lipschitz": f"{constant}, computed by equipoise.lipschitz_bound",
     }  # fmt: skip
-    rows = found.attacks
-    attacks, tested = closest(model, name, found.ids, rows), contradictions(series, rows, "base")
+    rows, key = found.attacks, f"{found.model.get('hash', name)} {found.data} network"
+    attacks, tested = closest(model, name, found.ids, rows), contradictions(series, rows, "base", key)
     return _Part(model, found.model.get("hash", ""), tuple(series), tuple(attacks), described, tested)
+
+
+def _proved(name: str, run: ProvedRun) -> _Part:
+    """A deterministic run: radii with rival and method, and the attacks beside them."""
+    if not run.rows:
+        raise InputError(f"{run.folder} has no finished inputs yet")
+    manifest, asked, rows = run.manifest, run.manifest.asked, run.rows
+    model, ids = manifest.model.get("source", "network"), tuple(str(row.id) for row in rows)
+    ball = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}[asked.norm]
+    about = f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball."
+    labels, prediction = (
+        np.array(v, dtype=np.int64) for v in zip(*((r.label, r.prediction) for r in rows), strict=True)
+    )
+    procedure = "deterministic" if asked.norm == "l2" else f"deterministic, {ball}"
+    series = [
+        Series(
+            model, name, procedure, ids, labels, prediction, run.radius, about=about, failed=len(run.failures),
+            data=str(manifest.data.get("source", "")), total=manifest.total,
+            rivals=tuple(r.rival for r in rows), methods=tuple(r.failure or r.method for r in rows),
+        )
+    ]  # fmt: skip
+    described = {
+        "run": name, "model": model, "model hash": manifest.model.get("hash", ""), "data": manifest.data.get("source", ""),
+        "data fingerprint": manifest.data.get("fingerprint", ""), "inputs": f"{len(rows)} of {manifest.total}",
+        "procedure": procedure, **asdict(asked), "note": manifest.note, "failed inputs": len(run.failures),
+        "started": manifest.created, "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
+    }  # fmt: skip
+    left = manifest.total - len(rows)
+    notes = (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
+    attacks = closest(model, name, ids, run.attacks)
+    key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', '')} network"
+    tested = contradictions(series if asked.norm != "l1" else (), run.attacks, "base", key)
+    return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), described, tested, notes)
+
+
+def _published(name: str, path: Path) -> _Part:
+    """A certification log of somebody else, or of our own export: what it says, not what was checked."""
+    log = read_log(path)
+    ids = tuple(str(i) for i in log.idx)
+    about = (
+        "Read from a certification log: noise level, risk and procedure are not in it, and nothing of it was checked."
+    )
+    prediction: Ints = np.where(log.correct, log.label, np.where(log.predict == log.label, -1, log.predict))
+    series = Series(
+        name, name, "as published", ids, log.label, prediction, np.where(prediction >= 0, log.radius, 0.0), alpha=math.nan,
+        about=about, assumption="unknown: the log does not say what it rests on",
+    )  # fmt: skip
+    about_it = {"run": name, "model": name, "data": "unknown", "inputs": len(ids), "source": "certification log"}
+    return _Part(name, "", (series,), (), about_it, Checked(0, 0))
 
 
 def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow]) -> list[Attacks]:
@@ -164,31 +236,34 @@ def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow])
     ]  # fmt: skip
 
 
-def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: str) -> Checked:
-    """How many certificates were attacked strictly inside their radius, by the kind they speak of, and which ones broke.
+def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: str, key: str = "") -> Checked:
+    """How many inputs were attacked strictly inside a certified radius, by the kind it speaks of, and which certificates broke.
+
+    An input counts once, however many curves certify it; `key` tells inputs of other data apart.
 
     A success is a misclassified point, so only certificates of the right label can be contradicted. A smoothed success is a
     test on a few draws and the store does not say whether fresh draws confirmed it: it is worded as suspected, and
     `equipoise attack` repeats it and decides. A success against the network itself is a point that anyone can evaluate.
     """
-    tried, broken = 0, list[str]()
+    tried, fallen, broken = set[tuple[str, str]](), set[tuple[str, str]](), list[str]()
     rows = [row for row in rows if row.kind == kind]
     for s in series:
         radius: Floats = np.where(s.correct, s.radius, 0.0)
         known = dict(zip(s.ids, radius.tolist(), strict=True))
         attacked, hit = set[str](), dict[str, float]()
         for row in rows:
-            key, reached = str(row.id), row.epsilon if row.distance is None else row.distance
-            r = known.get(key, 0.0)
+            name, reached = str(row.id), row.epsilon if row.distance is None else row.distance
+            r = known.get(name, 0.0)
             if row.success and reached < r:
-                hit[key] = min(reached, hit.get(key, reached))
-            if row.epsilon < r or key in hit:
-                attacked.add(key)
-        tried += len(attacked)
+                hit[name] = min(reached, hit.get(name, reached))
+            if row.epsilon < r or name in hit:
+                attacked.add(name)
+        tried |= {(key, name) for name in attacked}
+        fallen |= {(key, name) for name in hit}
         broken += [
             f"input {i} of {s.run} ({s.procedure}): radius {known[i]:.6g}, {_verdict(kind, d)}" for i, d in hit.items()
         ]
-    return Checked(tried, len(broken), tuple(broken))
+    return Checked(len(tried), len(fallen), tuple(broken), frozenset(tried), frozenset(fallen))
 
 
 def _verdict(kind: str, distance: float) -> str:
@@ -198,9 +273,12 @@ def _verdict(kind: str, distance: float) -> str:
 
 
 def joined(parts: Iterable[Checked]) -> Checked | None:
-    """The sum of several; None where nothing was tried."""
+    """Several together, inputs that they share counted once; None where nothing was tried."""
     found = list(parts)
-    whole = Checked(sum(t.tried for t in found), sum(t.broken for t in found), tuple(w for t in found for w in t.where))
+    tried, hit = (
+        frozenset[tuple[str, str]]().union(*sets) for sets in ((t.attacked for t in found), (t.hit for t in found))
+    )
+    whole = Checked(len(tried), len(hit), tuple(w for t in found for w in t.where), tried, hit)
     return whole if whole.tried else None
 
 
@@ -232,7 +310,8 @@ def as_document(data: ReportData) -> dict[str, Any]:
         "series": [
             {
                 "model": s.model, "run": s.run, "procedure": s.procedure, "sigma": s.sigma, "alpha": s.alpha, "about": s.about,
-                "inputs": len(s.ids), "accuracy": float(s.accuracy()), "average_radius": s.average_radius,
+                "data": s.data, "inputs": len(s.ids), "total": s.total, "labelled": s.labelled, "own": s.own,
+                "accuracy": float(s.accuracy()), "average_radius": s.average_radius,
                 "certified_accuracy": [
                     {"epsilon": e, "certified_accuracy": float(s.accuracy(e))} for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
                 ],
@@ -244,5 +323,5 @@ def as_document(data: ReportData) -> dict[str, Any]:
             for a in data.attacks
         ],
         "audits": [{"model": a.model, **a.bound, "local": list(a.local)} for a in data.audits],
-        "tested": None if data.tested is None else asdict(data.tested),
+        "tested": None if data.tested is None else {k: getattr(data.tested, k) for k in ("tried", "broken", "where")},
     }  # fmt: skip

@@ -21,7 +21,10 @@ class Series:
     """Certificates of one network by one procedure: a curve of the report.
 
     `prediction` is −1 where nothing was certified; `radius` is 0 there. `about` says what the certificate speaks of,
-    `alpha` is its risk per input (0: deterministic), `assumption` what it rests on without proof.
+    `alpha` is its risk per input (0: deterministic, NaN: not known), `assumption` what it rests on without proof. `data` names
+    the data, `total` is how many inputs the run is to have, `own` whether the run was made for this procedure: other curves of
+    the run are derived beside it. Where no input has a label (all −1) any certified answer counts. `rivals` and `methods`,
+    where there are any, are the classes that limit the radii and what proved them.
     """
 
     model: str
@@ -36,9 +39,15 @@ class Series:
     about: str = ""
     assumption: str = ""
     failed: int = 0
+    data: str = ""
+    total: int | None = None
+    own: bool = True
+    rivals: tuple[int, ...] = ()
+    methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {len(self.ids), len(self.labels), len(self.prediction), len(self.radius)}
+        sizes |= {len(column) for column in (self.rivals, self.methods) if column}
         if len(sizes) != 1 or not len(self.ids):
             raise InputError(
                 f"{self.run}: expected as many ids, labels, predictions and radii, at least one; got {sizes}"
@@ -47,8 +56,27 @@ class Series:
             raise InputError(f"{self.run}: a radius is negative or no number")
 
     @property
+    def labelled(self) -> bool:
+        """Whether any input has a label."""
+        return bool((self.labels >= 0).any())
+
+    @property
+    def inputs(self) -> str:
+        """What shares are shares of.
+
+        >>> import numpy as np
+        >>> one = np.zeros(1, dtype=np.int64)
+        >>> Series("net", "run", "cohen", ("0",), one, one, np.ones(1), total=20).inputs
+        '1 of 20 so far'
+        """
+        done = len(self.ids)
+        return str(done) if self.total is None or done >= self.total else f"{done} of {self.total} so far"
+
+    @property
     def correct(self) -> NDArray[np.bool_]:
-        """Where the certified answer is the label."""
+        """Where the certified answer is the label, or there is one where no input has a label."""
+        if not self.labelled:
+            return np.asarray(self.prediction >= 0)
         return np.asarray((self.prediction == self.labels) & (self.prediction >= 0))
 
     def accuracy(self, epsilon: Any = 0.0) -> Floats:
@@ -121,11 +149,16 @@ class Picture:
 
 @dataclass(frozen=True)
 class Checked:
-    """How many certificates were attacked strictly inside their radius, and how many of them broke."""
+    """How many inputs were attacked strictly inside a certified radius, each counted once, and how many of them broke.
+
+    `attacked` and `hit` are their keys, by which several runs on the same data are counted together.
+    """
 
     tried: int
     broken: int
     where: tuple[str, ...] = ()
+    attacked: frozenset[tuple[str, str]] = frozenset()
+    hit: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True)

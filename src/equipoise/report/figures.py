@@ -50,7 +50,7 @@ def colours(series: Sequence[Series]) -> list[tuple[str, str]]:
 
 
 def labels(series: Sequence[Series]) -> list[str]:
-    """Legend texts: the procedure, with σ and the run's name where they tell curves apart."""
+    """Legend texts: the procedure, with σ and the run's name where they tell curves apart; how many inputs so far."""
     names = [s.procedure for s in series]
     if len(set(names)) < len(names):
         sigmas = {s.sigma for s in series if s.sigma}
@@ -59,7 +59,8 @@ def labels(series: Sequence[Series]) -> list[str]:
         ]
     if len(set(names)) < len(names):
         names = [f"{n} ({s.run})" for n, s in zip(names, series, strict=True)]
-    return names
+    partial = [s.total is not None and len(s.ids) < s.total for s in series]
+    return [f"{n}, {s.inputs}" if p else n for n, s, p in zip(names, series, partial, strict=True)]
 
 
 def thinned(points: Floats, limit: int = POINTS) -> Floats:
@@ -110,7 +111,10 @@ def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> 
             name += f" ({a.run})" if len(found) > 1 else ""
             trace = _line(plot_text(name), x, y, line, "ε = %{x:.3f}<br>at most %{y:.1%} withstand")
             traces.append({**trace, "meta": "attack"})
-    layout = _layout("perturbation ε (ℓ2)", "accuracy")
+    unknown = bool(series) and not any(s.labelled for s in series)
+    layout = _layout(
+        "perturbation ε (ℓ2)", "share of inputs, any answer" if unknown else "share of inputs, right answer"
+    )
     layout["xaxis"] |= {"range": [0, end]}
     layout["yaxis"] |= {"range": [0, 1.02], "tickformat": ".0%"}
     return {"data": traces, "layout": layout}

@@ -42,8 +42,10 @@ def write_report(data: ReportData, path: str | Path) -> Path:
     return path
 
 
-def render(data: ReportData, plotly: str | None = None) -> str:
+def render(data: ReportData, plotly: str | None = None, refresh: int | None = None) -> str:
     """The whole page as text; `plotly` is the source of plotly.js, by default that of the installed package.
+
+    `refresh` makes the page load itself again after so many seconds.
 
     >>> page = render(ReportData("<Nothing> yet"), plotly="")
     >>> "&lt;Nothing&gt; yet" in page and "<Nothing>" not in page
@@ -53,7 +55,7 @@ def render(data: ReportData, plotly: str | None = None) -> str:
     body = "".join(
         [
             _curves(data, charts), _bounds(data, charts), _layers(data), _spectra(data, charts), _histograms(data, charts),
-            _gallery(data), _inputs(data),
+            _gallery(data), _proofs(data), _inputs(data),
             parts.section("limits", "What is not guaranteed", "Read this before quoting a number.", parts.limits(data)),
             parts.section(
                 "provenance", "Parameters, seeds and versions", "What was run; the same settings give the same numbers.",
@@ -66,12 +68,18 @@ def render(data: ReportData, plotly: str | None = None) -> str:
     assets = resources.files("equipoise.report").joinpath("assets")
     style, script = (assets.joinpath(n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
     pieces = {
-        "TITLE": esc(data.title), "STYLE": style, "INTRO": esc(data.intro), "CARDS": parts.cards(data),
+        "REFRESH": refreshing(refresh), "TITLE": esc(data.title), "STYLE": style, "INTRO": esc(data.intro),
+        "CARDS": parts.cards(data),
         "ALARM": _alarm(data), "NAVIGATION": _navigation(body), "BODY": body, "DATA": in_script(payload),
         "PLOTLY": source.replace("</script", "<\\/script"), "SCRIPT": script,
     }  # fmt: skip
     head, *rest = _PAGE.split("@@")  # one pass: text that happens to look like a mark is never filled in
     return head + "".join(pieces[mark] if i % 2 == 0 else mark for i, mark in enumerate(rest))
+
+
+def refreshing(seconds: int | None) -> str:
+    """The mark that lets a browser load the page again."""
+    return "" if seconds is None else f'<meta http-equiv="refresh" content="{int(seconds)}">'
 
 
 def numbers(data: ReportData) -> dict[str, Any]:
@@ -245,6 +253,16 @@ def _inputs(data: ReportData) -> str:
     return parts.section("inputs-section", "Inputs", text, body)
 
 
+def _proofs(data: ReportData) -> str:
+    text = (
+        "Deterministic radii: which class is the first that the proof cannot exclude, and which method proved the most. "
+        "Click a header to sort."
+    )
+    found = [s for s in data.series if s.methods]
+    body = "".join(parts.proofs_table(s, i) for i, s in enumerate(found))
+    return parts.section("proofs-section", "Rivals and methods", text, body)
+
+
 def _alarm(data: ReportData) -> str:
     if data.tested is None or not data.tested.broken:
         return ""
@@ -256,8 +274,8 @@ def _alarm(data: ReportData) -> str:
 
 _LINKS = (
     ("curves-section", "Curves"), ("bounds-section", "Bounds"), ("layers-section", "Layers"), ("spectra-section", "Spectra"),
-    ("radii-section", "Radii"), ("gallery-section", "Gallery"), ("inputs-section", "Inputs"), ("limits", "Not guaranteed"),
-    ("provenance", "Parameters"),
+    ("radii-section", "Radii"), ("gallery-section", "Gallery"), ("proofs-section", "Rivals"), ("inputs-section", "Inputs"),
+    ("limits", "Not guaranteed"), ("provenance", "Parameters"),
 )  # fmt: skip
 
 
@@ -271,7 +289,7 @@ _PAGE = """<!doctype html>
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:">
-<title>@@TITLE@@</title>
+@@REFRESH@@<title>@@TITLE@@</title>
 <style>@@STYLE@@</style></head>
 <body>
 <header><div class="bar"><span class="mark" aria-hidden="true"></span><span class="brand">equipoise</span>

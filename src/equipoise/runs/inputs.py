@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core import InputError, fresh_strides
+from equipoise.data.dataset import UNKNOWN
+from equipoise.data.factories import pair_of
 from equipoise.runs.rows import InputId, Item, plain_id
 from equipoise.smoothing.partitions import Ints
 
@@ -26,29 +28,55 @@ class MapStyle(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """Which inputs of the data: every `stride`-th after the first `skip`, at most `limit`."""
+    """Which inputs of the data: every `stride`-th after the first `skip`, at most `limit`.
+
+    `balanced`: where `limit` leaves some out, the first of every class in turn, instead of the first as they lie.
+    """
 
     skip: int = 0
     limit: int | None = None
     stride: int = 1
+    balanced: bool = False
 
-    def positions(self, count: int) -> Ints:
-        """Positions in the data."""
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; what every run says since the first release, and `balanced` only where it is."""
+        plain = {"skip": self.skip, "limit": self.limit, "stride": self.stride}
+        return plain | {"balanced": True} if self.balanced else plain
+
+    def positions(self, count: int, labels: Sequence[int] | None = None) -> Ints:
+        """Positions in the data, in its order; `labels` are those of the whole data.
+
+        >>> Selection(limit=4, balanced=True).positions(6, [0, 0, 0, 0, 1, 1])
+        array([0, 1, 4, 5])
+        """
         if self.skip < 0 or self.stride < 1 or (self.limit is not None and self.limit < 1):
             raise InputError(
                 f"expected skip ≥ 0, stride ≥ 1 and limit ≥ 1, got skip={self.skip}, stride={self.stride}, limit={self.limit}"
             )
-        found = np.arange(count, dtype=np.int64)[self.skip :: self.stride][: self.limit]
+        found = np.arange(count, dtype=np.int64)[self.skip :: self.stride]
+        if self.balanced and labels is not None and self.limit is not None:
+            found = found[np.sort(in_turn(np.asarray(labels, dtype=np.int64)[found])[: self.limit])]
+        found = found[: self.limit]
         if len(found) == 0:
             raise InputError(f"the data has {count} inputs: skip={self.skip} leaves none")
         return found
+
+
+def in_turn(labels: Ints) -> Ints:
+    """The order in which every class gives its first, then every class its second, and so on."""
+    turn = np.zeros(len(labels), dtype=np.int64)
+    for k in np.unique(labels):
+        members = np.flatnonzero(labels == k)
+        turn[members] = np.arange(len(members))
+    return np.lexsort((np.arange(len(labels)), labels, turn)).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """A dataset with the ids of its inputs; labels where they are known without reading the inputs.
 
-    Accepts `equipoise.data.Dataset`, any map-style dataset of (tensor, label), or a pair of tensors (x, y).
+    Accepts `equipoise.data.Dataset`, any map-style dataset of (tensor, label) or of dictionaries with the usual names, a pair
+    of tensors (x, y), or inputs x alone, which have no labels.
     """
 
     dataset: MapStyle
@@ -56,10 +84,16 @@ class Inputs:
     ids: tuple[InputId, ...]
     labels: tuple[int, ...] | None
     num_classes: int | None
+    classes: tuple[str, ...] | None = None
+    labelled: bool = True
 
     @classmethod
     def of(cls, dataset: Any, name: str | None = None) -> Inputs:
         """Read off a dataset what is there."""
+        labelled = not isinstance(dataset, Tensor | np.ndarray) and getattr(dataset, "labelled", True) is True
+        if isinstance(dataset, Tensor | np.ndarray):
+            x = torch.as_tensor(dataset)
+            dataset = torch.utils.data.TensorDataset(x, torch.full((len(x) if x.ndim else 0,), UNKNOWN))
         if isinstance(dataset, tuple | list) and len(dataset) == 2 and isinstance(dataset[0], Tensor | np.ndarray):
             x, y = (torch.as_tensor(v) for v in dataset)
             if len(x) != len(y) or y.ndim != 1:
@@ -75,7 +109,12 @@ class Inputs:
         labels = getattr(dataset, "labels", None)
         known = None if labels is None else tuple(int(v) for v in labels)
         shown = name or getattr(dataset, "name", None) or type(dataset).__name__
-        return cls(dataset, str(shown), names, known, getattr(dataset, "num_classes", None))
+        classes = getattr(dataset, "classes", None)
+        words = isinstance(classes, list | tuple) and all(isinstance(c, str) for c in classes)
+        return cls(
+            dataset, str(shown), names, known, getattr(dataset, "num_classes", None), tuple(classes or ()) if words else None,
+            labelled,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -84,7 +123,8 @@ class Inputs:
         """Read one input; a label that is no whole number or an input that is no float tensor is refused."""
         found = self.dataset[position]
         try:
-            x, y = found[0], int(found[1])
+            x, label = pair_of(found, None, "it") if isinstance(found, Mapping) else (found[0], found[1])
+            y = int(label)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise InputError(f"input {self.ids[position]!r} is not a pair (input, label): {error}") from error
         x = torch.as_tensor(x)
@@ -114,7 +154,7 @@ class Inputs:
 
     def check_labels(self, positions: Ints, classes: int) -> None:
         """Refuse labels that the model has no logit for, before anything is sampled."""
-        if self.labels is not None:
+        if self.labelled and self.labels is not None:
             for p in positions:
                 check_label(self.ids[p], self.labels[p], classes)
 

@@ -42,6 +42,7 @@ class Settings(TypedDict, total=False):
     skip: int
     limit: int | None
     stride: int
+    balanced: bool
     num_classes: int | None
     batch_size: int | None
     chunk_size: int
@@ -83,7 +84,8 @@ def certify(
 
     Args:
         model: an `nn.Module` in evaluation mode, an exported program, or what `load_model` returned.
-        dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label), or a pair of tensors (x, y).
+        dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label) or of dictionaries, a pair of tensors
+            (x, y), or x alone (no labels: answers and radii, no accuracy).
         run_dir: made if need be.
         sigma: noise level, in the units of the model's input.
         n0: selection draws per input.
@@ -95,7 +97,7 @@ def certify(
         address: of an existing Ray cluster.
         progress: called after every input with (row, done, total).
         retry_failed: try the failed inputs again.
-        **settings: see `Settings`: seed, limit, skip, stride, batch_size, device, map, lipschitz, target_radius, …
+        **settings: see `Settings`: seed, limit, skip, stride, balanced, batch_size, device, map, lipschitz, target_radius, …
 
     >>> import tempfile, torch
     >>> net = torch.nn.Linear(2, 2).eval()
@@ -136,6 +138,7 @@ def describe(
     skip: int = 0,
     limit: int | None = None,
     stride: int = 1,
+    balanced: bool = False,
     num_classes: int | None = None,
     batch_size: int | None = None,
     chunk_size: int = 100,
@@ -158,8 +161,12 @@ def describe(
         raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
     require_constant(sigma)
     ported, inputs = portable(model if denoiser is None else denoised(denoiser, model)), Inputs.of(dataset, name)
-    selection = Selection(skip, limit, stride)
-    positions = selection.positions(len(inputs))
+    selection = Selection(skip, limit, stride, balanced and limit is not None and inputs.labelled)
+    if selection.balanced and inputs.labels is None:
+        raise InputError(
+            f"balanced=True needs labels that are known without reading {inputs.name}: use eq.data.Dataset"
+        )
+    positions = selection.positions(len(inputs), inputs.labels)
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size must be positive, got {batch_size}")
     where = usable_device(device)
@@ -179,7 +186,8 @@ def describe(
     ).completed()  # fmt: skip
     manifest = Manifest(
         {"source": ported.source, "hash": ported.hash},
-        {"source": inputs.name, "fingerprint": inputs.fingerprint(positions), "inputs": len(inputs)},
+        {"source": inputs.name, "fingerprint": inputs.fingerprint(positions), "inputs": len(inputs)}
+        | ({} if inputs.classes is None else {"classes": list(inputs.classes)}),
         (selection,), len(positions), parameters,
     )  # fmt: skip
     return Job(ported, inputs, positions, manifest, batch_size, where)
@@ -258,7 +266,8 @@ class _Reader(Iterator[Item]):
                 blank = Item(position, self.job.inputs.ids[position], label, torch.empty(0))
                 self.broken.append(failed(blank, f"it could not be read: {error}"))
                 continue
-            check_label(item.id, item.label, self.job.parameters.num_classes)
+            if self.job.inputs.labelled:
+                check_label(item.id, item.label, self.job.parameters.num_classes)
             return item
         raise StopIteration
 

@@ -63,7 +63,7 @@ class Manifest:
             "format": FORMAT,
             "model": self.model["hash"],
             "data": self.data["fingerprint"],
-            "inputs": [asdict(s) for s in self.selection],
+            "inputs": [s.to_dict() for s in self.selection],
             "total": self.total,
         }
         return plain | self.parameters.to_dict()
@@ -86,7 +86,7 @@ class Manifest:
             "created": self.created,
             "model": self.model,
             "data": self.data,
-            "inputs": {"selection": [asdict(s) for s in self.selection], "total": self.total},
+            "inputs": {"selection": [s.to_dict() for s in self.selection], "total": self.total},
             "parameters": self.parameters.to_dict(),
             "map": None if self.map is None else asdict(self.map),
             "lipschitz": None if self.lipschitz is None else asdict(self.lipschitz),

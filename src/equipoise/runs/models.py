@@ -8,8 +8,8 @@ import inspect
 import io
 import json
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from torch.export import ExportedProgram
 from equipoise.checkpoints import Loaded
 from equipoise.core import InputError, Refused
 from equipoise.core.digests import Digest
+from equipoise.nn.models.parts import Normalise
+from equipoise.onnx import OnnxNetwork
 from equipoise.smoothing.denoised import Denoised
 
 #: arguments by which operators are told that they are in training
@@ -30,7 +32,7 @@ _TRAINING = frozenset({"train", "training"})
 class Portable:
     """A model that can be pickled to a worker: a module as it is, an exported program as the bytes of its `.pt2`.
 
-    `batch` is the batch size a program was exported with; None: any.
+    `batch` is the batch size a program or an ONNX network was exported with; None: any.
     """
 
     payload: nn.Module | bytes
@@ -86,7 +88,9 @@ def portable(model: Any, source: str | None = None) -> Portable:
     training = [name or "the model itself" for name, module in model.named_modules() if module.training]
     if training:
         raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
-    return Portable(model, hash_module(model), source or f"{type(model).__module__}:{type(model).__qualname__}")
+    name = source or f"{type(model).__module__}:{type(model).__qualname__}"
+    fixed = [part.batch for part in model.modules() if isinstance(part, OnnxNetwork) and part.batch is not None]
+    return Portable(model, hash_module(model), name, fixed[0] if fixed else None)
 
 
 def denoised(denoiser: Any, model: Any) -> Loaded:
@@ -94,6 +98,34 @@ def denoised(denoiser: Any, model: Any) -> Loaded:
     parts: list[Any] = [v.model if isinstance(v, Loaded) else v for v in (denoiser, model)]
     names = [v.source if isinstance(v, Loaded) else type(v).__qualname__ for v in (denoiser, model)]
     return Loaded(f"{names[1]} behind {names[0]}", Denoised(parts[0], parts[1]), None)
+
+
+class Chain(nn.Module):
+    """One module after the other; an exported one refuses `eval`, which a container would call."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.training = first, second, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`second(first(x))`."""
+        found: Tensor = self.second(self.first(x))
+        return found
+
+
+def normalised(loaded: Loaded, mean: Sequence[float], std: Sequence[float]) -> Loaded:
+    """`(x − mean)/std` per channel before a model that was trained on such inputs: noise and radii are in units of x."""
+    layer: nn.Module = Normalise(mean, std).eval()
+    shown = ("(" + ", ".join(f"{v:g}" for v in values) + ")" for values in (mean, std))
+    name = "{}, inputs (x − {})/{}".format(loaded.source, *shown)
+    if isinstance(loaded.model, nn.Module):
+        return replace(loaded, source=name, model=Chain(layer, loaded.model))
+    wanted = loaded.model.graph_signature.user_inputs
+    values = [n.meta.get("val") for n in loaded.model.graph.nodes if n.op == "placeholder" and n.name in wanted]
+    if len(values) != 1 or not isinstance(values[0], Tensor):
+        raise InputError("the exported program must take one tensor with a batch dimension")
+    example = torch.zeros(tuple(int(d) for d in values[0].shape), dtype=values[0].dtype)
+    return replace(loaded, source=name, model=torch.export.export(Chain(layer, loaded.model.module()), (example,)))
 
 
 def _batch(program: ExportedProgram) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from equipoise.core import InputError
 from equipoise.runs.derive import derive
 from equipoise.runs.export import export
 from equipoise.runs.manifest import Manifest, read_manifest
+from equipoise.runs.reasons import explain
 from equipoise.runs.rows import InputId, Row
 from equipoise.runs.store import AttackRow, Store, locked
 from equipoise.runs.summary import Summary, summarise
@@ -97,7 +99,7 @@ class Run:
         if epsilons is None and target is not None:
             epsilons = sorted({target, *(float(r) for r in found.radius if r > 0)})
         draws = sum(row.n0 + row.draws for row in self.rows)
-        return summarise(
+        made = summarise(
             found,
             self.labels,
             epsilons,
@@ -106,6 +108,8 @@ class Run:
             seconds=self.seconds,
             notes=self.notes(found),
         )
+        reasons = explain(self.manifest, self.rows, found, made.accuracy, made.labelled)
+        return replace(made, reasons=tuple(reasons))
 
     def notes(self, certificates: Certificates) -> list[str]:
         """What a reader must know: assumptions, another derivation than the run's own, and mixed software."""

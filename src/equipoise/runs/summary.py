@@ -15,7 +15,10 @@ from equipoise.smoothing.partitions import Ints
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures over the finished inputs; failed ones count as not certified."""
+    """Figures over the finished inputs; failed ones count as not certified.
+
+    Without labels `accuracy` is the share of inputs with a certificate of that radius, whatever the answer.
+    """
 
     total: int
     done: int
@@ -31,6 +34,8 @@ class Summary:
     about: str
     notes: tuple[str, ...] = ()
     failures: dict[str, str] = field(default_factory=dict)
+    labelled: bool = True
+    reasons: tuple[str, ...] = ()
 
     @property
     def finished(self) -> bool:
@@ -39,8 +44,9 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        plain = asdict(self) | {"finished": self.finished, "notes": list(self.notes)}
-        plain["accuracy"] = [{"epsilon": e, "certified_accuracy": a} for e, a in self.accuracy.items()]
+        plain = asdict(self) | {"finished": self.finished, "notes": list(self.notes), "reasons": list(self.reasons)}
+        key = "certified_accuracy" if self.labelled else "certified_share"
+        plain["accuracy"] = [{"epsilon": e, key: a} for e, a in self.accuracy.items()]
         return plain
 
     def lines(self) -> list[str]:
@@ -56,7 +62,7 @@ class Summary:
         if self.failures:
             name, reason = next(iter(self.failures.items()))
             lines.append(f"first failure, input {name}: {reason}")
-        return [*lines, self.about, *self.notes]
+        return [*lines, *self.reasons, self.about, *self.notes]
 
 
 def summarise(
@@ -74,11 +80,14 @@ def summarise(
     if any(not e >= 0 for e in levels):
         raise InputError(f"epsilon must be non-negative, got {levels}")
     failures: dict[str, str] = certificates.details.get("failures", {})
+    labelled = bool((np.asarray(labels) >= 0).any())
+    if not labelled:
+        labels = certificates.prediction
     accuracy = np.atleast_1d(certificates.accuracy(labels, levels)) if levels else np.array([])
     return Summary(
         total, len(certificates), len(failures), int(certificates.abstain.sum()) - len(failures),
         dict(zip(levels, (float(a) for a in accuracy), strict=True)), certificates.average_radius(labels), draws, seconds,
-        certificates.sigma, certificates.alpha, certificates.procedure, certificates.about, tuple(notes), failures,
+        certificates.sigma, certificates.alpha, certificates.procedure, certificates.about, tuple(notes), failures, labelled,
     )  # fmt: skip
 
 

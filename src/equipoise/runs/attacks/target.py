@@ -59,10 +59,13 @@ def find_target(
         Selection(skip, limit, stride).positions(len(inputs)),
         None if run_dir is None else Path(run_dir),
     )
+    if not inputs.labelled:
+        raise InputError(f"{inputs.name} has no labels: an attack needs them")
     if folder is not None and is_run(folder):
         manifest = read_manifest(folder)
         own = _require_same(folder, manifest, ported, inputs, sigma)
-        positions = positions[np.isin(positions, own)]
+        whole = Selection(skip, None, stride).positions(len(inputs))
+        positions = whole[np.isin(whole, own)][:limit]
         if len(positions) == 0:
             raise InputError(f"none of the selected inputs belongs to {folder}: it certifies others of the data")
         inputs.check_labels(positions, manifest.parameters.num_classes)
@@ -87,7 +90,7 @@ def _require_same(folder: Path, manifest: Manifest, model: Portable, inputs: Inp
         raise Refused(
             f"{folder} holds a run on other data (inputs: {count} → {len(inputs)}): give another --run directory"
         )
-    parts = [s.positions(len(inputs)) for s in manifest.selection]
+    parts = [s.positions(len(inputs), inputs.labels) for s in manifest.selection]
     asked = replace(
         manifest, model={"hash": model.hash}, data={"fingerprint": inputs.fingerprint(parts[0])},
         parameters=replace(manifest.parameters, sigma=manifest.parameters.sigma if sigma is None else sigma),

@@ -1,0 +1,95 @@
+"""Why nothing is certified at some radius: read off the stored votes, in a sentence with what to do about it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equipoise.core import EquipoiseError, round_down
+from equipoise.runs.derive import derive
+from equipoise.runs.manifest import Manifest
+from equipoise.runs.rows import Row, counts_matrix
+from equipoise.smoothing import Certificates
+
+#: certified accuracy below which the reason is given, if that is not below half as much again as chance
+LOW = 0.05
+
+
+def explain(
+    manifest: Manifest, rows: list[Row], certificates: Certificates, accuracy: dict[float, float], labelled: bool
+) -> list[str]:
+    """Sentences for figures near 0: at the smallest radius shown, and at radii that no draw could certify.
+
+    Shares are of the stored votes: estimates, not certificates.
+    """
+    if not accuracy or not rows:
+        return []
+    good = [row for row in rows if row.failure is None]
+    if not good:
+        return ["nothing is certified because every input failed"]
+    said = []
+    lowest = min(accuracy)
+    if accuracy[lowest] < max(LOW, 1.5 / manifest.parameters.num_classes) and lowest < certificates.sigma:
+        said.append(_votes(manifest, good, certificates, labelled))
+    elif any(share == 0 for share in accuracy.values()):
+        said.append(_reach(manifest, rows, certificates, accuracy, labelled))
+    return said
+
+
+def _votes(manifest: Manifest, rows: list[Row], certificates: Certificates, labelled: bool) -> str:
+    """What the votes say about a run that certifies next to nothing."""
+    p = manifest.parameters
+    votes = counts_matrix([r.selection for r in rows], p.num_classes)
+    votes = votes + counts_matrix([r.estimation for r in rows], p.num_classes)
+    top, share = votes.argmax(axis=1), votes.max(axis=1) / np.maximum(votes.sum(axis=1), 1)
+    labels = np.array([r.label for r in rows])
+    right = float((top == labels).mean())
+    favourite = np.bincount(top, minlength=p.num_classes)
+    common, names = int(favourite.argmax()), manifest.data.get("classes")
+    word = names[common] if isinstance(names, list) and common < len(names) else f"class {common}"
+    if not labelled or right >= 0.2:
+        return (
+            f"little is certified because the votes are divided: the commonest answer has {float(np.median(share)):.0%} of them "
+            f"at the median; train under the noise, or take a smaller --sigma or more draws (--n)"
+        )
+    if favourite[common] >= 0.6 * len(rows) and len(rows) > 3:
+        return (
+            f"little is certified because under noise of sigma {p.sigma:g} the network answers {word!r} for "
+            f"{favourite[common] / len(rows):.0%} of the inputs: it was not trained under it (equipoise train --from "
+            f"{manifest.model.get('source', 'MODEL')} --noise {p.sigma:g}), or sigma is too large for it"
+        )
+    return (
+        f"little is certified because the commonest answer under the noise is the label for {right:.0%} of the inputs: are the "
+        "weights trained, the classes in the order of the data (--classes) and the inputs scaled as in training?"
+    )
+
+
+def _reach(
+    manifest: Manifest, rows: list[Row], certificates: Certificates, accuracy: dict[float, float], labelled: bool
+) -> str:
+    """What limits the radius: the number of draws, where no votes could reach that far, or the votes that were cast."""
+    zero = min(e for e, share in accuracy.items() if share == 0)
+    most = _most(manifest, certificates)
+    if most is not None and zero > most:
+        return (
+            f"0 % from ε = {zero:g} on: even if all {manifest.parameters.n:,} draws agree, no radius beyond "
+            f"{round_down(most, 4)} can be certified at alpha {certificates.alpha:g}; more draws or a larger sigma reach further"
+        )
+    labels = np.array([row.label for row in rows])
+    counted = (certificates.prediction == labels) & (labels >= 0) if labelled else certificates.prediction >= 0
+    largest = float(certificates.radius[counted].max(initial=0.0))
+    who = " of a right answer" if labelled else ""
+    return f"0 % from ε = {zero:g} on: the largest certified radius{who} is {round_down(largest, 4)}"
+
+
+def _most(manifest: Manifest, certificates: Certificates) -> float | None:
+    """The radius of unanimous votes, None where no votes are counted in one go."""
+    p = manifest.parameters
+    if p.soft or p.adaptive:
+        return None
+    one = np.eye(p.num_classes, dtype=np.int64)[0]
+    unanimous = Row(0, "unanimous", 0, p.n0, p.n, one * p.n0, one * p.n)
+    try:
+        found = derive(manifest, [unanimous], alpha=certificates.alpha, procedure=certificates.procedure)
+    except EquipoiseError:
+        return None
+    return float(found.radius[0])
