@@ -133,4 +133,4 @@ def _col2im(spec: Spec, x: Tensor, image: np.ndarray, block: np.ndarray) -> Tens
     if len(size) != 2 or pads[:2] != pads[2:]:
         raise spec.refuse("only images of two dimensions with even padding are supported")
     bounded(spec, [x.shape[0], max(1, x.shape[1] // max(1, math.prod(kernel))), *size])
-    return F.fold(x, size, kernel, spec.get("dilations", [1, 1]), pads[:2], spec.get("strides", [1, 1]))
+    return F.fold(x, tuple(size), tuple(kernel), spec.get("dilations", [1, 1]), pads[:2], spec.get("strides", [1, 1]))
