@@ -15,6 +15,7 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.activations import (
     ACTIVATIONS,
+    BetaAbs,
     Contracted,
     GroupSort,
     HouseholderActivation,
@@ -26,6 +27,8 @@ from equipoise.nn.activations import (
 CASES = {
     "maxmin": (lambda: MaxMin(), True),
     "maxmin last": (lambda: MaxMin(-1), True),
+    "half abs": (lambda: BetaAbs(), True),
+    "abs": (lambda: BetaAbs(1.0, -1), True),
     "groupsort 2": (lambda: GroupSort(2), True),
     "groupsort 4": (lambda: GroupSort(4), True),
     "fullsort": (lambda: GroupSort(None), True),

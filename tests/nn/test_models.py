@@ -53,6 +53,16 @@ SMALL = {
     "orthogonal_cnn": {"in_channels": 1, "input_size": 8, "channels": [4, 4], "hidden": 12, "head": "first"},
     "sandwich_cnn": {"in_channels": 1, "input_size": 8, "channels": [4], "hidden": 12, "constant": 3.0},
     "sandwich_mlp": {"widths": [16], "head": "aol"},
+    "lipschitz_cnn": {
+        "in_channels": 1,
+        "input_size": 8,
+        "channels": [4, 8],
+        "depths": [1, 2],
+        "hidden": 12,
+        "mean": [0.5],
+        "mirrored": True,
+        "head": "sr",
+    },
     "liresnet": {
         "in_channels": 1,
         "input_size": 8,

@@ -2,24 +2,30 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from equipoise.core.errors import InputError
 from equipoise.data import load_dataset
+from equipoise.nn import losses
+from equipoise.nn.models import build
 from equipoise.norms import spectral_norm
 from equipoise.train import read_recipe, run_recipe
 from equipoise.train.build import build_data
 from equipoise.train.keys import data_order
 from equipoise.train.losses import LOSSES, cross_entropy
-from equipoise.train.metrics import certified_bound, evaluate
+from equipoise.train.metrics import Certified, certified_bound, evaluate
 from equipoise.train.objective import OBJECTIVES
+from equipoise.train.recipe import Data, Extra
 from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, layer_types
 
 #: arguments of rows that have no default
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
-          "smoothadv": {"sigma": 0.1, "epsilon": 0.1}}  # fmt: skip
+          "smoothadv": {"sigma": 0.1, "epsilon": 0.1}, "soft-vote": {"sigma": 0.1},
+          "lipschitz-radius": {"sigma": 0.1, "target": 0.2},
+          **{k: {"lipschitz": 1.0} for k in ("lmt", "gloro", "gloro-trades", "emma", "la")}}  # fmt: skip
 
 
 def row(kind):
@@ -32,7 +38,9 @@ ROWS = [
     *({"projections": [row(k)]} for k in ("norm", "clip")),
     *({"noise": row(k)} for k in OBJECTIVES),
     *({"data": {"path": "digits", "limit": 64, "augment": [row(k)]}} for k in AUGMENTATIONS),
-    *({"optimizer": {"kind": k, "lr": 0.01}} for k in ("sgd", "adam", "adamw", "sam", "asam")),
+    *({"optimizer": {"kind": k, "lr": 0.01}} for k in ("sgd", "adam", "adamw", "nadam", "muon", "sam", "asam")),
+    {"optimizer": {"kind": "nadam", "lr": 0.01, "lookahead": 2}},
+    {"loss": {"kind": "emma", "lipschitz": 1.0, "epsilon": 0.3, "start": 0.1, "temperature": 0.25}},
     {"optimizer": {"kind": "sgd", "decay": "matrices", "weight_decay": 0.1, "clip": 0.5}},
     {"precision": "bf16"},
     {"ema": 0.5},
@@ -150,10 +158,21 @@ def test_processes_share_the_examples_of_an_evaluation(world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     device = torch.device("cpu")
-    whole = evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], 1.0)
+    whole = evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], Certified(1.0, {}))
     sums = []
     for rank in range(world):
-        evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], 1.0, rank, world, lambda v: sums.append(v) or v)
+        evaluate(
+            model,
+            test,
+            cross_entropy(),
+            device,
+            50,
+            [0.0, 0.05],
+            Certified(1.0, {}),
+            rank,
+            world,
+            lambda v: sums.append(v) or v,
+        )
     total = torch.stack(sums).sum(0)
     assert (total[:, 0] / total[:, 1]).tolist() == pytest.approx(
         [whole["loss"], whole["accuracy"], *whole["certified_accuracy"].values()]
@@ -173,7 +192,9 @@ def test_certified_accuracy_is_rounded_down_and_counts_ties_as_wrong():
     zero = type(parts)(
         parts.source, parts.indices[torch.tensor([int(y) == 0 for y in load_dataset("digits", "test").labels])]
     )
-    found = evaluate(Constant(), zero, cross_entropy(), torch.device("cpu"), 50, [0.0, 0.999999, 1.0], 1.0)
+    found = evaluate(
+        Constant(), zero, cross_entropy(), torch.device("cpu"), 50, [0.0, 0.999999, 1.0], Certified(1.0, {})
+    )
     assert found["accuracy"] == 1
     assert found["certified_accuracy"] == {"0.0": 1.0, "0.999999": 1.0, "1.0": 0.0}
 
@@ -190,7 +211,7 @@ def test_an_input_whose_logits_are_no_numbers_counts_as_not_certified(bad):
             return z
 
     parts = build_data(read_recipe("sll-sr-digits").data).test
-    found = evaluate(Broken(), parts, cross_entropy(), torch.device("cpu"), 50, [0.0, 1.0], 1.0)
+    found = evaluate(Broken(), parts, cross_entropy(), torch.device("cpu"), 50, [0.0, 1.0], Certified(1.0, {}))
     zero = torch.tensor([int(y) == 0 for y in parts.batch(torch.arange(len(parts)))[1]])
     kept = zero & (torch.arange(len(parts)) % 50 != 0)
     assert found["certified_accuracy"] == {"0.0": float(kept.double().mean()), "1.0": float(kept.double().mean())}
@@ -207,3 +228,43 @@ def test_layer_types():
     assert layer_types(["Linear", "Conv2d"]) == {"only": (nn.Linear, nn.Conv2d)}
     with pytest.raises(InputError, match="did you mean 'Linear'"):
         layer_types("Linaer")
+
+
+def test_extra_examples_are_mixed_in_by_ratio(small):
+    """Every own example once in an epoch, the others one part after the other, each once before any comes twice."""
+    data = read_recipe("sll-sr-digits", ["data.limit=100"]).data.model_copy(
+        update={"extra": Extra(path="digits", ratio=3)}
+    )
+    part = build_data(data).train
+    assert len(part) == 400
+    seen: list[int] = []
+    for epoch in range(6):
+        order = part.order(0, epoch)
+        assert sorted(order[order < 100].tolist()) == list(range(100))
+        seen += order[order >= 100].tolist()
+        assert 50 < int((order[:200] >= 100).sum()) < 200  # shuffled together
+    assert len(set(seen[:1200])) == 1200  # 1437 there are: the fifth epoch starts over
+    whole = load_dataset("digits", "train")
+    x, y = part.batch(torch.tensor([3, 100 + 7, 5]))
+    assert torch.equal(x[1], whole[7][0])
+    assert torch.equal(x[0], whole[int(part.indices[3])][0])
+    assert y.tolist() == [whole[int(part.indices[3])][1], whole[7][1], whole[int(part.indices[5])][1]]
+
+
+def test_extra_examples_have_to_look_like_the_others(tmp_path):
+    np.savez(tmp_path / "other.npz", x_train=np.zeros((4, 5, 5), np.uint8), y_train=np.arange(4))
+    with pytest.raises(InputError, match=r"data\.extra: inputs of shape"):
+        build_data(Data(path="digits", extra=Extra(path=str(tmp_path / "other.npz"))))
+
+
+def test_a_margin_loss_takes_the_constants_of_the_network_by_pairs():
+    torch.manual_seed(0)
+    model = build("liresnet", in_channels=1, input_size=8, channels=8, depth=1, dense_depth=1, hidden=16)
+    x, y = torch.rand(5, 1, 8, 8), torch.arange(5)
+    task = LOSSES["emma"](epsilon=0.4, start=0.1, ramp=0.5, temperature=0.5).of(model)
+    assert (task.lipschitz, task.at(0.25).epsilon.at(0.25)) == (1.0, pytest.approx(0.25))
+    z = model(x)
+    expected = losses.emma(z, y, 0.25, 1.0, model[-1].weight.detach(), 0.5)
+    assert torch.equal(task.at(0.25).loss(z, y), expected)
+    with pytest.raises(InputError, match="does not follow from its construction"):
+        LOSSES["emma"]().of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))

@@ -32,6 +32,12 @@ KINDS = {
         "data": {"path": "digits", "limit": 160, "validation": 0.2},
     },
     "projected": {"projections": [{"kind": "norm", "radius": 0.9}]},
+    "margin": {
+        "loss": {"kind": "emma", "lipschitz": 1.0, "epsilon": 0.5, "start": 0.1, "ramp": 0.8},
+        "optimizer": {"kind": "nadam", "lr": 0.01, "lookahead": 3},
+        "data": {"path": "digits", "limit": 96, "extra": {"path": "digits", "ratio": 0.7}},
+    },
+    "muon": {"optimizer": {"kind": "muon", "lr": 0.01}},
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ The draws come from the generator's own device, so a CPU generator gives the sam
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,6 +57,31 @@ def random_crop(x: Tensor, padding: int, generator: torch.Generator, border: Bor
 def crop_corners(count: int, padding: int, generator: torch.Generator) -> Tensor:
     """Upper left corners (count, 2) in the padded image, uniform on 0 … 2·padding."""
     return torch.randint(2 * padding + 1, (count, 2), generator=generator, device=generator.device)
+
+
+def cutout(x: Tensor, size: int, generator: torch.Generator, p: float = 1.0, value: float = 0.0) -> Tensor:
+    """Cover a square of `size` pixels around a random pixel of each image with `value`, with probability p.
+
+    The square is cut at the border, so that on average less is covered.
+
+    Reference: DeVries, Taylor (2017), Improved regularization of convolutional neural networks with cutout.
+
+    >>> x = torch.ones(1, 1, 8, 8)
+    >>> 4 <= int((cutout(x, 4, torch.Generator().manual_seed(0)) == 0).sum()) <= 16
+    True
+    """
+    _require_images(x)
+    if size < 1 or not 0 <= p <= 1:
+        raise InputError(f"cutout needs a size ≥ 1 and a probability, got {size} and {p}")
+    height, width = x.shape[-2:]
+    source: dict[str, Any] = {"generator": generator, "device": generator.device}
+    top = torch.randint(height, (len(x), 1), **source).to(x.device) - size // 2
+    left = torch.randint(width, (len(x), 1), **source).to(x.device) - size // 2
+    taken = _coins(len(x), p, generator).to(x.device)
+    row, column = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
+    rows, columns = (row >= top) & (row < top + size), (column >= left) & (column < left + size)
+    covered = rows[:, None, :, None] & columns[:, None, None, :] & taken[:, None, None, None]
+    return fresh_strides(torch.where(covered, x.new_tensor(value), x))
 
 
 def _coins(count: int, p: float, generator: torch.Generator) -> Tensor:

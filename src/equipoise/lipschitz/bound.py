@@ -7,7 +7,8 @@ import math
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.bounds import round_up
@@ -15,6 +16,7 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum
+from equipoise.lipschitz.pairs import pair_constants
 from equipoise.lipschitz.places import module_path
 from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
@@ -70,7 +72,15 @@ def lipschitz_bound(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
     found = [_report(p, ball, rtol, _solver(chain)) for p in (program, program.single) if p is not None]
-    return replace(max(found, key=lambda report: report.log_upper), notes=program.notes)
+    return replace(max(found, key=lambda report: report.log_upper), notes=program.notes, pairs=_largest(found))
+
+
+def _largest(found: list[Report]) -> Tensor | None:
+    """Constants of pairs that hold for every reading of the program."""
+    known = [report.pairs for report in found if report.pairs is not None]
+    if len(known) < len(found) or len({pairs.shape for pairs in known}) > 1:
+        return None
+    return torch.stack(known).amax(0)
 
 
 def _report(program: Program, ball: float | None, rtol: float, solve: Solve | None) -> Report:
@@ -78,7 +88,9 @@ def _report(program: Program, ball: float | None, rtol: float, solve: Solve | No
     together = chain_total(run, solve)
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
-    return Report(totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together)
+    return Report(
+        totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together, pair_constants(run)
+    )
 
 
 def _solver(chain: ChainMethod) -> Solve | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from equipoise.lipschitz.logs import exp_up, show_log
 
@@ -35,7 +37,9 @@ class Report:
     """Upper bounds of the Lipschitz constant of a network in ℓ2, with the layers they are made of.
 
     `upper` is the smallest proved total, `product` the layer-by-layer one; both are infinite where they exceed the floats,
-    `log_upper` and `log_product` never are. `ball` is the radius of the input ball they hold on (None: everywhere).
+    `log_upper` and `log_product` never are. `ball` is the radius of the input ball they hold on (None: everywhere). `pairs`
+    bounds the constants of `f_i − f_j` (classes, classes), where the network ends in a linear layer: what certificates of
+    classes need (`smoothing.margins.radius_pairs`).
     """
 
     log_upper: float
@@ -46,6 +50,7 @@ class Report:
     ball: float | None = None
     notes: tuple[str, ...] = ()
     log_chain: float | None = None
+    pairs: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def upper(self) -> float:

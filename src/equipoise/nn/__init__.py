@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from equipoise.nn import models
-from equipoise.nn.activations import Contracted, GroupSort, HouseholderActivation, MaxMin
+from equipoise.nn.activations import BetaAbs, Contracted, GroupSort, HouseholderActivation, MaxMin
 from equipoise.nn.attention import L2Attention
 from equipoise.nn.effective import Effective
 from equipoise.nn.layers import Weighted as _Weighted
@@ -19,7 +19,9 @@ from equipoise.nn.losses import (
     gloro,
     gloro_logits,
     gloro_trades,
+    hkr,
     lipschitz_margin,
+    logit_annealing,
     margin_hinge,
     offset_cross_entropy,
 )
@@ -37,6 +39,7 @@ from equipoise.nn.pooling import (
     ScaledAvgPool2d,
     ScaledGlobalAvgPool2d,
     SpaceToDepth,
+    SpatialShift,
 )
 from equipoise.nn.rescaling import (
     AOL,
@@ -59,7 +62,7 @@ from equipoise.nn.rescaling import (
     SRLinear,
 )
 from equipoise.nn.residual import CPLConv2d, CPLLinear, SLLConv2d, SLLLinear
-from equipoise.nn.wrappers import ConvexResidual, Lipschitz
+from equipoise.nn.wrappers import ConvexResidual, Lipschitz, Mirrored
 
 #: names of earlier releases that were never meant for users, with where they are now
 _EARLIER = {
@@ -132,14 +135,19 @@ __all__ = [
     "ScaledAvgPool2d",
     "ScaledGlobalAvgPool2d",
     "SpaceToDepth",
+    "SpatialShift",
+    "BetaAbs",
+    "Mirrored",
     "certified_accuracy",
     "certified_radius",
     "emma",
     "gloro",
     "gloro_logits",
     "gloro_trades",
+    "hkr",
     "layers_of",
     "lipschitz_margin",
+    "logit_annealing",
     "margin_hinge",
     "methods",
     "models",

@@ -37,11 +37,8 @@ def offset_cross_entropy(
     True
     """
     _check(z, y)
-    if not temperature > 0:
-        raise InputError(f"the temperature must be positive, got {temperature}")
     wide = _wide(z)
-    shifted = wide - offset * lipschitz * _one_hot(wide, y)
-    return (temperature * functional.cross_entropy(shifted / temperature, y)).to(z.dtype)
+    return _cooled(wide - offset * lipschitz * _one_hot(wide, y), y, temperature).to(z.dtype)
 
 
 def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor | float = 1.0) -> Tensor:
@@ -80,7 +77,8 @@ def pair_constants(
     if weight is not None:
         weight = _wide(weight)
         own = functional.one_hot(y, len(weight)).bool()
-        distance = _lengths((weight[y][:, None, :] - weight[None]).masked_fill(own[..., None], 1.0))
+        seen, place = y.unique(return_inverse=True)  # a batch has fewer classes than examples: every pair once
+        distance = _lengths(weight[seen][:, None, :] - weight[None])[place]
         return (lipschitz * distance).masked_fill(own, 0.0) * _ABOVE
     if classes is None:
         raise InputError("pair_constants needs the number of classes or the last layer's weight")
@@ -92,9 +90,14 @@ def pair_constants(
 
 
 def lipschitz_margin(
-    z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None
+    z: Tensor,
+    y: Tensor,
+    epsilon: float,
+    lipschitz: Tensor | float = 1.0,
+    weight: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """`CE(z + ε·K_y, y)`: every wrong logit is lifted by what an attacker of radius ε could win against the true one
+    """`t·CE((z + ε·K_y)/t, y)`: every wrong logit is lifted by what an attacker of radius ε could win against the true one
     (LMT).
 
     Reference: Tsuzuku, Sato, Sugiyama (2018), Lipschitz-margin training, Algorithm 1.
@@ -105,7 +108,7 @@ def lipschitz_margin(
     """
     _check(z, y)
     lifted = _wide(z) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
-    return functional.cross_entropy(lifted, y).to(z.dtype)
+    return _cooled(lifted, y, temperature).to(z.dtype)
 
 
 def gloro_logits(z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None) -> Tensor:
@@ -165,8 +168,15 @@ def gloro_trades(
     return (functional.cross_entropy(wide, y) + beta * divergence).to(z.dtype)
 
 
-def emma(z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None) -> Tensor:
-    """`CE(z_k + ε_k·K_{yk}, y)` with `ε_k = clip((z_y − z_k)/K_{yk}, 0, ε)`, no gradient through ε_k.
+def emma(
+    z: Tensor,
+    y: Tensor,
+    epsilon: float,
+    lipschitz: Tensor | float = 1.0,
+    weight: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """`t·CE((z_k + ε_k·K_{yk})/t, y)` with `ε_k = clip((z_y − z_k)/K_{yk}, 0, ε)`, no gradient through ε_k.
 
     Every wrong class is lifted only as far as the margin reached so far, at most to radius ε: efficient margin
     maximisation.
@@ -183,7 +193,76 @@ def emma(z: Tensor, y: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, 
     with torch.no_grad():
         reached = (wide.gather(1, y[:, None]) - wide) / K.clamp_min(torch.finfo(K.dtype).tiny)
         radius = reached.clamp(0, epsilon)
-    return functional.cross_entropy(wide + radius * K, y).to(z.dtype)
+    return _cooled(wide + radius * K, y, temperature).to(z.dtype)
+
+
+def logit_annealing(
+    z: Tensor,
+    y: Tensor,
+    epsilon: float = 0.0,
+    lipschitz: Tensor | float = 1.0,
+    weight: Tensor | None = None,
+    temperature: float = 0.75,
+    offset: float = 2.0,
+    gamma: float = 5.0,
+) -> Tensor:
+    """`−t·mean (1 − p)^γ·log p` with `p = softmax((z_k + u·[k ≠ y] + ε·K_{yk})/t)_y`: focal, on lifted logits (LA).
+
+    The factor `(1 − p)^γ` lets go of inputs whose margin is large, so that a network of little capacity spends it on the
+    others; the offset u and ε·K ask for a margin.
+
+    Reference: Lai, Huang, Kung, Chen (2025), Enhancing certified robustness via block reflector orthogonal layers and
+    logit annealing loss (there t = 0.75, γ = 5).
+
+    >>> z, y = torch.tensor([[9.0, 0.0]]), torch.tensor([0])
+    >>> bool(logit_annealing(z, y) < 1e-3 * logit_annealing(-z, y))
+    True
+    """
+    _check(z, y)
+    _positive_temperature(temperature)
+    if not gamma >= 0:
+        raise InputError(f"gamma must not be negative, got {gamma}")
+    wide = _wide(z)
+    lifted = wide + offset * (1 - _one_hot(wide, y))
+    lifted = lifted + epsilon * pair_constants(y, lipschitz, weight, z.shape[1]) if epsilon else lifted
+    log_p = (lifted / temperature).log_softmax(1).gather(1, y[:, None])[:, 0]
+    return (-temperature * (-torch.expm1(log_p)).clamp_min(0).pow(gamma) * log_p).mean().to(z.dtype)
+
+
+def hkr(z: Tensor, y: Tensor, alpha: float = 0.9, margin: float = 1.0) -> Tensor:
+    """Hinge–Kantorovich–Rubinstein for classes: `α·hinge − (1 − α)·KR`, class against the rest, uniform prior.
+
+    `KR = mean(z_y − mean_{k≠y} z_k)` (the dual of the Wasserstein distance between a class and the rest, for 1-Lipschitz
+    logits), `hinge = mean_k max(0, margin/2 − s_k·z_k)` with s_y = 1 and s_k = −1 else. Both are means over examples, so
+    that parts of a batch add up.
+
+    Reference: Serrurier et al. (2021), Achieving robustness in classification using optimal transport with hinge
+    regularization.
+
+    >>> z, y = torch.tensor([[2.0, -2.0]]), torch.tensor([0])
+    >>> round(float(hkr(z, y, alpha=0.5)), 4), round(float(hkr(-z, y, alpha=0.5)), 4)
+    (-2.0, 3.25)
+    """
+    _check(z, y)
+    if not 0 <= alpha <= 1 or not margin > 0:
+        raise InputError(f"hkr needs alpha in [0, 1] and a positive margin, got {alpha} and {margin}")
+    wide = _wide(z)
+    own = _one_hot(wide, y)
+    right = (wide * own).sum(1)
+    apart = right - (wide.sum(1) - right) / (z.shape[1] - 1)
+    hinge = functional.relu(margin / 2 - (2 * own - 1) * wide).mean(1)
+    return (alpha * hinge - (1 - alpha) * apart).mean().to(z.dtype)
+
+
+def _cooled(lifted: Tensor, y: Tensor, temperature: float) -> Tensor:
+    """`t·CE(z/t, y)`."""
+    _positive_temperature(temperature)
+    return temperature * functional.cross_entropy(lifted / temperature, y)
+
+
+def _positive_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise InputError(f"the temperature must be positive, got {temperature}")
 
 
 class OffsetCrossEntropy(nn.Module):
@@ -195,8 +274,7 @@ class OffsetCrossEntropy(nn.Module):
 
     def __init__(self, temperature: float = 0.25, offset: float = OFFSET, lipschitz: float = 1.0) -> None:
         super().__init__()
-        if not temperature > 0:
-            raise InputError(f"the temperature must be positive, got {temperature}")
+        _positive_temperature(temperature)
         self.temperature, self.offset, self.lipschitz = temperature, offset, lipschitz
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
@@ -255,5 +333,7 @@ LOSSES = {
     "gloro": gloro,
     "gloro_trades": gloro_trades,
     "emma": emma,
+    "la": logit_annealing,
+    "hkr": hkr,
 }
-MARGIN_LOSSES = ("lmt", "gloro", "gloro_trades", "emma")
+MARGIN_LOSSES = ("lmt", "gloro", "gloro_trades", "emma", "la")

@@ -10,7 +10,14 @@ from equipoise.smoothing.derive import certify_counts, certify_scores
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, hoeffding
 from equipoise.smoothing.logs import CertificationLog, accuracy_table, read_log, write_log
 from equipoise.smoothing.maps import choose_map, map_grid
-from equipoise.smoothing.margins import linear_error, margins, radius_coordinate, radius_global, radius_last_layer
+from equipoise.smoothing.margins import (
+    linear_error,
+    margins,
+    radius_coordinate,
+    radius_global,
+    radius_last_layer,
+    radius_pairs,
+)
 from equipoise.smoothing.moments import Moments
 from equipoise.smoothing.noise import Stream, noise_key
 from equipoise.smoothing.partitions import Partition, class_partition
@@ -92,6 +99,7 @@ __all__ = [
     "radius_mono_lipschitz",
     "radius_multi",
     "radius_multi_lipschitz",
+    "radius_pairs",
     "radius_per_class",
     "radius_weak",
     "radius_weak_global",

@@ -128,6 +128,23 @@ def radius_last_layer(logits: Tensor, labels: Tensor, weight: Tensor, trunk: Any
     return _smallest(gap, pairs[y.numpy()] * (as_upper(trunk) * _UP))
 
 
+def radius_pairs(logits: Tensor, labels: Tensor, pairs: Tensor, error: Any = 0.0) -> Floats:
+    """`R = min_k margin_k/K_yk` with K_yk an upper bound of the constant of `f_y − f_k`, as in `Report.pairs`.
+
+    >>> K = math.sqrt(2) * (1 - torch.eye(3, dtype=torch.float64))
+    >>> radius_pairs(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]), K).round(6).tolist()
+    [0.707107]
+    """
+    classes = logits.shape[-1]
+    if tuple(pairs.shape) != (classes, classes) or bool(pairs.isnan().any()) or bool((pairs < 0).any()):
+        raise InputError(
+            f"expected {classes}×{classes} upper bounds, one per pair of classes, got {tuple(pairs.shape)}"
+        )
+    gap = margins(logits, labels, error)
+    slope = pairs.detach().double().cpu().numpy()[labels.detach().cpu().numpy().astype(np.int64)]
+    return _smallest(gap, slope * _UP)
+
+
 def _smallest(gap: Floats, slope: Floats) -> Floats:
     slope = np.where(slope > 0, np.nextafter(slope, np.inf), slope)  # a factor does not move the smallest numbers
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

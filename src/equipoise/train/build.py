@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError
 from equipoise.core.imports import resolve
-from equipoise.train.keys import generator
+from equipoise.optim.lookahead import add_lookahead
+from equipoise.optim.matrices import Muon
+from equipoise.train.keys import data_order, generator
 from equipoise.train.reading import fill_in, nearest
 from equipoise.train.recipe import Choice, Data, Model, Optimizer
 
@@ -54,6 +56,65 @@ class Part:
         """Inputs and labels at these positions of the part."""
         return self.source.batch(self.indices[positions])
 
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """The positions of an epoch, in the order they are learnt in."""
+        return data_order(seed, epoch, len(self))
+
+    def fingerprint(self) -> str:
+        """Of the dataset."""
+        return self.source.fingerprint()
+
+
+@dataclass(frozen=True)
+class Mixed(Part):
+    """Some examples of a dataset and, to every one of them, `ratio` examples of another: an epoch has both, shuffled.
+
+    The epochs go through the other dataset one part after the other, in a seeded order, and start over when it ends.
+    """
+
+    extra: Source
+    ratio: float
+
+    @property
+    def added(self) -> int:
+        """How many of the other examples an epoch has."""
+        return round(self.ratio * len(self.indices))
+
+    def __len__(self) -> int:
+        return len(self.indices) + self.added
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """All of the own examples, and the epoch's share of the others (positions from `len(indices)` on)."""
+        own, count = len(self.indices), len(self.extra)
+        place = torch.arange(epoch * self.added, (epoch + 1) * self.added)
+        rounds = (place // count).unique().tolist()
+        others = torch.cat([
+            torch.randperm(count, generator=generator(seed, "extra", r))[place[place // count == r] % count]
+            for r in rounds
+        ]) if self.added else place  # fmt: skip
+        every = torch.cat([torch.arange(own), own + others])
+        return every[data_order(seed, epoch, len(every))]
+
+    def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and labels at these positions, own examples first."""
+        own = positions < len(self.indices)
+        parts = []
+        if bool(own.any()):
+            parts.append((own, self.source.batch(self.indices[positions[own]])))
+        if not bool(own.all()):
+            parts.append((~own, self.extra.batch(positions[~own] - len(self.indices))))
+        if len(parts) == 1:
+            return parts[0][1]
+        x0, y0 = parts[0][1]
+        x, y = x0.new_empty(len(positions), *x0.shape[1:]), y0.new_empty(len(positions))
+        for where, (inputs, labels) in parts:
+            x[where], y[where] = inputs, labels
+        return x, y
+
+    def fingerprint(self) -> str:
+        """Of both datasets."""
+        return f"{self.source.fingerprint()} + {self.extra.fingerprint()}"
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -72,7 +133,7 @@ class Parts:
 
     def fingerprint(self) -> str:
         """Of the training split and the test split."""
-        return " ".join(p.source.fingerprint() for p in (self.train, self.test) if p is not None)
+        return " ".join(p.fingerprint() for p in (self.train, self.test) if p is not None)
 
 
 def build_data(data: Data) -> Parts:
@@ -89,7 +150,20 @@ def build_data(data: Data) -> Parts:
         source = _load(path, data.test)
         chosen = torch.randperm(len(source), generator=generator(0, "split"))[: data.test_limit].sort().values
         test = Part(source, chosen)
-    return Parts(Part(whole, train), Part(whole, kept) if held else None, test)
+    return Parts(_mixed(Part(whole, train), data), Part(whole, kept) if held else None, test)
+
+
+def _mixed(part: Part, data: Data) -> Part:
+    """The training examples with the extra ones of the recipe, which have to look like them."""
+    if data.extra is None:
+        return part
+    extra = _load(fill_in(data.extra.path), data.extra.train)
+    if extra.input_shape != part.source.input_shape or extra.num_classes != part.source.num_classes:
+        raise InputError(
+            f"data.extra: inputs of shape {extra.input_shape} with {extra.num_classes} classes do not go with those of the "
+            f"training split, {part.source.input_shape} with {part.source.num_classes}"
+        )
+    return Mixed(part.source, part.indices, extra, data.extra.ratio)
 
 
 def _load(path: str, split: str) -> Source:
@@ -181,20 +255,30 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
             {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ]
         groups = [g for g in groups if g["params"]]
-    adaptive = optimizer.kind == "asam"
+    built = _built(optimizer, groups)
+    return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)
+
+
+def _built(optimizer: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if optimizer.kind not in ("sam", "asam"):
         kind, options = _base(optimizer, optimizer.kind)
-        return kind(groups, **options)
+        made: torch.optim.Optimizer = kind(groups, **options)
+        return made
     try:
         from pytorch_optimizer import SAM
     except ImportError as error:
         raise InputError(f"{optimizer.kind} needs pytorch-optimizer: pip install 'equipoise[train]'") from error
     kind, options = _base(optimizer, optimizer.base)
-    return SAM(groups, kind, rho=optimizer.rho, adaptive=adaptive, **options)
+    return SAM(groups, kind, rho=optimizer.rho, adaptive=optimizer.kind == "asam", **options)
+
+
+#: optimizers that take `betas`
+_ADAPTIVE = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "nadam": torch.optim.NAdam}
 
 
 def _base(optimizer: Optimizer, kind: str) -> tuple[Any, dict[str, Any]]:
     if kind == "sgd":
         return torch.optim.SGD, {"lr": optimizer.lr, "momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
-    chosen = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    return chosen, {"lr": optimizer.lr, "betas": optimizer.betas}
+    if kind == "muon":
+        return Muon, {"lr": optimizer.lr, "momentum": optimizer.momentum, "betas": optimizer.betas}
+    return _ADAPTIVE[kind], {"lr": optimizer.lr, "betas": optimizer.betas}

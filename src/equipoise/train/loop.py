@@ -20,7 +20,7 @@ from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.strides import fresh_strides
 from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Parts
-from equipoise.train.keys import data_order, in_blocks, random_states, set_random_states
+from equipoise.train.keys import in_blocks, random_states, set_random_states
 from equipoise.train.objective import Objective, Place
 from equipoise.train.recipe import Recipe
 from equipoise.train.schedule import factor
@@ -93,12 +93,12 @@ class Trainer:
     def run_epoch(self, on_step: Callable[[Trainer], None] | None = None) -> None:
         """The steps of the current epoch that are still to be done."""
         self.model.train()
-        order = data_order(self.recipe.seed, self.epoch, len(self.made.parts.train))
+        order = self.made.parts.train.order(self.recipe.seed, self.epoch)
         while self.batch < self.batches:
             indices, first, size = self.share(order)
             x, y = self.made.parts.train.batch(indices)
             x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
-            place = Place(self.recipe.seed, self.step, first)
+            place = Place(self.recipe.seed, self.step, first, self.step / self.steps)
             for number, augment in enumerate(self.made.augment):
                 x = in_blocks(augment, x, first, place.seed, f"augment{number}", place.step)
             self._step(fresh_strides(x), y, place, len(x) * self.world / size)

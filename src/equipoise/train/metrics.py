@@ -14,18 +14,33 @@ from equipoise.core.accuracy import certified_at
 from equipoise.core.errors import Refused
 from equipoise.train.build import Part
 from equipoise.train.losses import Classification
-from equipoise.train.task import Task
+from equipoise.train.task import Task, fitted
 
 Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Certified:
-    """The network's bound: `upper` is proved (None where it was refused, with the reason), `layers` are upper bounds too."""
+    """The network's bound: `upper` is proved (None where it was refused, with the reason), `layers` are upper bounds too.
+
+    `pairs` bounds the constants of `z_i − z_j`, where the network ends in a linear layer.
+    """
 
     upper: float | None
     layers: dict[str, float]
     reason: str = ""
+    pairs: Tensor | None = None
+
+    def radii(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Certified radii, by pairs where they are known, else `margin/(√2·L)`; the better one for each input, float64."""
+        from equipoise.smoothing.margins import radius_global, radius_pairs
+
+        found = torch.zeros(len(labels), dtype=torch.float64)
+        if self.upper is not None:
+            found = torch.from_numpy(radius_global(logits, labels, self.upper))
+        if self.pairs is not None:
+            found = found.maximum(torch.from_numpy(radius_pairs(logits, labels, self.pairs)))
+        return found
 
 
 def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -> Certified:
@@ -49,7 +64,7 @@ def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -
             layers[name] = row.upper
     if not math.isfinite(report.upper):
         return Certified(None, layers, "the bound exceeds the floating-point numbers")
-    return Certified(report.upper, layers)
+    return Certified(report.upper, layers, pairs=report.pairs)
 
 
 def _with_effective_weights(model: nn.Module) -> nn.Module:
@@ -63,19 +78,21 @@ def _with_effective_weights(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def evaluate(
     model: nn.Module, part: Part, task: Task, device: torch.device, batch_size: int, epsilons: Sequence[float] = (),
-    lipschitz: float | None = None, rank: int = 0, world: int = 1, reduce: Reduce | None = None,
+    certified: Certified | None = None, rank: int = 0, world: int = 1, reduce: Reduce | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R = margin/(√2·L), L proved, rounded down.
+    """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R from proved constants, rounded down.
+
+    R is `min_k margin_k/K_yk` with the constants of pairs where the network ends in a linear layer, else `margin/(√2·L)`.
 
     The certificate is about the ball of radius ε around each input, in ℓ2; misclassified inputs are never certified. The rounding
     inside the forward pass is not covered (as in `smoothing.margins`). The processes share the examples.
     """
-    from equipoise.smoothing.margins import radius_global
-
     training = model.training
     model.eval()
+    task = fitted(task, model)
     sums: dict[str, Tensor] = {}
-    certify = lipschitz is not None and isinstance(task, Classification)
+    known = certified is not None and certified.upper is not None
+    certify = known and isinstance(task, Classification)
     for start in range(rank * batch_size, len(part), world * batch_size):
         x, y = part.batch(torch.arange(start, min(start + batch_size, len(part))))
         x, y = x.to(device), y.to(device)
@@ -84,11 +101,9 @@ def evaluate(
         found = {n: torch.tensor([float(v) for v in pair], dtype=torch.float64, device=device) for n, pair in counted}
         one = torch.tensor(float(len(y)), dtype=torch.float64, device=device)
         found["loss"] = torch.stack([task.loss(output, y).double() * len(y), one])
-        if certify:
-            finite = torch.isfinite(output).all(
-                1
-            )  # logits that are no numbers have no margin, and count as not certified
-            radius = torch.from_numpy(radius_global(output[finite], y[finite], lipschitz))
+        if certify and certified is not None:
+            finite = torch.isfinite(output).all(1)  # logits that are no numbers have no margin: not certified
+            radius = certified.radii(output[finite], y[finite])
             for epsilon in epsilons:
                 hits = certified_at(radius, radius > 0, epsilon).sum().double().to(device)
                 found[f"certified/{float(epsilon)}"] = torch.stack([hits, one])

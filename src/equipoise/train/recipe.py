@@ -52,11 +52,19 @@ class Model(Part):
     weights: str | None = None
 
 
+class Extra(Part):
+    """More examples to learn from (generated ones, say): `ratio` of them to every one of the training split, in every epoch."""
+
+    path: str
+    train: str = "train"
+    ratio: Positive = 1.0
+
+
 class Data(Part):
     """What is learnt from: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
 
     `validation` is the part of the training split held out and measured every epoch (0: the test split is measured instead);
-    `limit` keeps the first so many examples of a seeded shuffle.
+    `limit` keeps the first so many examples of a seeded shuffle. `extra` mixes a second source into the training examples.
     """
 
     path: str
@@ -66,12 +74,17 @@ class Data(Part):
     limit: AtLeastOne | None = None
     test_limit: AtLeastOne | None = None
     augment: list[Named] = []
+    extra: Extra | None = None
 
 
 class Optimizer(Part):
-    """`sgd`, `adam`, `adamw`, or `sam`/`asam` around a `base` of these with radius `rho`."""
+    """`sgd`, `adam`, `adamw`, `nadam`, `muon`, or `sam`/`asam` around a `base` with radius `rho`.
 
-    kind: Literal["sgd", "adam", "adamw", "sam", "asam"] = "sgd"
+    `muon` takes orthogonalised updates for matrices and kernels, and Adam at a tenth of the rate for the rest. `lookahead: k`
+    takes the weights half of the way back after every k steps of any of them.
+    """
+
+    kind: Literal["sgd", "adam", "adamw", "nadam", "muon", "sam", "asam"] = "sgd"
     lr: Positive = 0.1
     weight_decay: NonNegative = 0.0
     momentum: Fraction = 0.9
@@ -81,11 +94,14 @@ class Optimizer(Part):
     rho: Positive = 0.05
     decay: Literal["all", "matrices"] = "all"
     clip: Positive | None = None
+    lookahead: AtLeastOne | None = None
 
     @model_validator(mode="after")
     def _momentum(self) -> Optimizer:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
+        if self.lookahead is not None and self.kind in ("sam", "asam"):
+            raise ValueError(f"lookahead does not go with {self.kind}, which takes two steps in one")
         return self
 
 

@@ -24,6 +24,7 @@ from equipoise.train.objective import OBJECTIVES, plain
 from equipoise.train.reading import read_recipe
 from equipoise.train.recipe import Recipe
 from equipoise.train.state import MetricsFile, RunDirectory, State
+from equipoise.train.task import fitted
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context
 
 
@@ -132,6 +133,7 @@ def prepare(recipe: Recipe, parts: Parts) -> tuple[Ingredients, dict[str, Any]]:
     model, arguments = build_model(recipe.model, parts.train.source)
     task = from_table(LOSSES, recipe.loss, "loss")
     task = task.fitted(parts.train.source) if hasattr(task, "fitted") else task
+    task = fitted(task, model)
     objective = plain(task) if recipe.noise is None else from_table(OBJECTIVES, recipe.noise, "noise", task)
     augment = [from_table(AUGMENTATIONS, a, f"data.augment.{i}") for i, a in enumerate(recipe.data.augment)]
     made = Ingredients(recipe, parts, model, task, objective, [], [], augment, build_optimizer(recipe.optimizer, model))
@@ -249,7 +251,7 @@ class _Run:
         trainer, asked = self.trainer, self.recipe.metrics
         return evaluate(
             trainer.measured_model, part, trainer.made.task, trainer.device, asked.batch_size, asked.epsilons,
-            found.upper if found else None, trainer.rank, trainer.world, trainer.reduce if trainer.world > 1 else None,
+            found, trainer.rank, trainer.world, trainer.reduce if trainer.world > 1 else None,
         )  # fmt: skip
 
     def _remember(self, row: dict[str, Any]) -> None:

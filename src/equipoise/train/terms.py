@@ -201,5 +201,24 @@ def pad_crop(padding: int = 4, border: str = "zeros") -> Augment:
     return lambda x, source: random_crop(x, padding, source, edge)
 
 
+def cover(size: int = 8, p: float = 1.0, value: float = 0.0) -> Augment:
+    """Cover a square at a random place."""
+    from equipoise.data.augment import cutout
+
+    return lambda x, source: cutout(x, size, source, p, value)
+
+
+def random_operations(operations: int = 2, strength: float = 0.3) -> Augment:
+    """RandAugment: a few operations from a table per image."""
+    from equipoise.data.randaugment import randaugment
+
+    return lambda x, source: randaugment(x, source, operations, strength)
+
+
 #: what is done to the training images
-AUGMENTATIONS: dict[str, Callable[..., Augment]] = {"flip": flip, "pad-crop": pad_crop}
+AUGMENTATIONS: dict[str, Callable[..., Augment]] = {
+    "flip": flip,
+    "pad-crop": pad_crop,
+    "cutout": cover,
+    "randaugment": random_operations,
+}

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from equipoise.core.errors import InputError
+from equipoise.nn.models.families import lipschitz_cnn
 from equipoise.nn.models.gpt import LipschitzGPT, lipschitz_gpt
 from equipoise.nn.models.lipschitz import (
     liresnet,
@@ -57,6 +58,7 @@ LIPSCHITZ: dict[str, Builder] = {
     "sll_small": sll_small,
     "sll_medium": sll_medium,
     "liresnet": liresnet,
+    "lipschitz_cnn": lipschitz_cnn,
     "orthogonal_cnn": orthogonal_cnn,
     "sandwich_cnn": sandwich_cnn,
     "sandwich_mlp": sandwich_mlp,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+from equipoise.core.precision import up
 from equipoise.nn.activations import activation
 
 Size = int | Sequence[int]
@@ -31,6 +32,11 @@ class Normalise(nn.Module):
             raise InputError(f"mean and std need one entry per channel and std > 0, got {tuple(mean)} and {tuple(std)}")
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor([float(v) for v in values]).reshape(1, -1, 1, 1), persistent=False)
+
+    @property
+    def lipschitz_constant(self) -> float:
+        """`1/min std`."""
+        return up(1 / float(self.std.min())) if float(self.std.min()) != 1 else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised images."""
