@@ -180,8 +180,8 @@ EXPERIMENT = Experiment(
     desk=Settings(
         data=("cifar10.npz",),
         networks={"tiny": {"factory": "equipoise.nn.models:sll", "arguments": TINY}},
-        recipe=small(3000, 5),
-        seeds=6,
+        recipe=small(2000, 5),
+        seeds=5,
         batch=64,
     ),
     paper=Settings(

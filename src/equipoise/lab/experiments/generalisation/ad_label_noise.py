@@ -148,7 +148,7 @@ EXPERIMENT = Experiment(
     ),
     desk=Settings(
         recipe("cnn", CNN, "cifar10.npz", 16, limit=1000, test_limit=3000, optimizer=ADAM, batch_size=32),
-        (0.3,), (0.0, 0.1, 0.3), seeds=5, inputs=200, products=20,
+        (0.3,), (0.0, 0.3), seeds=5, inputs=200, products=20,
     ),
     paper=Settings(
         recipe("cifar_resnet56", {}, "cifar10-full.npz", 200, augment=STANDARD, optimizer=SGD),

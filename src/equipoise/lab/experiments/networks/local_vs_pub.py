@@ -128,7 +128,7 @@ EXPERIMENT = Experiment(
     notes=("one network per σ: no interval, and σ = 1 is missing at laptop scale",),
     paper=Settings(
         "cifar10-full.npz",
-        (0.0, 0.12, 0.25, 0.5),
+        (0.0, 0.12, 0.25, 0.5, 1.0),
         {"LiResNet": ("liresnet", {"constant": 40.0}), "ResNet-110": ("cifar_resnet110", {})},
         epochs=200,
         limit=None,
