@@ -18,7 +18,7 @@ from equipoise.checkpoints import load_factory
 from equipoise.data import load_dataset
 from equipoise.lab.experiments.certified.lvm_rs import COHEN, HARD, METHODS, SOFT, compare
 from equipoise.lab.experiments.certified.lvm_rs import Settings as Votes
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, published
 from equipoise.lab.experiments.intervals import gain_label
 from equipoise.lab.experiments.shared.smoothed_networks import (
@@ -121,9 +121,8 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 
 RADII = tuple(sorted({round(0.1 * k, 1) for k in range(31)} | {0.14}))
-EXPERIMENT = Experiment(
-    id="imagenet-tables",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Tables 6.3, C.1 and C.5 to C.7",
     title="LVM-RS on ImageNet",
     claim="Soft votes certify more than hard votes on ImageNet, with a denoiser and with adversarially trained smoothing.",
@@ -131,8 +130,5 @@ EXPERIMENT = Experiment(
     laptop=Settings(Votes({}, Sampling(1000), temperatures=8, epsilons=RADII), inputs=20, calibration=10),
     paper=Settings(Votes({}, Sampling(10_000), temperatures=50, epsilons=RADII)),
     notes=("about 6 s an input and σ on a V100 in the thesis: an hour for each σ at 500 inputs",),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("imagenet-val",),
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from equipoise.lab.experiments.experiment import Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Label, Row, Verdict, of_module
 from equipoise.lab.experiments.generalisation.ad_mlp import AD, SMALL, perceptron
 from equipoise.lab.experiments.intervals import gain_label, mean_of, parity_label, power_of
-from equipoise.lab.experiments.shared.comparison import Settings, Variants, draw, paired, run
+from equipoise.lab.experiments.shared.comparison import Settings, Variants, paired
 
 VARIANTS: Variants = {
     "baseline": {},
@@ -31,9 +31,8 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     )
 
 
-EXPERIMENT = Experiment(
-    id="ad-baek",
-    chapter="Generalisation",
+EXPERIMENT = of_module(
+    __name__,
     place="Table D.2",
     title="Activation decay and Baek's layer-wise variant",
     claim="Decaying only the last layer's input does as well as decaying all layers.",
@@ -41,9 +40,6 @@ EXPERIMENT = Experiment(
     laptop=Settings(perceptron("cifar10.npz", [128] * 3, 8, **SMALL), VARIANTS, seeds=2),
     desk=Settings(perceptron("cifar10.npz", [128] * 3, 12, **SMALL), VARIANTS, seeds=5),
     paper=Settings(perceptron("cifar10-full.npz", [512] * 3, 200), VARIANTS, seeds=10),
-    run=run,
-    judge=judge,
     power=lambda rows: power_of(paired(rows, "AD"), GAIN),
-    draw=draw,
     needs=("cifar10.npz",),
 )

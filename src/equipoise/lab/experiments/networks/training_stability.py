@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
@@ -103,17 +103,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="training-stability",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     place="Figures 4.6 to 4.9",
     title="One BatchNorm and Lipschitz regularisation",
     claim="Spectral regularisation with a single BatchNorm matches the usual network at a bound orders of magnitude smaller.",
     published="matches the baseline, product bound orders of magnitude smaller",
     laptop=Settings("cifar10.npz", width=8, epochs=8, limit=6000),
     paper=Settings("cifar10-full.npz", width=64, epochs=200, limit=None),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("cifar10.npz",),
 )
