@@ -50,7 +50,7 @@ CLAIMS = (
     Claim("AD + spectral beyond AD", "AD + spectral", None, "best of all", rival="AD"),
 )
 EXPERIMENT = compared(
-    id="ad-mlp",
+    __name__,
     place="Figure 7.2",
     title="Activation decay in an MLP",
     claim="Activation decay raises the accuracy of an MLP by more than dropout, and combines with spectral regularisation.",
