@@ -38,7 +38,7 @@ def test_it_writes_the_report_and_every_run(demo):
         "1-Lipschitz network",
         "deterministic",
         "cohen",
-        "cpm",
+        "rivals",
         "lvm + Lipschitz",
         "gallery-section",
         "spectra-0",

@@ -218,6 +218,9 @@ def test_predict(classifier):
     rng = np.random.default_rng(0)
     votes = rng.multinomial(100, [0.5, 0.5], 20_000)
     assert (predict_counts(votes, 0.05) >= 0).mean() <= 0.05
+    assert predict_counts([[60, 40]], 0.06).tolist() == [0]  # its p-value is 0.0569
+    assert predict_counts([[60, 40], [100, 0]], 0.06, variation=0.004).tolist() == [-1, 0]
+    assert predict_counts([[100, 0]], 0.06, variation=0.06).tolist() == [-1]
     with pytest.raises(Refused, match="votes"):
         SmoothedClassifier(Half().eval(), 0.5, 2, map=SimplexMap("softmax")).predict(_points(0.5))
 

@@ -23,7 +23,8 @@ from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, layer_types
 
 #: arguments of rows that have no default
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
-          "smoothadv": {"sigma": 0.1, "epsilon": 0.1},
+          "smoothadv": {"sigma": 0.1, "epsilon": 0.1}, "soft-vote": {"sigma": 0.1},
+          "lipschitz-radius": {"sigma": 0.1, "target": 0.2},
           **{k: {"lipschitz": 1.0} for k in ("lmt", "gloro", "gloro-trades", "emma", "la")}}  # fmt: skip
 
 

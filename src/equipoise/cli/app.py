@@ -60,6 +60,13 @@ COMMANDS: tuple[Command, ...] = (
         summary="Certify a dataset by randomized smoothing; runs survive being killed.",
     ),
     Command(
+        "predict",
+        "equipoise.cli.predict",
+        "predict",
+        optional=True,
+        summary="Answers of the smoothed classifier as it is deployed.",
+    ),
+    Command(
         "attack",
         "equipoise.cli.attack",
         "attack",

@@ -34,6 +34,7 @@ from equipoise.runs import AttackRow, Run, certify
 from equipoise.runs.models import hash_module
 from equipoise.runs.rows import Row
 from equipoise.smoothing import SmoothedClassifier, radius_global
+from equipoise.smoothing.procedures import DEFAULT
 from equipoise.train import Progress, run_recipe
 
 #: told what is being done, how much of it, and of how much
@@ -207,7 +208,7 @@ def _audit(network: Network, x: Tensor, ids: Sequence[int], s: Settings, tell: S
 #: what is sampled for each network: the folder, and the settings of `certify`. Cohen's bound is derived from the draws of
 #: "votes", LVM-RS without the Lipschitz constant from those of "lvm".
 SAMPLED: Mapping[str, Mapping[str, Any]] = {
-    "votes": {"procedure": "cpm"},
+    "votes": {"procedure": DEFAULT},
     "lvm": {"procedure": "lvm", "map": "sparsemax:0.2", "lipschitz": "auto"},
 }
 

@@ -80,17 +80,17 @@ def _expanded(total: Tensor, call: Call) -> Tensor:
     return total if tuple(total.shape) == call.shape else total.expand(call.shape)
 
 
-def roundoff(call: Call, step: Step) -> float:
-    """γ of the inner products the node takes; 0 where it only moves entries."""
+def roundoff(call: Call, step: Step, dtype: torch.dtype = torch.float64) -> float:
+    """γ of the inner products the node takes, evaluated in a dtype; 0 where it only moves entries."""
     match step.map:
         case Copy() | Pieces() | Piece() | Padded() | Join():
             return 0.0
         case Weighted(weight=W):
-            return gamma(max(W[0].numel(), W[:, 0].numel()) + 16, torch.float64)
+            return gamma(max(W[0].numel(), W[:, 0].numel()) + 16, dtype)
         case Average():
-            return gamma(step.gains[0][0].numel + 16, torch.float64)
+            return gamma(step.gains[0][0].numel + 16, dtype)
         case _:
-            return gamma(16, torch.float64)
+            return gamma(16, dtype)
 
 
 def pushforward(call: Call, step: Step, blocks: Mapping[fx.Node, Tensor | None]) -> Tensor:

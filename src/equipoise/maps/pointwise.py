@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.core.precision import up
+from equipoise.core.precision import float64, up
 
 Function = Callable[[Tensor], Tensor]
 GELU, GELU_TANH, SILU = 1.128904145185156, 1.128993068658773, 1.099839320128868
@@ -157,7 +157,7 @@ def clamp(low: float | Tensor | None = None, high: float | Tensor | None = None)
     >>> clamp(-1.0, 6.0).peak, clamp(2.0, None).at_zero
     (6.0, 2.0)
     """
-    a, b = (None if v is None else torch.as_tensor(v).detach().double() for v in (low, high))
+    a, b = (None if v is None else float64(v) for v in (low, high))
     ends = [float(v.abs().max()) for v in (a, b) if v is not None and v.numel()]
     inside = (a is None or float(a.max()) <= 0) and (b is None or float(b.min()) >= 0)
     peak = max(ends) if a is not None and b is not None else math.inf

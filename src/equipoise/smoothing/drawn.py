@@ -37,13 +37,15 @@ class Drawn:
         """The grid, if there is one."""
         return None if self.cells is None else Grid(self.sigma, self.cells)
 
+    @property
+    def variation(self) -> float:
+        """Total variation between one draw and the law of the theorem, as far as it is counted: 0 for float noise."""
+        return 0.0 if self.grid is None else self.grid.variation(self.dimension)
+
     def setting(self, alpha: float, about: str) -> Setting:
         """What certificates of these draws rest on."""
-        grid = self.grid
-        if grid is None:
-            return Setting(Gaussian(self.sigma), alpha, about, self.caveats())
-        noise = Gaussian(self.sigma, grid.variation(self.dimension))
-        return Setting(noise, alpha, about, self.caveats(), grid.distance(self.dimension))
+        distance = 0.0 if self.grid is None else self.grid.distance(self.dimension)
+        return Setting(Gaussian(self.sigma, self.variation), alpha, about, self.caveats(), distance)
 
     def caveats(self) -> str:
         """What is not covered, from what was used."""
@@ -66,7 +68,7 @@ class Drawn:
         whole = "its inputs are 8-bit images" if grid.image else "what rounding moves is subtracted from the radius"
         return (
             f"Inputs and noise lie on the grid of step {step}, exactly: {whole}, and a total variation of "
-            f"{grid.variation(self.dimension):.1e} is counted. {shape} Not covered: {generator}. {source}"
+            f"{self.variation:.1e} is counted. {shape} Not covered: {generator}. {source}"
         )
 
 

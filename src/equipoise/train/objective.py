@@ -1,4 +1,4 @@
-"""The training loss of a batch: plain, under Gaussian noise, with consistency, or on smoothed adversaries."""
+"""The training loss of a batch: plain, under noise, with consistency, on smoothed adversaries, or of the smoothed scores."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+from equipoise.smoothing.simplex import SimplexMap
 from equipoise.train.keys import generator, in_blocks
 from equipoise.train.task import Task, Timed
 
@@ -107,6 +108,49 @@ def smooth_adversarial(task: Task, sigma: float, epsilon: float, steps: int = 2,
     return objective
 
 
+def soft_vote(task: Task, sigma: float, map: str = "softmax", temperature: float = 1.0, copies: int = 4) -> Objective:
+    """`−log mean_i τ_T(f(x + σ·g_i))_y`: trains the scores that are averaged when soft votes are certified."""
+    from equipoise.regularizers.smoothed import smoothed_scores, soft_vote_loss
+
+    _positive("sigma", sigma)
+    chosen = _soft_map(map, temperature)
+
+    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+        scores, output = smoothed_scores(network, x, sigma, chosen, copies, _generator(x, place))
+        return soft_vote_loss(scores, y), output
+
+    return objective
+
+
+def lipschitz_radius(
+    task: Task, sigma: float, target: float, map: str = "softmax", temperature: float = 1.0, lipschitz: float = 1.0,
+    copies: int = 4,
+) -> Objective:  # fmt: skip
+    """`mean max(0, 1 − R/target)`, R the Lipschitz-aware radius R_multiLip of the averaged soft scores.
+
+    `lipschitz` is the constant the network is built for; certificates prove their own.
+    """
+    from equipoise.regularizers.smoothed import expected_radius, smoothed_scores
+
+    _positive("sigma", sigma)
+    _positive("target", target)
+    _positive("lipschitz", lipschitz)
+    chosen = _soft_map(map, temperature)
+
+    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+        scores, output = smoothed_scores(network, x, sigma, chosen, copies, _generator(x, place))
+        radius = expected_radius(scores, y, sigma, chosen.component_lipschitz(lipschitz, scores.shape[1]))
+        return (1 - radius / target).clamp_min(0).mean(), output
+
+    return objective
+
+
+def _soft_map(name: str, temperature: float) -> SimplexMap:
+    if name not in ("softmax", "sparsemax"):
+        raise InputError(f"noise.map must be softmax or sparsemax, which have gradients, got {name!r}")
+    return SimplexMap(name, temperature)  # type: ignore[arg-type]
+
+
 def _generator(x: Tensor, place: Place) -> torch.Generator:
     """Keyed by step and by the first place in the global batch: processes draw different noise, a restart the same."""
     return generator(place.seed, "noise", place.step, place.first, device=x.device)
@@ -122,4 +166,6 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "gaussian": gaussian,
     "consistency": consistency,
     "smoothadv": smooth_adversarial,
+    "soft-vote": soft_vote,
+    "lipschitz-radius": lipschitz_radius,
 }

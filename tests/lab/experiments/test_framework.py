@@ -11,7 +11,7 @@ import pytest
 from equipoise.core.errors import InputError
 from equipoise.lab.experiments import Context, Experiment, Label, Verdict, find, reproduce, reproduce_all, results
 from equipoise.lab.experiments.figures import canvas, line
-from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
+from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of, power_of_mean
 from equipoise.lab.experiments.page import summary
 from equipoise.lab.experiments.plan import plan
 
@@ -115,6 +115,49 @@ def test_stored_verdicts_are_judged_anew(tmp_path: Path):
     found = results.read(experiment([]), tmp_path)
     assert found is not None
     assert found.verdict.label is Label.NOT
+
+
+def in_cells(made: list[str], stop_at: int | None) -> Experiment:
+    """Three cells; the run is stopped before cell `stop_at`."""
+
+    def run(settings, context):
+        for k in range(settings.count):
+            if k == stop_at:
+                raise KeyboardInterrupt
+            yield from context.cell(f"k = {k}", lambda k=k: made.append(str(k)) or [{"k": k, "square": float(k * k)}])
+
+    return replace(experiment([]), run=run, laptop=Settings(3), judge=lambda rows: Verdict(Label.NOT, "", ""))
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
+    made: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(in_cells(made, 2), "laptop", Context(), tmp_path)
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('{"key": "k = 2", "ro')  # torn by the kill
+    made.clear()
+    outcome = reproduce(in_cells(made, None), "laptop", Context(), tmp_path)
+    assert made == ["2"]
+    assert outcome.result is not None
+    assert [row["k"] for row in outcome.result.rows] == [0, 1, 2]
+    assert "processor seconds" in outcome.result.machine
+    assert not (tmp_path / "cells.jsonl").exists()
+
+
+def test_cells_of_another_seed_are_not_taken(tmp_path: Path):
+    made: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(in_cells(made, 1), "laptop", Context(), tmp_path)
+    reproduce(in_cells(made, None), "laptop", Context(seed=1), tmp_path)
+    assert made == ["0", "0", "1", "2"]
+
+
+def test_power_counts_the_pairs_that_would_do():
+    few = power_of_mean(Mean(1.0, 2.0, 10), 1.0, over="inputs")
+    assert few.detectable > 2
+    assert 40 < few.needed < 80
+    assert "inputs would do" in str(few)
+    assert "more than" in str(power_of_mean(Mean(0.0, 50.0, 3), 0.01))
 
 
 def test_misspelt_identifiers_and_scales():

@@ -28,6 +28,7 @@ from equipoise.runs.rows import Item
 from equipoise.runs.rows import Row as StoredRow
 from equipoise.runs.store import Store
 from equipoise.smoothing import SimplexMap, SmoothedClassifier
+from equipoise.smoothing.procedures import DEFAULT
 
 
 def rows(repeats: int = 3, inputs: int = 10_000) -> list[Row]:
@@ -52,7 +53,7 @@ def overhead_row(
     *,
     inputs: int = 20,
     n: int = 1900,
-    procedure: str = "cpm",
+    procedure: str = DEFAULT,
 ) -> Row:
     """Seconds of a run (store, bookkeeping, derivation) over seconds of `SmoothedClassifier.certify` on the same draws."""
     model = make()
@@ -73,7 +74,7 @@ def overhead_row(
     return _row(f"run of {inputs} inputs, {name}, n = {n} / SmoothedClassifier.certify, seconds", a, b, ratio, "≤ 1.05")
 
 
-def reading_row(inputs: int = 10_000, classes: int = 10, procedure: str = "rivals") -> Row:
+def reading_row(inputs: int = 10_000, classes: int = 10, procedure: str = DEFAULT) -> Row:
     """Seconds to open a stored run, derive another α and procedure, and summarise it, against 20 s for 10⁵ inputs."""
     allowed = 20.0 * inputs / 100_000
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from equipoise.core.errors import InputError
+from equipoise.lab.experiments.cells import Cells
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,9 +46,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Power:
-    """What a design can see: the published effect, the smallest one it detects with probability 0.8, and the seeds that would do.
+    """What a design can see: the published effect, the smallest one it detects with probability 0.8, and the seeds
+    that would do.
 
-    `detectable` is infinite and `needed` 0 where a single seed leaves the spread unknown.
+    `detectable` is infinite and `needed` 0 where a single seed leaves the spread unknown. `over` is what the pairs
+    are: seeds, inputs.
     """
 
     published: float
@@ -55,16 +58,23 @@ class Power:
     seeds: int
     needed: int
     unit: str = "points"
+    over: str = "seeds"
 
     def __str__(self) -> str:
         if not math.isfinite(self.detectable):
-            return f"published effect {self.published:g} {self.unit}; one seed says nothing on the spread"
-        enough = "enough" if self.detectable <= abs(self.published) else f"{self.needed} seeds would do"
+            return f"published effect {self.published:g} {self.unit}; one seed or input says nothing on the spread"
+        more = (
+            f"{self.needed} {self.over} would do" if self.needed < MOST else f"more than {MOST} {self.over} are needed"
+        )
+        enough = "enough" if self.detectable <= abs(self.published) else more
         return (
-            f"published effect {self.published:g} {self.unit}; {self.seeds} paired seeds detect {self.detectable:.2g} "
+            f"published effect {self.published:g} {self.unit}; {self.seeds} paired {self.over} detect {self.detectable:.2g} "
             f"with probability 0.8: {enough}"
         )
 
+
+#: more pairs than this are not counted
+MOST = 100_000
 
 SCALES = ("laptop", "desk", "paper")
 
@@ -81,6 +91,11 @@ class Context:
     device: str = "cpu"
     dry: bool = False
     tell: Callable[[str], None] = field(default=lambda text: None)
+    cells: Cells = field(default_factory=Cells)
+
+    def cell(self, key: str, make: Callable[[], Iterable[Row]]) -> list[Row]:
+        """The rows of one part of a long run, kept: a run that was stopped takes them from its file."""
+        return self.cells.rows(key, make)
 
     def steps(self, items: Iterable[T]) -> Iterator[T]:
         """The items of a loop; the first two of them in a dry run."""
@@ -111,8 +126,9 @@ class Context:
 class Experiment:
     """One table or figure of the thesis.
 
-    `run(settings, context)` yields rows (flat dicts of numbers and strings); `judge(rows)` and `draw(rows)` see the rows
-    only, so that a stored result can be judged and drawn again without running anything. `settings` are frozen dataclasses.
+    `run(settings, context)` yields rows (flat dicts of numbers and strings); `judge(rows)` and `draw(rows)` see the
+    rows only, so that a stored result can be judged and drawn again without running anything. `settings` are frozen
+    dataclasses.
     """
 
     id: str

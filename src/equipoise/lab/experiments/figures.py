@@ -11,7 +11,7 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import write_whole
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
 else:  # matplotlib is loaded when something is drawn
     Axes = Figure = Any
@@ -54,6 +54,19 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, k: int, 
     options = {"linewidth": 1.6, "markersize": 4, **options}
     style = {"color": COLOURS[k % 8], "marker": MARKERS[k % 8], "linestyle": DASHES[k % 8]}
     axes.plot(x, y, label=name, **{**style, **options})
+
+
+def published(
+    axes: Axes, x: Sequence[float], y: Sequence[float], name: str = "published", k: int = 6, **options: Any
+) -> None:
+    """What the thesis printed: hollow marks without a line, in the k-th colour."""
+    style: dict[str, Any] = {
+        "color": COLOURS[k % 8],
+        "marker": "o" if k == 6 else MARKERS[k % 8],
+        "linestyle": "",
+        "markerfacecolor": "white",
+    }
+    axes.plot(x, y, label=name, **{**style, "markersize": 6, "markeredgewidth": 1.3, **options})
 
 
 def legend(axes: Axes, *, shared: bool = False) -> None:

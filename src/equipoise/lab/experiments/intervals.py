@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from equipoise.lab.experiments.experiment import Label, Power
+from equipoise.lab.experiments.experiment import MOST, Label, Power
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def parity_label(difference: Mean, margin: float) -> Label:
     return Label.NOT if difference.low > margin or difference.high < -margin else Label.INCONCLUSIVE
 
 
-def power_of(differences: Sequence[float], published: float, unit: str = "points") -> Power:
+def power_of(differences: Sequence[float], published: float, unit: str = "points", over: str = "seeds") -> Power:
     """The smallest effect that paired differences of this spread detect at the 5 % level with probability 0.8.
 
     `(t_{n−1}(0.975) + t_{n−1}(0.8))·s/√n`, and the least n for which that is the published effect.
@@ -102,15 +102,24 @@ def power_of(differences: Sequence[float], published: float, unit: str = "points
     >>> power_of([1.0, 2.0, 3.0], 2.63).needed
     4
     """
-    n = len(differences)
-    if n < 2:
-        return Power(published, math.inf, n, 0, unit)
-    mean = math.fsum(differences) / n
-    spread = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
+    return power_of_mean(mean_of(differences), published, unit, over)
 
-    def detectable(seeds: int) -> float:
-        factor = stats.t.ppf(0.975, seeds - 1) + stats.t.ppf(0.8, seeds - 1)
-        return float(factor) * spread / math.sqrt(seeds)
 
-    needed = next((k for k in range(2, 1000) if detectable(k) <= abs(published)), 1000)
-    return Power(published, detectable(n), n, needed, unit)
+def power_of_mean(effect: Mean, published: float, unit: str = "points", over: str = "seeds") -> Power:
+    """The same from a mean with its 95 % interval, whose half width is `t_{n−1}(0.975)·s/√n`."""
+    n = effect.seeds
+    if n < 2 or not math.isfinite(effect.half):
+        return Power(published, math.inf, n, 0, unit, over)
+    spread = effect.half * math.sqrt(n) / float(stats.t.ppf(0.975, n - 1))
+
+    def detectable(pairs: int) -> float:
+        factor = stats.t.ppf(0.975, pairs - 1) + stats.t.ppf(0.8, pairs - 1)
+        return float(factor) * spread / math.sqrt(pairs)
+
+    least, most = 1, 2
+    while most < MOST and detectable(most) > abs(published):
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if detectable(middle) > abs(published) else (least, middle)
+    return Power(published, detectable(n), n, min(most, MOST), unit, over)

@@ -29,7 +29,9 @@ INTRODUCTION = (
 
 
 def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str = "# Experiments") -> str:
-    """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not read."""
+    """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not
+    read.
+    """
     done = [outcome.result for outcome in outcomes if outcome.result is not None]
     missing = [outcome for outcome in outcomes if outcome.result is None]
     head = ["| experiment | verdict | measured | published |", "|---|---|---|---|"]
@@ -83,7 +85,9 @@ def _circumstances(result: Result) -> str:
         return f"{text}; hardware and threads were not recorded"
     busy = here.get("load before")
     beside = f", beside other work (load {busy})" if busy is not None and busy > 0.5 else ""
-    return f"{text} on {here.get('processor')}, {here.get('cores')} cores, {here.get('threads')} threads{beside}"
+    used = f", {here['processor seconds'] / 60:.1f} core minutes" if "processor seconds" in here else ""
+    where = f"{here.get('processor')}, {here.get('cores')} cores, {here.get('threads')} threads"
+    return f"{text}{used} on {where}{beside}"
 
 
 def _settings(result: Result) -> list[str]:

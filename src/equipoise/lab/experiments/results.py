@@ -58,7 +58,14 @@ def write(result: Result, folder: Path) -> None:
         raise InputError(f"cannot make {folder}: {error.strerror}") from error
     save(result.experiment.draw(result.rows), folder)
     write_whole(folder / "rows.parquet", parquet(result.rows))
-    write_whole(folder / "result.json", json.dumps(result.to_json(), indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / "result.json", _document(result.to_json()))
+
+
+def _document(result: Mapping[str, Any]) -> str:
+    """JSON with a line for each row."""
+    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1, ensure_ascii=False)
+    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result["rows"])
+    return f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 def read(experiment: Experiment, folder: Path) -> Result | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.lab.experiments import results
+from equipoise.lab.experiments.cells import Cells
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
 
 
@@ -25,16 +26,23 @@ class Outcome:
 def reproduce(experiment: Experiment, scale: str, context: Context, folder: Path, *, again: bool = False) -> Outcome:
     """One experiment: its stored result if it has the same settings, scale and seed, else a run that writes one.
 
-    A dry run goes through the same code with two turns of every loop, writes nothing and judges nothing.
+    A dry run goes through the same code with two turns of every loop, writes nothing and judges nothing. Parts that a
+    stopped run had finished (`Context.cell`) are not run again, and their time counts.
     """
     settings = experiment.settings(scale)
     if not again and not context.dry:
         found = results.read(experiment, folder)
         if found is not None and (found.scale, found.seed) == (scale, context.seed):
             return Outcome(experiment, found, stored=True)
-    start, here = time.perf_counter(), results.machine()
+    if not context.dry:
+        owner = {**experiment.describe(scale), "seed": context.seed}
+        context = replace(context, cells=Cells.open(folder / "cells.jsonl", owner))
+    cells = context.cells
+    before, spent = cells.seconds, cells.processor
+    start, used, here = time.perf_counter(), time.process_time(), results.machine()
     rows: tuple[Row, ...] = tuple(experiment.run(settings, context))
-    seconds = time.perf_counter() - start
+    seconds = before + time.perf_counter() - start
+    here["processor seconds"] = round(spent + time.process_time() - used, 1)
     if not rows:
         raise InputError(f"{experiment.id} gave no rows")
     if context.dry:
@@ -42,6 +50,7 @@ def reproduce(experiment: Experiment, scale: str, context: Context, folder: Path
         return Outcome(experiment, results.Result(experiment, scale, context.seed, rows, (verdict,), seconds))
     result = results.Result(experiment, scale, context.seed, rows, experiment.verdicts(rows), seconds, here)
     results.write(result, folder)
+    cells.close()
     return Outcome(experiment, result)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +36,11 @@ _DOWN = 1 - 1e-12
 
 @dataclass
 class Case:
-    """One input: rows of `g_k`, their margins at the input (lower bounds), and what was computed on balls around it."""
+    """One input: rows of `g_k`, their margins at the input (lower bounds), and what was computed on balls around it.
+
+    `lost` says what the rounding of a forward pass may take off every margin within a radius (nothing, by default): a margin
+    counts as proved on a ball where it stays above that.
+    """
 
     network: Network
     x: Tensor
@@ -44,6 +49,8 @@ class Case:
     norm: Norm = "l2"
     most: int = SWITCHING
     deadline: float = math.inf
+    lost: Callable[[float], Tensor] | None = None
+    losses: dict[float, Tensor] = field(default_factory=dict, repr=False)
     balls: dict[float, Ball | None] = field(default_factory=dict, repr=False)
     bounds: dict[float, Tensor] = field(default_factory=dict, repr=False)
     maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict, repr=False)
@@ -65,6 +72,19 @@ class Case:
             else:
                 self.bounds[radius] = lower_bounds(ball, len(self.network.nodes) - 1, self.rows)
         return self.bounds[radius]
+
+    def left(self, radius: float, margins: Tensor) -> Tensor:
+        """Margins less what rounding may take off them anywhere in the ball, rounded down."""
+        if self.lost is None:
+            return margins
+        if radius not in self.losses:
+            self.losses[radius] = self.lost(radius)
+        lost = self.losses[radius]
+        return margins - lost - 2.0**-50 * (margins.abs() + lost)
+
+    def holds(self, radius: float) -> bool:
+        """Whether the relaxation alone proves every margin on the ball."""
+        return bool((self.left(radius, self.relaxed(radius)) > 0).all())
 
     def segment(self, inner: float, outer: float) -> Reduced | None:
         """The reduced maps of all margins between the ball `inner` and the ball `outer`; None where they are too large."""
@@ -106,13 +126,15 @@ class Case:
 
 def integrate(case: Case, k: int, outer: float, steps: int = 60) -> float:
     """The largest radius up to `outer` within which margin k is proved positive."""
-    left, r = float(case.margins[k]), 0.0
+    left, r = float(case.left(outer, case.margins)[k]), 0.0
+    if not left > 0:
+        return 0.0
     for share in SHARES:
         R = outer if share == 1 else down(share * outer)
         step = up(R - r)
         L = case.constant(k, r, R, left * (1 - 1e-6) / step if share == 1 else 0.0, steps)
         spent = up(L * step)
-        remaining = max(down(left) - spent if spent < left else -math.inf, float(case.relaxed(R)[k]))
+        remaining = max(down(left) - spent if spent < left else -math.inf, float(case.left(outer, case.relaxed(R))[k]))
         if not remaining > 0:
             return max(r, min(R, (r + left / L * _DOWN) * _DOWN)) if 0 < L < math.inf else r
         left, r = remaining * _DOWN, R
@@ -123,7 +145,7 @@ def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
     """The largest radius found at which the backward relaxation alone proves every margin positive, by bisection."""
     low, high = 0.0, start
     for _ in range(60):
-        if time.monotonic() > case.deadline or not bool((case.relaxed(high) > 0).all()):
+        if time.monotonic() > case.deadline or not case.holds(high):
             break
         low, high = high, 2 * high
     if low == 0:
@@ -131,7 +153,7 @@ def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
             if time.monotonic() > case.deadline:
                 return 0.0
             half = high / 4
-            if bool((case.relaxed(half) > 0).all()):
+            if case.holds(half):
                 low = half
                 break
             high = half
@@ -141,7 +163,7 @@ def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
         if time.monotonic() > case.deadline or high - low <= 2e-4 * low:
             break
         middle = math.sqrt(low * high) if high > 1.5 * low else (low + high) / 2
-        if bool((case.relaxed(middle) > 0).all()):
+        if case.holds(middle):
             low = middle
         else:
             high = middle

@@ -23,6 +23,7 @@ from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_ra
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.pairs import pair_constants
 from equipoise.lipschitz.propagate import Propagation, propagate
+from equipoise.lipschitz.rounding import Rounding
 from equipoise.norms.bracket import Cache
 
 Effort = Literal["auto", "fast", "relaxation", "integral"]
@@ -39,6 +40,7 @@ class Radii:
     """Per sample: a proved radius, the rival that limits it, and the method that proved it.
 
     `margins` are the proved margins at the inputs themselves (against `rivals`); `note` says what was left out, and why.
+    `deployed`: the radii hold for the network as it is evaluated in its own dtype, too, not only for the real function.
     """
 
     radius: Tensor
@@ -49,6 +51,7 @@ class Radii:
     norm: Norm = "l2"
     seconds: tuple[float, ...] = field(default=(), compare=False)
     note: str = ""
+    deployed: bool = False
 
     def __len__(self) -> int:
         return len(self.radius)
@@ -67,6 +70,7 @@ def certified_radius(
     effort: Effort = "auto",
     seconds: float | None = None,
     rtol: float = 1e-3,
+    deployed: bool = True,
     progress: Progress | None = None,
 ) -> Radii:
     """The largest proved radius per sample: no input strictly within it is given another label than `labels`.
@@ -80,7 +84,9 @@ def certified_radius(
     * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2).
 
     Guarantee: for the real-number map of the captured graph with the stored weights, rounding of the margins and of every
-    bound included. A forward pass in float32 may itself decide differently where its own rounding exceeds what is left.
+    bound included; and for the network as it is evaluated in its own dtype, whose rounding at every point of the ball is
+    bounded and taken off the margins (`lipschitz.rounding` says in which model of arithmetic). Where that rounding is not
+    known, `Radii.deployed` is False, the note says why, and the radii are about the real function alone.
 
     Args:
         model: a classifier in evaluation mode whose output has shape (batch, classes).
@@ -91,6 +97,7 @@ def certified_radius(
             note about the rest.
         seconds: budget per sample; when it ends, the best radius proved so far is returned.
         rtol: relative gap asked of every operator norm.
+        deployed: whether to cover the rounding of the forward pass on the whole ball.
         progress: called with (done, total) after every sample.
 
     >>> net = nn.Sequential(nn.Linear(2, 2, bias=False))
@@ -116,7 +123,7 @@ def certified_radius(
         raise InputError(f"labels must be {len(x)} integers from 0 to {shapes[0][1] - 1}")
     with torch.no_grad(), full_precision():
         run = propagate(program, None, rtol, cache := Cache(rtol))
-        certifier = Certifier.of(run, cache, norm, effort)
+        certifier = Certifier.of(run, cache, norm, effort, deployed)
         found = []
         for i, sample in enumerate(x):
             began = time.monotonic()
@@ -135,6 +142,7 @@ def certified_radius(
         norm=norm,
         seconds=tuple(took),
         note=certifier.note,
+        deployed=deployed and certifier.rounding is not None,
     )
 
 
@@ -153,11 +161,13 @@ class Certifier:
     whole: float
     pairs: Tensor | None
     note: str
+    rounding: Rounding | None = None
+    deployed: bool = True
 
     @classmethod
-    def of(cls, run: Propagation, cache: Cache, norm: Norm, effort: Effort) -> Certifier:
+    def of(cls, run: Propagation, cache: Cache, norm: Norm, effort: Effort, deployed: bool = True) -> Certifier:
         """Read the network and take its global constants."""
-        network, note = None, ""
+        network, note, rounding = None, "", None
         try:
             network = read_network(run, cache)
         except Unsupported as reason:
@@ -168,9 +178,14 @@ class Certifier:
                 "unasked; effort='relaxation' tries"
             )
             effort = "fast"
+        try:
+            rounding = Rounding.of(run, cache)
+        except Refused as reason:
+            if deployed:
+                note = f"{note}; " * bool(note) + f"about the real function alone, its evaluation may round: {reason}"
         chain = chain_total(run)
         whole = exp_up(min(run.fused, math.inf if chain is None else chain))
-        return cls(run, cache, norm, effort, network, whole, pair_constants(run), note)
+        return cls(run, cache, norm, effort, network, whole, pair_constants(run), note, rounding, deployed)
 
     def certify(self, x: Tensor, label: int | None, deadline: float) -> Found:
         """Radius, label, rival, margin and method of one sample."""
@@ -183,11 +198,40 @@ class Certifier:
         if not float(gap[first]) > 0:
             return 0.0, label, others[first], float(gap[first]), "not classified as labelled"
         radius, at, method = self._global(gap, label, others, x.numel())
-        if self.network is not None and self.effort != "fast" and radius < LARGEST:
+        if self.rounding is not None and self.deployed:
+            radius, at, method = self._evaluated(x, gap, label, others, radius)
+        if self.network is not None and self.effort != "fast" and 0 < radius < LARGEST:
             better = self._local(x, gap, label, others, deadline, radius)
             if better[0] > radius:
                 radius, at, method = better
         return radius, label, others[at], float(gap[at]), method
+
+    def _lost(self, x: Tensor, radius: float, label: int, others: list[int]) -> Tensor:
+        """What a forward pass may take off every margin at inputs within `radius`; 0 where only real functions are meant."""
+        if self.rounding is None or not self.deployed:
+            return torch.zeros(len(others), dtype=torch.float64)
+        off = self.rounding.deployed(x, up(radius * self._share(x.numel())))[0]
+        return up(off[label] + off[others])
+
+    def _share(self, entries: int) -> float:
+        """ℓ2 length of what is 1 long in the norm of the ball, at most."""
+        return math.sqrt(entries) * (1 + 2.0**-50) if self.norm == "linf" else 1.0
+
+    def _evaluated(
+        self, x: Tensor, gap: Tensor, label: int, others: list[int], radius: float
+    ) -> tuple[float, int, str]:
+        """By global constants, with margins that outlast the rounding of a forward pass anywhere in the ball."""
+        best = (0.0, int(gap.argmin()), "rounding exceeds the margin")
+        cap = radius
+        for _ in range(8):
+            left = _less(gap, self._lost(x, cap, label, others))
+            if float(left.min()) > 0:
+                found = self._global(left, label, others, x.numel())
+                best = max(best, (min(found[0], cap), *found[1:]))
+            if best[0] >= cap / 2:
+                break
+            cap /= 16  # the rounding grows with the ball: a smaller one may keep more
+        return best
 
     def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The exact logits lie within the second tensor of the first."""
@@ -195,6 +239,9 @@ class Certifier:
             ball = enclose_ball(self.network, x, 0.0, "l1")
             if ball is not None:
                 return ball.centre[-1], ball.slip[-1]
+        if self.rounding is not None:
+            found = self.rounding(x)
+            return found.values[0], found.error[0]
         box = enclose(self.run, x, 1e-300, self.cache)[self.run.program.outputs[0]]
         if box.mid is None or not math.isfinite(box.rho):
             raise Refused(
@@ -205,7 +252,7 @@ class Certifier:
 
     def _global(self, gap: Tensor, label: int, others: list[int], entries: int) -> tuple[float, int, str]:
         """By constants of the whole space, in ℓ2, and what they say in the norm asked for."""
-        share = math.sqrt(entries) * (1 + 2.0**-50) if self.norm == "linf" else 1.0
+        share = self._share(entries)
         constants = {"global": torch.full_like(gap, up(math.sqrt(2) * self.whole))}
         if self.pairs is not None:
             constants["pairs"] = self.pairs[label][others]
@@ -222,7 +269,9 @@ class Certifier:
         """By the relaxation, and in ℓ2 by the integral."""
         assert self.network is not None
         eye = torch.eye(len(gap) + 1, dtype=torch.float64)
-        case = Case(self.network, x, eye[label] - eye[others], gap, self.norm, deadline=deadline)
+        covers = self.rounding is not None and self.deployed
+        lost = (lambda radius: self._lost(x, radius, label, others)) if covers else None
+        case = Case(self.network, x, eye[label] - eye[others], gap, self.norm, deadline=deadline, lost=lost)
         radius = relaxed_radius(case, max(known, 1e-12) * 2)
         worst = int(case.relaxed(radius).argmin()) if radius > 0 else int(gap.argmin())
         found = radius, worst, "relaxation"
@@ -232,3 +281,8 @@ class Certifier:
             if more > base:
                 found = more, limiting, "integral"
         return found
+
+
+def _less(gap: Tensor, lost: Tensor) -> Tensor:
+    """`gap − lost`, rounded down."""
+    return torch.where(lost > 0, gap - lost - 2.0**-50 * (gap.abs() + lost), gap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from equipoise.lab.experiments.experiment import Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.generalisation.ad_mlp import AD, recipe
+from equipoise.lab.experiments.generalisation.ad_mlp import AD, SMALL, perceptron
 from equipoise.lab.experiments.intervals import gain_label, mean_of, parity_label, power_of
 from equipoise.lab.experiments.shared.comparison import Settings, Variants, draw, paired, run
 
@@ -38,8 +38,9 @@ EXPERIMENT = Experiment(
     title="Activation decay and Baek's layer-wise variant",
     claim="Decaying only the last layer's input does as well as decaying all layers.",
     published=PUBLISHED,
-    laptop=Settings(recipe("cifar10.npz", [128, 128, 128], 8), VARIANTS, seeds=4),
-    paper=Settings(recipe("cifar10-full.npz", [512, 512, 512], 200), VARIANTS, seeds=5),
+    laptop=Settings(perceptron("cifar10.npz", [128] * 3, 8, **SMALL), VARIANTS, seeds=2),
+    desk=Settings(perceptron("cifar10.npz", [128] * 3, 12, **SMALL), VARIANTS, seeds=5),
+    paper=Settings(perceptron("cifar10-full.npz", [512] * 3, 200), VARIANTS, seeds=10),
     run=run,
     judge=judge,
     power=lambda rows: power_of(paired(rows, "AD"), GAIN),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from equipoise.data import load_dataset
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import Figure, canvas, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
 from equipoise.regularizers import ActivationDecay
@@ -33,6 +33,14 @@ RECIPE: dict[str, object] = {
     "batch_size": 64,
     "metrics": {"bound": False},
 }
+
+
+#: (σ, cosine, norm ratio, bound − smoothed loss) in the thesis, whose loss gap has the other sign
+PUBLISHED_TABLE = (
+    (0.05, 0.916, 1.085, -0.021), (0.1, 0.938, 1.065, -0.009), (0.15, 0.939, 1.064, -0.004),
+    (0.2, 0.941, 1.062, 0.001), (0.25, 0.938, 1.068, 0.003), (0.3, 0.939, 1.068, 0.006), (0.35, 0.935, 1.071, 0.007),
+    (0.4, 0.931, 1.072, 0.007), (0.5, 0.933, 1.078, 0.009), (1.0, 0.936, 1.075, 0.009),
+)  # fmt: skip
 
 
 def gradient(layer: nn.Module, loss: Tensor) -> Tensor:
@@ -97,10 +105,13 @@ def draw(rows: Sequence[Row]) -> Figure:
         ("norm ratio", "ratio of the gradients' norms"),
         ("gap", "bound − smoothed loss"),
     )
+    sigmas = [row[0] for row in PUBLISHED_TABLE]
     for k, (axes, (key, label)) in enumerate(zip(panels, names, strict=True)):
-        line(axes, x, [r[key] for r in rows], label, k)
+        line(axes, x, [r[key] for r in rows], "measured", k)
+        published(axes, sigmas, [row[k + 1] for row in PUBLISHED_TABLE])
         axes.set(xscale="log", xlabel="σ", ylabel=label)
-    panels[2].set(yscale="symlog")
+    panels[2].axhline(0, color="0.3", linewidth=0.8)
+    legend(panels[0], shared=True)
     return figure
 
 

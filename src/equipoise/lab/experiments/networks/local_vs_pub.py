@@ -11,10 +11,22 @@ import torch
 from equipoise.conversion import export
 from equipoise.data import load_dataset
 from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
-from equipoise.lab.experiments.figures import Figure, canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+
+#: (σ, local constant found, product bound) in the thesis
+PUBLISHED_TABLE = {
+    "LiResNet": ((0.0, 22, 37), (0.12, 11, 13), (0.25, 7.9, 9), (0.5, 4.8, 6)),
+    "ResNet-110": (
+        (0.0, 235, 2.34e10),
+        (0.12, 27, 1.03e12),
+        (0.25, 25, 3.19e12),
+        (0.5, 19, 9.71e9),
+        (1.0, 3.8, 1.32e11),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -79,12 +91,17 @@ def judge(rows: Sequence[Row]) -> Verdict:
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Both constants against σ."""
-    figure, (axes,) = canvas(width=5.2)
+    figure, (axes,) = canvas(width=7.2, height=4.6)
     for k, name in enumerate(dict.fromkeys(r["network"] for r in rows)):
         found = [r for r in rows if r["network"] == name]
         x = [r["sigma"] for r in found]
         line(axes, x, [r["local"] for r in found], f"{name}, local (found)", 2 * k)
         line(axes, x, [math.exp(min(r["log product"], 600)) for r in found], f"{name}, product bound", 2 * k + 1)
+    for k, (name, table) in enumerate(PUBLISHED_TABLE.items()):
+        for j, what in enumerate(("local", "product")):
+            published(
+                axes, [row[0] for row in table], [row[1 + j] for row in table], f"published: {name}, {what}", 2 * k + j
+            )
     axes.set(yscale="log", xlabel="noise σ in training", ylabel="Lipschitz constant")
     legend(axes)
     return figure

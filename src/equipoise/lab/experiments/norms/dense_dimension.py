@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
-from equipoise.lab.experiments.figures import Figure, canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.norms.peers import power_iterates
 
@@ -57,6 +57,10 @@ def draw(rows: Sequence[Row]) -> Figure:
         (("gram error", "Gram iteration, t = 10 (above)"), ("power error", "power iteration, 100 (below)"))
     ):
         line(axes, p, [max(max(abs(r[key]) for r in rows if r["p"] == d), 1e-16) for d in p], name, k)
+    published(axes, (1000, 10_000, 50_000), (5e-4, 3.7e-3, 0.1), "published: Gram iteration", 0)
+    published(
+        axes, (10, 100, 1000, 10_000, 50_000), (6e-4, 0.0231, 0.0426, 0.6004, 1.7), "published: power iteration", 1
+    )
     axes.set(xscale="log", yscale="log", xlabel="dimension p", ylabel="largest |error| of σ₁")
     legend(axes)
     return figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from equipoise.core.errors import InputError
@@ -12,6 +12,36 @@ if TYPE_CHECKING:
     from equipoise.train import Result
 
 Plain = dict[str, Any]
+
+#: flips and crops with a margin of four pixels: the thesis' augmentation
+STANDARD = ("flip", {"kind": "pad-crop", "padding": 4})
+
+
+def recipe(
+    model: str,
+    arguments: Mapping[str, Any],
+    data: str,
+    epochs: int,
+    *,
+    limit: int | None = None,
+    test_limit: int | None = None,
+    augment: Sequence[Any] = (),
+    optimizer: Mapping[str, Any],
+    batch_size: int = 128,
+    warmup: float = 0.0,
+    **rest: Any,
+) -> Plain:
+    """A network of `nn.models` (or `module:factory`) on images with a cosine schedule, measured after the last epoch."""
+    return {
+        "model": {"factory": model if ":" in model else f"equipoise.nn.models:{model}", "arguments": dict(arguments)},
+        "data": {"path": data, "limit": limit, "test_limit": test_limit, "augment": list(augment)},
+        "optimizer": dict(optimizer),
+        "schedule": {"kind": "cosine", "warmup": warmup},
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "metrics": {"bound": False, "every": epochs},
+        **rest,
+    }
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Plain:
@@ -28,7 +58,9 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Plain:
 
 
 def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
-    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound."""
+    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no
+    bound.
+    """
     from equipoise.train import run_recipe
 
     path = str(recipe["data"]["path"])

@@ -1,0 +1,327 @@
+"""How far a network, evaluated in floating point, is from the real function it stands for.
+
+Running error analysis through the captured graph (Higham 2002, §3). Let `v` be a node as a real function and `v̂` what a
+forward pass in some dtype with unit roundoff u computes. If its inputs are within `slip` of the real ones, then
+
+    |v̂ − v| ≤ |W|·slip + γ_m·(|W|·|v̂_in| + |b|)       for a layer that sums m products, in any order, fused or not,
+    |v̂ − v| ≤ gain·slip + 32u·(|φ| + |v̂_in|)           for an activation that rounds,
+
+entry by entry, and `‖v̂ − v‖₂ ≤ ‖W‖·‖slip‖₂ + ‖rounding‖₂` beside it: the smaller of both is kept, and blocks that bound
+themselves (residual layers of 1-Lipschitz networks) carry the error they are given by their own constant. Magnitudes are those
+of the given input, from a float64 pass, plus `L·r` for every input within r of it, L being the proved constant up to that node.
+
+Model of arithmetic: IEEE operations in the dtype of each node, sums of products in any order. Not meant by it: TF32 and other
+reduced products, Winograd or FFT convolutions, elementary functions that are off by more than 32 units in the last place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import full_precision, unit_roundoff, up
+from equipoise.lipschitz.batches import as_examples
+from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.enclose import activated
+from equipoise.lipschitz.logs import exp_up
+from equipoise.lipschitz.operations import Copy, Largest, Scaled, Sorted, Sum
+from equipoise.lipschitz.places import where
+from equipoise.lipschitz.propagate import Propagation, propagate
+from equipoise.lipschitz.regions import Region
+from equipoise.lipschitz.rules import Call, Step
+from equipoise.lipschitz.tangent import apply, roundoff, supported
+from equipoise.lipschitz.values import functional, perform
+from equipoise.maps.pointwise import Pointwise
+from equipoise.norms.bracket import Cache
+
+#: units in the last place that an elementary function may be off, relative to argument and result
+_ULPS = 32
+#: samples evaluated together
+_CHUNK = 16
+#: PyTorch's softplus is x beyond βx = 20: less than this, divided by β, from what it stands for
+_JUMP = 2.2e-9
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Outputs of a batch (N, c) in float64 and two bounds, entry by entry, rounded up.
+
+    `error`: the real outputs at the inputs themselves lie within it of `values`. `deployed`: a forward pass in the network's
+    own dtype, at any input within `radius` of these, lies within it of the real outputs at that input; infinite where
+    the dtype may overflow.
+    """
+
+    values: Tensor
+    error: Tensor
+    deployed: Tensor
+    radius: Tensor
+
+
+def forward_error(model: nn.Module, x: Tensor, *, radius: float | Tensor = 0.0, rtol: float = 1e-3) -> Evaluation:
+    """Bound the rounding of the whole forward pass, layer by layer, for the given inputs and all inputs near them.
+
+    Guarantee: see `Evaluation`, in the model of arithmetic of this module, for a network evaluated with the weights and
+    constants it was captured with. An operation whose rounding is not known is refused by name.
+
+    Args:
+        model: in evaluation mode, with one output (batch, …).
+        x: a batch, in the dtype the network is deployed in.
+        radius: ℓ2, a number or one per sample.
+        rtol: relative gap asked of every operator norm.
+
+    >>> net = nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 3))
+    >>> found = forward_error(net.eval(), torch.randn(4, 100))
+    >>> bool((found.deployed < 1e-3).all() and (found.error < 1e-11).all() and (found.deployed > 1e-8).all())
+    True
+
+    Reference: Higham (2002), Accuracy and Stability of Numerical Algorithms, §3.3.
+    """
+    (x,) = as_examples(x)
+    if x.dim() < 2 or not bool(torch.isfinite(x).all()):
+        raise InputError(f"x needs a batch dimension and finite values, got shape {tuple(x.shape)}")
+    with torch.no_grad(), full_precision():
+        cache = Cache(rtol)
+        return Rounding.of(propagate(capture(model, x[:1]), None, rtol, cache), cache)(x, radius)
+
+
+@dataclass(frozen=True)
+class _Slip:
+    """Entry by entry and in ℓ2."""
+
+    entry: Tensor
+    norm: Tensor
+
+    def least(self, entry: Tensor, norm: Tensor) -> _Slip:
+        norm = torch.minimum(self.norm, norm)
+        return _Slip(torch.minimum(torch.minimum(self.entry, entry), norm), norm)
+
+
+@dataclass
+class Rounding:
+    """The walk through one captured network; `run` was made without a ball, so its constants hold everywhere."""
+
+    run: Propagation
+    calls: dict[fx.Node, Call] = field(repr=False)
+    reach: dict[fx.Node, float] = field(repr=False)
+    inner: dict[Region, tuple[fx.Node, ...]] = field(repr=False)
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, run: Propagation, cache: Cache) -> Rounding:
+        """Look at every node once; what has no rule is refused here."""
+        program = run.program
+        if len(program.inputs) != 1 or len(program.outputs) != 1:
+            raise Refused("rounding is bounded for networks with one input and one output")
+        signals = {node: facts.signal for node, facts in run.facts.items()}
+
+        def lookup(node: fx.Node) -> Any:
+            return signals[node] if node in signals else program.constants[node]
+
+        calls = {node: Call(node, lookup, cache) for node in program.nodes}
+        for node, call in calls.items():
+            if not _known(call, run.steps[node]):
+                raise Refused(
+                    f"{where(node)}: the rounding of {node.target} is not bounded; evaluate it apart, or in another form"
+                )
+        kinds = {s.dtype for s in signals.values()}
+        coarse = torch.float32 if torch.float32 in kinds else torch.float64
+        reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
+        inner = {}
+        for regions in run.regions.values():
+            for region in regions:
+                found = _between(region, set(program.nodes), program.inputs)
+                if found is not None:
+                    inner[region] = tuple(n for n in program.nodes if n in found)
+        return cls(run, calls, reach, inner, coarse)
+
+    def __call__(self, x: Tensor, radius: float | Tensor = 0.0) -> Evaluation:
+        """Values and bounds of a batch."""
+        near = torch.as_tensor(radius, dtype=torch.float64).expand(len(x)).clone()
+        if not bool(((near >= 0) & torch.isfinite(near)).all()):
+            raise InputError("the radius must be a non-negative number, or one per sample")
+        values, error = self._batch(x, torch.zeros_like(near), None)
+        return Evaluation(values, error, self._batch(x, near, self.dtype)[1], near)
+
+    def deployed(self, x: Tensor, radius: float) -> Tensor:
+        """The last bound of `Evaluation` alone."""
+        return self._batch(x, torch.full((len(x),), radius, dtype=torch.float64), self.dtype)[1]
+
+    def _batch(self, x: Tensor, near: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        parts = []
+        for some, r in zip(x.double().split(_CHUNK), near.split(_CHUNK), strict=True):
+            parts.append(torch.func.vmap(lambda s, r: self.walk(s, r, dtype))(some, r))
+        values, slip = (torch.cat([t.flatten(1) for t in p]) for p in zip(*parts, strict=True))
+        return values, torch.where(slip.isnan(), math.inf, slip)
+
+    def walk(self, x: Tensor, r: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """The output at one sample (without its batch dimension) in float64, and how far a pass in `dtype` may be off.
+
+        None: that float64 pass itself, whose activations are the real functions up to rounding.
+        """
+        start = self.run.program.inputs[0]
+        values = {start: x[None]}
+        slips = {start: _Slip(torch.zeros_like(x[None]), torch.zeros_like(r))}
+        local: dict[fx.Node, Tensor] = {}
+        fresh: dict[Region, _Slip] = {}
+        for node in self.run.program.nodes:
+            call, step = self.calls[node], self.run.steps[node]
+            # computed operands: real ones at x in float64, moved by at most reach·r, and off by slip both times
+            sizes = {
+                s.node: values[s.node].abs() + (2 * slips[s.node].entry + self.reach[s.node] * r) for s, _ in step.gains
+            }
+            values[node] = _value(call, step, values)
+            local[node] = _local(call, step, sizes, values[node], dtype)
+            slips[node] = self._advance(node, slips, local, fresh)
+            for region in self.run.regions.get(node, ()):
+                if region in self.inner:
+                    fresh[region] = self._fresh(region, slips, local, fresh)
+                    slips[node] = _through(region, slips, fresh, slips[node])
+        out = self.run.program.outputs[0]
+        return values[out], slips[out].entry
+
+    def _advance(
+        self, node: fx.Node, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Region, _Slip]
+    ) -> _Slip:
+        call, step = self.calls[node], self.run.steps[node]
+        entry = _carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
+        parts = [gain * slips[s.node].norm for s, gain in step.gains]
+        norm = torch.stack(parts).square().sum().sqrt() if step.combine == "root" else sum(parts, torch.zeros(()))
+        norm = _grown(norm + _length(local[node]))
+        found = _Slip(_grown(entry), norm)
+        found = found.least(found.entry, _length(found.entry))
+        for region in self.run.regions.get(node, ()):
+            if region in fresh and region.source in slips:
+                found = _through(region, slips, fresh, found)
+        return found
+
+    def _fresh(
+        self, region: Region, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Region, _Slip]
+    ) -> _Slip:
+        """What a block adds of its own, given inputs that are off by nothing."""
+        zero = slips[region.source]
+        own = {region.source: _Slip(torch.zeros_like(zero.entry), torch.zeros_like(zero.norm))}
+        for node in self.inner[region]:
+            own[node] = self._advance(node, own, local, fresh)
+        return own[region.output]
+
+
+def _through(region: Region, slips: dict[fx.Node, _Slip], fresh: dict[Region, _Slip], found: _Slip) -> _Slip:
+    """The error that enters a block leaves it at most `bound` times as large; what the block adds comes on top."""
+    given, own = slips[region.source].norm * region.bound, fresh[region]
+    return found.least(_grown(own.entry + given), _grown(own.norm + given))
+
+
+def _between(region: Region, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]) -> set[fx.Node] | None:
+    """The nodes from the source to the output of a region; None where another way leads in."""
+    found: set[fx.Node] = set()
+    left = [region.output]
+    while left:
+        node = left.pop()
+        if node is region.source or node in found:
+            continue
+        if node in inputs:
+            return None
+        if node in nodes:  # else it is constant
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _known(call: Call, step: Step) -> bool:
+    match step.map:
+        case Pointwise(function=function):
+            return function is not None and len(step.gains) == 1
+        case Largest() | Sorted():
+            return bool(step.gains)
+        case Sum(weights=weights):
+            return len(weights) <= 12
+        case Scaled(shift=shift, size=size):
+            return shift is None or size is not None
+        case _:
+            return bool(step.gains) and supported(call, step)
+
+
+def _value(call: Call, step: Step, values: dict[fx.Node, Tensor]) -> Tensor:
+    match step.map:
+        case Pointwise():
+            return activated(call, step.map, values[step.gains[0][0].node])
+        case Largest() | Sorted():
+            return _performed(call, values)
+        case _:
+            return apply(call, step, values, offset=True)
+
+
+def _performed(call: Call, given: dict[fx.Node, Tensor]) -> Tensor:
+    """The operation itself in float64; the values of one that returns indices too."""
+
+    def pick(node: fx.Node) -> Any:
+        if node in given:
+            return given[node]
+        constant = call.lookup(node)
+        return constant.double() if isinstance(constant, Tensor) and constant.is_floating_point() else constant
+
+    args: Any = fx.node.map_arg(call.node.args, pick)
+    result = perform(call.node, args, fx.node.map_arg(call.node.kwargs, pick), exact=True)
+    found: Tensor = result[0] if isinstance(result, tuple | list) else result
+    return found
+
+
+def _carried(call: Call, step: Step, slips: dict[fx.Node, Tensor]) -> Tensor:
+    """What the operation makes of errors in its operands, entry by entry."""
+    match step.map:
+        case Pointwise():
+            return up(next(iter(slips.values())) * step.map.gain)
+        case Largest(sliding=True):
+            return _performed(call, slips)
+        case Largest() if len(step.gains) > 1 or tuple(step.gains[0][0].shape) == call.shape:
+            worst = [s.expand(call.shape) for s in slips.values()]
+            return torch.stack(worst).amax(0)
+        case Largest() | Sorted():
+            worst = [s.amax() for s in slips.values()]
+            return torch.stack(worst).amax().expand(call.shape)
+        case _:
+            return apply(call, step, slips, magnitude=True)
+
+
+def _local(call: Call, step: Step, sizes: dict[fx.Node, Tensor], value: Tensor, asked: torch.dtype | None) -> Tensor:
+    """What the operation rounds itself, given the magnitudes of its operands; infinite where the dtype may overflow."""
+    dtype = asked or torch.float64
+    u, kind = unit_roundoff(dtype), torch.finfo(dtype)
+    match step.map:
+        case Pointwise(hinge=hinge, exact=exact, gain=gain):
+            size = next(iter(sizes.values()))
+            top = value.abs() + gain * size
+            off = (0.0 if hinge is not None else 2 * u) if exact else _ULPS * u
+            rounding = off * (top + size) + (0.0 if off == 0 else kind.tiny) + (0.0 if asked is None else _jump(call))
+        case Largest() | Sorted():
+            return torch.zeros_like(value)
+        case Copy() if step.gains[0][0].dtype != call.node.meta["val"].dtype:
+            top = value.abs() + next(iter(sizes.values())).amax()
+            rounding = 2 * u * top + kind.tiny
+        case _:
+            g = roundoff(call, step, dtype)
+            if g == 0:
+                return torch.zeros_like(value)
+            top = apply(call, step, sizes, offset=True, magnitude=True)
+            rounding = g * top + 4 * kind.tiny * max(1, *(s.numel for s, _ in step.gains))
+    return torch.where(top < kind.max / 4, up(rounding) * (1 + 1e-9), math.inf)
+
+
+def _jump(call: Call) -> float:
+    """PyTorch's own softplus leaves the function it stands for; every other operation rounds it."""
+    return _JUMP / float(call["beta"]) if functional(call.node.target) is torch.ops.aten.softplus.default else 0.0
+
+
+def _grown(x: Tensor) -> Tensor:
+    """Enlarged by more than sums of non-negative numbers round in float64."""
+    return x * (1 + 1e-9)
+
+
+def _length(x: Tensor) -> Tensor:
+    """ℓ2, rounded up; squares that vanish are covered."""
+    return torch.linalg.vector_norm(x) * (1 + 1e-9) + math.sqrt(x.numel()) * 1e-150

@@ -1,0 +1,187 @@
+"""Rounding of the forward pass: float32 evaluations, in several orders, stay within the bound; certificates survive it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+import equipoise as eq
+from equipoise.core import InputError, Refused
+from equipoise.lipschitz.rounding import forward_error
+from equipoise.nn import MaxMin
+from equipoise.nn.export import plain
+from equipoise.nn.models import sll_tiny
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = 6, depth: int = 8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:  # convex potential layers: 1-Lipschitz as blocks, 3 as sums of their branches
+            norm = torch.linalg.matrix_norm(layer.weight.detach().double(), 2).float()
+            x = x - (2 / norm**2) * (torch.relu(layer(x)) @ layer.weight)
+        return x
+
+
+class Mixed(nn.Module):
+    """Scalings, shifts, pieces, casts, concatenation, pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x):
+        a, b = ((x - 0.3) / 0.7).chunk(2, 1)
+        pooled = nn.functional.max_pool1d(torch.cat([torch.abs(a), b.clamp(max=0.1)], 1), 2)
+        mean = x.mean(2)
+        return self.last(
+            torch.cat([pooled.flatten(1), mean, (3 * mean).amax(1, keepdim=True)], 1).double()[:, :12].to(x.dtype)
+        )
+
+
+CASES = {
+    "dense": (nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 20), nn.GELU(), nn.Linear(20, 4)), (30,)),
+    "curves": (nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softplus(), nn.LeakyReLU(0.1),
+                             nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 3)), (9,)),
+    "convolutions": (nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.MaxPool2d(2),
+                                   nn.Conv2d(5, 4, 2, stride=2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)), (2, 8, 8)),
+    "sorting": (nn.Sequential(nn.Linear(8, 8), MaxMin(), nn.Linear(8, 3)), (8,)),
+    "mixed": (Mixed(), (4, 4)),
+    "blocks": (Residual(), (6,)),
+    "1-Lipschitz": (plain(sll_tiny(rescaling="sr", in_channels=1, input_size=4, num_classes=3))[0], (1, 4, 4)),
+}  # fmt: skip
+
+
+def case(name: str):
+    net, shape = CASES[name]
+    torch.manual_seed(0)
+    for part in net.modules() if name != "1-Lipschitz" else ():
+        if isinstance(part, nn.Linear | nn.Conv2d):
+            nn.init.normal_(part.weight, std=1 / part.weight[0].numel() ** 0.5)
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean.normal_(std=3.0), part.running_var.uniform_(0.01, 2)
+    return net.float().eval().requires_grad_(False), 3 * torch.randn(5, *shape)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluations_stay_within_the_bound(name):
+    net, x = case(name)
+    found = forward_error(net, x, radius=0.5)
+    away = x + 0.5 * nn.functional.normalize(torch.randn_like(x).flatten(1), dim=1).reshape(x.shape) * (1 - 1e-6)
+    single = [net(p) for p in (x, away)]
+    alone = torch.cat([net(v[None]) for v in x])
+    real = [net.double()(p.double()) for p in (x, away)]
+    for got, wanted in ((single[0], real[0]), (alone, real[0]), (single[1], real[1])):
+        assert ((got.double() - wanted).abs() <= found.deployed + 1e-9).all()
+    assert ((found.values - real[0]).abs() <= found.error).all()
+    assert (found.error < 1e-6 * found.deployed).all()
+    assert (found.deployed < 1e-2).all(), "and it says something"
+    assert (forward_error(net.float(), x).deployed <= found.deployed).all()
+
+
+def exactly(net: nn.Sequential, x: torch.Tensor) -> list[Fraction]:
+    """A network of dense layers and ReLUs in rational arithmetic."""
+    v = [Fraction(float(t)) for t in x]
+    for part in net:
+        if isinstance(part, nn.ReLU):
+            v = [max(t, Fraction(0)) for t in v]
+        else:
+            W, b = part.weight.tolist(), part.bias.tolist()
+            v = [
+                sum(Fraction(w) * t for w, t in zip(row, v, strict=True)) + Fraction(c)
+                for row, c in zip(W, b, strict=True)
+            ]
+    return v
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_it_is_about_real_numbers(scale):
+    """Against rational arithmetic, with weights that cancel and any order of summation."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)).requires_grad_(False)
+    net[2].weight[:, 6:] = -net[2].weight[:, :6]
+    net[0].weight[6:] = net[0].weight[:6] * (1 + 1e-6)
+    for part in (net[0], net[2]):
+        part.weight.mul_(scale)
+    x = torch.rand(1, 12)
+    found, real = forward_error(net, x), exactly(net, x[0])
+    for order in (torch.arange(12), torch.arange(11, -1, -1), torch.randperm(12)):
+        h = torch.zeros(12)
+        for i in order:
+            h = h + net[0].weight[:, i] * x[0, i]
+        h = torch.relu(h + net[0].bias)
+        z = torch.zeros(3)
+        for i in order:
+            z = z + net[2].weight[:, i] * h[i]
+        got = (z + net[2].bias).tolist()
+        off = [abs(Fraction(g) - r) for g, r in zip(got, real, strict=True)]
+        assert all(o <= Fraction(float(d)) for o, d in zip(off, found.deployed[0], strict=True))
+        assert max(off) > 0
+    assert all(
+        abs(Fraction(float(v)) - r) <= Fraction(float(e))
+        for v, r, e in zip(found.values[0], real, found.error[0], strict=True)
+    )
+
+
+class Cancels(nn.Sequential):
+    """The real logits are (½, 0) everywhere; in float32 the 1 is lost beside 10⁸ and the logits are (−½, 0)."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(1, 2), nn.Linear(2, 2))
+        self[0].weight.data, self[0].bias.data = torch.tensor([[1e8], [1e8]]), torch.tensor([1.0, 0.0])
+        self[1].weight.data, self[1].bias.data = torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([-0.5, 0.0])
+
+
+def test_a_margin_that_rounding_turns_is_not_certified():
+    net, x = Cancels().eval(), torch.tensor([[1.0]])
+    assert int(net(x).argmax()) == 1
+    real = eq.certified_radius(net, x, deployed=False)
+    assert int(real.labels) == 0
+    assert float(real.radius) > 1, "a true statement about the real function, and false about the network that runs"
+    for labels in (None, torch.tensor([1])):
+        found = eq.certified_radius(net, x, labels)
+        assert found.deployed
+        assert float(found.radius) == 0
+    assert float(eq.certified_radius(net.double(), x.double()).radius) > 1, "float64 has digits enough"
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_certified_networks_keep_their_decision_as_they_run(norm):
+    """Margins near the size of float32's rounding: what is certified is decided so by float32 passes inside the ball."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3)).requires_grad_(False)
+    net[0].bias.add_(2e4)
+    x = torch.randn(4, 20)
+    net[2].bias.sub_(net.double()(x[:1].double())[0].float() - torch.tensor([0.5, 0.0, -1.0]))
+    net.float()
+    found, real = (eq.certified_radius(net, x, norm=norm, effort="relaxation", deployed=d) for d in (True, False))
+    assert (found.radius <= real.radius).all()
+    for v, y, r in zip(x, found.labels, found.radius, strict=True):
+        step = torch.randn(500, 20, dtype=torch.float64)
+        size = step.norm(dim=1, keepdim=True) if norm == "l2" else step.abs().amax(1, keepdim=True)
+        near = (v + step / size * float(r) * (1 - 1e-6)).float()
+        inside = (near.double() - v).norm(dim=1) < r if norm == "l2" else (near.double() - v).abs().amax(1) < r
+        assert (net(near[inside]).argmax(1) == y).all()
+
+
+def test_what_is_not_known_is_refused_or_said():
+    norm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).eval()
+    with pytest.raises(Refused, match=r"rounding of .*layer_norm"):
+        forward_error(norm, torch.randn(1, 4))
+    found = eq.certified_radius(norm, torch.randn(2, 4), effort="fast")
+    assert not found.deployed
+    assert "layer_norm" in found.note
+    with pytest.raises(InputError, match="radius"):
+        forward_error(nn.Linear(4, 2), torch.randn(1, 4), radius=-1.0)
+
+
+def test_overflow_is_infinitely_far():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
+    net[0].weight.fill_(1e30)
+    net[1].weight.fill_(1e10)
+    assert forward_error(net, torch.ones(1, 2)).deployed.isinf().all()
