@@ -1,4 +1,4 @@
-"""Networks in the package and folders that training writes: their certificates are those of the weights, also under edits and attack."""
+"""Networks in the package and folders that training writes: their certificates are those of the weights, attacked and edited."""
 
 import json
 import shutil

@@ -142,8 +142,8 @@ def play_cell(cell: Cell, budget: Budget, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         figures = _measured(cell, budget, folder)
-    except EquipoiseError as error:  # a cell that cannot be played is a row with the reason, and the others go on
-        figures = {"refused": str(error)}
+    except EquipoiseError as error:  # a row with the reason, the others go on; the next time it is tried again
+        return {"asked": asked, "refused": str(error)}
     write_whole(result, json.dumps(sealed({"asked": asked, **figures}), indent=1, allow_nan=False) + "\n")
     return {"asked": asked, **figures}
 
