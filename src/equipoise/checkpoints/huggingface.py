@@ -168,12 +168,8 @@ def _with_ties(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _shape(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     size, channels = config.get("image_size"), config.get("num_channels", 3)
-    sides = [size, size] if type(size) is int else size
-    fine = (
-        isinstance(sides, list)
-        and len(sides) == 2
-        and all(type(n) is int and 0 < n < 2**16 for n in (*sides, channels))
-    )
+    sides = size if isinstance(size, list) else [size, size]
+    fine = len(sides) == 2 and all(type(n) is int and 0 < n < 2**16 for n in (*sides, channels))
     return (channels, *sides) if fine else None
 
 

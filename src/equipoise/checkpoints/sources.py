@@ -72,7 +72,7 @@ def _directory(source: str) -> Loaded:
 
     path = Path(source) / "config.json"
     config = read_json(path) if path.is_file() else None
-    if is_hugging_face(config):
+    if isinstance(config, dict) and is_hugging_face(config):
         return Loaded(source, *load_hugging_face(Path(source), config))
     return Loaded(source, *load_checkpoint(source))
 
