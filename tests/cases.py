@@ -173,6 +173,13 @@ def matrices() -> list[tuple[str, Tensor]]:
         "large-and-tiny": rand(190, 170) * 1e-30,
         "large-and-extreme": rand(190, 170) * 1e300,
         "large-zero": torch.zeros(200, 180, dtype=torch.float64),
+        "large-rank-one": rand(180, 1) @ rand(1, 170),
+        "large-orthogonal": torch.linalg.qr(rand(200, 170))[0],
+        "large-nearly-equal-top": torch.linalg.qr(rand(180, 180))[0]
+        * torch.linspace(1, 1 - 1e-7, 180, dtype=torch.float64),
+        "large-transposed-float32": rand(400, 170).float().mT,
+        "large-strided-float32": rand(200, 800).float()[:, ::4],
+        "large-float32-extreme": rand(170, 190).float() * 1e37,
         "complex": torch.complex(rand(12, 20), rand(12, 20)),
         "complex-large": torch.complex(rand(200, 180), rand(200, 180)),
     }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equipoise import InputError, spectral_norm
 from equipoise.norms import PEERS, gram_norm_plain, norm2_toep, reference_norm
-from equipoise.norms.supremum import Search
+from equipoise.norms.supremum import Search, grid_cells
 from equipoise.norms.symbol import Symbol
 
 
@@ -181,3 +181,20 @@ def test_complex_kernels_are_refused_where_only_real_ones_are_understood() -> No
         with pytest.raises(InputError, match="real"):
             peer.run(K, 5)
         assert float(peer.run(torch.zeros(1, 1, 3, 3), 5)) == 0
+
+
+@pytest.mark.parametrize("sizes", [(5,), (1,), (4, 5), (6, 6), (1, 7), (3, 4, 2)])
+def test_points_of_a_grid_stand_for_their_mirror_images_once(sizes: tuple[int, ...]) -> None:
+    symbol = Symbol.of(torch.ones(1, 1, 1, *(1 for _ in sizes), dtype=torch.float64), 0)
+    grid = [2 * math.pi / n for n in sizes]
+    for points in (True, False):
+        index = [
+            tuple(round(float(w) / h) for w, h in zip(row, grid, strict=True))
+            for row in grid_cells(symbol, sizes, points).omega
+        ]
+        mirrored = [tuple(-i % n for i, n in zip(row, sizes, strict=True)) for row in index]
+        assert len({*index, *mirrored}) == math.prod(sizes)
+        if points:
+            assert len({frozenset(pair) for pair in zip(index, mirrored, strict=True)}) == len(index)
+        else:  # children below such a plane are dropped because of their twins above it, beside the mirrored centre
+            assert len(index) == (sizes[0] // 2 + 1) * math.prod(sizes[1:])

@@ -91,6 +91,8 @@ def require_finite(x: Tensor, what: str = "weight") -> Tensor:
     """Return `x`, or refuse it if it is empty, or holds NaN or infinities (a bound of those is not a number)."""
     if x.numel() == 0:
         raise InputError(f"the {what} is empty (shape {tuple(x.shape)}): it has no norm")
+    if bool(torch.isfinite(x.sum())):  # one fast pass: a sum with NaN or an infinity in it is not finite
+        return x
     bad = ~torch.isfinite(x)
     if bool(bad.any()):
         where = tuple(int(i) for i in bad.nonzero()[0])

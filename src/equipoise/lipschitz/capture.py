@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.lipschitz.batches import flat_outputs, settled
 from equipoise.lipschitz.memory import flat_tensors, refuse_mutation, written_arguments
-from equipoise.lipschitz.modes import asked_about_modes, ordinary_answers
+from equipoise.lipschitz.modes import asked_about, ordinary_answers
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 from equipoise.lipschitz.values import evaluate, is_mutable, perform
@@ -223,26 +223,34 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
     """`torch.export` with its failures turned into one sentence."""
     try:
         with torch.no_grad():
-            asked = asked_about_modes(lambda: model(*examples))
+            asked = asked_about(lambda: model(*examples))
     except Exception as error:
         raise InputError(
             f"the model does not run on example_input: {type(error).__name__}: {one_line(error)[:200]}"
         ) from error
     with torch.no_grad():
         found = _exported(model, examples)
-    if torch.is_inference_mode_enabled in asked:
-        raise Refused(
-            "the forward asks torch.is_inference_mode_enabled(), so it may be two networks; remove the branch"
-        )
-    if torch.is_grad_enabled in asked:
-        with torch.enable_grad():
-            other = _exported(model, examples)
-        if str(found.graph) != str(other.graph):
-            raise Refused(
-                "the forward asks torch.is_grad_enabled() and computes something else with gradients than without them; "
-                "remove the branch, or bound both networks"
-            )
+    if asked.inference:
+        raise Refused("the forward asks whether it is in inference mode, so it may be two networks; remove the branch")
+    if asked.gradients:
+        for wanted in (False, True):
+            with torch.enable_grad():
+                other = _exported(model, tuple(x.detach().requires_grad_(wanted) for x in examples))
+            if not _same_program(found, other):
+                raise Refused(
+                    "the forward asks whether gradients are taken (torch.is_grad_enabled, x.requires_grad, …) and computes "
+                    "something else with gradients than without them; remove the branch, or bound both networks"
+                )
     return found
+
+
+def _same_program(one: ExportedProgram, other: ExportedProgram) -> bool:
+    """Whether two captures of one model are the same operations on the same constants."""
+    names = one.constants.keys()
+    return str(one.graph) == str(other.graph) and names == other.constants.keys() and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+        for a, b in ((one.constants[name], other.constants[name]) for name in names)
+    )  # fmt: skip
 
 
 def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:

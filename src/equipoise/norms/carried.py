@@ -37,9 +37,9 @@ from equipoise.core.precision import (
     up,
     working_dtype,
 )
-from equipoise.norms.dense import gram_lower
 from equipoise.norms.gram import gram_error, small_side
 from equipoise.norms.spectral import spectral_norm
+from equipoise.norms.symmetric import gram_lower
 from equipoise.norms.verify import below
 
 #: columns of the basis that is followed, at first and at most
@@ -230,7 +230,7 @@ def _deflated_gram(A: Tensor, V: Tensor, T: Tensor) -> tuple[Tensor, Tensor, flo
     """Gram matrix of `A − TVᵀ` with its error, and what the subtraction itself lost."""
     rest = torch.addmm(A, T, V.mT, alpha=-1)
     lost = up(gamma(V.shape[1] + 4, A.dtype) * float(up(frobenius(A) + frobenius(T) * frobenius(V))))
-    return gram_lower(rest), gram_error(rest).reshape(1), lost
+    return gram_lower(rest, rest.dtype), gram_error(rest).reshape(1), lost
 
 
 def _below(G: Tensor, sigma: float, error: Tensor) -> bool:

@@ -72,7 +72,7 @@ def spectrum(conv: Convolution, rtol: float) -> Spectrum | None:
     symbol = Symbol.of(taps.reshape(*lengths, 1, ci, co).movedim((-3, -2, -1), (0, 1, 2)), 4 * count)
     if symbol.correlations is None or symbol.adjoint:
         return None
-    cells = _half(grid_cells(symbol, grid).omega, grid)
+    cells = grid_cells(symbol, grid).omega
     X, Y = symbol.gram(torch.zeros(len(cells), dtype=torch.long), cells, torch.float32)
     error = float(symbol.gram_error(torch.float32).max())
     windows = tuple(lattice.window_out for lattice in known)
@@ -95,16 +95,6 @@ def _grid(lattices: list[Lattice], lengths: tuple[int, ...], share: float) -> tu
             grid.append(coarse)
             turn += degree * math.pi / coarse
     return tuple(grid), up(1 / math.cos(turn * (1 + 1e-12))) if turn else 1.0
-
-
-def _half(omega: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """One of each pair ±ω of a grid whose first axis is halved already: the rest of the pairs lies in its edge planes."""
-    index = torch.stack([(omega[:, j] * n / (2 * math.pi)).round() for j, n in enumerate(grid)], 1)
-    sizes = torch.tensor(grid, dtype=torch.float64)
-    mirrored = (-index) % sizes
-    edge = mirrored[:, 0] == index[:, 0]
-    weights = torch.cumprod(torch.cat([torch.ones(1, dtype=torch.float64), sizes.flip(0)[:-1]]), 0).flip(0)
-    return omega[~edge | (index @ weights <= mirrored @ weights)]
 
 
 def pair(spec: Spectrum, rows: Tensor | None, rtol: float) -> tuple[Bracket, Bracket | None]:

@@ -156,11 +156,12 @@ def _lattice_bound(
         return float(high.max()), float(low.max()) if reached else 0.0, None
     symbol, found = _search(kernel, lattices, tol)
     group = torch.tensor([found.group], device=kernel.device)
-    E = symbol.at(group, found.omega[None])[0]
-    G = torch.complex(*symbol.gram(group, found.omega[None], torch.float64))[0]
+    G = torch.complex(*symbol.gram(group, found.omega[None], torch.float32))[0]
     v = lanczos(G.matmul, random_start(G.shape[-1], G), steps=32)
     if not windows:
-        at_symbol = float(rayleigh_lower(E, v)) - float(symbol.at_error()[found.group])
+        at_symbol = float(rayleigh_lower(symbol.at(group, found.omega[None])[0], v)) - float(
+            symbol.at_error()[found.group]
+        )
         return found.upper, max(0.0, down(at_symbol)), None
     sides = [lattice.window_out if symbol.adjoint else lattice.window for lattice in lattices]
     lower = windowed_lower(symbol, found.group, found.omega, v, sides)
@@ -275,7 +276,7 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float) -> flo
     """Lanczos on the operator itself, then a Rayleigh quotient in float64; 0 where that would cost too much."""
     rows, columns = math.prod(conv.output_shape), math.prod(conv.input_shape)
     flops = 4.0 * rows * conv.kernel[0, 0].numel()
-    steps = int(min(16 if start is None else 3, LANCZOS_FLOPS / flops))
+    steps = int(min(16 if start is None else 5, LANCZOS_FLOPS / flops))
     if steps < 3 or columns * steps > 2e8:
         return 0.0
     quick = conv.with_weight(conv.weight.to(torch.complex64 if conv.weight.is_complex() else torch.float32))

@@ -9,37 +9,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
 from equipoise.core.precision import down, gamma, up
-from equipoise.norms.gram import gram, gram_error, product_length, rayleigh_lower, scaled, small_side, wide
+from equipoise.norms.gram import scaled, wide
+from equipoise.norms.symmetric import gram_lower, narrow, symmetric_product
 from equipoise.norms.verify import below, verification_loss
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster
 LARGE = 160
 
 
-def gram_lower(A: Tensor, blocks: int = 10) -> Tensor:
-    """Lower triangle of `A*A` block row by block row: little more than half the work of the full product.
+def lanczos(multiply: Callable[[Tensor], Tensor], start: Tensor, steps: int, settle: float = 0.0) -> Tensor:
+    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors, after orthogonalised steps.
 
-    What lies above the block diagonal is not set.
+    With `settle` it stops early, once eight steps have raised the Ritz value by no more than that share.
     """
-    n = A.shape[-1]
-    step = -(-n // blocks)
-    G = A.new_empty(n, n)
-    for i in range(0, n, step):
-        torch.matmul(A[:, i : i + step].mH, A[:, : i + step], out=G[i : i + step, : i + step])
-    return G
-
-
-def lanczos(multiply: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
-    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors, after orthogonalised steps."""
-    n = start.numel()
+    n, breakdown = start.numel(), 8 * torch.finfo(start.dtype).eps
     Q = start.new_zeros(min(steps, n), n)
     diagonal: list[float] = []
     beside: list[float] = []
+    reached: list[float] = []  # Ritz values, every fourth step
     q = start / torch.linalg.vector_norm(start)
     for j in range(Q.shape[0]):
         Q[j] = q
@@ -48,13 +42,24 @@ def lanczos(multiply: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> 
         w = w - diagonal[j] * q - (beside[-1] * Q[j - 1] if j else 0.0)
         w = w - Q[: j + 1].mT @ (Q[: j + 1].conj() @ w)
         beta = float(torch.linalg.vector_norm(w))
-        if beta <= 1e-6 * max(map(abs, diagonal)) or j + 1 == Q.shape[0]:
+        if beta <= breakdown * max(map(abs, diagonal)) or j + 1 == Q.shape[0]:
             break
+        if settle and j % 4 == 3:
+            reached.append(float(_top(diagonal, beside)[0]))
+            if len(reached) > 2 and reached[-1] - reached[-3] <= settle * reached[-1]:
+                break
         beside.append(beta)
         q = w / beta
     size = len(diagonal)
-    _, y = eigh_tridiagonal(diagonal, beside[: size - 1], select="i", select_range=(size - 1, size - 1))
-    return Q[:size].mT @ torch.from_numpy(y[:, 0]).to(Q.device, Q.dtype)
+    y = _top(diagonal, beside[: size - 1])[1]
+    return Q[:size].mT @ torch.from_numpy(y).to(Q.device, Q.dtype)
+
+
+def _top(diagonal: list[float], beside: list[float]) -> tuple[float, NDArray[np.float64]]:
+    """Largest eigenvalue of a tridiagonal matrix and its vector."""
+    last = len(diagonal) - 1
+    value, vector = eigh_tridiagonal(diagonal, beside, select="i", select_range=(last, last))
+    return float(value[0]), vector[:, 0]
 
 
 def random_start(n: int, like: Tensor) -> Tensor:
@@ -63,41 +68,58 @@ def random_start(n: int, like: Tensor) -> Tensor:
     return torch.randn(n, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
-def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, float, Tensor]:
-    """`(lower, upper, v)` for one matrix: Lanczos on `A = W*W`, then a proof that `A ⪯ upper²·I`.
+def _quotient(multiply: Callable[[Tensor], Tensor], v: Tensor, size: float) -> float:
+    """`v*Gv/v*v` for G ⪰ 0 of trace at most `size`, rounded down: `|v|ᵀ|G||v| ≤ ‖G‖_F‖v‖²` and `‖G‖_F ≤ tr G`."""
+    v = v / v.abs().amax()
+    g = gamma(4 * len(v) + 32, torch.float64)
+    value = float(torch.vdot(v, multiply(v)).real) / float(torch.vdot(v, v).real)
+    return down(value) - up(g * (2.0 * size + abs(value)))
 
-    A failed proof means that the Ritz vector had not converged: Lanczos goes on from it, and after `rounds` failures the
-    target is widened instead, at most up to the Frobenius norm, so the function always ends with a proved bound.
+
+def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, float, Tensor]:
+    """`(lower, upper, v)` for one matrix: Lanczos on `G = A*A`, then a proof that `G ⪯ upper²·I`.
+
+    Everything is read off the one Gram matrix in float64, which differs from the true one by at most `error` in norm: the lower
+    end is `√(v*Gv/v*v − error)`, the upper end a verified factorisation. A failed proof means that the Ritz vector had not
+    converged: Lanczos goes on from it, and after `rounds` failures the target is widened instead, at most up to the Frobenius
+    norm, so the function always ends with a proved bound.
     """
-    A, e = wide(small_side(W)), torch.zeros((), dtype=torch.int64)
-    G = gram(A) if A.is_complex() else gram_lower(A)
+    A, e = W, 0
+    G = gram_lower(A)
     trace = float(torch.diagonal(G).real.sum())
     if not 1e-15 < trace < 1e15:  # rescaling costs two passes: only where float32 squares might leave the range
         if not bool(A.any()):
-            return 0.0, 0.0, A.new_ones(A.shape[-1])
-        A, e = scaled(A)
-        G = gram(A) if A.is_complex() else gram_lower(A)
+            return 0.0, 0.0, A.new_ones(G.shape[-1])
+        A, exponent = scaled(A)
+        e = int(exponent)
+        G = gram_lower(A)
         trace = float(torch.diagonal(G).real.sum())
-    g = gamma(product_length(A) + A.shape[-1] + 8, torch.float64)
-    size = torch.tensor(up(math.sqrt(trace) * (1 + g)), dtype=torch.float64, device=A.device)  # ‖A‖_F
-    error = gram_error(A, size).reshape(1)
-    quick = torch.tril(G.to(torch.complex64 if G.is_complex() else torch.float32))
-    quick = quick + torch.tril(quick, -1).mH
-    tolerance = max(rtol, 4 * verification_loss(G.shape[-1], G.dtype))
-    v = random_start(G.shape[-1], quick)
+    n, (rows, columns) = len(G), A.shape
+    length = (2 if A.is_complex() else 1) * max(rows, columns) + 8
+    g = gamma(length + n, torch.float64)
+    size = up(trace * (1 + g))  # ‖A‖_F²
+    error = up(gamma(length, torch.float64) * 1.4143 * size) + 4.0 * n * length * torch.finfo(torch.float64).tiny
+    tolerance = max(rtol, 4 * verification_loss(n, G.dtype))
+    exact = symmetric_product(G, double=True)
+    fine = tolerance < 1e-5  # float32 would not tell the top from its neighbours
+    quick = exact if fine else symmetric_product(G)
+    v, slack = random_start(n, G) if fine else narrow(random_start(n, G)), tolerance * 0.9
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())
     best[longest] = 1  # the longest column: a lower end that is never 0
-    lower, slack = down(math.sqrt(float(G[longest, longest].real) * (1 - 2 * g))), tolerance * 0.9
+    lower = float(G[longest, longest].real) - error
     while True:
-        v = lanczos(quick.matmul, v, steps=30)
-        value = float(rayleigh_lower(A, v, size))
+        v = lanczos(quick, v, steps=100, settle=slack / 2)
+        value = _quotient(exact, wide(v), size) - error
         if value > lower:
             best, lower = v, value
-        tau = torch.full((1,), (lower * (1 + slack)) ** 2, dtype=torch.float64, device=G.device)
-        if float(tau) >= float(size) ** 2 or bool(below(G[None], tau, error)):
-            upper = min(up(up(float(tau)) ** 0.5), float(size))
-            return math.ldexp(lower, int(e)), math.ldexp(upper, int(e)), best
+        low = down(math.sqrt(max(lower, 0.0)))
+        tau = (low * (1 + slack)) ** 2
+        if tau >= size or bool(
+            below(G[None], *(torch.tensor([x], dtype=torch.float64, device=G.device) for x in (tau, error)))
+        ):
+            upper = up(math.sqrt(up(min(tau, size))))
+            return math.ldexp(low, e), math.ldexp(upper, e), best
         rounds -= 1
         if rounds <= 0:
             slack *= 2

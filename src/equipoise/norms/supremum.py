@@ -23,12 +23,14 @@ from torch import Tensor
 from equipoise.core.precision import frobenius, gamma, up
 from equipoise.norms.dense import lanczos, random_start
 from equipoise.norms.symbol import Symbol
-from equipoise.norms.verify import below, verification_loss
+from equipoise.norms.verify import below_parts, verification_loss
 
-#: bytes of Gram matrices held at once
-CHUNK_BYTES = 64 * 2**20
-#: up to this many columns squaring in real arithmetic beats a batched Cholesky factorisation
-SQUARE_UP_TO = 128
+#: bytes of Gram matrices held at once: they should stay in the cache between being formed and being factorised
+CHUNK_BYTES = 8 * 2**20
+#: bytes the Gram matrices of all first cells may have together
+MOST_BYTES = 2**32
+#: up to this many columns squaring in real arithmetic beats Cholesky factorisations
+SQUARE_UP_TO = 24
 
 
 @dataclass
@@ -58,14 +60,21 @@ class SymbolBound:
     settled: bool
 
 
-def grid_cells(symbol: Symbol, sizes: tuple[int, ...]) -> Cells:
-    """All points `2πj/n` of a grid (half of them for a real kernel, by symmetry), for every group."""
+def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> Cells:
+    """All points `2πj/n` of a grid (half of them for a real kernel, by symmetry), for every group.
+
+    As `points` one of each pair ±ω is left out everywhere; cells that will be split, of which only children in the upper half
+    are kept, need the planes that are their own mirror image whole.
+    """
     dims, real = len(sizes), not symbol.kernel.is_complex()
-    axes = []
-    for j, n in enumerate(sizes):
-        count = n // 2 + 1 if real and j == 0 else n
-        axes.append(torch.arange(count, dtype=torch.float64) * (2 * math.pi / n))
-    omega = torch.cartesian_prod(*axes).reshape(-1, dims)
+    counts = [n // 2 + 1 if real and j == 0 else n for j, n in enumerate(sizes)]
+    index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
+    grid = torch.tensor(sizes)
+    if real and points:
+        mirrored = (-index) % grid
+        place = torch.cumprod(torch.tensor([1, *sizes[:0:-1]]), 0).flip(0)
+        index = index[(mirrored[:, 0] != index[:, 0]) | (index @ place <= mirrored @ place)]
+    omega = index * (2 * math.pi / grid.double())
     groups = symbol.kernel.shape[0]
     device = symbol.kernel.device
     repeated = omega.repeat(groups, 1).to(device)
@@ -114,9 +123,9 @@ class Search:
         """Supremum over all frequencies."""
         reach = 0.8 / max(1, sum(d > 0 for d in self.degrees))
         sizes = tuple(max(1, 2 * math.ceil(math.pi * d / reach / 2)) for d in self.degrees)
-        cells = grid_cells(self.symbol, sizes)
+        cells = grid_cells(self.symbol, sizes, points=False)
         cells.half = tuple(math.pi / n if n > 1 else 0.0 for n in sizes)
-        if len(cells) * self.c**2 * 8 > 64 * CHUNK_BYTES or len(cells) > 8 * self.budget:
+        if len(cells) * self.c**2 * 8 > MOST_BYTES or len(cells) > 8 * self.budget:
             return SymbolBound(math.inf, 0, self.where[1], 0, False)
         self._choose_dtype(self._scout(cells))
         self._climb(cells.half)
@@ -198,17 +207,14 @@ class Search:
 
     def _values(self, cells: Cells) -> Tensor:
         """‖E‖₂² at the given centres (few of them), estimates that only steer."""
-        G = torch.complex(*self.symbol.gram(cells.groups, cells.omega, self.dtype))
+        X, Y = self.symbol.gram(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
-            return torch.linalg.eigvalsh(G)[:, -1]
-        v = random_start(self.c, G).expand(len(G), -1)[..., None]
-        for _ in range(8):
-            v = G @ v
-            v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
-        value = torch.linalg.vector_norm(G @ v, dim=(-2, -1))
+            return torch.linalg.eigvalsh(torch.complex(X, Y))[:, -1]
+        value, v = _powers(X, Y, 8)
         for i in value.topk(min(2, len(value))).indices:
-            ritz = lanczos(G[i].matmul, v[i, :, 0], steps=20)
-            value[i] = torch.linalg.vector_norm(G[i] @ ritz) / torch.linalg.vector_norm(ritz)
+            G = torch.complex(X[i], Y[i])
+            ritz = lanczos(G.matmul, v[i], steps=20)
+            value[i] = torch.linalg.vector_norm(G @ ritz) / torch.linalg.vector_norm(ritz)
         return value
 
     def _settle(self, cells: Cells, threshold: Tensor) -> Cells:
@@ -238,15 +244,16 @@ class Search:
 
     def _prove(self, X: Tensor, Y: Tensor, tau: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
         """`(proved, score)`: which centres are proved below tau, and an estimate that ranks the others."""
-        if self.c > SQUARE_UP_TO and float((_norm(X, Y) / tau.clamp_min(1e-300)).median()) > 2.5:
-            return below(torch.complex(X, Y).to(self.proof_dtype), tau, torch.zeros_like(tau)), _norm(
-                X, Y
-            )  # flat spectra
-        proved, low = _below_by_squaring(X, Y, tau, 5 if self.c <= SQUARE_UP_TO else 1)
+        zero = torch.zeros_like(tau)
+        if self.c > SQUARE_UP_TO:
+            proved = below_parts(X, Y, tau, zero, self.proof_dtype)
+            score = zero.clone()
+            score[~proved] = _powers(X[~proved], Y[~proved])[0]
+            return proved, score
+        proved, low = _below_by_squaring(X, Y, tau)
         unclear = ~proved & (low <= tau)
         if bool(unclear.any()):
-            G = torch.complex(X[unclear], Y[unclear]).to(self.proof_dtype)
-            proved[unclear] = below(G, tau[unclear], torch.zeros_like(tau[unclear]))
+            proved[unclear] = below_parts(X[unclear], Y[unclear], tau[unclear], zero[unclear], self.proof_dtype)
         return proved, low
 
     def _finish(self, cells: Cells, settled: bool = True) -> SymbolBound:
@@ -271,6 +278,21 @@ class Search:
 def _norm(X: Tensor, Y: Tensor) -> Tensor:
     """`‖X + iY‖_F` in float64, rounded up."""
     return up((frobenius(X).square() + frobenius(Y).square()).sqrt())
+
+
+def _powers(X: Tensor, Y: Tensor, steps: int = 4) -> tuple[Tensor, Tensor]:
+    """Rough values of `λ_max(X + iY)` and their vectors by a few power steps, in real arithmetic: they only rank."""
+    start = random_start(X.shape[-1], X)
+    P = torch.stack([start, torch.zeros_like(start)]).expand(
+        len(X), 2, -1
+    )  # rows p, q: batched products like rows better
+    value = torch.zeros(len(X), dtype=X.dtype, device=X.device)
+    turn = P.new_tensor([1.0, -1.0])[:, None]
+    for _ in range(steps):
+        P = P @ X + turn * (P @ Y).flip(1)  # X is symmetric, Y antisymmetric
+        value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
+        P = P / value[:, None, None]
+    return value.double(), torch.complex(P[:, 0].contiguous(), P[:, 1].contiguous())
 
 
 def _below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) -> tuple[Tensor, Tensor]:

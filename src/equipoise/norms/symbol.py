@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, gamma, unit_roundoff, up
+from equipoise.core.precision import frobenius, gamma, unit_roundoff, up, working_dtype
 from equipoise.norms.gram import adjoint, small_side, wide
 
 
@@ -153,14 +153,15 @@ class Symbol:
         """
         assert self.correlations is not None
         if dtype not in self._cache:
-            P, Q = split(self.correlations)
+            narrow = self.correlations.to(working_dtype(self.correlations.dtype, dtype))
+            P, Q = split(narrow)
             even, odd = P + P.mT, P.mT - P
             even[:, 0] = P[:, 0]  # the offset 0 stands once, not twice
             if self.kernel.is_complex():
                 mixed, skew = Q + Q.mT, Q - Q.mT
                 mixed[:, 0], skew[:, 0] = 0, Q[:, 0]
                 even, odd = torch.cat([even, mixed], 1), torch.cat([skew, odd], 1)
-            self._cache[dtype] = (even.flatten(2).to(dtype), odd.flatten(2).to(dtype))
+            self._cache[dtype] = (even.flatten(2), odd.flatten(2))
         return self._cache[dtype]
 
 
