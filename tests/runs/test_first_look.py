@@ -204,7 +204,7 @@ def test_the_scale_that_the_model_was_trained_with(equipoise, tmp_path):
     np.savez("d.npz", x=(x * 10 + 3).numpy(), y=y.numpy())
     ran = equipoise(MODEL, "--data", "d.npz", "--mean", "3", "--std", "10", "--sigma", "1", "--n", "100", "--run", "a")
     assert ran.exit_code == 0, ran.stderr
-    assert "Normalise(mean=[3.0], std=[10.0])" in open_run("a").manifest.model["source"]
+    assert "inputs (x − (3))/(10)" in open_run("a").manifest.model["source"]
 
 
 BAD = {

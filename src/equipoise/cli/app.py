@@ -46,11 +46,25 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("train", "equipoise.cli.train", "train", optional=True, summary="Train a network from a recipe."),
     Command(
+        "scoreboard",
+        "equipoise.cli.scoreboard",
+        "scoreboard",
+        optional=True,
+        summary="Families of 1-Lipschitz layers under one budget, with proved certificates.",
+    ),
+    Command(
         "certify",
         "equipoise.cli.certify",
         "certify",
         optional=True,
         summary="Certify a dataset by randomized smoothing; runs survive being killed.",
+    ),
+    Command(
+        "predict",
+        "equipoise.cli.predict",
+        "predict",
+        optional=True,
+        summary="Answers of the smoothed classifier as it is deployed.",
     ),
     Command(
         "attack",

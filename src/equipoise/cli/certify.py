@@ -29,7 +29,10 @@ def certify(
     targets: Targets = None,
     data: Annotated[str | None, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")] = None,
     split: Annotated[str | None, typer.Option(help="which part of the data; default: test")] = None,
-    sigma: Annotated[float | None, typer.Option(help="noise level, in the units of the model's input")] = None,
+    sigma: Annotated[
+        str | None,
+        typer.Option(help="noise level, in the units of the model's input; or one per channel: 0.25,0.25,0.5"),
+    ] = None,
     n0: Annotated[int, typer.Option(help="selection draws per input")] = 100,
     n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
     alpha: Annotated[float | None, typer.Option(help="risk per input; default 0.001")] = None,
@@ -83,6 +86,15 @@ def certify(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="of --merge")] = None,
     export: Annotated[Path | None, typer.Option(help="write the table: .tsv (Cohen's log), .csv or .parquet")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="try failed inputs again")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="prove a radius of the network itself, without noise")
+    ] = False,
+    norm: Annotated[str | None, typer.Option(help="deterministic: of the ball, l2 (default), linf or l1")] = None,
+    effort: Annotated[
+        str | None, typer.Option(help="deterministic: auto (default), fast, relaxation or integral")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="deterministic: budget per input")] = None,
+    attack_steps: Annotated[int | None, typer.Option(help="deterministic: of the attack beside; 0: none")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
 ) -> None:
     """Certify the inputs of a dataset by randomized smoothing; every certificate holds with probability 1 − alpha.
@@ -102,14 +114,29 @@ def certify(
       equipoise certify runs/a --re-derive --alpha 0.01 --procedure cohen --epsilon 0.25,0.5
       equipoise certify runs/a --export certified.tsv
       equipoise certify --merge runs/a runs/b -o runs/ab
+      equipoise certify model.pt2 --data digits --deterministic --run runs/d
     """
+    from equipoise.cli.certify_proved import certify_deterministic
     from equipoise.runs import Execution, open_run
     from equipoise.runs.engines import find_engine
     from equipoise.runs.export import check_path
     from equipoise.runs.manifest import is_run, read_manifest, require_same
+    from equipoise.runs.proved import is_proved
     from equipoise.smoothing.procedures import DEFAULT
 
     names, levels = list(targets or []), _epsilons(epsilon)
+    own = {"norm": norm, "effort": effort, "seconds": seconds, "attack_steps": attack_steps}
+    if deterministic or (len(names) == 1 and data is None and is_proved(names[0])):
+        _only_proved(sigma=sigma, plan=plan, merge=merge, re_derive=re_derive, adaptive=adaptive, alpha=alpha)
+        if len(names) != 1:
+            raise InputError(f"expected one MODEL or one run directory, got {len(names)}: see equipoise certify --help")
+        return certify_deterministic(
+            names[0], data, split, weights, run, levels, export, json, retry_failed, limit=limit, skip=skip, stride=stride,
+            **{k: v for k, v in own.items() if v is not None},
+        )  # fmt: skip
+    for name, value in own.items():
+        if value is not None:
+            raise InputError(f"--{name.replace('_', '-')} goes with --deterministic")
     if export is not None:
         check_path(export)
     if merge:
@@ -138,8 +165,8 @@ def certify(
     if target_radius is not None and not adaptive:
         raise InputError("--target-radius goes with --adaptive")
     job = _job(
-        names[0], weights, data, split, _Reading(layout, size, columns, classes), _channels(mean, std),
-        sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
+        names[0], weights, data, split, _Reading(layout, size, columns, classes), channels(mean, std),
+        sigma=_levels(sigma), n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
         procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
         relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=noise, denoiser=denoiser,
         device=device, batch_size=batch_size,
@@ -155,6 +182,13 @@ def certify(
     done = is_run(folder) and open_run(folder).finished
     seen = None if done else _look(job, names[0], weights)
     _finish(_sample(job, folder, engine, execution, retry_failed, levels), None, levels, export, json, seen)
+
+
+def _only_proved(**asked: Any) -> None:
+    """Refuse options of randomized smoothing: a deterministic run draws nothing."""
+    given = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value not in (None, False)]
+    if given:
+        raise InputError(f"{given[0]} belongs to randomized smoothing: leave it out with --deterministic")
 
 
 def _require_stored(folder: str, **asked: Any) -> None:
@@ -198,7 +232,7 @@ def _job(
     return describe(loaded, read_data(data, split, **reading._asdict(), labelled=False), name=shown, **settings)
 
 
-def _channels(mean: str | None, std: str | None) -> _Scaling | None:
+def channels(mean: str | None, std: str | None) -> _Scaling | None:
     """Mean and deviation per channel; a single number serves every channel."""
     if mean is None and std is None:
         return None
@@ -337,6 +371,19 @@ def _epsilons(text: str | None) -> list[float] | None:
     if not all(level >= 0 for level in levels):
         raise InputError(f"--epsilon takes numbers like 0,0.25,0.5, got {text!r}")
     return levels
+
+
+def _levels(text: str) -> float | list[float]:
+    """`0.25`, or `0.25,0.25,0.5` with one level per channel.
+
+    >>> _levels("0.25"), _levels("0.25,0.5")
+    (0.25, [0.25, 0.5])
+    """
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--sigma takes a number, or one per channel like 0.25,0.25,0.5, got {text!r}") from error
+    return values[0] if len(values) == 1 else values
 
 
 def _constant(text: str | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from equipoise.report import margins as margin_file
 from equipoise.report.data import Attacks, Audit, Checked, Floats, Ints, Picture, ReportData, Series
 from equipoise.runs import AttackRow, Run, open_run
 from equipoise.runs.manifest import is_run, versions
+from equipoise.runs.proved import ProvedRun, is_proved, open_proved
 from equipoise.smoothing import read_log
 
 
@@ -73,8 +74,11 @@ def _part(name: str, folder: Path, alpha: float | None) -> _Part:
         return _smoothing(name, open_run(folder), alpha)
     if (folder / margin_file.NAME).is_file():
         return _deterministic(name, margin_file.load_margins(folder))
+    if is_proved(folder):
+        return _proved(name, open_proved(folder))
     raise InputError(
-        f"{folder} is not a run: it holds neither run.json nor {margin_file.NAME}, and is no certification log (.tsv)"
+        f"{folder} is not a run: it holds neither run.json nor {margin_file.NAME} nor proved.json, and is no certification "
+        "log (.tsv)"
     )
 
 
@@ -165,6 +169,39 @@ def _deterministic(name: str, found: margin_file.Margins) -> _Part:
     rows, key = found.attacks, f"{found.model.get('hash', name)} {found.data} network"
     attacks, tested = closest(model, name, found.ids, rows), contradictions(series, rows, "base", key)
     return _Part(model, found.model.get("hash", ""), tuple(series), tuple(attacks), described, tested)
+
+
+def _proved(name: str, run: ProvedRun) -> _Part:
+    """A deterministic run: radii with rival and method, and the attacks beside them."""
+    if not run.rows:
+        raise InputError(f"{run.folder} has no finished inputs yet")
+    manifest, asked, rows = run.manifest, run.manifest.asked, run.rows
+    model, ids = manifest.model.get("source", "network"), tuple(str(row.id) for row in rows)
+    ball = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}[asked.norm]
+    about = f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball."
+    labels, prediction = (
+        np.array(v, dtype=np.int64) for v in zip(*((r.label, r.prediction) for r in rows), strict=True)
+    )
+    procedure = "deterministic" if asked.norm == "l2" else f"deterministic, {ball}"
+    series = [
+        Series(
+            model, name, procedure, ids, labels, prediction, run.radius, about=about, failed=len(run.failures),
+            data=str(manifest.data.get("source", "")), total=manifest.total,
+            rivals=tuple(r.rival for r in rows), methods=tuple(r.failure or r.method for r in rows),
+        )
+    ]  # fmt: skip
+    described = {
+        "run": name, "model": model, "model hash": manifest.model.get("hash", ""), "data": manifest.data.get("source", ""),
+        "data fingerprint": manifest.data.get("fingerprint", ""), "inputs": f"{len(rows)} of {manifest.total}",
+        "procedure": procedure, **asdict(asked), "note": manifest.note, "failed inputs": len(run.failures),
+        "started": manifest.created, "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
+    }  # fmt: skip
+    left = manifest.total - len(rows)
+    notes = (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
+    attacks = closest(model, name, ids, run.attacks)
+    key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', '')} network"
+    tested = contradictions(series if asked.norm != "l1" else (), run.attacks, "base", key)
+    return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), described, tested, notes)
 
 
 def _published(name: str, path: Path) -> _Part:

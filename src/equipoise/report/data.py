@@ -23,7 +23,8 @@ class Series:
     `prediction` is −1 where nothing was certified; `radius` is 0 there. `about` says what the certificate speaks of,
     `alpha` is its risk per input (0: deterministic, NaN: not known), `assumption` what it rests on without proof. `data` names
     the data, `total` is how many inputs the run is to have, `own` whether the run was made for this procedure: other curves of
-    the run are derived beside it. Where no input has a label (all −1) any certified answer counts.
+    the run are derived beside it. Where no input has a label (all −1) any certified answer counts. `rivals` and `methods`,
+    where there are any, are the classes that limit the radii and what proved them.
     """
 
     model: str
@@ -41,9 +42,12 @@ class Series:
     data: str = ""
     total: int | None = None
     own: bool = True
+    rivals: tuple[int, ...] = ()
+    methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {len(self.ids), len(self.labels), len(self.prediction), len(self.radius)}
+        sizes |= {len(column) for column in (self.rivals, self.methods) if column}
         if len(sizes) != 1 or not len(self.ids):
             raise InputError(
                 f"{self.run}: expected as many ids, labels, predictions and radii, at least one; got {sizes}"

@@ -55,7 +55,7 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
     body = "".join(
         [
             _curves(data, charts), _bounds(data, charts), _layers(data), _spectra(data, charts), _histograms(data, charts),
-            _gallery(data), _inputs(data),
+            _gallery(data), _proofs(data), _inputs(data),
             parts.section("limits", "What is not guaranteed", "Read this before quoting a number.", parts.limits(data)),
             parts.section(
                 "provenance", "Parameters, seeds and versions", "What was run; the same settings give the same numbers.",
@@ -253,6 +253,16 @@ def _inputs(data: ReportData) -> str:
     return parts.section("inputs-section", "Inputs", text, body)
 
 
+def _proofs(data: ReportData) -> str:
+    text = (
+        "Deterministic radii: which class is the first that the proof cannot exclude, and which method proved the most. "
+        "Click a header to sort."
+    )
+    found = [s for s in data.series if s.methods]
+    body = "".join(parts.proofs_table(s, i) for i, s in enumerate(found))
+    return parts.section("proofs-section", "Rivals and methods", text, body)
+
+
 def _alarm(data: ReportData) -> str:
     if data.tested is None or not data.tested.broken:
         return ""
@@ -264,8 +274,8 @@ def _alarm(data: ReportData) -> str:
 
 _LINKS = (
     ("curves-section", "Curves"), ("bounds-section", "Bounds"), ("layers-section", "Layers"), ("spectra-section", "Spectra"),
-    ("radii-section", "Radii"), ("gallery-section", "Gallery"), ("inputs-section", "Inputs"), ("limits", "Not guaranteed"),
-    ("provenance", "Parameters"),
+    ("radii-section", "Radii"), ("gallery-section", "Gallery"), ("proofs-section", "Rivals"), ("inputs-section", "Inputs"),
+    ("limits", "Not guaranteed"), ("provenance", "Parameters"),
 )  # fmt: skip
 
 

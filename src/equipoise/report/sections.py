@@ -134,6 +134,30 @@ def _risk(alpha: float) -> str:
     return f"{alpha:g}" if alpha else "none"
 
 
+#: inputs of a deterministic run that are listed with rival and method; all of them are in the store
+LISTED = 1000
+
+
+def proofs_table(s: Series, index: int) -> str:
+    """Every input of a deterministic run: its radius, the class that limits it, and what proved it."""
+    cells: list[list[tuple[str, float | str]]] = [
+        [
+            (s.ids[i], s.ids[i]), (str(s.labels[i]), float(s.labels[i])), (round_down(float(s.radius[i]), 5), float(s.radius[i])),
+            (str(s.rivals[i]) if s.rivals[i] >= 0 else "", float(s.rivals[i])), (s.methods[i], s.methods[i]),
+        ]
+        for i in range(min(len(s.ids), LISTED))
+    ]  # fmt: skip
+    counts = {
+        m: sum(1 for n, r in zip(s.methods, s.radius, strict=True) if n == m and r > 0)
+        for m in dict.fromkeys(s.methods)
+    }
+    by = ", ".join(f"{m}: {n}" for m, n in counts.items() if n) or "nothing"
+    head = ("input", "label", "proved radius, at least", "limiting rival", "proved by")
+    return f"<h3>{esc(s.model)}, {esc(s.run)}</h3><p>Proved by {esc(by)}.</p>" + table(
+        head, cells, f"proofs-{index}", numeric=(1, 2, 3)
+    )
+
+
 def table(
     head: Sequence[str],
     rows: Iterable[Sequence[tuple[str, float | str]]],

@@ -116,7 +116,8 @@ class Chain(nn.Module):
 def normalised(loaded: Loaded, mean: Sequence[float], std: Sequence[float]) -> Loaded:
     """`(x − mean)/std` per channel before a model that was trained on such inputs: noise and radii are in units of x."""
     layer: nn.Module = Normalise(mean, std).eval()
-    name = f"{loaded.source} behind {layer}"
+    shown = ("(" + ", ".join(f"{v:g}" for v in values) + ")" for values in (mean, std))
+    name = "{}, inputs (x − {})/{}".format(loaded.source, *shown)
     if isinstance(loaded.model, nn.Module):
         return replace(loaded, source=name, model=Chain(layer, loaded.model))
     wanted = loaded.model.graph_signature.user_inputs

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,16 @@ from equipoise.runs.rows import InputId, Row, Soft
 from equipoise.smoothing import SimplexMap
 
 NAME = "store.sqlite"
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+#: a row of the table of inputs
+R = TypeVar("R")
+_SAMPLED = """
 CREATE TABLE IF NOT EXISTS inputs (
   id PRIMARY KEY NOT NULL, position INTEGER NOT NULL, label INTEGER NOT NULL, n0 INTEGER NOT NULL, draws INTEGER NOT NULL,
   selection BLOB, estimation BLOB, map TEXT, buckets BLOB, singles INTEGER, direct INTEGER, moments BLOB,
-  stopped TEXT, failure TEXT, key TEXT NOT NULL, seconds REAL NOT NULL, checksum TEXT);
+  stopped TEXT, failure TEXT, key TEXT NOT NULL, seconds REAL NOT NULL, checksum TEXT)
+"""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS attacks (
   id NOT NULL, kind TEXT NOT NULL, epsilon REAL NOT NULL, success INTEGER NOT NULL, distance REAL, steps INTEGER NOT NULL,
   restarts INTEGER NOT NULL, seed INTEGER NOT NULL, checksum TEXT, PRIMARY KEY (id, kind, epsilon, steps, restarts, seed));
@@ -77,12 +81,25 @@ def locked(folder: Path) -> AbstractContextManager[None]:
 _ATTACK = tuple(f.name for f in fields(AttackRow))
 
 
-class Store:
+class Table(Generic[R]):
     """The SQLite file of a run directory; `writable` creates it, otherwise it is opened read-only.
 
-    `identity` is the digest of what must not change, `seal` that of the whole `run.json`: a store that belongs to another run,
-    or to another version of its `run.json`, is refused.
+    What is stored of an input is up to a kind of run: `schema` is the statement that makes the table `inputs`, with at least the
+    columns id, position, failure and checksum, `columns` are those that are written, `encode` and `decode` turn rows into them
+    and back. `identity` is the digest of what must not change, `seal` that of the whole `run.json`: a store that belongs to
+    another run, or to another version of its `run.json`, is refused.
     """
+
+    schema: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]]
+
+    def encode(self, row: R) -> tuple[Any, ...]:
+        """The values of the columns."""
+        raise NotImplementedError
+
+    def decode(self, values: Sequence[Any]) -> R:
+        """The inverse; a row that makes no sense is an InputError."""
+        raise NotImplementedError
 
     def __init__(self, folder: str | Path, *, identity: str, seal: str | None = None, writable: bool = False) -> None:
         self.path, self.writable, self.identity = Path(folder) / NAME, writable, identity
@@ -127,7 +144,7 @@ class Store:
 
     def _create(self, identity: str, seal: str | None) -> None:
         with self._transaction():
-            for statement in _SCHEMA.split(";"):
+            for statement in (*_SCHEMA.split(";"), self.schema):
                 if statement.strip():
                     self.db.execute(statement)
             noted = {"identity": identity, "checksums": "sha256", "rows": "0"}
@@ -182,7 +199,7 @@ class Store:
         self._db.close()
         self._db = None
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -190,24 +207,23 @@ class Store:
 
     # ---- inputs ---------------------------------------------------------------------------------------------------
 
-    def put(self, row: Row) -> None:
+    def put(self, row: R) -> None:
         """Store one input, durably against a killed process when this returns."""
         self.put_all([row])
 
-    def put_all(self, rows: Iterable[Row]) -> None:
+    def put_all(self, rows: Iterable[R]) -> None:
         """Store several inputs in one transaction: all or none."""
         with self._translated(), self._transaction():
-            self._insert("inputs", _COLUMNS, [_encode(row) for row in rows])
+            self._insert("inputs", self.columns, [self.encode(row) for row in rows])
             self._count()
 
     def done(self) -> set[InputId]:
         """Ids of the stored inputs, failed ones included."""
         return {row[0] for row in self._select("SELECT id FROM inputs")}
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[R]:
         """Every stored input, in the order of the data."""
-        found = self._read("inputs", _COLUMNS, "ORDER BY position, rowid")
-        return [_decode(values, self.path) for values in found]
+        return [self.decode(values) for values in self._read("inputs", self.columns, "ORDER BY position, rowid")]
 
     def forget_failures(self) -> int:
         """Remove the failed inputs, so that they are tried again; returns how many."""
@@ -312,6 +328,21 @@ class Store:
             raise
         except sqlite3.Error as error:
             raise InputError(_explain(self.path, error)) from error
+
+
+class Store(Table[Row]):
+    """What is drawn of every input, by `runs.rows`."""
+
+    schema = _SAMPLED
+    columns = _COLUMNS
+
+    def encode(self, row: Row) -> tuple[Any, ...]:
+        """Counts and moments as compressed arrays."""
+        return _encode(row)
+
+    def decode(self, values: Sequence[Any]) -> Row:
+        """The row again."""
+        return _decode(values, self.path)
 
 
 def _connect(path: Path, writable: bool) -> sqlite3.Connection:

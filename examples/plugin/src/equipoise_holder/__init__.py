@@ -1,0 +1,1 @@
+"""A plug-in for equipoise: a layer, a rule, a procedure and an experiment, each found through an entry point."""

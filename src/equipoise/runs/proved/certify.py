@@ -1,0 +1,295 @@
+"""Certify a dataset without noise: one proved radius per input, stored as it comes, continued by the same command."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.attacks import pgd
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.precision import full_precision
+from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.local.backward import ENTRIES, Norm
+from equipoise.lipschitz.local.radius import LARGEST, Certifier, Effort
+from equipoise.lipschitz.propagate import propagate
+from equipoise.norms.bracket import Cache
+from equipoise.runs import store as store_file
+from equipoise.runs.inputs import Inputs, Selection, check_label
+from equipoise.runs.job import count_logits, first_input
+from equipoise.runs.manifest import is_run, versions
+from equipoise.runs.models import Portable, portable
+from equipoise.runs.proved.run import (
+    Asked,
+    ProvedManifest,
+    ProvedRun,
+    is_proved,
+    open_proved,
+    read_proved,
+    require_same,
+)
+from equipoise.runs.proved.store import ProvedRow, ProvedStore, failed_row
+from equipoise.runs.rows import Item
+from equipoise.runs.store import AttackRow, locked
+from equipoise.smoothing.partitions import Ints
+
+#: called after every stored input with the row, the number of stored inputs and of all inputs
+Progress = Callable[[ProvedRow, int, int], None]
+#: radii that are attacked, as multiples of the proved one: the first lies inside, where nothing may be found
+OUTSIDE = (0.99, 2.0, 4.0, 8.0, 16.0)
+RTOL = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class ProvedJob:
+    """A deterministic run that is described but not started."""
+
+    model: Portable
+    inputs: Inputs
+    positions: Ints
+    manifest: ProvedManifest
+
+    def default_folder(self) -> Path:
+        """`runs/proved-<digest>`: the same command finds its run again."""
+        return Path("runs") / f"proved-{self.manifest.digest()[:12]}"
+
+
+def certify_proved(
+    model: Any,
+    dataset: Any,
+    *,
+    run_dir: str | Path,
+    norm: Norm = "l2",
+    effort: Effort = "auto",
+    seconds: float | None = None,
+    attack_steps: int = 40,
+    skip: int = 0,
+    limit: int | None = None,
+    stride: int = 1,
+    name: str | None = None,
+    progress: Progress | None = None,
+    retry_failed: bool = False,
+) -> ProvedRun:
+    """The proved radius of every input of a dataset, with its limiting rival, its method and attacks beside it.
+
+    `f_y(x') > f_k(x')` for all k ≠ y and all `‖x' − x‖ < R`, y the label (the network's own answer where the data has none),
+    with certainty, as `eq.certified_radius`. Rows go to
+    `run_dir`, one transaction per input; a killed run is continued by the same call. Inputs that cannot be
+    read, and those whose evaluation cannot be bounded, are failed rows with the reason.
+
+    Args:
+        model: an `nn.Module` in evaluation mode, an exported program, or what `load_model` returned.
+        dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label), or a pair of tensors (x, y).
+        run_dir: made if need be.
+        norm: of the ball, `l2`, `linf` or `l1`.
+        effort: as in `eq.certified_radius`.
+        seconds: budget per input; the best radius proved so far counts when it ends.
+        attack_steps: of the ℓ2 attack beside each radius (at 0.99, 2, 4, 8 and 16 times it); 0: no attacks.
+        skip: leave out the first inputs.
+        limit: at most this many.
+        stride: take every so many-th.
+        name: of the data, for the record.
+        progress: called after every input with (row, done, total).
+        retry_failed: try the failed inputs again.
+
+    >>> import tempfile
+    >>> net = nn.Linear(2, 2, bias=False).eval()
+    >>> _ = net.weight.data.copy_(torch.eye(2))
+    >>> x, y = torch.tensor([[3.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = certify_proved(net, (x, y), run_dir=folder)
+    ...     run.radius.round(4).tolist(), run.rows[0].rival, run.broken()
+    ([1.4142, 0.0], 1, [])
+    """
+    job = describe_proved(
+        model, dataset, norm=norm, effort=effort, seconds=seconds, attack_steps=attack_steps, skip=skip, limit=limit,
+        stride=stride, name=name,
+    )  # fmt: skip
+    return start_proved(job, run_dir, progress=progress, retry_failed=retry_failed)
+
+
+def describe_proved(
+    model: Any,
+    dataset: Any,
+    *,
+    norm: Norm = "l2",
+    effort: Effort = "auto",
+    seconds: float | None = None,
+    attack_steps: int = 40,
+    skip: int = 0,
+    limit: int | None = None,
+    stride: int = 1,
+    name: str | None = None,
+) -> ProvedJob:
+    """Check everything a run needs; nothing is written."""
+    if isinstance(dataset, str | Path):
+        raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
+    ported, inputs, selection = portable(model), Inputs.of(dataset, name), Selection(skip, limit, stride)
+    positions = selection.positions(len(inputs), inputs.labels)
+    classes = count_logits(ported, inputs, positions, "cpu")
+    inputs.check_labels(positions, classes)
+    asked = Asked(classes, norm, effort, seconds, attack_steps)
+    manifest = ProvedManifest(
+        {"source": ported.source, "hash": ported.hash},
+        {"source": inputs.name, "fingerprint": inputs.fingerprint(positions), "inputs": len(inputs)},
+        selection, len(positions), asked,
+    )  # fmt: skip
+    return ProvedJob(ported, inputs, positions, manifest)
+
+
+def start_proved(
+    job: ProvedJob,
+    run_dir: str | Path,
+    *,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
+    retry_failed: bool = False,
+) -> ProvedRun:
+    """Run a job in a directory, or continue it there; `tell` is given what the run will need before it begins."""
+    folder = Path(run_dir)
+    if is_run(folder):
+        raise Refused(f"{folder} holds a run of randomized smoothing: give another --run directory")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make {folder}: {error.strerror}") from error
+    with locked(folder):
+        prover = Prover.of(job)
+        manifest = _settle(replace(job.manifest, note=prover.note), folder)
+        with ProvedStore(folder, identity=manifest.digest(), seal=manifest.seal(), writable=True) as store:
+            if retry_failed:
+                store.forget_failures()
+            done = store.done()
+            pending = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
+            if pending:
+                store.add_session(datetime.now(UTC).isoformat(timespec="seconds"), "local", "cpu", versions())
+                if tell is not None:
+                    tell(prover.needs(len(pending)))
+            for count, position in enumerate(pending, len(done) + 1):
+                row, attacks = _one(job, prover, position)
+                store.put(row)
+                if attacks:
+                    store.put_attacks(attacks)
+                if progress is not None:
+                    progress(row, count, manifest.total)
+    return open_proved(folder)
+
+
+def _settle(manifest: ProvedManifest, folder: Path) -> ProvedManifest:
+    """The manifest on disk if it is this run's, else a new one."""
+    if is_proved(folder):
+        old = read_proved(folder)
+        require_same(folder, old, manifest)
+        return old
+    if (folder / store_file.NAME).exists():
+        raise Refused(f"{folder} holds a store but no proved.json: restore it, or use another run directory")
+    manifest.write(folder)
+    return manifest
+
+
+def _one(job: ProvedJob, prover: Prover, position: int) -> tuple[ProvedRow, list[AttackRow]]:
+    """The row of one input and the attacks on it."""
+    began = time.perf_counter()
+    label = -1 if job.inputs.labels is None else job.inputs.labels[position]
+    item = Item(position, job.inputs.ids[position], label, torch.empty(0))
+    try:
+        item = job.inputs.item(position)
+    except (EquipoiseError, OSError) as error:
+        return failed_row(item, f"it could not be read: {error}"), []
+    if job.inputs.labelled:
+        check_label(item.id, item.label, job.manifest.asked.classes)
+    try:
+        row = prover.prove(item)
+    except Refused as error:
+        return failed_row(item, str(error), time.perf_counter() - began), []
+    return replace(row, seconds=time.perf_counter() - began), prover.attack(item, row)
+
+
+@dataclass
+class Prover:
+    """The network once captured and bounded; turns inputs into rows."""
+
+    module: nn.Module
+    certifier: Certifier
+    asked: Asked
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, job: ProvedJob) -> Prover:
+        """Capture the network on the first input and bound it as a whole."""
+        module = job.model.build("cpu")
+        tensors = [*module.parameters(), *module.buffers()]
+        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+        x = first_input(job.inputs, job.positions).x.to(dtype)
+        with torch.no_grad(), full_precision():
+            run = propagate(capture(module, x[None]), None, RTOL, cache := Cache(RTOL))
+            certifier = Certifier.of(run, cache, job.manifest.asked.norm, job.manifest.asked.effort)
+        return cls(module, certifier, job.manifest.asked, tuple(x.shape), dtype)
+
+    @property
+    def note(self) -> str:
+        """What was left out, and why."""
+        return self.certifier.note
+
+    def needs(self, inputs: int) -> str:
+        """Time and memory of what is to come, in a sentence."""
+        network = self.certifier.network
+        budget = "" if self.asked.seconds is None else f", at most {self.asked.seconds:g} s each"
+        if network is None or self.certifier.effort == "fast":
+            return f"{inputs} inputs by global bounds: one forward pass each{budget}"
+        rows = min(network.neurons, max(1, ENTRIES // network.widest))
+        memory = 3 * 8 * rows * network.widest / 1e9
+        return (
+            f"{inputs} inputs, {network.neurons:,} neurons: some ten sweeps of backward passes each, about {memory:.1g} GB at "
+            f"once{budget}; the time of the first input tells the rest"
+        )
+
+    def prove(self, item: Item) -> ProvedRow:
+        """The radius of one input."""
+        if tuple(item.x.shape) != self.shape:
+            raise Refused(f"the input has shape {tuple(item.x.shape)}, the inputs of this run have {self.shape}")
+        deadline = math.inf if self.asked.seconds is None else time.monotonic() + self.asked.seconds
+        with torch.no_grad(), full_precision():
+            asked = item.label if item.label >= 0 else None
+            radius, label, rival, margin, method = self.certifier.certify(item.x.to(self.dtype)[None], asked, deadline)
+        answer = label if margin > 0 else self._answer(item.x)
+        return ProvedRow(item.id, item.position, item.label, answer, radius, rival, margin, method)
+
+    def _answer(self, x: Tensor) -> int:
+        """The network's own answer."""
+        with torch.no_grad():
+            return int(self._logits(x.to(self.dtype)[None]).argmax())
+
+    def _logits(self, x: Tensor) -> Tensor:
+        try:
+            out: Tensor = self.module(x)
+        except Exception as error:  # whatever the user's own code raises
+            raise InputError(f"the model failed on an input of shape {self.shape}: {one_line(error)}") from error
+        return out
+
+    def attack(self, item: Item, row: ProvedRow) -> list[AttackRow]:
+        """ℓ2 attacks at growing multiples of the radius, until one succeeds; none where the answer is wrong as it is."""
+        steps, seed, rows = self.asked.attack_steps, self.asked.attack_seed, list[AttackRow]()
+        if not steps or not 0 < row.radius < LARGEST:
+            return rows
+        x, y = item.x.to(self.dtype)[None], torch.tensor([row.prediction])
+        for factor in OUTSIDE:
+            epsilon = row.radius * factor
+            try:
+                found = pgd(self.module, x, y, epsilon, steps=steps, seed=seed)
+            except (EquipoiseError, RuntimeError, NotImplementedError):
+                return rows  # a network that cannot be differentiated has no attacks beside its proofs
+            success = bool(found.success[0])
+            distance = float(found.distance[0]) if success else None
+            rows.append(AttackRow(item.id, "base", epsilon, success, distance, steps, 1, seed))
+            if success:
+                break
+        return rows

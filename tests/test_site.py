@@ -1,0 +1,100 @@
+"""The site's own markup: every public name on an API page, doctests as code, formulas as MathML, none lost."""
+
+import importlib
+import pkgutil
+import re
+import sys
+import xml.etree.ElementTree as etree
+from pathlib import Path
+
+import pytest
+
+import equipoise
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+
+markdown = pytest.importorskip("markdown")
+
+import formulas  # noqa: E402
+import markup  # noqa: E402
+import reference  # noqa: E402
+
+
+def test_every_public_name_is_on_a_page():
+    """Of every package of the library; an object with several names is shown under the first."""
+    listed = {p for page in reference.PAGES.values() for p in page.packages}
+    packages = {f"equipoise.{m.name}" for m in pkgutil.iter_modules(equipoise.__path__) if m.ispkg}
+    assert packages - listed == {"equipoise.cli", "equipoise.lab"}
+    pages = reference.pages()
+    shown = set(re.findall(r"\[`(\w+)`\]\(api/", pages["api.md"]))
+    objects = {id(value_of(p, n)) for p, n in reference.names() if n in shown}
+    assert not [f"{p}.{n}" for p, n in reference.names() if id(value_of(p, n)) not in objects]
+    assert sum(text.count("\n::: ") + text.count("\n### ") for text in pages.values()) >= len(shown) > 300
+    for file in reference.PAGES:
+        assert f"api/{file}.md" in (ROOT / "mkdocs.yml").read_text()
+
+
+def value_of(package, name):
+    return getattr(importlib.import_module(package), name)
+
+
+def rendered(text):
+    return markdown.markdown(text, extensions=[markup.HouseMarkup(), "fenced_code", "tables"])
+
+
+PAGES = {
+    "a doctest": (
+        "One sentence.\n\n>>> 1 + 1\n2\n\nMore.",
+        '<code class="language-pycon">&gt;&gt;&gt; 1 + 1\n2\n</code>',
+    ),
+    "a doctest at the end": ("A.\n\n>>> f(\n...     x)\n3", "&gt;&gt;&gt; f(\n...     x)\n3\n</code>"),
+    "fenced already": ("```python\n>>> x\n```", '<code class="language-python">&gt;&gt;&gt; x\n</code>'),
+    "a formula": ("so `σ₁ ≤ 2` holds", "<mo>≤</mo><mn>2</mn></mrow></math> holds"),
+    "code": ("call `f(x, y)`", "<code>f(x, y)</code>"),
+    "code with a sign": ("give `--epsilon ε`", "<code>--epsilon ε</code>"),
+    "a displayed formula": ("Thus\n\n    ‖Wx‖₂ ≤ σ₁·‖x‖₂\n\nas said.", '<div class="formula"><math'),
+    "an indented program": ("Thus\n\n    x = f(1)\n\nas said.", "<pre><code>x = f(1)"),
+    "a table": ("| a | b |\n|---|---|\n| `R ≥ ε` | x |", "<td><math"),
+    "marks": ("`a < b ≤ σ`", "<mo>&lt;</mo>"),
+    "hostile": ("`<script>alert(1)</script> ≤ σ`", "&lt;script&gt;"),
+}
+
+
+@pytest.mark.parametrize("case", PAGES)
+def test_markup(case):
+    text, wanted = PAGES[case]
+    found = rendered(text)
+    assert wanted in found
+    assert "<script>" not in found
+
+
+FORMULAS = {
+    "√(a² + b²)": "<msqrt><mrow><msup><mi>a</mi><mn>2</mn></msup><mo>+</mo>",
+    "s_t^(2^-t)": "<msubsup><mi>s</mi><mi>t</mi><mrow><msup><mn>2</mn><mrow><mo>-</mo><mi>t</mi></mrow></msup></mrow></msubsup>",
+    "Φ⁻¹(p)": "<msup><mi>Φ</mi><mtext>−1</mtext></msup>",
+    "x' − x": "<msup><mi>x</mi><mo>′</mo></msup>",
+    "argmax_k p_k": "<msub><mi>argmax</mi><mi>k</mi></msub>",
+    "L_{a+b}": "<msub><mi>L</mi><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow></msub>",
+    "unbalanced (σ": "<mi>σ</mi>",
+    "σ)": "<mo>)</mo>",
+    "σ^": "<msup>",
+}
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_formulas(text):
+    made = etree.tostring(formulas.mathml(text), encoding="unicode")
+    assert FORMULAS[text] in made
+    assert f'alttext="{text}"' in made
+
+
+def test_no_letter_of_a_formula_is_lost():
+    for page in [*(ROOT / "docs").rglob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text):
+            if formulas.is_formula(span):
+                letters = sorted(re.findall(r"[A-Za-zΑ-ω]", span))
+                assert sorted(re.findall(r"[A-Za-zΑ-ω]", "".join(formulas.mathml(span).itertext()))) >= letters or any(
+                    c in span for c in "ᵀᵢⱼₖₙᵗᵏⁿ"
+                ), span
