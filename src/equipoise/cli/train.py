@@ -32,6 +32,9 @@ def train(
     show: Annotated[
         bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
     ] = False,
+    planned: Annotated[
+        bool, typer.Option("--plan", help="Say what it costs (steps, hours on this machine); train nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Train a network by a recipe: data, model, loss, regularizers, noise, optimizer, schedule.
@@ -44,6 +47,7 @@ def train(
 
       equipoise train --list
       equipoise train sll-sr-digits
+      equipoise train sll-sr-small-cifar10 --plan
       equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
       accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
     """
@@ -57,6 +61,9 @@ def train(
     chosen = read_recipe(recipe, changes or [], allow_code=allow_code)
     if show:
         _show_recipe(chosen, as_json)
+        return
+    if planned:
+        _plan(chosen, as_json)
         return
     folder = run_dir if run_dir is not None else Path("runs") / chosen.name
     result, main = _run(chosen, folder, cpu)
@@ -79,6 +86,25 @@ def _list(as_json: bool) -> None:
     for name, item in found.items():
         shown.add_row(name, item.data.path, item.description)
     results().print(shown, markup=False)
+
+
+def _plan(recipe: Recipe, as_json: bool) -> None:
+    from equipoise.train.plan import plan_recipe
+
+    found = plan_recipe(recipe)
+    if as_json:
+        emit_json(found.to_dict())
+        return
+    shown = table(f"{found.name}: what it costs", "figure", "value", right=("value",))
+    shown.add_row("parameters", f"{found.parameters:,}")
+    shown.add_row("training examples", f"{found.examples:,}")
+    shown.add_row("steps", f"{found.steps:,}")
+    shown.add_row("a step, processor time of this machine", f"{found.step_seconds:.3g} s")
+    shown.add_row("all steps", f"{found.hours:.3g} h")
+    results().print(shown, markup=False)
+    results().print(f"number of examples from {found.where}", markup=False, soft_wrap=True)
+    if found.published:
+        results().print(f"published: {found.published}", markup=False, soft_wrap=True)
 
 
 def _show_recipe(recipe: Recipe, as_json: bool) -> None:
