@@ -16,10 +16,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from equipoise.core.errors import InputError
-from equipoise.lab.experiments.experiment import Experiment
+from equipoise.lab.experiments.experiment import CHAPTERS, Experiment
 
-#: folders in the order of the thesis
-CHAPTERS = ("norms", "networks", "certified", "generalisation")
 GROUP = "equipoise.experiments"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -166,6 +167,24 @@ class Experiment:
     def describe(self, scale: str) -> Mapping[str, Any]:
         """The settings as JSON, which say whether a stored result is still the one asked for."""
         return {"id": self.id, "scale": scale, "settings": asdict(self.settings(scale))}
+
+
+#: the folders of experiments in the order of the thesis, and the titles of their chapters
+CHAPTERS = {
+    "norms": "Spectral norms",
+    "networks": "Lipschitz networks",
+    "certified": "Certified robustness",
+    "generalisation": "Generalisation",
+}
+
+
+def of_module(module: str, **described: Any) -> Experiment:
+    """The experiment of one of our modules: named as it is, in the chapter of its folder, with its `run`, `judge` and `draw`."""
+    *_, folder, name = module.split(".")
+    home = sys.modules[module]
+    functions = {part: getattr(home, part) for part in ("run", "judge", "draw") if hasattr(home, part)}
+    known = {"id": name.replace("_", "-"), "chapter": CHAPTERS[folder], **functions}
+    return Experiment(**{**known, **described})
 
 
 def flattened(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:

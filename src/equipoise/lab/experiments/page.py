@@ -21,10 +21,14 @@ INTRODUCTION = (
     "on two cores), `desk` (up to forty minutes) and `paper` (the thesis' settings with the same code). A claim with "
     "parts has a verdict for each. **Inconclusive** means that the interval holds both 0 and the published effect, "
     "or, where «equal» is claimed, reaches beyond the margin: the sign of a mean decides nothing. Under each figure "
-    "stand what the design could detect, and the settings beside those of the thesis. Smaller scales test directions, "
+    "stand what the design could detect, and the settings beside those of paper scale, which a page of the "
+    "documentation compares with the thesis line by line. Smaller scales test directions, "
     "not published accuracies. Settings or criteria of dense-convergence, readouts, weierstrass-gradient, "
-    "bonferroni-counterexample, hessian-bound, ad-montecarlo, zero-padding, sr-conditioning and reg-histogram were "
-    "changed after a first look, and results stored before these rules are judged by them."
+    "bonferroni-counterexample, hessian-bound, ad-montecarlo, zero-padding and sr-conditioning were changed after a "
+    "first look, those of cpm, lvm-rs, multi-vs-multilip, rs-new-bound, sll-aol-sr, reg-histogram, reg-accuracy and the "
+    "trainings with activation decay before they were run again; results stored before these rules are judged by them. "
+    "Desk results were measured beside other work on two cores, within minutes of processor time each, as the line "
+    "under the figure says: networks and data are far below the thesis', and what they cannot decide is inconclusive."
 )
 
 

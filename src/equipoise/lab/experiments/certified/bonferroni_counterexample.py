@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_multi
 
@@ -89,16 +89,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="bonferroni-counterexample",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="an example in the text of chapter 6",
     title="Half of the risk for each of two classes",
     claim="Splitting α over two intervals, whatever the number of classes, does not cover.",
     published="α/2 under-covers (the printed example does not show it: 1.1 % at α = 5 %)",
     laptop=Settings(),
     paper=Settings(repetitions=100_000),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import canvas, legend, line
 from equipoise.lab.experiments.intervals import gain_label, graded, mean_of
 from equipoise.lab.experiments.shared.smoothed_networks import (
@@ -125,17 +125,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="concentration",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure C.6",
     title="Bernstein's and Hoeffding's intervals for soft votes",
     claim="Bernstein's interval gives larger corrected radii than Hoeffding's.",
     published="Bernstein larger (1000 ImageNet images, σ = 1)",
     laptop=Settings(FASHION, (250, 500, 1000, 2000)),
     paper=Settings(CIFAR, (1000, 10_000), temperatures=50),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("fashion_mnist.npz",),
 )

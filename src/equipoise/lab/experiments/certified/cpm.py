@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import Mean, graded
 from equipoise.lab.experiments.shared.smoothed_networks import (
@@ -203,9 +203,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="cpm",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Figures 6.4, 6.5 and C.1 to C.5",
     title="Sharing the risk among classes",
     claim="Class partitioning certifies at least as much as Clopper–Pearson and Bonferroni, with few effective classes.",
@@ -214,8 +213,5 @@ EXPERIMENT = Experiment(
     desk=Settings(DESK, (0.25, 0.5, 1.0), Sampling(10_000), Sampling(10_000)),
     paper=Settings(CIFAR, (0.12, 0.25, 0.5, 1.0), Sampling(10_000), Sampling(10_000)),
     notes=("votes over 1000 classes are drawn from laws as concentrated as ImageNet's, not from an ImageNet network",),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("fashion_mnist.npz",),
 )

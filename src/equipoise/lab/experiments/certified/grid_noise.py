@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas
 from equipoise.lab.experiments.intervals import graded
 from equipoise.smoothing import SmoothedClassifier, Stream
@@ -138,16 +138,11 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="grid-noise",
-    chapter="Certified robustness",
-    place="Own experiment",
+EXPERIMENT = of_module(
+    __name__,
     title="Noise that is what the theorem says",
     claim="Float noise can certify a radius inside which the answer changes; exact noise on a grid cannot, at no cost.",
     published="no figure: the thesis draws noise in floating point",
     laptop=Settings(),
     paper=Settings(draws=100_000, tried=1000, images=100, repetitions=15),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

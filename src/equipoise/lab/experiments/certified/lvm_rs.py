@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, published
 from equipoise.lab.experiments.intervals import gain_label, power_of_mean
 from equipoise.lab.experiments.shared.smoothed_networks import (
@@ -201,9 +201,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="lvm-rs",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Tables 6.2, 6.3 and C.1 to C.7",
     title="LVM-RS against hard votes",
     claim="Soft votes with a chosen simplex map and variance-aware intervals certify more than hard votes, most at large σ.",
@@ -216,9 +215,6 @@ EXPERIMENT = Experiment(
     ),
     paper=Settings(CIFAR, Sampling(100_000), temperatures=50),
     notes=("the thesis smooths a denoiser and a vision transformer; paper scale trains Cohen's ResNet-110",),
-    run=run,
-    judge=judge,
-    draw=draw,
     power=lambda rows: power_of_mean(gain_of(at_zero(rows, SOFT), HARD), GAIN, over="inputs"),
     needs=("fashion_mnist.npz",),
 )

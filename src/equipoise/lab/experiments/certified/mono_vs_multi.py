@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.lab.experiments.intervals import mean_of
 from equipoise.lab.experiments.shared.smoothed_networks import (
@@ -105,9 +105,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="mono-vs-multi",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Figures 6.1 and 6.2, Table 6.1",
     title="Radius from one class against radius from two",
     claim="As noise flattens the votes, the radius from two classes keeps certifying where the one from one class fails.",
@@ -115,8 +114,5 @@ EXPERIMENT = Experiment(
     published="R_mult vs R_mono: σ=0.25: 5.89 vs 5.89; σ=0.5: 1.28 vs 0.59; σ=0.6: 0.56 vs 0 (more than n = 10⁴ can certify)",
     laptop=Settings(FASHION, (0.25, 0.5, 1.0, 2.0, 4.0), Sampling(1000)),
     paper=Settings(CIFAR, (0.25, 0.3, 0.35, 0.4, 0.5, 0.6), Sampling(10_000)),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("fashion_mnist.npz",),
 )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from equipoise.attacks import smooth_pgd
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded, power_of_mean
 from equipoise.lab.experiments.shared.smoothed_networks import (
@@ -195,9 +195,8 @@ def largest_gain(rows: Sequence[Row]) -> Row:
     return max(pick(rows, method=LIP), key=lambda r: gain_of(r, MULTI).value)
 
 
-EXPERIMENT = Experiment(
-    id="multi-vs-multilip",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 5.3",
     title="Lipschitz-aware radius between Cohen's and an attack",
     claim="With the Lipschitz constant the certified accuracy comes closer to what attacks leave.",
@@ -231,9 +230,6 @@ EXPERIMENT = Experiment(
         draws=32,
         check_draws=1000,
     ),
-    run=run,
-    judge=judge,
-    draw=draw,
     power=lambda rows: power_of_mean(
         gain_of(largest_gain(rows), MULTI), 5.0, "points (no number is printed)", "inputs"
     ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.lab.bench.rivals import OTHERS, Law, compare
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
 from equipoise.lab.experiments.intervals import graded
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_multi
@@ -118,10 +118,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="rivals-vs-all",
-    chapter="Certified robustness",
-    place="Own experiment",
+EXPERIMENT = of_module(
+    __name__,
     title="Bounding rivals without a union",
     claim="The class at α₁ and every rival at α₂ certify at least as much as any other way to share the risk, which they keep.",
     published="no figure: the thesis shares the risk among buckets of classes",
@@ -134,7 +132,4 @@ EXPERIMENT = Experiment(
         risky=(3, 10, 50, 200, 1000),
         trials=200_000,
     ),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

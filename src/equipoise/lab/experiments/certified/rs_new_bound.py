@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, published
 from equipoise.lab.experiments.intervals import combined, gain_label, power_of_mean
 from equipoise.lab.experiments.shared.smoothed_networks import (
@@ -144,9 +144,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="rs-new-bound",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Table 5.4",
     title="Smoothing a network whose Lipschitz constant is known",
     claim="Bounding the smoothed network with both σ and L certifies more than the network alone or σ alone.",
@@ -155,9 +154,6 @@ EXPERIMENT = Experiment(
     laptop=Settings(LAPTOP_NETWORK, Sampling(1000)),
     desk=Settings(DESK_NETWORK, Sampling(2000)),
     paper=Settings(PAPER_NETWORK, Sampling(10_000)),
-    run=run,
-    judge=judge,
-    draw=draw,
     power=lambda rows: power_of_mean(
         gain_of(pick(rows, method=METHODS[2], epsilon=PUBLISHED_EPSILONS[0])[0], METHODS[0]), 12.6, over="inputs"
     ),

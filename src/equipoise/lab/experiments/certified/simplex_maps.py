@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import gain_label, graded, mean_of
 from equipoise.lab.experiments.shared.smoothed_networks import (
@@ -118,17 +118,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="simplex-maps",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure C.7",
     title="Radius against the temperature of the simplex map",
     claim="At a temperature inside the range, softmax and sparsemax certify larger radii than the hardmax.",
     published="an interior T beats hardmax (one ImageNet image, σ = 1)",
     laptop=Settings(FASHION, Sampling(2000), tuple(float(t) for t in np.geomspace(0.01, 50, 16).round(4))),
     paper=Settings(CIFAR, Sampling(10_000), tuple(float(t) for t in np.geomspace(0.01, 50, 50).round(4))),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("fashion_mnist.npz",),
 )

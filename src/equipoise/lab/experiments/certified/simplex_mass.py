@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.lab.experiments.certified.rs_new_bound import LAPTOP_NETWORK, LIPSCHITZ, MASS, PAPER_NETWORK
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.shared.smoothed_networks import (
     Rated,
@@ -99,17 +99,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="simplex-mass",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 5.2",
     title="Certified accuracy for several simplex masses",
     claim="Masses other than r = 1 give other robustness profiles, with more certified accuracy at some radii.",
     published="new profiles beyond r = 1",
     laptop=Settings(LAPTOP_NETWORK, Sampling(1000)),
     paper=Settings(PAPER_NETWORK, Sampling(10_000)),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("fashion_mnist.npz",),
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, canvas, legend, published
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of_mean
 from equipoise.lab.experiments.shared.training import merged, train
@@ -163,9 +163,8 @@ def small(limit: int, epochs: int) -> dict[str, Any]:
     }
 
 
-EXPERIMENT = Experiment(
-    id="sll-aol-sr",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="Tables 5.1 and 5.2",
     title="SLL networks with AOL and with spectral rescaling",
     claim="Spectral rescaling gives more certified accuracy than AOL rescaling at every radius.",
@@ -180,8 +179,8 @@ EXPERIMENT = Experiment(
     desk=Settings(
         data=("cifar10.npz",),
         networks={"tiny": {"factory": "equipoise.nn.models:sll", "arguments": TINY}},
-        recipe=small(3000, 5),
-        seeds=6,
+        recipe=small(2000, 5),
+        seeds=5,
         batch=64,
     ),
     paper=Settings(
@@ -199,9 +198,6 @@ EXPERIMENT = Experiment(
             "metrics": {"bound": False, "every": 20},
         },
     ),
-    run=run,
-    judge=judge,
-    draw=draw,
     power=lambda rows: power_of_mean(next(iter(gains(rows).values()))[0.0], PUBLISHED_GAINS[0]),
     needs=("cifar10.npz", "fashion_mnist.npz"),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 
 
@@ -55,16 +55,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="variance-hardmax",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     place="an example in the text of chapter 6",
     title="Variance before and after a hard threshold",
     claim="The variance ε²/3 of a score becomes 1/4 after a hard decision, however small ε.",
     published="ε²/3 vs 1/4",
     laptop=Settings(),
     paper=Settings(draws=10_000_000),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

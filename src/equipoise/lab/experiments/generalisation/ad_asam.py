@@ -23,7 +23,7 @@ def wide(data: str, depth: int, widen: int, epochs: int, limit: int | None) -> P
 
 
 EXPERIMENT = compared(
-    id="ad-asam",
+    __name__,
     place="Table 7.3",
     title="Activation decay and ASAM in a WideResNet",
     claim="Activation decay helps a WideResNet, and helps on top of ASAM too.",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from equipoise.curvature import trace
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
 from equipoise.lab.experiments.generalisation.ad_mlp import decay
 from equipoise.lab.experiments.intervals import gain_label, mean_of, power_of
@@ -135,9 +135,8 @@ def draw(rows: Sequence[Row]) -> Figure:
 ADAM = {"kind": "adam", "lr": 2e-3}
 CNN = {"channels": [8, 16], "hidden": 64, "activation": "gelu"}
 SGD = {"lr": 0.1, "weight_decay": 1e-4}
-EXPERIMENT = Experiment(
-    id="ad-label-noise",
-    chapter="Generalisation",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 7.4",
     title="Activation decay under label noise",
     claim="With 30 % wrong labels, activation decay finds flatter minima and a more accurate network.",
@@ -148,15 +147,12 @@ EXPERIMENT = Experiment(
     ),
     desk=Settings(
         recipe("cnn", CNN, "cifar10.npz", 16, limit=1000, test_limit=3000, optimizer=ADAM, batch_size=32),
-        (0.3,), (0.0, 0.1, 0.3), seeds=5, inputs=200, products=20,
+        (0.3,), (0.0, 0.3), seeds=5, inputs=200, products=20,
     ),
     paper=Settings(
         recipe("cifar_resnet56", {}, "cifar10-full.npz", 200, augment=STANDARD, optimizer=SGD),
         (0.1, 0.3, 0.5), (0.0, 0.05, 0.1, 0.2, 0.3, 0.5), seeds=10, inputs=5000, products=200,
     ),
-    run=run,
-    judge=judge,
-    draw=draw,
     power=lambda rows: power_of(
         gains(rows, swept(rows, main_share(rows))[0], main_share(rows))[0], POINT, "points (no number is printed)"
     ),

@@ -28,7 +28,7 @@ def mixer(data: str, width: int, depth: int, epochs: int, limit: int | None, tes
 
 
 EXPERIMENT = compared(
-    id="ad-mixer",
+    __name__,
     place="Figure D.1",
     title="Activation decay in an MLP-Mixer",
     claim="Activation decay improves an MLP-Mixer.",

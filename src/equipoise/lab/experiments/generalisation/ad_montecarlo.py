@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
@@ -115,16 +115,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="ad-montecarlo",
-    chapter="Generalisation",
+EXPERIMENT = of_module(
+    __name__,
     place="Table D.1",
     title="Activation decay and the loss it bounds",
     claim="The gradient of the bound is nearly that of the smoothed loss, and the bound is tight.",
     published="cosine 0.92–0.94, norm ratio 1.06–1.09, loss gap about 0 (σ = 0.05 … 1)",
     laptop=Settings(),
     paper=Settings(inputs=1400, draws=20_000, epochs=50),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

@@ -51,13 +51,13 @@ def tagger(limit: int | None, epochs: int, test: int | None) -> dict[str, object
 
 
 EXPERIMENT = compared(
-    id="ad-text",
+    __name__,
     place="Tables 7.4, 7.5, D.3 and D.4",
     title="Activation decay in a transformer",
     claim="Activation decay improves fine-tuning on text, at least as much as dropout and SAM.",
     published="BERT intents 98.04 → 98.49, Snips slots F1 78.33 → 80.90; T5-small on MMMLU 32.21 → 33.49",
     claims=CLAIMS,
-    keep_power=1,
+    main=1,
     laptop=Settings(tagger(400, 2, 200), VARIANTS, seeds=2, keep=KEEP),
     desk=Settings(tagger(400, 3, 300), {k: VARIANTS[k] for k in ("dropout", "AD")}, seeds=3, keep=KEEP),
     paper=Settings(tagger(None, 10, None), SWEEP, seeds=10, keep=KEEP),

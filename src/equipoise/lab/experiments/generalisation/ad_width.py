@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
 from equipoise.lab.experiments.generalisation.ad_mlp import AD, SMALL, perceptron
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
@@ -70,19 +70,15 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="ad-width",
-    chapter="Generalisation",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 7.3",
     title="Activation decay across widths",
     claim="The gain of activation decay does not depend on the network's width.",
     published="improves at every width (figure; +2.63 for four layers)",
     laptop=Settings("cifar10.npz", widths=(64, 256), seeds=2, epochs=6, options=SMALL),
-    desk=Settings("cifar10.npz", widths=(64, 256, 512), seeds=5, epochs=6, options=SMALL),
+    desk=Settings("cifar10.npz", widths=(64, 256), seeds=4, epochs=6, options=SMALL),
     paper=Settings("cifar10-full.npz", widths=(64, 128, 256, 512, 1024, 2048), seeds=10, epochs=200),
     power=lambda rows: power_of(min(by_width(rows).items())[1], GAIN, "points (printed for four layers)"),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("cifar10.npz",),
 )

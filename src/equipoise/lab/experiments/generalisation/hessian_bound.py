@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
@@ -108,9 +108,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="hessian-bound",
-    chapter="Generalisation",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 7.1",
     title="Curvature of the last layer and its bound",
     claim="The bound H·erf(ε/(√2Hσ)) gives the trend of the last layer's top eigenvalue as the noise level grows.",
@@ -120,7 +119,4 @@ EXPERIMENT = Experiment(
     ),
     laptop=Settings(),
     paper=Settings(seeds=5, width=128, epochs=100, inputs=1400),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.models import LipschitzGPT, lipschitz_gpt
@@ -117,16 +117,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="lipschitz-gpt",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     title="A character model with a proved constant",
     claim="A transformer can be trained at a small Lipschitz constant that is proved from its graph, at a price in accuracy.",
     published="60 % at a constant of 2 with 2M parameters, by power iterations and normalised inputs (Newhouse et al. 2025)",
     laptop=Settings(),
     paper=Settings(context=128, width=256, depth=4, heads=8, steps=5000, batch=64),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=(FILE,),
 )

@@ -10,7 +10,7 @@ import torch
 
 from equipoise.conversion import export
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
@@ -107,9 +107,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="local-vs-pub",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     place="Table 4.2",
     title="Local constants and product bounds",
     claim="The product bound is near the local constant for a network that is Lipschitz by design, and useless otherwise.",
@@ -128,14 +127,11 @@ EXPERIMENT = Experiment(
     notes=("one network per σ: no interval, and σ = 1 is missing at laptop scale",),
     paper=Settings(
         "cifar10-full.npz",
-        (0.0, 0.12, 0.25, 0.5),
+        (0.0, 0.12, 0.25, 0.5, 1.0),
         {"LiResNet": ("liresnet", {"constant": 40.0}), "ResNet-110": ("cifar_resnet110", {})},
         epochs=200,
         limit=None,
         inputs=1000,
     ),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("fashion_mnist.npz",),
 )

@@ -13,7 +13,7 @@ from torch import nn
 
 from equipoise.checkpoints import load_weights
 from equipoise.core.timing import take_turns
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend, published
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.peers import ryu_product
@@ -96,9 +96,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="pub-ratio",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     place="Table 4.1",
     title="Product bounds of whole networks",
     claim="The product of certified norms stays close to the product of power iteration's norms.",
@@ -117,8 +116,5 @@ EXPERIMENT = Experiment(
             for name in ("vgg16", "vgg19", "resnet18", "resnet34", "resnet50")
         )
     ),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("cifar10-resnet20.safetensors", "cifar10-resnet56.safetensors"),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas
 from equipoise.lab.experiments.generalisation.reg_accuracy import WEIGHT_DECAY, regularized, resnet18
 from equipoise.lab.experiments.intervals import graded
@@ -103,9 +103,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="reg-histogram",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     place="Figures 4.2 to 4.5",
     title="Layer norms after regularised training",
     claim="Regularising the spectral norms leaves every convolution at the target norm; other methods scatter.",
@@ -115,8 +114,5 @@ EXPERIMENT = Experiment(
     ),
     desk=Settings(resnet18("cifar10.npz", 4, 8, 640, 32)),
     paper=Settings(resnet18("cifar10-full.npz", 64, 200, None)),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("cifar10.npz",),
 )

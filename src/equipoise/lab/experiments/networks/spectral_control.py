@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend
 from equipoise.optim import SpectralGuard
 
@@ -158,15 +158,11 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="spectral-control",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     title="Spectral norms held while training",
     claim="Power iteration lets norms exceed the radius during training; a carried proof does not, after any step.",
     published="no figure: norms are capped by 1 to 16 power iterations and the excess is not measured",
     laptop=Settings(),
     paper=Settings(width=512, depth=4, steps=2000, batch=128),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.nn import AOLLinear, SNLinear, SRLinear
@@ -89,17 +89,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="sr-conditioning",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 4.10",
     title="Conditioning after rescaling",
     claim="Spectral rescaling leaves a flatter spectrum than spectral normalisation and AOL, and tends to norm 1 from below.",
     published="SR flatter than both (figure, 512 × 1000 layer of a ResNet-18)",
     laptop=Settings(),
     paper=Settings(steps=(1, 2, 3, 4, 5, 6, 7, 8)),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=(FILE,),
 )

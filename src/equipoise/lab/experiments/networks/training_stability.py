@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
@@ -76,15 +76,15 @@ def last(rows: Sequence[Row], name: str) -> Row:
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
-    """Accuracy and bound apart; one seed has no interval, so accuracy cannot be called equal."""
+    """Accuracy and bound apart; one seed has no interval, so a loss of some points cannot be told from another."""
     base, ours = (last(rows, name) for name in VARIANTS)
     loss = 100 * (base["accuracy"] - ours["accuracy"])
     orders = (base["log10 bound"] or math.inf) - (ours["log10 bound"] or math.inf)
     text = f"{100 * ours['accuracy']:.1f} against {100 * base['accuracy']:.1f} % (1 seed)"
     bound = f"10^{ours['log10 bound']:.1f} against 10^{base['log10 bound']:.1f}"
     return (
-        Verdict(Label.INCONCLUSIVE if abs(loss) < 10 else Label.NOT, text, "matches the baseline", "accuracy"),
-        Verdict(graded(orders > 2, orders > 0), bound, "orders of magnitude smaller", "bound"),
+        Verdict(Label.INCONCLUSIVE if abs(loss) < 10 else Label.NOT, text, "about 3 points below", "accuracy"),
+        Verdict(graded(orders > 2, orders > 0), bound, "10³ against 10⁹", "bound"),
     )
 
 
@@ -103,17 +103,14 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="training-stability",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     place="Figures 4.6 to 4.9",
     title="One BatchNorm and Lipschitz regularisation",
-    claim="Spectral regularisation with a single BatchNorm matches the usual network at a bound orders of magnitude smaller.",
-    published="matches the baseline, product bound orders of magnitude smaller",
+    claim="Spectral regularisation with a single BatchNorm costs little accuracy at a bound orders of magnitude smaller.",
+    published="about 3 points below the baseline, product bound 10³ against 10⁹",
+    notes=("one network each: five seeds of both, some 40 minutes of two cores at this size, would give an interval",),
     laptop=Settings("cifar10.npz", width=8, epochs=8, limit=6000),
     paper=Settings("cifar10-full.npz", width=64, epochs=200, limit=None),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=("cifar10.npz",),
 )

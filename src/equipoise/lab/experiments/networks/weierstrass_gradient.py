@@ -1,6 +1,6 @@
 """The gradient of a smoothed probit model against its bounds."""
 
-from equipoise.lab.experiments.experiment import Experiment
+from equipoise.lab.experiments.experiment import of_module
 from equipoise.lab.experiments.shared.probit_gradient import Settings, draw, judge, plain_rows
 
 PUBLISHED = "the bound with both σ and L hugs the gradient (σ = 0.2, L = 1)"
@@ -12,9 +12,8 @@ NAMES = {
     "lipschitz": "L alone",
 }
 
-EXPERIMENT = Experiment(
-    id="weierstrass-gradient",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 4.11",
     title="Gradient of a smoothed model",
     claim="Knowing both the noise and the Lipschitz constant bounds the smoothed gradient more tightly than either.",

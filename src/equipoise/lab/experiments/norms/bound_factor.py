@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.norms.peers import complex_gram
 from equipoise.norms.spectral import spectral_norm
@@ -93,16 +93,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="bound-factor",
-    chapter="Spectral norms",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 3.2",
     title="The factor for a coarser grid",
     claim="A factor (1/(1 − α))^(2^-t) turns the norm on an n₀×n₀ grid into an upper bound for every input size.",
     published="the factor falls towards 1 as n₀ grows; claimed to be a bound",
     laptop=Settings(),
     paper=Settings(kernels=5000),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

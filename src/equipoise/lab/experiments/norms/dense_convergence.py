@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 from scipy.linalg import eigvalsh_tridiagonal
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 
@@ -103,17 +103,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="dense-convergence",
-    chapter="Spectral norms",
+EXPERIMENT = of_module(
+    __name__,
     place="Figures 3.3 and 3.5",
     title="Convergence on dense matrices",
     claim="Gram iteration reaches numerical zero in a dozen iterations; power iteration has not after two thousand.",
     published="Gram iteration at numerical zero in < 12–15 iterations, power iteration not after 2000",
     laptop=Settings(),
     paper=Settings(),
-    run=run,
-    judge=judge,
-    draw=draw,
     notes=("drawn in the basis of singular vectors and without rounding, which the thesis' float64 has",),
 )

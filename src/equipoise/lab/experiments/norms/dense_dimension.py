@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.norms.peers import power_iterates
@@ -66,16 +66,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="dense-dimension",
-    chapter="Spectral norms",
+EXPERIMENT = of_module(
+    __name__,
     place="Table A.2",
     title="Error against dimension",
     claim="Ten Gram iterations stay close above σ₁ as the dimension grows; a hundred power iterations fall behind below.",
     published="GI error ≤ 0.1 at σ₁ = 447 (p = 50000), PI −1.7",
     laptop=Settings(dimensions=(10, 30, 100, 300, 1000, 2000), draws=3),
     paper=Settings(dimensions=(10, 100, 1000, 5000, 10_000, 50_000), draws=1),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.timing import take_turns
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.lab.experiments.intervals import graded
 from equipoise.norms.gram import gram_norm_plain
@@ -98,16 +98,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="dense-error-time",
-    chapter="Spectral norms",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 3.4, Table A.1",
     title="Error over time on dense matrices",
     claim="Power iteration approaches from below and slowly; each further Gram iteration squares the error, from above.",
     published="PI10 −3.3e-2, PI100 −1.4e-3, PI1000 −2.4e-6; GI10 6.8e-6, GI11 4.7e-8, GI12 4.3e-12; SVD 1.47 s, GI ≈ 2 ms (GPU)",
     laptop=Settings(matrices=3, shape=(2000, 1000)),
     paper=Settings(matrices=100, shape=(2000, 1000)),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.timing import peak_bytes
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.nn.models import build
 from equipoise.norms.functional import conv_norm
@@ -99,16 +99,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="gradient-memory",
-    chapter="Spectral norms",
+EXPERIMENT = of_module(
+    __name__,
     place="Table 3.2",
     title="Memory of the gradient",
     claim="The explicit gradient of the bound needs less than half of the memory of automatic differentiation.",
     published="9770 vs 4322, 17152 vs 7088, >42000 vs 27535 MB (whole training step on a GPU)",
     laptop=Settings(image=64, widest=256),
     paper=Settings(image=224),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.norms.gram import Readout, gram_norm_plain
@@ -107,16 +107,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="readouts",
-    chapter="Spectral norms",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 3.6",
     title="Read-outs of Gram iteration",
     claim="The local order of convergence tends to 2 for the Frobenius read-out only.",
     published="order → 2 only for Frobenius",
     laptop=Settings(),
     paper=Settings(),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

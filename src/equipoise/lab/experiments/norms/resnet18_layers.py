@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.timing import take_turns
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
 from equipoise.lab.experiments.shared.conv_sweep import NAMES, contestants
 
@@ -82,17 +82,13 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="resnet18-layers",
-    chapter="Spectral norms",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 3.10, Table A.3",
     title="All convolutions of a trained ResNet-18",
     claim="Gram iteration gives the exact circular value and stays above power iteration, on real kernels.",
     published="15.91, 6.00, 5.34, 7.00, 3.82, … (torchvision's kernels); Singla up to 1.8×, once below Ryu; Araujo up to 7.7×",
     laptop=Settings(largest=28),
     paper=Settings(largest=224),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=(FILE,),
 )

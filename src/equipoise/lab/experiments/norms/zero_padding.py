@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.timing import take_turns
-from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.norms.bound_factor import published
@@ -121,16 +121,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="zero-padding",
-    chapter="Spectral norms",
+EXPERIMENT = of_module(
+    __name__,
     place="Figure 3.11",
     title="Zero padding against the truth",
     claim="Power iteration stays below the true norm of the zero-padded operator; norm2_toep is the best upper bound.",
     published="Ryu below the truth, norm2_toep best",
     laptop=Settings(channels=(1, 2, 4, 8), size=16),
     paper=Settings(channels=(1, 2, 4, 8, 16, 32), size=32, draws=10, toep=6, circular=4),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Power, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Experiment, Power, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, legend, published
 from equipoise.lab.experiments.intervals import Mean, gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import merged, train
@@ -140,14 +140,13 @@ def _draw_gains(axes: Axes, rows: Sequence[Row], claims: Sequence[Claim]) -> Non
     legend(axes)
 
 
-def compared(*, claims: Sequence[Claim], keep_power: int = 0, **described: Any) -> Experiment:
-    """The experiment of a comparison on CIFAR-10 in the last chapter: judged by its claims, its power that of one of
-    them.
-    """
-    return Experiment(
-        chapter="Generalisation",
-        run=run,
-        judge=lambda rows: gain_verdicts(rows, claims),
-        power=lambda rows: claim_power(rows, claims[keep_power]),
-        **{"draw": partial(draw, claims=claims), "needs": ("cifar10.npz",), **described},
-    )
+def compared(module: str, claims: Sequence[Claim], main: int = 0, **described: Any) -> Experiment:
+    """The experiment of a module that is a comparison: judged by its claims, its power that of the main one."""
+    shared = {
+        "run": run,
+        "judge": lambda rows: gain_verdicts(rows, claims),
+        "draw": partial(draw, claims=claims),
+        "power": lambda rows: claim_power(rows, claims[main]),
+        "needs": ("cifar10.npz",),
+    }
+    return of_module(module, **{**shared, **described})
