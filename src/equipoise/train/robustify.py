@@ -112,9 +112,7 @@ def robustify(
     base, arguments = _named(folder)
     if shape is None:
         raise InputError(f"{folder / 'config.json'} does not say the shape of the inputs, so nothing can be bounded")
-    options: dict[str, Any] = (
-        {"side": "smaller"} if method in ("sr", "aol") else {}
-    )  # wide dense layers cost less
+    options: dict[str, Any] = {"side": "smaller"} if method in ("sr", "aol") else {}  # wide dense layers cost less
     net = make_lipschitz(model, method=method, example_input=torch.zeros(1, *shape), **options)
     assert net.conversion is not None
     known = known_constant(net.module)
