@@ -28,7 +28,7 @@ def audit(
     chain: Annotated[
         str,
         typer.Option(
-            help="layers together: closed, multipliers (small networks), or with cvxpy: lipsdp (= sdp), eclipse"
+            help="dense layers at the end: closed, or with cvxpy sdp (= lipsdp), lipsdp, eclipse; the whole network: multipliers"
         ),
     ] = "closed",
     at: Annotated[str | None, typer.Option(help="also around the first inputs of this data: digits, a .npz, …")] = None,
