@@ -186,7 +186,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     for k, name in enumerate(ATTACKS.values(), start=len(CERTIFIED)):
         found = pick(rows, method=name)
         line(axes, [r["epsilon"] for r in found], [r["accuracy"] for r in found], name, k)
-    axes.set(ylabel="accuracy (%)", ylim=(0, 100))
+    axes.set(ylabel="accuracy (%)", ylim=(0, None))
     legend(axes)
     return figure
 

@@ -67,17 +67,6 @@ def by_variant(rows: Sequence[Row], key: str = "accuracy") -> dict[str, list[flo
     return found
 
 
-def gains(rows: Sequence[Row], baseline: str, key: str = "accuracy") -> dict[str, Mean]:
-    """Mean paired gain over the baseline in points, with its interval."""
-    found = by_variant(rows, key)
-    base = found[baseline]
-    return {
-        name: mean_of([100 * (a - b) for a, b in zip(values, base, strict=True)])
-        for name, values in found.items()
-        if name != baseline
-    }
-
-
 def paired(rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: str = "accuracy") -> list[float]:
     """Differences of two variants in points, seed by seed."""
     found = by_variant(rows, key)
