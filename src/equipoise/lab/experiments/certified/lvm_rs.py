@@ -193,7 +193,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             x, hard, soft = zip(*PUBLISHED_TABLE[sigma], strict=True)
             published(panel, x, hard, "published (CIFAR-10): hard votes", 0, markersize=5)
             published(panel, x, soft, "published (CIFAR-10): LVM-RS", 2, markersize=5)
-        panel.set(title=f"σ = {sigma:g}, trained {training}", ylim=(0, 100))
+        panel.set(title=f"σ = {sigma:g}, training: {training}", ylim=(0, 100))
         panel.title.set_fontsize(9)
     for panel in axes[:: len(sigmas)]:
         panel.set_ylabel("certified accuracy (%)")

@@ -9,7 +9,7 @@ from typing import Any
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Power, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, legend, published
-from equipoise.lab.experiments.intervals import Mean, gain_label, mean_of, power_of
+from equipoise.lab.experiments.intervals import gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import merged, train
 
 #: what each variant of a recipe changes
