@@ -46,8 +46,9 @@ def perceptron(data: str, widths: list[int], epochs: int, **options: object) -> 
 SMALL = {"limit": 1000, "batch_size": 16}
 #: where a failure lies
 SCALE = (
-    "a thousand images for a minute underfit, and decay helps networks that overfit: a failure at laptop or desk scale lies with the "
-    "scale, not with the thesis; one run at paper scale takes half an hour of two cores, the sweep over ten seeds four days"
+    "a thousand images for a few seconds underfit, and decay helps networks that overfit: a failure at laptop or desk "
+    "scale lies with the scale, not with the thesis; one run at paper scale takes half an hour of two cores, the sweep "
+    "over ten seeds four days"
 )
 CLAIMS = (
     Claim("gain of AD", "AD", 2.63, "62.17 → 64.80"),
