@@ -12,7 +12,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equipoise import attacks, curvature, data, lipschitz, nn, optim, regularizers, report, runs, smoothing, train
+    from equipoise import (
+        attacks,
+        curvature,
+        data,
+        lipschitz,
+        models,
+        nn,
+        optim,
+        regularizers,
+        report,
+        runs,
+        smoothing,
+        train,
+    )
     from equipoise.conversion import export, make_lipschitz
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
     from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
@@ -40,6 +53,7 @@ __all__ = [
     "lipschitz_bound",
     "local_lipschitz",
     "make_lipschitz",
+    "models",
     "nn",
     "norms",
     "open_run",
@@ -70,6 +84,7 @@ _HOME: dict[str, tuple[str, str]] = {
     "lipschitz_bound": ("equipoise.lipschitz", "lipschitz_bound"),
     "local_lipschitz": ("equipoise.lipschitz", "local_lipschitz"),
     "make_lipschitz": ("equipoise.conversion", "make_lipschitz"),
+    "models": ("equipoise.models", ""),
     "nn": ("equipoise.nn", ""),
     "norms": ("equipoise.norms", ""),
     "open_run": ("equipoise.runs", "open_run"),

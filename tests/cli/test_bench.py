@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from equipoise.core.errors import InputError
 from equipoise.core.timing import peak_bytes, take_turns
+from equipoise.lab.bench import growth, layers, pairs
 from equipoise.lab.bench import norms as bench
 from equipoise.norms import spectral_norm
 
@@ -85,3 +87,59 @@ def test_bench_says_when_the_real_kernels_are_missing(monkeypatch, tmp_path):
     first = next(bench.sections())
     assert first.rows == []
     assert "EQUIPOISE_DATA" in first.note
+
+
+def measured(ratio, low, high):
+    return {"x": pairs.Measured("x", ratio, low, high, ratio, 1.0, None)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ((1.0, 0.9, 1.1), (0.5, 0.4, 0.6), "faster"),
+        ((1.0, 0.9, 1.1), (1.5, 1.4, 1.6), "slower"),
+        ((1.0, 0.9, 1.1), (1.15, 1.05, 1.3), "no difference seen"),
+    ],
+)
+def test_a_difference_is_one_where_the_quartiles_do_not_meet(before, after, verdict):
+    (row,) = pairs.compare(measured(*before), measured(*after))
+    assert row["verdict"] == verdict
+
+
+def test_measurements_are_stored_and_compared(equipoise, tmp_path):
+    file = tmp_path / "a.json"
+    ran = equipoise(
+        "bench", "all", "--quick", "--rounds", "2", "--only", "float32", "--only", "AOL", "--json", str(file)
+    )
+    assert ran.code == 0, ran.error
+    ran = equipoise("bench", "compare", str(file), str(file), "--json")
+    assert [row["verdict"] for row in ran.json["rows"]] == ["no difference seen"] * 4
+    assert "thread" in ran.json["A"]
+    file.write_text("{}")
+    assert equipoise("bench", "compare", str(file), str(file)).code == 2
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(InputError, match="no measurement"):
+        next(pairs.measure(only=["nothing"]))
+    with pytest.raises(InputError, match="cannot be used"):
+        next(pairs.measure(device="cuda:77"))
+    with pytest.raises(InputError, match="channels"):
+        growth.grow("weather")
+
+
+def test_growth_has_an_exponent_and_a_figure(tmp_path):
+    section = growth.grow("batch", repeats=1, quick=True)
+    assert [row["batch"] for row in section.rows] == [1, 2]
+    assert "exponent" in section.note
+    growth.draw(section, tmp_path / "batch.png")
+    assert (tmp_path / "batch.png").stat().st_size > 1000
+
+
+def test_a_peer_of_another_shape_is_named_and_left_out(monkeypatch):
+    monkeypatch.setattr(
+        layers, "PEERS", {"valid": ("torch.nn", "Conv2d", {"kernel_size": 3}), "none": ("nowhere", "X", {})}
+    )
+    built, missing = layers.peers(2)
+    assert built == {}
+    assert missing == ["valid: 16×16 pixels become 14×14, no layer to compare with", "none: not installed"]

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from equipoise.core import EquipoiseError, InputError
+from equipoise.core.weights import WeightFile
 from equipoise.norms import reference_norm
 from equipoise.norms.files import Reading, tensor_bracket, weight_names, weight_norms
 
@@ -193,3 +195,96 @@ def test_a_folder_is_watched(tmp_path):
     (row,) = json.loads(line)["weights"]
     assert row["lower"] <= 2 <= row["upper"] <= 2.01
     assert "half.safetensors" in done.stderr
+
+
+# ---- large files and folders ------------------------------------------------------------------------------------------
+
+
+def sparse(path, tensors, side=512):
+    """A file of zeros that takes no room on the disk: `tensors` matrices of side × side."""
+    size = 4 * side * side
+    head = {
+        f"layer{i:04d}": {"dtype": "F32", "shape": [side, side], "data_offsets": [i * size, (i + 1) * size]}
+        for i in range(tensors)
+    }
+    text = json.dumps(head).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + tensors * size)
+    return path
+
+
+def test_a_file_is_not_mapped_into_memory(tmp_path):
+    """A gigabyte, of which one tensor at a time is in memory."""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("no /proc on this system")
+    path = sparse(tmp_path / "big.safetensors", 1024)
+    rows = weight_norms(path, names=["layer0000", "layer1023"])
+    for row in rows:
+        assert float(row.bracket.upper) == 0
+        assert "big.safetensors" not in Path("/proc/self/maps").read_text()
+    with WeightFile(path) as file:
+        assert file.tensor("layer0512").untyped_storage().nbytes() == 2**20
+
+
+@pytest.mark.slow  # a process of its own
+def test_a_file_is_read_one_tensor_at_a_time(tmp_path):
+    """512 MB of numbers, of which a process that may allocate 60 MB more reads the first and the last."""
+    path = sparse(tmp_path / "big.safetensors", 512)
+    code = (
+        "import resource, sys, torch\n"
+        "from pathlib import Path\n"
+        "from equipoise.norms.files import weight_names, weight_norms\n"
+        f"path = Path({str(path)!r})\n"
+        "names = weight_names(path)\n"
+        "list(weight_norms(path, names=names[:1]))\n"  # what the first norm loads is not counted
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000,) * 2)\n"
+        "rows = list(weight_norms(path, names=[names[0], names[255], names[-1]]))\n"
+        "print(len(names), [float(r.bracket.upper) for r in rows])\n"
+    )
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc on this system")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "512 [0.0, 0.0, 0.0]\n", ran.stderr
+
+
+def test_a_model_in_several_files(equipoise, tmp_path):
+    save_file({"a.weight": torch.eye(3)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b.weight": 2 * torch.eye(3)}, tmp_path / "model-00002-of-00002.safetensors")
+    found = equipoise("norm", tmp_path, "--json").json
+    assert [row["name"] for row in found["weights"]] == ["a.weight", "b.weight"]
+    only = equipoise("norm", tmp_path, "--json", "--only", "b.*").json
+    assert [row["name"] for row in only["weights"]] == ["b.weight"]
+    none = equipoise("norm", tmp_path, "--only", "c.*")
+    assert none.code == 2
+    assert "matches 'c.*'" in none.err
+
+
+def described(**entries):
+    return json.dumps(entries).encode()
+
+
+F32 = {"dtype": "F32", "shape": [2, 2]}
+DAMAGED = {
+    "outside": described(a={**F32, "data_offsets": [0, 99]}),
+    "before": described(a={**F32, "data_offsets": [-16, 0]}),
+    "overlapping": described(a={**F32, "data_offsets": [0, 16]}, b={**F32, "data_offsets": [0, 16]}),
+    "a gap": described(a={**F32, "data_offsets": [4, 20]}),
+    "too few bytes": described(a={"dtype": "F64", "shape": [2, 2], "data_offsets": [0, 16]}),
+    "a huge shape": described(a={"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 16]}),
+    "no shape": described(a={"dtype": "F32", "data_offsets": [0, 16]}),
+    "a text for a number": described(a={**F32, "data_offsets": ["0", "16"]}),
+    "a list": b"[]",
+    "nothing described": b"{}",
+    "a name twice": b'{"a": {}, "a": {}}',
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_headers_that_lie_are_refused(equipoise, tmp_path, case):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(len(DAMAGED[case]).to_bytes(8, "little") + DAMAGED[case] + bytes(16))
+    ran = equipoise("norm", path)
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1

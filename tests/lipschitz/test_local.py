@@ -21,23 +21,23 @@ from equipoise.norms.bracket import Cache
 NETS = networks()
 
 
-@pytest.mark.parametrize("radius", [0.01, 0.5])
 @pytest.mark.parametrize("name", NETS)
-def test_the_attack_stays_below_the_certificate(name, radius):
+def test_the_attack_stays_below_the_certificate(name):
+    """Radii alternate from network to network; both on every network are in the slow run of random ones."""
     net, shape, _ = NETS[name]
+    radius = (0.5, 0.01)[list(NETS).index(name) % 2]
     torch.manual_seed(2)
-    x = torch.randn(2, *shape) * 0.4
-    bracket = local_lipschitz(net, x, radius, steps=6)
+    x = torch.randn(1, *shape) * 0.4
+    bracket = local_lipschitz(net, x, radius, steps=4)
     reach = float(x.flatten(1).norm(dim=1).max()) + radius
     whole = lipschitz_bound(net, x, ball=reach * 1.001).upper
     assert bool((bracket.lower > 0).all())
     assert bool((bracket.upper <= whole * (1 + 1e-6)).all())
-    doubled = nn.Module.double(__import__("copy").deepcopy(net))
+    doubled = copy.deepcopy(net).double()
     directions = nn.functional.normalize(torch.randn(64, x[0].numel(), dtype=torch.float64), dim=1).reshape(64, *shape)
-    for i in range(2):
-        a = x[i].double() + radius * directions
-        b = x[i].double() + radius * directions.flip(0) * 0.3
-        assert float(stretch(doubled, a, b).max()) <= float(bracket.upper[i])
+    a = x.double() + radius * directions
+    b = x.double() + radius * directions.flip(0) * 0.3
+    assert float(stretch(doubled, a, b).max()) <= float(bracket.upper)
 
 
 @pytest.mark.parametrize("name", ["hook", "parametrised", "mlp"])
@@ -49,9 +49,7 @@ def test_both_ends_meet_on_a_small_ball(name):
     assert float(bracket.upper) <= float(bracket.lower) * 1.01
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "vgg", "resnet projection", "resnet option A", "densenet", "mixer", "normalised", "gelu mlp"]
-)
+@pytest.mark.parametrize("name", ["vgg", "resnet option A", "densenet", "mixer", "normalised"])
 def test_every_node_stays_in_its_box(name):
     net, shape, _ = NETS[name]
     torch.manual_seed(4)
@@ -59,7 +57,7 @@ def test_every_node_stays_in_its_box(name):
     run = propagate(capture(net, x), float(x.norm()) + radius)
     boxes = enclose(run, x, radius, Cache())
     known = 0
-    for trial in range(8):
+    for trial in range(3):
         d = torch.randn(x.shape, dtype=torch.float64)
         inside = enclose(run, x.double() + radius * d / d.norm(), 1e-300, Cache())
         for node, box in boxes.items():

@@ -226,10 +226,33 @@ def test_the_network_that_runs_is_captured_not_one_made_for_capture(name):
     torch.export.export(Op(lambda x: x * (2 if torch.compiler.is_exporting() else 1 / 0)), (torch.ones(1),))
 
 
-@pytest.mark.parametrize("question", [torch.is_grad_enabled, torch.is_inference_mode_enabled])
-def test_two_networks_for_two_ways_to_run_them_are_refused(question):
+def _kept(x):
+    return x * nn.Parameter(torch.ones(1))
+
+
+#: two networks for two ways to run them, told apart far from where programs and models are compared
+MODES = {
+    "gradients": _far(torch.is_grad_enabled),
+    "inference": _far(torch.is_inference_mode_enabled),
+    "requires_grad": lambda x: x if _kept(x).requires_grad else x + 1e3 * F.relu(x - 1e5),
+    "input": lambda x: x if x.requires_grad else x + 1e3 * F.relu(x - 1e5),
+    "leaf": lambda x: x if (x + 0).is_leaf else x + 1e3 * F.relu(x - 1e5),
+    "grad_fn": lambda x: x if _kept(x).grad_fn is None else x + 1e3 * F.relu(x - 1e5),
+    "is_inference": lambda x: x if x.is_inference() else x + 1e3 * F.relu(x - 1e5),
+    "constant": lambda x: x + torch.tensor(1e3 if torch.is_grad_enabled() else 1.0) * F.relu(x - 1e5),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_two_networks_for_two_ways_to_run_them_are_refused(name):
     with pytest.raises(Refused, match="the forward asks"):
-        lipschitz_bound(Op(_far(question)).eval(), torch.randn(1, 4))
+        lipschitz_bound(Op(MODES[name]).eval(), torch.randn(1, 4))
+
+
+def test_a_network_of_the_dtype_is_bounded_and_attacked_as_it_was_captured():
+    found = local_lipschitz(Op(lambda x: x if x.dtype == torch.float32 else 10 * x).eval(), torch.randn(1, 4), 0.5)
+    assert float(found.upper) == pytest.approx(1)
+    assert float(found.lower) == pytest.approx(1, rel=1e-3)
 
 
 def test_one_network_with_and_without_gradients_is_bounded():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lipschitz_attacks import attack
+from rule_rows import ROWS
 from torch import nn
 
 from equipoise.lipschitz import known_operations, lipschitz_bound
@@ -215,6 +216,7 @@ CASES = {
         0.9,
         None,
     ),
+    **ROWS,
     "nothing": (lambda x: x[:, :0].reshape(1, -1) * 2, (6,), 0.0, None),
 }
 

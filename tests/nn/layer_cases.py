@@ -72,6 +72,8 @@ CASES: list[LayerCase] = [
     LayerCase("bjorck", by_name("Bjorck"), strided_circle=False),
     LayerCase("soc", by_name("SOC"), strided_circle=False),
     LayerCase("cayley", by_name("Cayley"), ("linear",)),  # the convolution's weight depends on the size: own tests
+    LayerCase("bro", by_name("BRO"), ("linear",)),  # convolutions beside Cayley's
+    LayerCase("chord", by_name("CHORD"), ("linear",)),
     LayerCase("householder", by_name("Householder"), ("linear",)),
     LayerCase("sandwich", by_name("Sandwich"), ("linear",), affine=False),
 ]

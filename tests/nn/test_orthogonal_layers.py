@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.core import InputError, Kind, Refused, as_upper
 from equipoise.nn import orthogonal as o
+from equipoise.nn.orthogonal.frame import SizedConv2d
 from equipoise.norms import spectral_norm
 from equipoise.norms.reference import operator_matrix
 
@@ -40,9 +41,24 @@ def conv(cls: type[nn.Module], *args: Any, size: int = 5, lowest: float | None =
     return Case(name.replace(" ", ""), lambda **k: cls(*args, **options, **k), (args[0], *[size] * dims), lowest)
 
 
-LINEAR = [o.CayleyLinear, o.SOCLinear, o.BCOPLinear, o.RKOLinear, o.BjorckLinear, o.HouseholderLinear]
-CONV = [o.CayleyConv2d, o.SOCConv2d, o.BCOPConv2d, o.RKOConv2d, o.BjorckConv2d]
-LOW = {o.CayleyConv2d: 1 - 1e-5, o.SOCConv2d: 1 - 1.1e-3, o.BCOPConv2d: 1 - 1e-5}
+LINEAR = [
+    o.CayleyLinear,
+    o.BROLinear,
+    o.CHORDLinear,
+    o.SOCLinear,
+    o.BCOPLinear,
+    o.RKOLinear,
+    o.BjorckLinear,
+    o.HouseholderLinear,
+]
+CONV = [o.CayleyConv2d, o.BROConv2d, o.CHORDConv2d, o.SOCConv2d, o.BCOPConv2d, o.RKOConv2d, o.BjorckConv2d]
+LOW = {
+    o.CayleyConv2d: 1 - 1e-5,
+    o.BROConv2d: 1 - 1e-5,
+    o.CHORDConv2d: 1 - 1e-5,
+    o.SOCConv2d: 1 - 1.1e-3,
+    o.BCOPConv2d: 1 - 1e-5,
+}
 
 #: layer × padding × stride
 CORE = [
@@ -82,7 +98,7 @@ dtypes = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="float
 
 
 def exported(layer: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    sized = isinstance(layer, o.CayleyConv2d)
+    sized = isinstance(layer, SizedConv2d)
     return layer.export(shape[-2:]) if sized else layer.export()
 
 
@@ -304,7 +320,7 @@ def test_func_and_autocast(case: Case) -> None:
         layer.half()(x.half())
 
 
-@pytest.mark.parametrize("cls", [o.CayleyConv2d, o.SOCConv2d, o.BCOPConv2d, o.RKOConv2d, o.BjorckConv2d])
+@pytest.mark.parametrize("cls", CONV)
 def test_traces_whole(cls: type[nn.Module]) -> None:
     """No data-dependent branch: torch.export of the layer succeeds, and of what it exports."""
     torch.manual_seed(8)

@@ -55,7 +55,7 @@ def one(
 
 UNARY = [
     "Relu", "Sigmoid", "Tanh", "Abs", "Neg", "Exp", "Softplus", "Softsign", "HardSwish", "Floor", "Ceil", "Round", "Sign",
-    "Identity", "Sin", "Cos", "Tan", "Atan", "Asinh", "Erf", "LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid",
+    "Identity", "Sin", "Cos", "Sinh", "Cosh", "Tan", "Atan", "Asinh", "Erf", "LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid",
     "ThresholdedRelu", "Reciprocal", "GlobalAveragePool", "GlobalMaxPool", "Dropout", "Transpose", "Softmax", "LogSoftmax",
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSumExp", "Squeeze",
 ]  # fmt: skip
@@ -119,6 +119,35 @@ CASES |= {
     "Gather": one("Gather", IMAGE, np.array([[0, -1], [2, 1]], dtype=np.int64), axis=2),
     "Gather one": one("Gather", IMAGE, np.array(1, dtype=np.int64), axis=1),
     "GatherElements": one("GatherElements", (3, 4), np.array([[0, -1, 2], [1, 1, 1], [3, 0, 2]], dtype=np.int64), axis=1),
+    "CumSum": one("CumSum", (3, 4), np.array(1, dtype=np.int64)),
+    "CumSum backwards": one("CumSum", (3, 4), np.array(-1, dtype=np.int64), exclusive=1, reverse=1),
+    "GatherND": one("GatherND", (3, 4), np.array([[0, 1], [-1, 2]], dtype=np.int64)),
+    "ScatterElements": one("ScatterElements", (3, 4), np.array([[0, -1]], dtype=np.int64), numbers(1, 2), axis=1),
+    "ScatterElements add": one("ScatterElements", (3, 4), np.array([[0, 0]], dtype=np.int64), numbers(1, 2), axis=1,
+                               reduction="add", opset=18),
+    "ScatterElements max": one("ScatterElements", (3, 4), np.array([[0, 0]], dtype=np.int64), numbers(1, 2), axis=1,
+                               reduction="max", opset=18),
+    "Scatter": one("Scatter", (3, 4), np.array([[0, 1]], dtype=np.int64), numbers(1, 2), axis=1, opset=10),
+    "ScatterND": one("ScatterND", (3, 4), np.array([[0], [2]], dtype=np.int64), numbers(2, 4)),
+    "Trilu": one("Trilu", (2, 4, 4), np.array(1, dtype=np.int64), upper=1),
+    "Compress": one("Compress", (3, 4), np.array([True, False, True]), axis=0),
+    "GridSample": one("GridSample", IMAGE, np.float32(RNG.random((2, 3, 3, 2)) * 2 - 1)),
+    "GridSample nearest": one("GridSample", IMAGE, np.float32(RNG.random((2, 3, 3, 2)) * 2 - 1), mode="nearest",
+                              padding_mode="border", align_corners=1),
+    "Col2Im": one("Col2Im", (1, 12, 9), whole(4, 4), whole(2, 2), opset=18),
+    "Shrink": one("Shrink", (3, 4), lambd=0.3, bias=0.3),
+    "Shrink hard": one("Shrink", (3, 4), lambd=0.3),
+    "LRN": one("LRN", IMAGE, size=3, alpha=0.1),
+    "LpNormalization": one("LpNormalization", (3, 4), axis=1),
+    "RNN": one("RNN", (3, 2, 4), numbers(1, 5, 4), numbers(1, 5, 5), numbers(1, 10), hidden_size=5, outputs=2),
+    "GRU": one("GRU", (3, 2, 4), numbers(2, 15, 4), numbers(2, 15, 5), numbers(2, 30), hidden_size=5, outputs=2,
+               direction="bidirectional"),
+    "GRU reset": one("GRU", (3, 2, 4), numbers(1, 15, 4), numbers(1, 15, 5), numbers(1, 30), hidden_size=5,
+                     linear_before_reset=1, direction="reverse"),
+    "LSTM": one("LSTM", (3, 2, 4), numbers(2, 20, 4), numbers(2, 20, 5), numbers(2, 40), hidden_size=5, outputs=3,
+                direction="bidirectional"),
+    "LSTM states": one("LSTM", (3, 2, 4), numbers(1, 20, 4), numbers(1, 20, 5), None, None, numbers(1, 2, 5),
+                       numbers(1, 2, 5), hidden_size=5, outputs=3),
     "Expand": one("Expand", (3, 1), whole(2, 1, 4)),
     "Tile": one("Tile", (3, 2), whole(2, 3)),
     "Pad": one("Pad", IMAGE, whole(0, 0, 1, 2, 0, 1, 0, 1), np.array(0.5, dtype=np.float32)),
@@ -132,6 +161,7 @@ CASES |= {
     "Softmax-11": one("Softmax", IMAGE, opset=11, axis=1),
     "ReduceSum axes": one("ReduceSum", IMAGE, whole(1, -1), keepdims=0),
     "ReduceMean-11": one("ReduceMean", IMAGE, opset=11, axes=[2, 3]),
+    "TopK": model([helper.make_node("TopK", ["x", "k"], ["y0", "places"], axis=1)], (3, 4), {"k": whole(2)}, 17),
     "Einsum": one("Einsum", (2, 3, 4), numbers(4, 5), equation="bij,jk->bki"),
     "Where": model([helper.make_node("Where", ["c", "x", "d"], ["y0"])], (3, 4),
                    {"c": RNG.random((3, 4)) > 0.5, "d": numbers(4)}, 17),
@@ -181,6 +211,7 @@ def test_every_operator_of_the_table_is_among_the_cases() -> None:
     ran = {node.op_type for data in CASES.values() for node in onnx.ModelProto.FromString(data).graph.node}
     untested = set(known_operators()) - ran
     folded = {"Constant", "EyeLike", "Size", "Range", "Cast", "CastLike", "Mod", "Equal", "Greater", "GreaterOrEqual"}
+    folded |= {"Asin", "Acos", "Atanh", "Acosh", "ArgMax", "ArgMin", "ReduceLogSum", "Swish", "RMSNormalization"}
     folded |= {"Less", "LessOrEqual", "And", "Or", "Xor", "Not", "GlobalLpPool", "GroupNormalization", "Sqrt"}
     assert untested <= folded, sorted(untested - folded)
 
@@ -265,6 +296,51 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         "training mode",
     ),
     "a bomb": (one("Expand", (1, 1), whole(2**20, 2**20)), "entries"),
+    "a product that is too large": (
+        model(
+            [helper.make_node("MatMul", ["x", "w"], ["y0"], name="the_MatMul")],
+            (2**17, 1),
+            {"w": numbers(1, 2**13)},
+            17,
+        ),
+        "the_MatMul",
+    ),
+    "constants that grow": (
+        model(
+            [helper.make_node("Add", ["a", "b"], ["s"], name="the_Add"), helper.make_node("Add", ["x", "s"], ["y0"])],
+            (1, 1),
+            {"a": numbers(2**17, 1), "b": numbers(1, 2**13)},
+            17,
+        ),
+        "the_Add",
+    ),
+    "many large results": (
+        model(
+            [
+                helper.make_node("Expand", ["x" if not i else f"h{i}", f"s{i}"], [f"h{i + 1}"], name=f"grow_{i}")
+                for i in range(7)
+            ]
+            + [helper.make_node("ReduceSum", ["h7"], ["y0"])],
+            (1, 1),
+            {f"s{i}": whole(2**14, 2**14) for i in range(7)},
+            17,
+        ),
+        "grow_4",
+    ),
+    "an input that is too large": (
+        edited(lambda m: setattr(m.graph.input[0].type.tensor_type.shape.dim[2], "dim_value", 2**40)),
+        "declares",
+    ),
+    "a dimension that overflows": (
+        edited(lambda m: setattr(m.graph.input[0].type.tensor_type.shape.dim[2], "dim_value", 2**63 - 1)),
+        "declares",
+    ),
+    "an index outside": (one("GatherND", (3, 4), np.array([[7, 0]], dtype=np.int64)), "the_GatherND"),
+    "an endless sequence": (one("RNN", (2000, 1, 1), numbers(1, 1, 1), numbers(1, 1, 1), hidden_size=1), "the_RNN"),
+    "a cell of another kind": (
+        one("RNN", (3, 1, 1), numbers(1, 1, 1), numbers(1, 1, 1), hidden_size=1, activations=["Affine"]),
+        "the_RNN",
+    ),
     "a shape that depends on the data": (
         model([helper.make_node("Reshape", ["x", "x"], ["y0"], name="the_Reshape")], (2,), {}, 17),
         "the_Reshape",

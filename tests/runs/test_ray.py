@@ -59,11 +59,14 @@ def cluster():
         yield
 
 
-def test_the_table_of_the_local_engine_and_a_cluster_that_stays(cluster, tmp_path, net):
-    data, settings = runs_nets.data(15), SETTINGS | {"procedure": "lvm"}
+@pytest.mark.parametrize("more", [{"procedure": "lvm", "noise": "float"}, {"noise": "grid"}], ids=str)
+def test_the_table_of_the_local_engine_and_a_cluster_that_stays(cluster, tmp_path, net, more):
+    x, y = runs_nets.data(10)
+    data, settings = ((255 * x).round().clamp(0, 255) / 255, y), SETTINGS | more
     run = certify(net, data, run_dir=tmp_path / "ray", **WORKERS, **settings)
     assert ray.is_initialized()
     assert table(run) == table(certify(net, data, run_dir=tmp_path / "local", **settings))
+    assert ("on the grid of step 1/255, exactly" in run.certificates().about) == (more["noise"] == "grid")
 
 
 def test_killed_workers_change_nothing(cluster, tmp_path):

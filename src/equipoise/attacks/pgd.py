@@ -111,7 +111,9 @@ def smooth_pgd(
     def loss(z: Tensor) -> Tensor:
         total = torch.zeros(len(z), dtype=z.dtype, device=z.device)
         for _ in range(draws):
-            noise = classifier.sigma * torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
+            noise = classifier.levels.scale(z[0]) * torch.randn(
+                z.shape, generator=generator, dtype=z.dtype, device=z.device
+            )
             total = total + soft_votes(_logits(classifier.model, z + noise, y), chosen).gather(1, y[:, None])[:, 0]
         return -(total / draws).clamp(min=1e-12).log()
 

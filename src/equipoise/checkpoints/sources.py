@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from equipoise.checkpoints.directory import load_checkpoint, load_weights
 from equipoise.checkpoints.program import load_program
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.files import read_json
 from equipoise.core.imports import guarded, resolve
 
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin")
@@ -54,7 +55,7 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
     if Path(source).is_dir():
         if weights is not None:
             raise InputError("a checkpoint directory holds its own weights; leave --weights out")
-        return Loaded(source, *load_checkpoint(source))
+        return _directory(source)
     if Path(source).suffix in _PICKLES and (":" not in source or Path(source).is_file()):
         raise Refused(
             f"{source}: pickles are never opened; export the model: "
@@ -64,6 +65,16 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
         raise InputError(f"{source!r} is neither a .pt2 or .onnx file, a directory, nor package.module:factory")
     model = load_factory(source)
     return Loaded(source, load_weights(model, weights) if weights is not None else model, None)
+
+
+def _directory(source: str) -> Loaded:
+    from equipoise.checkpoints.huggingface import is_hugging_face, load_hugging_face
+
+    path = Path(source) / "config.json"
+    config = read_json(path) if path.is_file() else None
+    if isinstance(config, dict) and is_hugging_face(config):
+        return Loaded(source, *load_hugging_face(Path(source), config))
+    return Loaded(source, *load_checkpoint(source))
 
 
 def _onnx(source: str) -> Loaded:

@@ -46,6 +46,13 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("train", "equipoise.cli.train", "train", optional=True, summary="Train a network from a recipe."),
     Command(
+        "scoreboard",
+        "equipoise.cli.scoreboard",
+        "scoreboard",
+        optional=True,
+        summary="Families of 1-Lipschitz layers under one budget, with proved certificates.",
+    ),
+    Command(
         "certify",
         "equipoise.cli.certify",
         "certify",

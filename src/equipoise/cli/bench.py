@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -147,6 +149,88 @@ def runs(
     from equipoise.lab.bench.runs import rows
 
     _report("certification runs", rows(repeats), as_json)
+
+
+@bench.command("all")
+def everything(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Store the measurements in this file.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 5,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, …")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="Part of a measurement's name; may be given often.")] = None,
+    cpu_time: Annotated[
+        bool,
+        typer.Option("--cpu-time", help="Processor seconds instead of wall time: for a busy machine and one thread."),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that everything runs.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
+) -> None:
+    """Every ratio with its quartiles over the rounds, to be stored and compared.
+
+    Examples:
+
+      equipoise bench all --json before.json
+      equipoise bench all --only dense --rounds 9 --device cuda
+    """
+    from equipoise.core.files import write_whole
+    from equipoise.lab.bench.pairs import document, markdown, measure, read
+
+    measured = []
+    for one in measure(rounds, device, only or (), quick, cpu_time):
+        measured.append(one)
+        messages().print(f"{one.name}: {one.ratio:.3g} ({one.low:.3g} – {one.high:.3g})", markup=False)
+    stored = document(measured, rounds, device, cpu_time)
+    if json_file is not None:
+        write_whole(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
+    if as_markdown or json_file is None:
+        results().print(markdown(*read(stored, "this run")), markup=False, soft_wrap=True)
+
+
+@bench.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="A document of `equipoise bench all --json`.")],
+    after: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Two stored runs side by side: a difference is called one where the quartiles of the ratios do not meet.
+
+    Example:
+
+      equipoise bench compare before.json after.json
+    """
+    from equipoise.core.files import read_json
+    from equipoise.lab.bench import pairs
+    from equipoise.lab.bench.norms import Section
+
+    (a, old), (b, new) = (pairs.read(read_json(path), str(path)) for path in (before, after))
+    rows = pairs.compare(old, new)
+    if as_json:
+        emit_json({"A": a, "B": b, "rows": rows})
+    else:
+        _show(Section("ratios of ours over the baseline: median (quartiles)", rows, note=f"A: {a}\nB: {b}"), results())
+
+
+@bench.command()
+def growth(
+    what: Annotated[str, typer.Argument(help="channels, kernel, input, depth or batch.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all sizes take turns.")] = 3,
+    most: Annotated[int | None, typer.Option(help="Leave larger values out.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the figure into this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two tiny values.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How the cost grows with one size, with its exponent.
+
+    Examples:
+
+      equipoise bench growth channels --figure channels.png
+      equipoise bench growth input --most 256
+    """
+    from equipoise.lab.bench.growth import draw, grow
+
+    section = grow(what, repeats, most, quick)
+    if figure is not None:
+        draw(section, figure)
+    _sections([section], repeats, as_json)
 
 
 def _report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -29,7 +29,10 @@ def certify(
     targets: Targets = None,
     data: Annotated[str | None, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")] = None,
     split: Annotated[str | None, typer.Option(help="which part of the data; default: test")] = None,
-    sigma: Annotated[float | None, typer.Option(help="noise level, in the units of the model's input")] = None,
+    sigma: Annotated[
+        str | None,
+        typer.Option(help="noise level, in the units of the model's input; or one per channel: 0.25,0.25,0.5"),
+    ] = None,
     n0: Annotated[int, typer.Option(help="selection draws per input")] = 100,
     n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
     alpha: Annotated[float | None, typer.Option(help="risk per input; default 0.001")] = None,
@@ -163,7 +166,7 @@ def certify(
         raise InputError("--target-radius goes with --adaptive")
     job = _job(
         names[0], weights, data, split, _Reading(layout, size, columns, classes), channels(mean, std),
-        sigma=sigma, n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
+        sigma=_levels(sigma), n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
         procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
         relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=noise, denoiser=denoiser,
         device=device, batch_size=batch_size,
@@ -368,6 +371,19 @@ def _epsilons(text: str | None) -> list[float] | None:
     if not all(level >= 0 for level in levels):
         raise InputError(f"--epsilon takes numbers like 0,0.25,0.5, got {text!r}")
     return levels
+
+
+def _levels(text: str) -> float | list[float]:
+    """`0.25`, or `0.25,0.25,0.5` with one level per channel.
+
+    >>> _levels("0.25"), _levels("0.25,0.5")
+    (0.25, [0.25, 0.5])
+    """
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--sigma takes a number, or one per channel like 0.25,0.25,0.5, got {text!r}") from error
+    return values[0] if len(values) == 1 else values
 
 
 def _constant(text: str | None) -> Any:

@@ -26,7 +26,7 @@ def norm(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="A .safetensors file; it may be larger than memory. A folder with --watch."
+            metavar="FILE", help="A .safetensors file, or a folder of them; they may be larger than memory."
         ),
     ],
     input_size: Annotated[
@@ -106,15 +106,20 @@ def _watch(folder: Path, reading: Reading, only: str | None, seconds: float, eve
 
 
 def _rows(file: Path, reading: Reading, only: str | None) -> list[WeightRow]:
-    from equipoise.norms.files import weight_names, weight_norms
+    from equipoise.core.errors import InputError
+    from equipoise.norms.files import weight_files, weight_names, weight_norms
 
-    names = weight_names(file, only)
+    parts = weight_files(file)
+    names = {part: weight_names(part, only, empty=len(parts) > 1) for part in parts}
+    if not any(names.values()):
+        raise InputError(f"no tensor of {file} matches {only!r}")
     rows = []
     with progress() as bar:
-        task = bar.add_task(f"norms of {file.name}", total=len(names))
-        for row in weight_norms(file, reading, names):
-            rows.append(row)
-            bar.advance(task)
+        task = bar.add_task(f"norms of {file.name}", total=sum(map(len, names.values())))
+        for part, wanted in names.items():
+            for row in weight_norms(part, reading, wanted) if wanted else ():
+                rows.append(row)
+                bar.advance(task)
     return rows
 
 

@@ -16,14 +16,19 @@ import torch
 
 @dataclass(frozen=True)
 class Contest:
-    """Median seconds and last result of every contestant, by name."""
+    """Median seconds, seconds of every round, and last result of every contestant, by name."""
 
     seconds: dict[str, float]
     results: dict[str, Any]
+    rounds: dict[str, list[float]]
 
     def ratio(self, ours: str, baseline: str) -> float:
         """Time of `ours` over time of `baseline`."""
         return self.seconds[ours] / self.seconds[baseline]
+
+    def ratios(self, ours: str, baseline: str) -> list[float]:
+        """The same round by round: their spread says how far the ratio can be trusted."""
+        return [a / b for a, b in zip(self.rounds[ours], self.rounds[baseline], strict=True)]
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -33,8 +38,13 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def take_turns(contestants: Mapping[str, Callable[[], Any]], repeats: int = 3) -> Contest:
+def take_turns(
+    contestants: Mapping[str, Callable[[], Any]], repeats: int = 3, clock: Callable[[], float] = time.perf_counter
+) -> Contest:
     """Run every contestant once per round, in an order that alternates, and take medians over the rounds.
+
+    With `clock=time.process_time` processor seconds are taken, which other processes disturb less. On a GPU a contestant has to
+    wait for its own work.
 
     >>> contest = take_turns({"short": lambda: sum(range(10)), "long": lambda: sum(range(100_000))}, repeats=3)
     >>> contest.ratio("short", "long") < 1
@@ -45,10 +55,10 @@ def take_turns(contestants: Mapping[str, Callable[[], Any]], repeats: int = 3) -
     for number in range(repeats):
         names = list(contestants) if number % 2 == 0 else list(contestants)[::-1]
         for name in names:
-            begin = time.perf_counter()
+            begin = clock()
             results[name] = contestants[name]()
-            times[name].append(time.perf_counter() - begin)
-    return Contest({name: statistics.median(t) for name, t in times.items()}, results)
+            times[name].append(clock() - begin)
+    return Contest({name: statistics.median(t) for name, t in times.items()}, results, times)
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:

@@ -22,11 +22,12 @@ from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.lipschitz.batches import flat_outputs, settled
-from equipoise.lipschitz.memory import flat_tensors, refuse_mutation, written_arguments
-from equipoise.lipschitz.modes import asked_about_modes, ordinary_answers
+from equipoise.lipschitz.expand import Written, written_out
+from equipoise.lipschitz.memory import refuse_mutation, written_arguments
+from equipoise.lipschitz.modes import asked_about, ordinary_answers
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
-from equipoise.lipschitz.values import evaluate, is_mutable, perform
+from equipoise.lipschitz.values import evaluate, flat_tensors, in_float64, is_mutable, perform
 
 #: functions a graph may call besides registered operators
 _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
@@ -38,7 +39,8 @@ class Program:
 
     `regions` are the calls of modules that bound themselves and are believed; `notes` say what the example stands for.
     `doubt` is why the network has no bound although every operation may have one; empty where there is no reason.
-    `single` is the program of one sample, where a bound must hold for that as well.
+    `single` is the program of one sample, where a bound must hold for that as well. `native` are constants as the network
+    itself computes them, where `constants` has them in float64.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -49,6 +51,7 @@ class Program:
     notes: tuple[str, ...] = ()
     doubt: str = ""
     single: Program | None = field(default=None, repr=False)
+    native: dict[fx.Node, Any] = field(default_factory=dict, repr=False)
 
 
 def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
@@ -148,8 +151,10 @@ def run_program(
     """The floating outputs of the program, constant ones included, in order; `exact` as in `values`, in float64."""
 
     def constant(node: fx.Node) -> Any:
+        if not exact and node in program.native:
+            return program.native[node]
         value = program.constants[node]
-        return value.double() if exact and isinstance(value, Tensor) and value.is_floating_point() else value
+        return in_float64(value) if exact else value
 
     start: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
     values = evaluate(program.nodes, constant, start, exact=exact, in_place=in_place)
@@ -223,26 +228,34 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
     """`torch.export` with its failures turned into one sentence."""
     try:
         with torch.no_grad():
-            asked = asked_about_modes(lambda: model(*examples))
+            asked = asked_about(lambda: model(*examples))
     except Exception as error:
         raise InputError(
             f"the model does not run on example_input: {type(error).__name__}: {one_line(error)[:200]}"
         ) from error
     with torch.no_grad():
         found = _exported(model, examples)
-    if torch.is_inference_mode_enabled in asked:
-        raise Refused(
-            "the forward asks torch.is_inference_mode_enabled(), so it may be two networks; remove the branch"
-        )
-    if torch.is_grad_enabled in asked:
-        with torch.enable_grad():
-            other = _exported(model, examples)
-        if str(found.graph) != str(other.graph):
-            raise Refused(
-                "the forward asks torch.is_grad_enabled() and computes something else with gradients than without them; "
-                "remove the branch, or bound both networks"
-            )
+    if asked.inference:
+        raise Refused("the forward asks whether it is in inference mode, so it may be two networks; remove the branch")
+    if asked.gradients:
+        for wanted in (False, True):
+            with torch.enable_grad():
+                other = _exported(model, tuple(x.detach().requires_grad_(wanted) for x in examples))
+            if not _same_program(found, other):
+                raise Refused(
+                    "the forward asks whether gradients are taken (torch.is_grad_enabled, x.requires_grad, …) and computes "
+                    "something else with gradients than without them; remove the branch, or bound both networks"
+                )
     return found
+
+
+def _same_program(one: ExportedProgram, other: ExportedProgram) -> bool:
+    """Whether two captures of one model are the same operations on the same constants."""
+    names = one.constants.keys()
+    return str(one.graph) == str(other.graph) and names == other.constants.keys() and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+        for a, b in ((one.constants[name], other.constants[name]) for name in names)
+    )  # fmt: skip
 
 
 def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
@@ -263,21 +276,30 @@ def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram
 
 def analyse(program: ExportedProgram) -> Program:
     """Split an exported program into constants and the nodes that carry the input to the output."""
-    values = _lifted(program)
-    inputs: list[fx.Node] = []
-    nodes: list[fx.Node] = []
-    graph = program.graph_module.graph
+    lifted = _lifted(program)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    for node in graph.nodes:
+    given: list[fx.Node] = []
+    for node in program.graph_module.graph.nodes:
         if node.op == "placeholder" and kinds.get(node.name) is InputKind.USER_INPUT:
             _require_tensor(node)
-            inputs.append(node)
-    live = _ancestors(graph)
-    moving = set(inputs)
+            given.append(node)
+    if not given:
+        raise InputError("the program has no tensor input: there is nothing to be Lipschitz in")
+    written = written_out(program.graph_module.graph, given)
+    return _sorted_out(program, written, [written.places[n] for n in given], lifted)
+
+
+def _sorted_out(
+    program: ExportedProgram, written: Written, inputs: list[fx.Node], lifted: dict[fx.Node, Any]
+) -> Program:
+    values: dict[fx.Node, Any] = {written.places[n]: v for n, v in lifted.items()} | written.constants
+    native: dict[fx.Node, Any] = {}
+    nodes: list[fx.Node] = []
+    live, moving = _ancestors(written.graph), set(inputs)
     held = {_memory(v) for v in values.values() if isinstance(v, Tensor)}
     read: set[int] = set()
-    for node in graph.nodes:
-        if node.op == "get_attr":
+    for node in written.graph.nodes:
+        if node.op == "get_attr" and node not in values:
             values[node] = _attribute(program.graph_module, str(node.target))
         if node.op != "call_function" or node not in live:
             continue
@@ -288,12 +310,16 @@ def analyse(program: ExportedProgram) -> Program:
             moving.add(node)
             nodes.append(node)
             read |= {_memory(t) for n in node.all_input_nodes for t in flat_tensors(values.get(n))}
+        elif node in written.added:
+            native[node] = _evaluate(node, {**values, **native}, read, held)
+            values[node] = _evaluate(node, {n: in_float64(values[n]) for n in node.all_input_nodes}, read, held)
         else:
             values[node] = _evaluate(node, values, read, held)
-    if not inputs:
-        raise InputError("the program has no tensor input: there is nothing to be Lipschitz in")
-    outputs = _outputs(graph)
-    return Program(tuple(nodes), tuple(inputs), tuple(o for o in outputs if o in moving), values)
+    outputs = tuple(o for o in _outputs(written.graph) if o in moving)
+    for node in outputs:
+        if any(t.is_complex() for t in flat_tensors(node.meta.get("val"))):
+            raise Refused(f"{where(node)}: the network returns complex numbers; return torch.view_as_real of them")
+    return Program(tuple(nodes), tuple(inputs), outputs, values, native=native)
 
 
 def _lifted(program: ExportedProgram) -> dict[fx.Node, Any]:

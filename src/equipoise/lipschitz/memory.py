@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from equipoise.core.errors import Refused
 from equipoise.lipschitz.places import where
@@ -26,11 +26,6 @@ def written_arguments(node: fx.Node) -> list[Any]:
     if schema is None or not schema.is_mutable:
         return []
     return [value for a, value in _given(node, schema) if a.alias_info is not None and a.alias_info.is_write]
-
-
-def flat_tensors(value: Any) -> list[Tensor]:
-    """The tensors in a nested value."""
-    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def refuse_mutation(node: fx.Node, moving: set[fx.Node]) -> None:
@@ -78,7 +73,7 @@ def _aliases(node: fx.Node) -> set[fx.Node]:
 def _shared(node: fx.Node) -> list[fx.Node]:
     """The inputs whose memory the result of a node may be, as far as the schemas say."""
     if node.target is operator.getitem:
-        return node.all_input_nodes[:1]
+        return _taken_from(node)
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return []
@@ -91,11 +86,22 @@ def _shared(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _taken_from(item: fx.Node) -> list[fx.Node]:
+    """What one of several results may share memory with: all of them if they are views, else only itself taken again."""
+    source = item.all_input_nodes[0]
+    schema = getattr(source.target, "_schema", None)
+    if schema is None or any(r.alias_info is not None for r in schema.returns):
+        return [source]
+    return [u for u in source.users if u.target is operator.getitem and u.args == item.args and u is not item]
+
+
 def _descends(node: fx.Node, ancestor: fx.Node) -> bool:
-    todo = [node]
+    todo, seen = [node], set[fx.Node]()
     while todo:
         current = todo.pop()
         if current is ancestor:
             return True
-        todo += _shared(current)
+        if current not in seen:
+            seen.add(current)
+            todo += _shared(current)
     return False

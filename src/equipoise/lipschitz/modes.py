@@ -3,12 +3,13 @@
 A network that branches on `torch.compiler.is_exporting()` shows the exporter another graph than the one that runs, and no
 number of compared points tells them apart if they differ elsewhere. So the questions are answered «no» for as long as a
 network is captured, for all code but PyTorch's and this package's own, by whatever name the function was imported. Gradients
-and inference mode are another matter, since both answers are ordinary: `asked_about_modes` tells what a network wants to know.
+and inference mode are another matter, since both answers are ordinary: `asked_about` tells what a network wants to know.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.fx._symbolic_trace
+from torch.overrides import TorchFunctionMode
 
 #: packages whose own branches do not change the map
 _TRUSTED = frozenset({"torch", "equipoise"})
@@ -32,6 +34,10 @@ _QUESTIONS: tuple[Any, ...] = (
     torch.fx._symbolic_trace.is_fx_symbolic_tracing,
 )
 _MODES = (torch.is_grad_enabled, torch.is_inference_mode_enabled)
+#: attributes that are others where gradients are taken
+_GRADIENTS = tuple(
+    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr")
+)
 _LOCK = threading.RLock()
 
 
@@ -79,18 +85,42 @@ def ordinary_answers() -> Iterator[None]:
                 question.__code__, question.__defaults__ = code, defaults
 
 
-def asked_about_modes(run: Callable[[], Any]) -> set[Any]:
-    """Which of `torch.is_grad_enabled` and `torch.is_inference_mode_enabled` are called by `run` outside trusted code."""
-    asked: set[Any] = set()
+@dataclasses.dataclass
+class Asked:
+    """What a forward wanted to know: whether gradients are taken, whether this is inference mode."""
+
+    gradients: bool = False
+    inference: bool = False
+
+
+class _Attributes(TorchFunctionMode):
+    """Notes the attributes of tensors that tell how the network is run."""
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _trusted(sys._getframe(1)):
+            self.asked.gradients |= func in _GRADIENTS
+            self.asked.inference |= func is torch.Tensor.is_inference
+        return func(*args, **(kwargs or {}))
+
+
+def asked_about(run: Callable[[], Any]) -> Asked:
+    """What `run` asks outside trusted code, by torch's functions or by the attributes of a tensor."""
+    asked = Asked()
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call" and argument in _MODES and not _trusted(frame):
-            asked.add(argument)
+            asked.gradients |= argument is torch.is_grad_enabled
+            asked.inference |= argument is torch.is_inference_mode_enabled
 
     before = sys.getprofile()
     sys.setprofile(watch)
     try:
-        run()
+        with _Attributes(asked):
+            run()
     finally:
         sys.setprofile(before)
     return asked

@@ -64,7 +64,7 @@ def propagate(
     size = math.inf if ball is None else float(ball)
     for node in program.inputs:
         value = node.meta["val"]
-        facts[node] = Facts(Signal(node, tuple(value.shape), value.dtype, size, size, size), 0.0, 0.0)
+        facts[node] = Facts(Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0)
 
     def lookup(node: fx.Node) -> Any:
         return facts[node].signal if node in facts else program.constants[node]
@@ -262,7 +262,7 @@ def _sized(call: Call, step: Step) -> Signal:
     several = isinstance(value, tuple | list)
     value = value[0] if several else value
     shape = shape_of(call.node)
-    if value.dtype not in (torch.float32, torch.float64):
+    if value.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         raise Refused(f"{where(call.node)}: its result is {value.dtype}, which rounds; keep float32 or float64")
     pieces = isinstance(step.map, Pieces)
     if pieces:
@@ -275,7 +275,8 @@ def _sized(call: Call, step: Step) -> Signal:
     peak = _least(peak, row)
     row = _least(row, up(math.sqrt(width) * peak))
     norm = _least(norm, up(math.sqrt(max(1, count // max(1, width))) * row))
-    return Signal(call.node, shape, value.dtype, norm, row, peak, _part(call, step), pieces)
+    low = -peak if math.isnan(step.low) else max(step.low, -peak)
+    return Signal(call.node, shape, value.dtype, norm, row, peak, low, _part(call, step), pieces)
 
 
 def _least(*values: float) -> float:

@@ -27,6 +27,18 @@ EXACT: dict[Any, Callable[..., Tensor]] = {
 }
 
 
+def flat_tensors(value: Any) -> list[Tensor]:
+    """The tensors in a nested value."""
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def in_float64(value: Any) -> Any:
+    """A floating or complex constant in double precision; anything else as it is."""
+    if isinstance(value, Tensor) and value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def is_mutable(node: fx.Node) -> bool:
     """Whether the operation writes into one of its arguments."""
     schema = getattr(node.target, "_schema", None)

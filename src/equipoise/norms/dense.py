@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
+from scipy.linalg.lapack import dsterf
 from torch import Tensor
 
 from equipoise.core.precision import down, gamma, up
@@ -27,39 +28,44 @@ LARGE = 160
 def lanczos(multiply: Callable[[Tensor], Tensor], start: Tensor, steps: int, settle: float = 0.0) -> Tensor:
     """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors, after orthogonalised steps.
 
-    With `settle` it stops early, once eight steps have raised the Ritz value by no more than that share.
+    With `settle` it stops early, once eight steps have raised the Ritz value by no more than that share. On the CPU the vectors
+    are NumPy's: a step on a short one takes as long as its calls.
     """
     n, breakdown = start.numel(), 8 * torch.finfo(start.dtype).eps
-    Q = start.new_zeros(min(steps, n), n)
+    on_cpu = start.device.type == "cpu"
+    q: Any = start.resolve_conj().numpy() if on_cpu else start
+    apply: Callable[[Any], Any] = (lambda q: multiply(torch.from_numpy(q)).numpy()) if on_cpu else multiply
+    Q: Any = np.zeros((min(steps, n), n), dtype=q.dtype) if on_cpu else start.new_zeros(min(steps, n), n)
     diagonal: list[float] = []
     beside: list[float] = []
     reached: list[float] = []  # Ritz values, every fourth step
-    q = start / torch.linalg.vector_norm(start)
-    for j in range(Q.shape[0]):
+    q = q / _length(q)
+    for j in range(len(Q)):
         Q[j] = q
-        w = multiply(q)
-        diagonal.append(float(torch.vdot(q, w).real))
+        w = apply(q)
+        diagonal.append(float((q.conj() @ w).real))
         w = w - diagonal[j] * q - (beside[-1] * Q[j - 1] if j else 0.0)
-        w = w - Q[: j + 1].mT @ (Q[: j + 1].conj() @ w)
-        beta = float(torch.linalg.vector_norm(w))
-        if beta <= breakdown * max(map(abs, diagonal)) or j + 1 == Q.shape[0]:
+        known = Q[: j + 1]
+        w = w - (known.conj() @ w) @ known
+        beta = _length(w)
+        if beta <= breakdown * max(map(abs, diagonal)) or j + 1 == len(Q):
             break
         if settle and j % 4 == 3:
-            reached.append(float(_top(diagonal, beside)[0]))
+            reached.append(float(dsterf(diagonal, beside)[0][-1]))
             if len(reached) > 2 and reached[-1] - reached[-3] <= settle * reached[-1]:
                 break
         beside.append(beta)
         q = w / beta
     size = len(diagonal)
-    y = _top(diagonal, beside[: size - 1])[1]
-    return Q[:size].mT @ torch.from_numpy(y).to(Q.device, Q.dtype)
+    _, y = eigh_tridiagonal(diagonal, beside[: size - 1], select="i", select_range=(size - 1, size - 1))
+    y = y[:, 0]
+    if on_cpu:
+        return torch.from_numpy(y.astype(Q.real.dtype) @ Q[:size])
+    return torch.from_numpy(y).to(Q.device, Q.dtype) @ Q[:size]
 
 
-def _top(diagonal: list[float], beside: list[float]) -> tuple[float, NDArray[np.float64]]:
-    """Largest eigenvalue of a tridiagonal matrix and its vector."""
-    last = len(diagonal) - 1
-    value, vector = eigh_tridiagonal(diagonal, beside, select="i", select_range=(last, last))
-    return float(value[0]), vector[:, 0]
+def _length(q: Any) -> float:
+    return math.sqrt(float((q.conj() @ q).real))
 
 
 def random_start(n: int, like: Tensor) -> Tensor:
@@ -76,13 +82,16 @@ def _quotient(multiply: Callable[[Tensor], Tensor], v: Tensor, size: float) -> f
     return down(value) - up(g * (2.0 * size + abs(value)))
 
 
-def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, float, Tensor]:
+def cholesky_bracket(
+    W: Tensor, rtol: float, rounds: int = 6, start: Tensor | None = None, enough: float = 0.0
+) -> tuple[float, float, Tensor]:
     """`(lower, upper, v)` for one matrix: Lanczos on `G = A*A`, then a proof that `G ⪯ upper²·I`.
 
     Everything is read off the one Gram matrix in float64, which differs from the true one by at most `error` in norm: the lower
     end is `√(v*Gv/v*v − error)`, the upper end a verified factorisation. A failed proof means that the Ritz vector had not
     converged: Lanczos goes on from it, and after `rounds` failures the target is widened instead, at most up to the Frobenius
-    norm, so the function always ends with a proved bound.
+    norm, so the function always ends with a proved bound. `start` is a guess of v; where it leaves `σ₁ ≤ enough` possible, that
+    is tried first and will do.
     """
     A, e = W, 0
     G = gram_lower(A)
@@ -103,11 +112,22 @@ def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, fl
     exact = symmetric_product(G, double=True)
     fine = tolerance < 1e-5  # float32 would not tell the top from its neighbours
     quick = exact if fine else symmetric_product(G)
-    v, slack = random_start(n, G) if fine else narrow(random_start(n, G)), tolerance * 0.9
+    slack = tolerance * 0.9
+    v = random_start(n, G) if start is None or not bool(start.any()) else start.to(G)
+    v = v if fine else narrow(v)
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())
     best[longest] = 1  # the longest column: a lower end that is never 0
     lower = float(G[longest, longest].real) - error
+
+    def proved(tau: float) -> bool:
+        return bool(below(G[None], *(torch.tensor([x], dtype=torch.float64, device=G.device) for x in (tau, error))))
+
+    if start is not None and enough > 0:
+        v = quick(v)
+        value, tau = _quotient(exact, wide(v), size) - error, down(down(math.ldexp(enough, -e)) ** 2)
+        if value < tau < math.inf and proved(tau):
+            return math.ldexp(down(math.sqrt(max(value, lower, 0.0))), e), enough, v
     while True:
         v = lanczos(quick, v, steps=100, settle=slack / 2)
         value = _quotient(exact, wide(v), size) - error
@@ -115,9 +135,7 @@ def cholesky_bracket(W: Tensor, rtol: float, rounds: int = 6) -> tuple[float, fl
             best, lower = v, value
         low = down(math.sqrt(max(lower, 0.0)))
         tau = (low * (1 + slack)) ** 2
-        if tau >= size or bool(
-            below(G[None], *(torch.tensor([x], dtype=torch.float64, device=G.device) for x in (tau, error)))
-        ):
+        if tau >= size or proved(tau):
             upper = up(math.sqrt(up(min(tau, size))))
             return math.ldexp(low, e), math.ldexp(upper, e), best
         rounds -= 1

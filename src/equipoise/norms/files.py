@@ -1,4 +1,4 @@
-"""Spectral norms of the weights in a safetensors file, one tensor at a time: the file may be larger than memory.
+"""Spectral norms of the weights in a safetensors file, one tensor at a time: memory holds a few copies of the largest one.
 
 From a file alone, stride, dilation, groups and padding of a convolution are unknown. With unknown input size the bracket is that
 of the ungrouped stride-1 convolution over all input sizes, `sup_ω ‖E(ω)‖₂`, and its **upper** end also holds for
@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.precision import full_precision, require_finite, working_dtype
+from equipoise.core.weights import WeightFile
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import convolution
 from equipoise.norms.convolution import conv_bracket
@@ -78,12 +77,15 @@ class Reading:
             raise InputError(f"stride must be at least 1, got {self.stride}")
 
 
-def weight_names(path: Path, only: str | None = None) -> list[str]:
-    """Names of the tensors in the file, in file order; `only` is a shell pattern such as `layer1.*`."""
+def weight_names(path: Path, only: str | None = None, empty: bool = False) -> list[str]:
+    """Names of the tensors in the file, sorted; `only` is a shell pattern such as `layer1.*`.
+
+    That there are none is refused, unless it may be `empty`.
+    """
     with _opened(path) as file:
-        names = list(file.keys())
+        names = sorted(file.entries)
     chosen = names if only is None else fnmatch.filter(names, only)
-    if not chosen:
+    if not chosen and not empty:
         raise InputError(
             f"{path.name} holds no tensors"
             if not names
@@ -105,16 +107,13 @@ def weight_norms(path: Path, reading: Reading | None = None, names: list[str] | 
     """
     reading = Reading() if reading is None else reading
     with _opened(path) as file:
-        for name in list(file.keys()) if names is None else names:
-            part = file.get_slice(name)
-            shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
+        for name in sorted(file.entries) if names is None else names:
+            shape, dtype = file.entries[name].shape, file.entries[name].dtype
             reason = _skip_reason(shape, dtype)
             if reason:
                 yield WeightRow(name, shape, dtype, "skipped", note=reason)
                 continue
-            with _named_errors(path):
-                tensor = file.get_tensor(name)
-            yield _bounded(name, dtype, tensor, reading)
+            yield _bounded(name, dtype, file.tensor(name), reading)
 
 
 def _skip_reason(shape: tuple[int, ...], dtype: str) -> str:
@@ -149,24 +148,19 @@ def tensor_bracket(tensor: Tensor, reading: Reading) -> Bracket:
         return conv_bracket(conv, reading.rtol)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> WeightFile:
     if not path.exists():
         raise InputError(f"there is no file {path}")
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the .safetensors file in it")
-    with _named_errors(path):
-        file = safe_open(str(path), framework="pt", device="cpu")
-    with file:
-        yield file
+    return WeightFile(path)
 
 
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())
-        hint = "; pickled checkpoints are never opened, convert them with safetensors.torch.save_file"
-        wrong = path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}
-        raise InputError(f"{path} is no complete safetensors file ({reason}){hint if wrong else ''}") from error
+def weight_files(path: Path) -> list[Path]:
+    """The file itself, or the weight files of a folder (a model in several parts), in order of their names."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise InputError(f"the folder {path} holds no .safetensors file; with --watch it is waited for")
+    return found

@@ -28,6 +28,8 @@ def gram_lower(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """
     if W.is_complex() or W.device.type != "cpu":
         return gram(small_side(wide(W) if dtype is torch.float64 else W))
+    if W.shape[0] != W.shape[1] and not W.is_contiguous() and W.mT.is_contiguous():
+        W = W.mT  # the same matrix on its smaller side, without a copy
     tall = W.shape[0] >= W.shape[1]
     n, long = (W.shape[1], W.shape[0]) if tall else W.shape
     syrk, number = (dsyrk, np.float64) if dtype is torch.float64 else (ssyrk, np.float32)

@@ -190,6 +190,28 @@ def _layer_norm(spec: Spec, x: Tensor, scale: Tensor, shift: Tensor | None = Non
     return F.layer_norm(x, shape, scale, None if shift is None else shift.expand(shape), spec.get("epsilon", 1e-5))
 
 
+@operator("RMSNormalization")
+def _rms_norm(spec: Spec, x: Tensor, scale: Tensor) -> Tensor:
+    spec.only("axis", "epsilon", "stash_type")
+    shape = list(x.shape[spec.get("axis", -1) % x.dim() :])
+    return F.rms_norm(x, shape, scale.expand(shape), spec.get("epsilon", 1e-5))
+
+
+@operator("LpNormalization")
+def _unit(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("axis", "p")
+    return x / torch.linalg.vector_norm(x, spec.get("p", 2), [spec.get("axis", -1)], True)
+
+
+@operator("LRN")
+def _local_response(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("alpha", "beta", "bias", "size")
+    size, rest = spec.get("size"), x.dim() - 2
+    squares = F.pad(x * x, [0, 0] * rest + [(size - 1) // 2, size // 2])
+    near = squares.unfold(1, size, 1).sum(-1)
+    return x * (spec.get("bias", 1.0) + spec.get("alpha", 1e-4) / size * near) ** -spec.get("beta", 0.75)
+
+
 @operator("Dropout", fixed=(1, 2))
 def _dropout(spec: Spec, x: Tensor, ratio: Fixed = None, training: Fixed = None) -> tuple[Tensor, ...]:
     spec.only("ratio", "seed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.core.files import read_bounded
-from equipoise.onnx import layers, shapes  # noqa: F401 - both fill the table of operators
+from equipoise.onnx import indexed, layers, recurrent  # noqa: F401 - they fill the table of operators
+from equipoise.onnx import shapes as moving_entries  # noqa: F401
 from equipoise.onnx.operators import find_operator, fixed_inputs
-from equipoise.onnx.reading import LARGEST_FILE, LARGEST_VALUE, Graph, Spec, parse
+from equipoise.onnx.reading import LARGEST_FILE, LARGEST_TOTAL, LARGEST_VALUE, Graph, Spec, parse
 
 Values = dict[str, Tensor]
 Numbers = dict[str, np.ndarray]
@@ -82,16 +84,29 @@ class OnnxNetwork(nn.Module):
         return tuple(torch.zeros(s, dtype=k) for s, k in zip(self.input_shapes, kinds, strict=True))
 
     def specialize(self, *inputs: Tensor) -> OnnxNetwork:
-        """Fold what does not depend on the data for inputs of these shapes."""
-        blank = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
-        values: Values = {**self._constants(), **self._named(blank)}
+        """Fold what does not depend on the data for inputs of these shapes.
+
+        Nodes that depend on the data are run on shapes alone, and others only once the size of their result is known.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        shadows = FakeTensorMode(allow_non_fake_inputs=True)
+        values: Values = {**self._constants(), **self._named(inputs)}
+        sizes: Values = {name: shadows.from_tensor(value) for name, value in values.items()}
         kept: Values = {}
         numbers: Numbers = {name: value.numpy() for name, value in self.graph.constants.items()}
+        left: float = LARGEST_TOTAL * max(1, inputs[0].shape[0] if inputs[0].dim() else 1)
         with torch.no_grad():
             for spec, node in self._nodes():
-                self._step(spec, node, values, numbers)
-                for name in (o for o in spec.outputs if o in values and o not in self.moving):
-                    kept[name] = values[name] = _as(values[name], blank[0])
+                with shadows:
+                    left = self._step(spec, node, sizes, numbers, left)
+                if any(o in self.moving for o in spec.outputs):
+                    continue
+                given = {name: values.get(name, sizes[name]) for name in spec.inputs if name}
+                self._step(spec, node, given, numbers, left)
+                for name in (o for o in spec.outputs if o in given):
+                    kept[name] = values[name] = _as(given[name], inputs[0])
+                    sizes[name] = shadows.from_tensor(values[name])
                     numbers[name] = values[name].cpu().numpy()
         self._folded[_shapes(inputs)] = kept, numbers
         return self
@@ -136,7 +151,10 @@ class OnnxNetwork(nn.Module):
                 )
         return dict(zip(self.graph.inputs, inputs, strict=True))
 
-    def _step(self, spec: Spec, node: Callable[..., Any], values: Values, numbers: Numbers) -> None:
+    def _step(
+        self, spec: Spec, node: Callable[..., Any], values: Values, numbers: Numbers, left: float = math.inf
+    ) -> float:
+        """Run a node; what is left of the entries that all results together may have."""
         inputs: list[Tensor | np.ndarray | None] = []
         for place, name in enumerate(spec.inputs):
             if name and place in fixed_inputs(spec):
@@ -157,7 +175,11 @@ class OnnxNetwork(nn.Module):
         for name, value in zip(spec.outputs, outputs, strict=False):
             if value.numel() > LARGEST_VALUE:
                 raise spec.refuse(f"its result has {value.numel()} entries; at most {LARGEST_VALUE} are allowed")
+            left -= value.numel()
+            if left < 0:
+                raise spec.refuse(f"up to here the results have more than {LARGEST_TOTAL} entries per sample")
             values[name] = value
+        return left
 
 
 def read_onnx(data: bytes, name: str = "the file") -> OnnxNetwork:

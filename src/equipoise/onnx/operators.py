@@ -100,6 +100,12 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "Cos": torch.cos,
     "Tan": torch.tan,
     "Atan": torch.atan,
+    "Sinh": torch.sinh,
+    "Cosh": torch.cosh,
+    "Asin": torch.asin,
+    "Acos": torch.acos,
+    "Atanh": torch.atanh,
+    "Acosh": torch.acosh,
     "Asinh": torch.asinh,
     "Erf": torch.erf,
     "Softplus": F.softplus,
@@ -215,6 +221,22 @@ def _curve(spec: Spec, x: Tensor) -> Tensor:
     return F.gelu(x, approximate=spec.get("approximate", "none"))
 
 
+@operator("Swish")
+def _swish(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("alpha")
+    alpha = spec.get("alpha", 1.0)
+    return F.silu(x) if alpha == 1 else F.silu(alpha * x) / alpha
+
+
+@operator("Shrink")
+def _shrink(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("lambd", "bias")
+    lambd, bias = spec.get("lambd", 0.5), spec.get("bias", 0.0)
+    if bias == lambd >= 0:
+        return F.softshrink(x, lambd)
+    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, torch.zeros_like(x)))
+
+
 @operator("Softmax", "LogSoftmax")
 def _softmax(spec: Spec, x: Tensor) -> Tensor:
     spec.only("axis")
@@ -277,6 +299,7 @@ _REDUCE: dict[str, Callable[[Tensor, list[int], bool], Any]] = {
     "ReduceL1": lambda x, axes, keep: x.abs().sum(axes, keep),
     "ReduceL2": lambda x, axes, keep: torch.linalg.vector_norm(x, 2, axes, keep),
     "ReduceSumSquare": lambda x, axes, keep: (x * x).sum(axes, keep),
+    "ReduceLogSum": lambda x, axes, keep: torch.log(x.sum(axes, keep)),
     "ReduceLogSumExp": lambda x, axes, keep: torch.logsumexp(x, axes, keep),
 }
 for _name, _function in _REDUCE.items():

@@ -7,6 +7,7 @@ operator domains and number formats that round (float16, bfloat16, quantized) ar
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from equipoise.core.errors import InputError, Refused, one_line
 LARGEST_FILE = 2_000_000_000
 #: no value of a network may have more entries than this
 LARGEST_VALUE = 2**28
+#: nor all of them together, per sample
+LARGEST_TOTAL = 2**30
 _FLOATS = {1: torch.float32, 11: torch.float64}
 _OTHERS = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool}
 #: torch's number format of ONNX's element types
@@ -116,7 +119,12 @@ def _declared(value: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         raise Refused(
             f"{name}: input {value.name!r} is not a float32 or float64 tensor, so it has no Lipschitz constant"
         )
-    return tuple(max(0, int(d.dim_value)) for d in kind.shape.dim), _FLOATS[kind.elem_type]
+    shape = tuple(max(0, int(d.dim_value)) for d in kind.shape.dim)
+    if math.prod(max(1, n) for n in shape) > LARGEST_VALUE:
+        raise InputError(
+            f"{name}: input {value.name!r} declares the shape {shape[:8]}, more than {LARGEST_VALUE} entries"
+        )
+    return shape, _FLOATS[kind.elem_type]
 
 
 def constant(proto: Any, what: str) -> Tensor:

@@ -63,7 +63,9 @@ def derive(
         if members:
             own = [r for _, r in members]
             setting = setting_of(manifest, own, alpha, "")
-            sample = _scores(p, own, row, constant) if scored else _votes(p, own, row, target_radius)
+            sample = (
+                _scores(p, own, row, manifest.stretched(constant)) if scored else _votes(p, own, row, target_radius)
+            )
             parts.append(([i for i, _ in members], derive_sample(sample, row, setting)))
     whole = joined(
         parts, len(rows), "adaptive" if p.adaptive else row.name, setting_of(manifest, [], alpha, _about(manifest, row))
@@ -113,7 +115,7 @@ def _votes(p: Parameters, rows: list[Row], row: Procedure, target: float | None)
     return Stopped(votes, p.n, target or p.target_radius) if p.adaptive else votes
 
 
-def _scores(p: Parameters, rows: list[Row], row: Procedure, constant: Constant | None) -> Scores:
+def _scores(p: Parameters, rows: list[Row], row: Procedure, network: float | None) -> Scores:
     softs = [r.soft for r in rows if r.soft is not None]
     width = max(s.moments.shape[1] for s in softs)
     stacked = np.zeros((4, len(softs), width))
@@ -121,7 +123,6 @@ def _scores(p: Parameters, rows: list[Row], row: Procedure, constant: Constant |
         stacked[:, i, : s.moments.shape[1]] = s.moments
     order, singles = np.stack([s.order for s in softs]), np.array([s.singles for s in softs])
     plan = stored_plan(row, order, singles, np.array([s.direct for s in softs]), stacked[0])
-    network = None if constant is None else constant.value
     known = {m: map_smoothness(m, p.num_classes, network) for m in {s.map for s in softs}}
     smoothness = Smoothness(*(np.array([getattr(known[s.map], f) for s in softs]) for f in ("component", "pair")))
     return Scores(plan, Moments(np.array([float(r.draws) for r in rows]), *stacked), smoothness)

@@ -73,7 +73,7 @@ def fixed_map(job: Job, constant: Constant | None) -> SimplexMap | None:
     if p.map != "global":
         return parse_map(p.map)
     classifier = classifier_of(job.model, p, job.batch_size, job.device)
-    network = None if constant is None else constant.value
+    network = job.manifest.stretched(constant)
     samples = []
     for position in np.unique(np.linspace(0, len(job.inputs) - 1, p.calibration or 1).astype(int)):
         try:

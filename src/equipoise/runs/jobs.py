@@ -25,7 +25,7 @@ from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import Store, locked
 from equipoise.runs.tasks import TaskSpec
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.denoised import require_constant
+from equipoise.smoothing.levels import Levels, Sigma
 from equipoise.smoothing.noise import NoiseName, fresh_seed
 from equipoise.smoothing.procedures import DEFAULT
 
@@ -63,7 +63,7 @@ def certify(
     dataset: Any,
     *,
     run_dir: str | Path,
-    sigma: float,
+    sigma: Sigma,
     n0: int = 100,
     n: int = 10_000,
     alpha: float = 1e-3,
@@ -87,7 +87,7 @@ def certify(
         dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label) or of dictionaries, a pair of tensors
             (x, y), or x alone (no labels: answers and radii, no accuracy).
         run_dir: made if need be.
-        sigma: noise level, in the units of the model's input.
+        sigma: noise level, in the units of the model's input; a list has one level per channel.
         n0: selection draws per input.
         n: estimation draws per input.
         alpha: risk per input.
@@ -127,7 +127,7 @@ def describe(
     model: Any,
     dataset: Any,
     *,
-    sigma: float,
+    sigma: Sigma,
     n0: int = 100,
     n: int = 10_000,
     alpha: float = 1e-3,
@@ -159,7 +159,7 @@ def describe(
     """
     if isinstance(dataset, str | Path):
         raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
-    require_constant(sigma)
+    levels = Levels.of(sigma)
     ported, inputs = portable(model if denoiser is None else denoised(denoiser, model)), Inputs.of(dataset, name)
     selection = Selection(skip, limit, stride, balanced and limit is not None and inputs.labelled)
     if selection.balanced and inputs.labels is None:
@@ -175,10 +175,12 @@ def describe(
         raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
     inputs.check_labels(positions, classes)
     first = first_input(inputs, positions).x
-    kind, cells = noise_of(noise, inputs, positions, sigma, lipschitz)
+    levels.require_channels(first.shape)
+    kind, cells = noise_of(noise, inputs, positions, levels.sigma, lipschitz)
     text = f"{map.name}:{map.temperature!r}" if isinstance(map, SimplexMap) else map
     parameters = Parameters(
-        sigma=sigma, num_classes=classes, n0=n0, n=n, alpha=alpha, procedure=procedure, chunk_size=chunk_size,
+        sigma=levels.sigma, channels=levels.channels, num_classes=classes,
+        n0=n0, n=n, alpha=alpha, procedure=procedure, chunk_size=chunk_size,
         map=text, calibration=calibration, lipschitz=lipschitz, target_radius=target_radius, relative=relative,
         hopeless=hopeless, nonfinite=nonfinite, noise_dtype=noise_dtype, device=torch.device(where).type,
         noise=kind, cells=cells, dimension=first.numel(), seed=fresh_seed() if seed is None else seed,
@@ -217,7 +219,7 @@ def start(
             done = store.done()
             pending = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
             if pending:
-                network = None if manifest.lipschitz is None else manifest.lipschitz.value
+                network = manifest.stretched(manifest.lipschitz)
                 spec = TaskSpec(job.model, manifest.parameters, manifest.map, network, job.batch_size, job.device)
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 store.add_session(started, engine, job.device, versions())

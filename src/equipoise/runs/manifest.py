@@ -68,6 +68,10 @@ class Manifest:
         }
         return plain | self.parameters.to_dict()
 
+    def stretched(self, constant: Constant | None) -> float | None:
+        """The constant in the coordinates in which the noise is round (see `smoothing.levels`)."""
+        return None if constant is None else constant.value * self.parameters.levels.stretch
+
     def digest(self, *, asked: bool = False) -> str:
         """sha256 of the identity; `asked` leaves out a seed that nobody asked for, so that the same command finds its run."""
         plain = self.identity()

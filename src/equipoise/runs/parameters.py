@@ -10,6 +10,7 @@ from equipoise.core import InputError, Refused
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.drawn import Drawn
 from equipoise.smoothing.grid import Grid
+from equipoise.smoothing.levels import Levels
 from equipoise.smoothing.noise import NoiseName
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
@@ -43,6 +44,7 @@ class Parameters:
         cells: points per unit of the grid.
         dimension: numbers in one input.
         seed_source: "user" or "system".
+        channels: the noise level of every channel, where they differ; `sigma` is the smallest.
     """
 
     sigma: float
@@ -66,6 +68,7 @@ class Parameters:
     cells: float | None = None
     dimension: int | None = None
     seed_source: Literal["user", "system"] | None = None
+    channels: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _positive("sigma", self.sigma)
@@ -86,6 +89,10 @@ class Parameters:
         self._check_soft()
 
     def _check_noise(self) -> None:
+        if self.channels is not None and Levels.of(self.channels) != self.levels:
+            raise InputError(
+                f"channels hold the noise levels {self.channels}, whose smallest is not sigma = {self.sigma}"
+            )
         if self.noise not in (None, "grid", "float"):
             raise InputError(f"noise must be 'grid' or 'float', got {self.noise!r}")
         if self.seed_source not in (None, "user", "system"):
@@ -93,7 +100,8 @@ class Parameters:
         if (self.noise == "grid") != (self.cells is not None):
             raise InputError("the number of cells per unit belongs to noise on a grid, and a grid needs one")
         if self.noise == "grid":
-            Grid(self.sigma, float(self.cells or 0.0))
+            for level in self.channels or (self.sigma,):
+                Grid(level, float(self.cells or 0.0))
             if not isinstance(self.dimension, int) or self.dimension < 1:
                 raise InputError(f"noise on a grid needs the dimension of the inputs, got {self.dimension!r}")
             if self.lipschitz is not None:
@@ -153,7 +161,12 @@ class Parameters:
     def drawn(self) -> Drawn:
         """What the noise of the run is."""
         chosen = self.seed_source != "system"
-        return Drawn(self.sigma, self.noise, self.cells, self.dimension or 0, self.chunk_size, self.seed, chosen)
+        return Drawn(self.levels, self.noise, self.cells, self.dimension or 0, self.chunk_size, self.seed, chosen)
+
+    @property
+    def levels(self) -> Levels:
+        """The noise levels."""
+        return Levels(self.sigma, self.channels)
 
     def completed(self) -> Parameters:
         """The same with the defaults of soft and adaptive runs filled in."""
@@ -168,7 +181,8 @@ class Parameters:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; settings left alone are left out."""
-        return {k: v for k, v in asdict(self).items() if v is not None}
+        plain = asdict(self) | {"channels": None if self.channels is None else list(self.channels)}
+        return {k: v for k, v in plain.items() if v is not None}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Parameters:
@@ -176,7 +190,10 @@ class Parameters:
         unknown = set(plain) - {f.name for f in fields(cls)}
         if unknown:
             raise InputError(f"unknown parameters {', '.join(sorted(unknown))}: written by a newer version?")
-        return cls(**plain)
+        several = plain.get("channels")
+        if several is not None and not isinstance(several, list | tuple):
+            raise InputError(f"channels must be a list of noise levels, got {several!r}")
+        return cls(**plain | ({} if several is None else {"channels": tuple(several)}))
 
 
 def parse_map(text: str | None) -> SimplexMap | None:

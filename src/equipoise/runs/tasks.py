@@ -146,7 +146,7 @@ def classifier_of(
         module = Batched(module, batch_size, exact=True)
     dtype = None if p.noise_dtype is None else getattr(torch, p.noise_dtype)
     made = SmoothedClassifier(
-        module, p.sigma, p.num_classes, seed=p.seed, chunk_size=p.chunk_size, map=chosen, noise_dtype=dtype,
+        module, p.channels or p.sigma, p.num_classes, seed=p.seed, chunk_size=p.chunk_size, map=chosen, noise_dtype=dtype,
         nonfinite=p.nonfinite, noise=p.noise or "float",
     )  # fmt: skip
     made.cells = p.cells

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from equipoise.core import InputError, Refused, as_upper
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
-from equipoise.smoothing.denoised import require_constant
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.drawn import Drawn, tie_breaks
-from equipoise.smoothing.grid import Grid, is_image, power_of_two
+from equipoise.smoothing.grid import is_image, power_of_two
+from equipoise.smoothing.levels import Levels, Sigma
 from equipoise.smoothing.maps import apply_map, choose_map, map_smoothness, plan_map, scores_of
 from equipoise.smoothing.moments import Moments
 from equipoise.smoothing.noise import FloatNoise, GridNoise, NoiseName, Stream, fresh_seed, noise_key
@@ -38,7 +38,8 @@ class SmoothedClassifier:
 
     Args:
         model: maps (batch, *shape) to logits (batch, num_classes); must be in evaluation mode.
-        sigma: noise level, in the units of the model's input (put normalisation inside the model).
+        sigma: noise level, in the units of the model's input (put normalisation inside the model); a list has one level per
+            channel: the radii are then ℓ2 by the smallest, and an ellipsoid is certified (see `levels`).
         num_classes: number of logits.
         seed: of the noise; default: drawn from the operating system. A seed of your own is stated in the certificates.
         chunk_size: draws per forward pass; part of the key of the noise.
@@ -54,7 +55,7 @@ class SmoothedClassifier:
     def __init__(
         self,
         model: nn.Module,
-        sigma: float,
+        sigma: Sigma,
         num_classes: int,
         *,
         seed: int | None = None,
@@ -64,16 +65,14 @@ class SmoothedClassifier:
         noise_dtype: torch.dtype | None = None,
         nonfinite: Literal["refuse", "miss"] = "refuse",
     ) -> None:
-        require_constant(sigma)
-        if not sigma > 0 or not np.isfinite(sigma):
-            raise InputError(f"sigma must be a positive number, got {sigma}")
+        self.levels = Levels.of(sigma)
         if num_classes < 2 or chunk_size < 1:
             raise InputError(f"need at least 2 classes and chunks of 1, got {num_classes} and {chunk_size}")
         if nonfinite not in ("refuse", "miss"):
             raise InputError(f"nonfinite must be 'refuse' or 'miss', got {nonfinite!r}")
         if noise not in (None, "grid", "float"):
             raise InputError(f"noise must be 'grid' or 'float', got {noise!r}")
-        self.model, self.sigma, self.num_classes = model, float(sigma), num_classes
+        self.model, self.sigma, self.num_classes = model, self.levels.sigma, num_classes
         self.seed, self.chosen = (fresh_seed(), False) if seed is None else (seed, True)
         self.chunk_size, self.map = chunk_size, map
         self.noise, self.asked = noise, noise
@@ -158,7 +157,9 @@ class SmoothedClassifier:
         if lipschitz is not None and self.noise != "float":
             source = self.floating()
         logits = source.selection(x, n0, ids, Stream.CALIBRATION)
-        chosen = choose_map(logits, n, self.sigma, alpha, procedure=procedure, lipschitz=_network(lipschitz), grid=grid)
+        chosen = choose_map(
+            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=self._network(lipschitz), grid=grid
+        )
         self.map = chosen[0]
         return chosen[0]
 
@@ -193,7 +194,7 @@ class SmoothedClassifier:
             ids: keys of the noise, default 0 … N − 1.
         """
         row = find_procedure(procedure)
-        network = _network(lipschitz)
+        network = self._network(lipschitz)
         if not row.soft and network is not None:
             raise InputError(
                 f"{procedure!r} counts votes, which have no Lipschitz constant: use 'rivals', 'lvm' or 'direct'"
@@ -288,7 +289,7 @@ class SmoothedClassifier:
         """What the draws at a batch of inputs are, for the setting of their certificates."""
         self._decide(x)
         size = x[0].numel() if len(x) else 0
-        return Drawn(self.sigma, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen)
+        return Drawn(self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen)
 
     def settings(self) -> dict[str, Any]:
         """What makes another classifier of the same kind: `SmoothedClassifier(model, sigma, classes, **settings)`."""
@@ -297,7 +298,7 @@ class SmoothedClassifier:
 
     def like(self, kind: type[Kind], **changes: Any) -> Kind:
         """The same classifier as another kind, or with some settings changed."""
-        made = kind(self.model, self.sigma, self.num_classes, **(self.settings() | changes))
+        made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **(self.settings() | changes))
         made.cells, made.chosen = (self.cells if made.noise == self.noise else None), self.chosen
         return made
 
@@ -322,10 +323,17 @@ class SmoothedClassifier:
 
     def _law(self, x: Tensor) -> FloatNoise | GridNoise:
         self._decide(x)
+        self.levels.require_channels(x.shape)
         if self.cells is None:
-            return FloatNoise(self.sigma, self._noise_dtype(x))
+            return FloatNoise(self.levels, self._noise_dtype(x))
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return GridNoise(Grid(self.sigma, self.cells), exact)
+        return GridNoise(self.drawn(x[None]).grids, exact)
+
+    def _network(self, lipschitz: Any) -> float | None:
+        """The constant in the coordinates in which the noise is round."""
+        if lipschitz is None:
+            return None
+        return as_upper(lipschitz, "Lipschitz constant of the network") * self.levels.stretch
 
     def _require_eval(self) -> None:
         training = [name or "the model itself" for name, module in self.model.named_modules() if module.training]
@@ -372,7 +380,3 @@ def count_votes(out: Tensor) -> Tensor:
     if bool(broken.any()):
         votes = torch.bincount(out[~broken].argmax(dim=1), minlength=out.shape[1])
     return votes
-
-
-def _network(lipschitz: Any) -> float | None:
-    return None if lipschitz is None else as_upper(lipschitz, "Lipschitz constant of the network")

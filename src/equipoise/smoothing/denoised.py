@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
-from equipoise.core import InputError, Refused
+from equipoise.core import InputError
 
 
 class Denoised(nn.Module):
@@ -16,6 +13,7 @@ class Denoised(nn.Module):
     The denoiser maps a noisy batch to a batch of the same shape. Its time is part of every forward pass, its weights part
     of the model's hash. Reference: Salman et al. (2020); Carlini et al. (2023).
 
+    >>> import torch
     >>> pair = Denoised(nn.Identity(), nn.Linear(3, 2)).eval()
     >>> pair(torch.zeros(5, 3)).shape
     torch.Size([5, 2])
@@ -39,17 +37,3 @@ class Denoised(nn.Module):
             raise InputError(f"the denoiser must return images of the shape it was given, {tuple(x.shape)}, got {got}")
         logits: Tensor = self.classifier(clean)
         return logits
-
-
-def require_constant(sigma: Any) -> None:
-    """Refuse a noise level that depends on the input.
-
-    If σ(x) differs from point to point, the class probabilities at x' are those of another Gaussian, and the theorem that
-    carries a bound from x to x' does not apply: certified radii can be broken. A level that is constant on the certified
-    region (one per run, one per class of *inputs told apart beforehand*) is fine: make one run per level.
-    """
-    if callable(sigma) or (isinstance(sigma, torch.Tensor) and sigma.numel() > 1) or isinstance(sigma, list | tuple):
-        raise Refused(
-            "the noise level must be one number: a level that depends on the input moves the Gaussian between x and x', and no "
-            "radius is certified then; make one run per level"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting
 from equipoise.smoothing.grid import Grid
+from equipoise.smoothing.levels import Levels
 from equipoise.smoothing.noise import GENERATOR, NoiseName, Stream, noise_key, philox
 from equipoise.smoothing.ramp import Floats
 
@@ -21,7 +23,7 @@ class Drawn:
     `noise=None` is a sample of which nothing is known but its level: counts from elsewhere, or a run of the first release.
     """
 
-    sigma: float
+    levels: Levels
     noise: NoiseName | None = None
     cells: float | None = None
     dimension: int = 0
@@ -30,22 +32,43 @@ class Drawn:
     chosen: bool = True
 
     def __str__(self) -> str:
-        return f"N(0, {self.sigma:g}²·I) noise"
+        return str(self.levels)
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grid, if there is one: of all channels, or of each."""
+        return (
+            ()
+            if self.cells is None
+            else tuple(Grid(s, self.cells) for s in self.levels.channels or (self.levels.sigma,))
+        )
 
     @property
     def grid(self) -> Grid | None:
-        """The grid, if there is one."""
-        return None if self.cells is None else Grid(self.sigma, self.cells)
+        """The first grid: all have one step."""
+        return self.grids[0] if self.grids else None
 
     @property
     def variation(self) -> float:
         """Total variation between one draw and the law of the theorem, as far as it is counted: 0 for float noise."""
-        return 0.0 if self.grid is None else self.grid.variation(self.dimension)
+        each = self.dimension // max(1, len(self.grids))
+        return math.nextafter(math.fsum(g.variation(each) for g in self.grids), 1.0) if self.grids else 0.0
 
     def setting(self, alpha: float, about: str) -> Setting:
         """What certificates of these draws rest on."""
         distance = 0.0 if self.grid is None else self.grid.distance(self.dimension)
-        return Setting(Gaussian(self.sigma, self.variation), alpha, about, self.caveats(), distance)
+        return Setting(
+            Gaussian(self.levels.sigma, self.variation), alpha, about + self.shape(), self.caveats(), distance
+        )
+
+    def shape(self) -> str:
+        """What more than a ball is certified, where the channels have levels of their own."""
+        if self.levels.channels is None:
+            return ""
+        axes = ", ".join(f"{c / self.levels.sigma:.4g}" for c in self.levels.channels)
+        return (
+            f" (radii R are ℓ2, by the smallest level; certified is the ellipsoid of semi-axes R·({axes}), per channel)"
+        )
 
     def caveats(self) -> str:
         """What is not covered, from what was used."""

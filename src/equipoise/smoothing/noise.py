@@ -22,6 +22,7 @@ from torch import Tensor
 
 from equipoise.core import InputError
 from equipoise.smoothing.grid import Grid
+from equipoise.smoothing.levels import Levels
 
 NoiseName = Literal["grid", "float"]
 MAX_CHUNKS = 1 << 29
@@ -65,7 +66,7 @@ def fresh_seed() -> int:
 class FloatNoise:
     """`x + σ·g` in floating point; g in float32 or, with `dtype`, in float64."""
 
-    sigma: float
+    levels: Levels
     dtype: torch.dtype
 
     def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
@@ -75,29 +76,37 @@ class FloatNoise:
         np.random.Generator(philox(key)).standard_normal(dtype=kind, out=on_host.numpy())
         if on_host is not buffer:
             buffer.copy_(on_host)
-        return buffer.mul_(self.sigma).add_(x)
+        return buffer.mul_(self.levels.scale(buffer[0])).add_(x)
 
 
 @dataclass(frozen=True)
 class GridNoise:
-    """`(k_x + k)·h` with exact integer noise k, x rounded to the grid once."""
+    """`(k_x + k)·h` with exact integer noise k, x rounded to the grid once; one grid, or one per channel (all of one step)."""
 
-    grid: Grid
+    grids: tuple[Grid, ...]
     dtype: torch.dtype
 
     def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
         """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype."""
         kind: Any = np.float64 if self.dtype == torch.float64 else np.float32
-        place = self.grid.integers(x.detach().cpu().double().numpy())
-        if np.abs(place).max(initial=0) + self.grid.reach >= 2 ** (53 if kind is np.float64 else 24):
+        first = self.grids[0]
+        place = first.integers(x.detach().cpu().double().numpy())
+        if np.abs(place).max(initial=0) + max(g.reach for g in self.grids) >= 2 ** (53 if kind is np.float64 else 24):
             raise InputError(
-                f"the input is too large for a grid of step {self.grid.step:g} in {self.dtype}: rescale it, or use noise='float'"
+                f"the input is too large for a grid of step {first.step:g} in {self.dtype}: rescale it, or use noise='float'"
             )
         on_host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
         out = on_host.numpy()
-        self.grid.draw(philox(key), out)
+        bits = philox(key)
+        if len(self.grids) == 1:
+            first.draw(bits, out)
+        else:
+            for channel, grid in enumerate(self.grids):
+                part = np.empty_like(out[:, channel], order="C")
+                grid.draw(bits, part)
+                out[:, channel] = part
         out += place.astype(kind)
-        out /= kind(self.grid.cells)
+        out /= kind(first.cells)
         if on_host is not buffer:
             buffer.copy_(on_host)
         return buffer

@@ -174,7 +174,7 @@ def _scores(
     """Soft scores at a target: half the stake on the class alone, half on its margin over each rival, all at the full α."""
     component, pair = np.inf, np.inf
     if lipschitz is not None:
-        network = as_upper(lipschitz, "Lipschitz constant of the network")
+        network = as_upper(lipschitz, "Lipschitz constant of the network") * classifier.levels.stretch
         component, pair = chosen.component_lipschitz(network, classifier.num_classes), chosen.pair_lipschitz(network)
     sigma, spread = float(setting.noise.sigma), float(setting.noise.variation)
     goal = epsilon + float(setting.distance)

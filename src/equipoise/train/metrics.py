@@ -49,30 +49,15 @@ def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -
     >>> certified_bound(nn.Flatten(), (2, 2), 1e-3).upper >= 1
     True
     """
-    from equipoise.lipschitz import lipschitz_bound
+    from equipoise.models.trained import proved
 
-    parameter = next(model.parameters(), torch.zeros(()))
-    example = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
     try:
-        report = lipschitz_bound(_with_effective_weights(model), example, rtol=rtol)
+        upper, pairs, layers = proved(model, input_shape, rtol)
     except Refused as error:
         return Certified(None, {}, str(error))
-    layers: dict[str, float] = {}
-    for row in report.layers:
-        if row.method and math.isfinite(row.upper):  # linear operators and blocks, not activations and scalings
-            name = row.name if row.name not in layers else row.node
-            layers[name] = row.upper
-    if not math.isfinite(report.upper):
+    if not math.isfinite(upper):
         return Certified(None, layers, "the bound exceeds the floating-point numbers")
-    return Certified(report.upper, layers, pairs=report.pairs)
-
-
-def _with_effective_weights(model: nn.Module) -> nn.Module:
-    """Layers that compute their weights (1-Lipschitz ones) as plain layers with the weights they use; else the model itself."""
-    from equipoise.nn.effective import Effective
-    from equipoise.nn.export import plain
-
-    return plain(model)[0].eval() if any(isinstance(m, Effective) for m in model.modules()) else model
+    return Certified(upper, layers, pairs=pairs)
 
 
 @torch.no_grad()

@@ -165,6 +165,7 @@ class _Run:
         self.history: list[dict[str, Any]] = []
         self.writer: Any = None
         self.saved = -1
+        self.certified: Certified | None = None
 
     def go(self) -> list[dict[str, Any]]:
         """The history of the whole run, old epochs included."""
@@ -223,7 +224,7 @@ class _Run:
         row: dict[str, Any] = {"epoch": done, "step": trainer.step, "lr": trainer.lr}
         found: Certified | None = None
         if asked.bound and (last or (asked.bound_every and done % asked.bound_every == 0)):
-            found = self._bound()
+            found = self.certified = self._bound()
             row["bound"] = found.upper
             row["layer_norms"] = found.layers
             if found.reason:
@@ -292,12 +293,34 @@ class _Run:
         factory = self.recipe.model.factory
         if registered(factory):
             save_checkpoint(folder, model, factory, self.arguments, shape, trained)
+            self._certify(folder)
         else:  # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
             from safetensors.torch import save
 
             state = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
             write_whole(folder / "model.safetensors", save(state))
         write_whole(folder / "summary.json", json.dumps(self.history[-1], indent=2) + "\n")
+
+    def _certify(self, folder: Path) -> None:
+        """The certificate and the model card of the finished network, as `equipoise.models.load` reads them."""
+        from equipoise.models import save_certificate
+
+        last = self.history[-1]
+        about = last.get("test", last)
+        measured = self.parts.test if "test" in last or last.get("split") == "test" else self.parts.validation
+        figures = {k: about.get(k) for k in ("accuracy", "certified_accuracy")}
+        figures |= {"split": "test" if measured is self.parts.test else "validation"}
+        figures |= {"samples": None if measured is None else len(measured)}
+        made = {
+            "recipe": self.recipe.name, "description": self.recipe.description, "seed": self.recipe.seed,
+            "epochs": self.recipe.epochs, "data": self.parts.fingerprint(),
+        }  # fmt: skip
+        if self.certified is None and last.get("bound") is not None:  # a finished run, opened again
+            self.certified = certified_bound(
+                self.trainer.measured_model, self.parts.train.source.input_shape, self.recipe.metrics.rtol
+            )
+        pairs = None if self.certified is None else self.certified.pairs
+        save_certificate(folder, self.recipe.name, last.get("bound"), pairs, figures, made)
 
     def close(self) -> None:
         """Let go of files, and take the penalties' hooks off the network."""

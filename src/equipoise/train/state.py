@@ -31,7 +31,8 @@ from equipoise.core.files import locked, open_regular, read_bounded, read_json, 
 
 #: the temporary names of `write_whole`
 _LEFTOVER = re.compile(
-    r"^\.(recipe\.json|metrics\.jsonl|model\.safetensors|config\.json|summary\.json|step-\d+\.safetensors)\.\w+(\.part)?$"
+    r"^\.(recipe\.json|metrics\.jsonl|model\.safetensors|config\.json|certificate\.json|README\.md|summary\.json"
+    r"|step-\d+\.safetensors)\.\w+(\.part)?$"
 )
 Optim = torch.optim.Optimizer
 _LARGEST = 1_000_000_000  # bytes of the metrics

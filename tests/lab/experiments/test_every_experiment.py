@@ -82,7 +82,7 @@ def test_described(identifier: str):
 
 
 #: they train or audit larger networks, as other tests do: rehearsed by `make test-all`
-LONG = ("ad-text", "local-vs-pub", "pub-ratio")
+LONG = ("ad-text", "local-vs-pub", "local-tightness", "pub-ratio")
 
 
 @pytest.mark.parametrize("identifier", [pytest.param(i, marks=[pytest.mark.slow] * (i in LONG)) for i in IDENTIFIERS])

@@ -61,7 +61,11 @@ LAYERS: dict[str, tuple[Maker, float | None]] = {
 #: contestant → (module, class, arguments) of other libraries, tried where they are installed
 PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "orthogonium AOC": ("orthogonium.layers.conv.AOC", "AdaptiveOrthoConv2d", {"kernel_size": 3, "padding": 1}),
-    "orthogonium SOC": ("orthogonium.layers.conv.adaptiveSOC", "AdaptiveSOCConv2d", {"kernel_size": 3, "padding": 1}),
+    "orthogonium SOC": (
+        "orthogonium.layers.conv.adaptiveSOC",
+        "AdaptiveSOCConv2d",
+        {"kernel_size": 3, "padding": "same"},
+    ),
     "orthogonium AOL": ("orthogonium.layers.conv.AOL", "AOLConv2D", {"kernel_size": 3, "padding": 1}),
     "deel-torchlip spectral": ("deel.torchlip", "SpectralConv2d", {"kernel_size": 3, "padding": 1}),
 }
@@ -73,8 +77,13 @@ def peers(channels: int) -> tuple[dict[str, nn.Module], list[str]]:
     missing: list[str] = []
     for name, (module, attribute, arguments) in PEERS.items():
         try:
-            layer = getattr(importlib.import_module(module), attribute)
-            built[name] = layer(in_channels=channels, out_channels=channels, **arguments)
+            make = getattr(importlib.import_module(module), attribute)
+            layer = make(in_channels=channels, out_channels=channels, **arguments)
+            shape = tuple(layer(torch.zeros(1, channels, 16, 16)).shape)
+            if shape == (1, channels, 16, 16):
+                built[name] = layer
+            else:
+                missing.append(f"{name}: 16×16 pixels become {shape[2]}×{shape[3]}, no layer to compare with")
         except ImportError:
             missing.append(f"{name}: not installed")
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -89,13 +90,22 @@ def read(experiment: Experiment, folder: Path) -> Result | None:
     return Result(experiment, scale, seed, rows, experiment.verdicts(rows), seconds, stored.get("machine") or {})
 
 
+def processor() -> str:
+    """The processor's name as the system gives it, at least its architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def machine() -> dict[str, Any]:
     """The processor, its cores, the threads in use, and how busy the machine is: what a timing depends on."""
     import torch
 
     busy = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     return {
-        "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "processor": processor(), "cores": os.cpu_count(),
         "threads": torch.get_num_threads(), "load before": busy,
     }  # fmt: skip
 

@@ -247,7 +247,17 @@ def _own(b: Bench, v: str, t: Tensor) -> str | None:
     return f"{b.module(f'equipoise.nn.{text}')}({v})"
 
 
+def _recurrent(b: Bench, v: str, t: Tensor) -> str:
+    kind = b.choose("LSTM", "GRU", "RNN", "RNN")
+    both = ", bidirectional=True" if b.rng.random() < 0.3 else ""
+    if t.dim() == 2:
+        cell = b.choose("RNNCell", "GRUCell")
+        return f"{b.module(f'nn.{cell}({t.shape[-1]}, {b.choose(1, 3)})')}({v})"
+    return f"{b.module(f'nn.{kind}({t.shape[-1]}, {b.choose(1, 2)}, batch_first=True{both})')}({v})[0]"
+
+
 LAYERS: tuple[Row, ...] = (
+    Row(_recurrent, (2, 3), weight=1),
     Row(_linear, weight=6),
     Row(_tied, (1, 2, 3, 4), weight=2.5),
     Row(_tied_in_place, (1, 2, 3, 4), weight=1.0, in_place=True),

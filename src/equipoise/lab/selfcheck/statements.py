@@ -63,6 +63,7 @@ def expressions() -> tuple[Row, ...]:
         *_lines(vocabulary.ACTIVATIONS, 9),
         *_lines(vocabulary.SHAPES, 5),
         *_lines(vocabulary.REDUCTIONS, 3),
+        *_lines(vocabulary.INDEXED, 5),
         *_lines(vocabulary.JOINS, 4),
         *_lines(vocabulary.PRODUCTS, 1.2, bounded=True),
         *_lines(vocabulary.REFUSED, 0.3),

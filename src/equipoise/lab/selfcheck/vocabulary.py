@@ -92,12 +92,24 @@ F.threshold({v}, 0.1, 0.0)
 {v}.floor()
 F.softplus({v}, 1, 3)
 {v} * (3.0 if torch.compiler.is_compiling() else {c})
+{v}.abs().sqrt()
+{v}.reciprocal()
+{v}.log()
 ({v} if {v}.sum() > 0 else 2 * {v})
 {v} / ({v}.abs() + 1e-3)
 torch.where({v} > 0, {v}, {c})
 """
 
 PRODUCTS = """
+torch.sqrt({v}.square() + {p})
+{v}.abs() ** 1.5
+torch.expm1({v})
+torch.log({p} + {v}.exp())
+{v}.var(-1)
+{v} / ({p} + {v}.square())
+F.cosine_similarity({v}, {v}.tanh(), -1, {p})
+torch.einsum('...i,...i->...', {v}, torch.tanh({v}))
+torch.addcmul({v}, {v}, {v}.sigmoid(), value={c})
 {v}.square()
 {v}.exp()
 {v} ** 2
@@ -180,6 +192,57 @@ torch.cat([torch.maximum(*{v}.chunk(2, -1)), torch.minimum(*{v}.chunk(2, -1))], 
 torch.cat([{v}[..., :1], {v}], -1)
 {v}[..., :1] + {v}
 {v}.broadcast_to(2, *{v}.shape).reshape(1, -1)
+"""
+
+INDEXED = """
+{v}.diff(dim=-1)
+{v}.unfold(-1, 2, 1)
+F.unfold({v}, 2, padding=1)
+F.fold(F.unfold({v}, 2), {v}.shape[-2:], 2)
+{v}.rot90(1, (-2, -1))
+{v}.gather(-1, torch.zeros({v}.shape, dtype=torch.int64))
+{v}.take_along_dim(torch.zeros([1] * {v}.dim(), dtype=torch.int64), -1)
+{v}.scatter(-1, torch.zeros({v}.shape, dtype=torch.int64)[..., :1], {c} * {v})
+{v}.scatter_add(-1, torch.zeros({v}.shape, dtype=torch.int64), {c} * {v})
+{v}.index_add(-1, torch.tensor([0, 0]), {v}[..., :2], alpha={c})
+{v}.index_copy(-1, torch.tensor([1]), {c} * {v}[..., :1])
+{v}.index_fill(-1, torch.tensor([0, 0]), {c})
+torch.select_scatter({v}, {c} * {v}[..., 0], -1, 1)
+torch.slice_scatter({v}, {c} * {v}[..., :1], -1, 1, 2)
+{v}.diag_embed()
+{v}.cumsum(-1)
+{v}.cumsum(1)
+{v}.cummax(-1).values
+{v}.logcumsumexp(-1)
+{v}.topk(2, -1).values
+{v}.median(-1).values
+{v}.kthvalue(1, -1).values
+{v}.quantile(0.4, dim=-1)
+torch.logaddexp({v}, {c} * {v}.flip(-1))
+torch.hypot({v}, {v}.flip(-1))
+torch.cdist({v}, {c} * {v})
+torch.kron({v}, torch.tensor([[-1.5, 1.0]], dtype={v}.dtype))
+torch.einsum('...i->...', {v})
+torch.einsum('...i,i->...i', {v}, torch.full(({v}.shape[-1],), -1.5, dtype={v}.dtype))
+torch.addcmul({v}, {v}, torch.full(({v}.shape[-1],), -1.5, dtype={v}.dtype), value={c})
+torch.addcdiv({v}, {v}, torch.full(({v}.shape[-1],), 0.75, dtype={v}.dtype), value={c})
+torch.lerp({v}, {v}.flip(-1), torch.full(({v}.shape[-1],), -1.5, dtype={v}.dtype))
+torch.broadcast_tensors({v}, torch.ones(2, *[1] * {v}.dim(), dtype={v}.dtype))[0].reshape(1, -1)
+torch.fft.rfft({v}).abs()
+torch.view_as_real(torch.fft.fft({v}, norm='ortho'))
+torch.fft.irfft(torch.fft.rfft({v}) * {c}, n={v}.shape[-1])
+torch.fft.irfft2(torch.fft.rfft2({v}), s={v}.shape[-2:])
+torch.fft.fft2({v}).real
+torch.stack([{v}[..., ::2].maximum({v}[..., 1::2]), {v}[..., ::2].minimum({v}[..., 1::2])], -1)
+torch.cat([{v}.amax(-1, True), {v}.amin(-1, True)], -1)
+torch.log1p({v}.abs())
+1 / ({p} + torch.sigmoid({v}))
+({p} + F.relu({v})) ** -0.5
+torch.sqrt({p} + F.softplus({v}))
+F.normalize({v}, dim=-1, eps={p})
+{v} * torch.rsqrt({v}.pow(2).mean(-1, keepdim=True) + {p})
+{v} / ({v}.norm(dim=-1, keepdim=True) + {p})
+torch.sigmoid({v}) * ({v}.tanh() - {v}.sin()) + {v}.sin()
 """
 
 REDUCTIONS = """

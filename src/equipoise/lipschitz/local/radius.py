@@ -20,6 +20,7 @@ from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.local.backward import Norm, enclose_ball
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius
+from equipoise.lipschitz.local.together import together_radius
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.pairs import pair_constants
 from equipoise.lipschitz.propagate import Propagation, propagate
@@ -81,7 +82,8 @@ def certified_radius(
     * `pairs`: `min_k (f_y − f_k)(x)/(L'·‖w_y − w_k‖)`, w the rows of the last layer and L' the bound of what comes before it
       (what a 1-Lipschitz network is made for);
     * `relaxation`: backward linear relaxation of all margins on the ball (ℓ2, ℓ∞ and ℓ1);
-    * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2).
+    * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2);
+    * `multipliers`: one local constant of all margins together, where more neurons may switch than the integral takes (ℓ2).
 
     Guarantee: for the real-number map of the captured graph with the stored weights, rounding of the margins and of every
     bound included; and for the network as it is evaluated in its own dtype, whose rounding at every point of the ball is
@@ -280,6 +282,8 @@ class Certifier:
             more, limiting = integral_radius(case, base)
             if more > base:
                 found = more, limiting, "integral"
+            elif (more := together_radius(case, base)) > base:
+                found = more, worst, "multipliers"
         return found
 
 

@@ -32,13 +32,13 @@ _ROOM = 1 - 1e-9
 def together_radius(case: Case, base: float, most: int = MOST) -> float:
     """The largest radius found, at least `base`, at which one constant proves every margin positive.
 
-    `base` is a radius proved already.
+    `base` is a radius proved already. What rounding may take off a margin within the outer ball is taken off before.
     """
     found, outer = base, base * GROWTH
     for _ in range(TRIES):
         if time.monotonic() > case.deadline:
             break
-        L = common_constant(case, outer, case.margins, most)
+        L = common_constant(case, outer, case.left(outer, case.margins), most)
         if math.isinf(L):
             break
         reached = min(outer, _ROOM / L) if L > 0 else outer

@@ -1,6 +1,18 @@
 """One rule per operation: what it does to distances, attacked by the tests one by one."""
 
-from equipoise.lipschitz.rules import affine, normalise, pointwise, products, reduce, shapes
+from equipoise.lipschitz.rules import (
+    affine,
+    domains,
+    fourier,
+    indexed,
+    joins,
+    normalise,
+    ordered,
+    pointwise,
+    products,
+    reduce,
+    shapes,
+)
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, find_rule, known_operations, register_rule, rule
 
 __all__ = [
@@ -8,9 +20,14 @@ __all__ = [
     "Signal",
     "Step",
     "affine",
+    "domains",
     "find_rule",
+    "fourier",
+    "indexed",
+    "joins",
     "known_operations",
     "normalise",
+    "ordered",
     "pointwise",
     "products",
     "reduce",

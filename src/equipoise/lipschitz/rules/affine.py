@@ -8,15 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, up
-from equipoise.lipschitz.operations import Map, Own, Scaled, Sum, Weighted
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, rule
+from equipoise.lipschitz.operations import Map, Own, Product, Scaled, Sum, Weighted
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, norm_of, rule
+from equipoise.lipschitz.values import functional
 from equipoise.maps import linear as linear_maps
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix
 from equipoise.norms import spectral_norm
+
+_aten = torch.ops.aten
 
 
 def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, label: str = "linear") -> Step:
@@ -51,9 +54,7 @@ def linear(call: Call) -> Step:
 
 @rule("aten.addmm.default")
 def addmm(call: Call) -> Step:
-    """`β·b + α·x·M` with constant b and M."""
-    if float(call["alpha"]) != 1 or float(call["beta"]) != 1:
-        call.refuse("alpha and beta other than 1", "multiply explicitly")
+    """`b + x·M` with constant b and M; other forms are written out (see `expand`)."""
     return matrix_step(call, call.signal("mat1"), call.constant("mat2").mT, call.constant("self"))
 
 
@@ -198,7 +199,9 @@ def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     gain = top if x.shape == call.shape else up(min(up(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
     form = _as_diagonal(c, len(call.shape)) if x.shape == call.shape else None
     row = up(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
-    return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=row, map=Scaled(c, form=form))
+    low = math.inf if c.numel() == 0 else lower(x.low * float(c.min() if x.low > 0 else c.max()))
+    low = low if c.numel() == 0 or float(c.min()) >= 0 else -math.inf
+    return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=row, low=low, map=Scaled(c, form=form))
 
 
 def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
@@ -224,7 +227,39 @@ def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
 @rule("aten.add.Tensor", "aten.add.Scalar")
 def addition(call: Call) -> Step:
     """`a + α·b`: the bounds of the branches add up; a constant only shifts."""
-    return sum_of(call, ((call["self"], 1.0), (call["other"], float(call.get("alpha", 1)))))
+    found = _interpolation(call)
+    return (
+        found
+        if found is not None
+        else sum_of(call, ((call["self"], 1.0), (call["other"], float(call.get("alpha", 1)))))
+    )
+
+
+def _interpolation(call: Call) -> Step | None:
+    """`z·(h − n) + n` with 0 ≤ z ≤ 1, as in a GRU: between h and n, so gains 1 for each and |h − n| for z."""
+    if call.get("alpha", 1) != 1:
+        return None
+    for mixed, n in ((call["self"], call["other"]), (call["other"], call["self"])):
+        if (
+            not isinstance(mixed, Signal)
+            or not isinstance(n, Signal)
+            or functional(mixed.node.target) is not _aten.mul.Tensor
+        ):
+            continue
+        factors = [call.lookup(a) for a in mixed.node.args if isinstance(a, fx.Node)]
+        for gap, z in (factors, factors[::-1]) if len(factors) == 2 else ():
+            if not isinstance(gap, Signal) or not isinstance(z, Signal) or z.low < 0 or z.peak > 1 or gap.node.kwargs:
+                continue
+            if functional(gap.node.target) is _aten.sub.Tensor and gap.node.args[1] is n.node:
+                h = call.lookup(gap.node.args[0]) if isinstance(gap.node.args[0], fx.Node) else None
+                if h is None or not h.shape == n.shape == z.shape == call.shape:
+                    continue
+                size = up(n.peak + (h.peak if isinstance(h, Signal) else float(h.abs().max())))
+                peak = up(max(n.peak, size - n.peak))
+                held = ((h, 1.0),) if isinstance(h, Signal) else ()
+                if math.isfinite(size):
+                    return Step((*held, (n, 1.0), (z, size)), "interpolation", peak=peak, map=Product())
+    return None
 
 
 @rule("aten.sub.Tensor", "aten.sub.Scalar")
@@ -246,10 +281,25 @@ def lerp(call: Call) -> Step:
     return sum_of(call, ((call["self"], 1 - w), (call["end"], w)))
 
 
+@rule("aten.lerp.Tensor")
+def lerp_by(call: Call) -> Step:
+    """`a + w·(b − a)` with a constant tensor w: max|1 − w| and max|w|."""
+    w = float64(call.constant("weight"))
+    gains, offset, peak = [], 0.0, 0.0
+    for value, factor in ((call["self"], up(float((1 - w).abs().max()))), (call["end"], float(w.abs().max()))):
+        if isinstance(value, Signal):
+            gains.append((value, up(factor * copies(value, call.shape))))
+            peak = up(peak + factor * value.peak)
+        else:
+            offset = up(offset + factor * norm_of(torch.broadcast_to(value, call.shape)))
+            peak = up(peak + factor * float(value.abs().max()))
+    return Step(tuple(gains), "interpolation", offset=offset, peak=peak)
+
+
 def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
     """`Σ factor·value` with broadcasting; values that are constant shift."""
     gains, weights, shift = [], [], None
-    offset, peak, norm, row = 0.0, 0.0, 0.0, 0.0
+    offset, peak, norm, row, low = 0.0, 0.0, 0.0, 0.0, 0.0
     for value, factor in terms:
         if isinstance(value, Signal):
             repeats = copies(value, call.shape)
@@ -257,12 +307,14 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
             gains.append((value, grown))
             weights.append(factor)
             peak, norm = up(peak + abs(factor) * value.peak), up(norm + grown * value.norm)
+            low = lower(low + factor * (value.low if factor > 0 else value.peak)) if factor else low
             row = up(row + abs(factor) * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
         else:
             c = float64(value) * factor
             shift = c if shift is None else shift + c
             spread = torch.broadcast_to(c, call.shape)
             peak = up(peak + float(c.abs().max()))
+            low = lower(low + float(c.min()))
             offset = up(offset + up(norm_of(spread)))
             norm = up(norm + up(norm_of(spread)))
             row = up(row + (float(frobenius(spread, (-1,)).max()) if call.shape else float(c.abs())))
@@ -274,7 +326,7 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
         rounding = 0.0 if abs(weights[0]) == 1 else up(4 * 2.0**-53 * abs(weights[0]))
         form = Diagonal(one.reshape(1), 1, rounding) if gains[0][0].shape == call.shape else None
         found = Scaled(one, shift, None if shift is None else shift.abs(), form)
-    return Step(tuple(gains), label, offset=offset, peak=peak, norm=norm, row=row, map=found)
+    return Step(tuple(gains), label, offset=offset, peak=peak, norm=norm, row=row, low=low, map=found)
 
 
 @rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.mv.default")

@@ -46,6 +46,8 @@ def refuse_nonfinite(call: Call) -> None:
 
 def _wrong(value: Any) -> float | None:
     """NaN or +∞ if there is one among the numbers, else −∞ if there is one, else None."""
+    if isinstance(value, Tensor) and value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.numel() == 0 or bool(torch.isfinite(value).all()):
             return None

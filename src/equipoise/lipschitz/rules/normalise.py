@@ -22,7 +22,7 @@ def softmax(call: Call) -> Step:
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
     groups = x.numel // max(1, x.shape[call["dim"]])
     return Step(
-        ((x, 0.5),), "softmax", map=Product(), norm=up(math.sqrt(groups)), row=1.0 if last else math.inf, peak=1.0,
+        ((x, 0.5),), "softmax", map=Product(), norm=up(math.sqrt(groups)), row=1.0 if last else math.inf, peak=1.0, low=0.0,
         offset=up(math.sqrt(groups)),
     )  # fmt: skip
 

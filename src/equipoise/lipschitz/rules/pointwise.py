@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equipoise.core.precision import up
 from equipoise.lipschitz.operations import Scaled
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, rule
 from equipoise.maps.linear import Diagonal
 from equipoise.maps.pointwise import TABLE, Pointwise, celu, clamp, elu, gelu, hinge, softplus, softshrink
 
@@ -20,7 +20,21 @@ def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
     offset = 0.0 if curve.at_zero == 0 else up(math.sqrt(x.numel) * curve.at_zero)
     peak = min(curve.peak, up(curve.gain * x.peak + curve.at_zero))
-    return Step(((x, curve.gain),), label, offset=offset, peak=peak, map=curve, note=note)
+    return Step(((x, curve.gain),), label, offset=offset, peak=peak, low=_lowest(curve, x), map=curve, note=note)
+
+
+def _lowest(curve: Pointwise, x: Signal) -> float:
+    """Below which no value lies: φ of the lowest entry where φ increases, 0 for |x|."""
+    if curve.hinge is not None:
+        left, right = curve.hinge
+        if bool((right < 0).any()) or x.low >= 0:
+            return -math.inf if x.low < 0 else lower(float(right.min()) * x.low)
+        steepest = float(left.max())
+        return lower(steepest * x.low) if steepest > 0 else 0.0
+    if curve.function is None or curve.slopes[0] < 0:
+        return -math.inf
+    found = curve.function(torch.tensor(x.low, dtype=torch.float64)).min()
+    return -math.inf if bool(found.isnan()) else float(found - 1e-12 * found.abs())
 
 
 def _fixed(call: Call, *, curve: Pointwise, label: str) -> Step:
@@ -107,13 +121,13 @@ def clamp_(call: Call) -> Step:
     return _clipped(call, call["min"], call["max"])
 
 
-@rule("aten.clamp_min.default")
+@rule("aten.clamp_min.default", "aten.clamp_min.Tensor")
 def clamp_min(call: Call) -> Step:
     """Clipping from below."""
     return _clipped(call, call["min"], None)
 
 
-@rule("aten.clamp_max.default")
+@rule("aten.clamp_max.default", "aten.clamp_max.Tensor")
 def clamp_max(call: Call) -> Step:
     """Clipping from above."""
     return _clipped(call, None, call["max"])
@@ -155,41 +169,3 @@ def threshold(call: Call) -> Step:
 def jumps(call: Call) -> Step:
     """Discontinuous: no constant exists."""
     call.refuse("it is discontinuous, so no Lipschitz constant exists", "replace it, e.g. by softshrink or relu")
-
-
-@rule("aten.square.default")
-def square(call: Call) -> Step:
-    """`x²` on a bounded domain."""
-    return _power(call, 2.0)
-
-
-@rule("aten.pow.Tensor_Scalar")
-def power(call: Call) -> Step:
-    """`x^p`, p ≥ 1 an integer, on a bounded domain: p·peak^(p−1)."""
-    return _power(call, float(call["exponent"]))
-
-
-def _power(call: Call, p: float) -> Step:
-    x = call.signal("self")
-    if p == 1:
-        return pointwise(call, TABLE["identity"], "power 1")
-    if p != int(p) or p < 1:
-        call.refuse(f"the power {p:g} has no bounded slope near 0")
-    if not math.isfinite(x.peak):
-        call.refuse("a power is not Lipschitz on the whole space", "state an input ball: lipschitz_bound(..., ball=R)")
-    if int(p) * math.log(max(1.0, x.peak)) > 700:
-        call.refuse(f"the power {p:g} of numbers up to {x.peak:.3g} does not fit a float", "state a smaller input ball")
-    slope = up(p * up(x.peak ** (int(p) - 1)))
-    curve = Pointwise((-slope, slope), lambda t: t.pow(int(p)), peak=up(x.peak ** int(p)), everywhere=False)
-    return pointwise(call, curve, f"power {int(p)}")
-
-
-@rule("aten.exp.default")
-def exponential(call: Call) -> Step:
-    """`exp` on a bounded domain: exp(peak)."""
-    x = call.signal("self")
-    if not x.peak < 700:
-        call.refuse("exp is not Lipschitz on the whole space", "state an input ball: lipschitz_bound(..., ball=R)")
-    top = up(math.exp(x.peak))
-    curve = Pointwise((0.0, top), torch.exp, at_zero=1.0, peak=top, everywhere=False)
-    return pointwise(call, curve, "exp")

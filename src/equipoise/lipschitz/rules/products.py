@@ -7,14 +7,15 @@ bounded by nature (sigmoid, softmax, a normalisation). Squeeze-and-excite and at
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
-from equipoise.core.precision import up
+from equipoise.core.precision import down, up
 from equipoise.lipschitz.operations import Product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
+from equipoise.lipschitz.values import functional
 from equipoise.maps.pointwise import TABLE
 
 _aten = torch.ops.aten
@@ -40,6 +41,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
         offset=0.0,
         peak=up(a.peak * b.peak),
         norm=_least(call, a, b),
+        low=0.0 if a is b or a.node is b.node or min(a.low, b.low) >= 0 else -math.inf,
         map=Product(),
     )
 
@@ -50,13 +52,69 @@ def _least(call: Call, a: Signal, b: Signal) -> float:
 
 
 def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
-    """Only softsign, `x/(1 + |x|)`: slopes in [0, 1]."""
+    """softsign, `x/(1 + |x|)`: slopes in [0, 1]; `x/max(‖x‖, ε)` and `x/(‖x‖ + ε)`: 1/ε; else only where b stays away from 0."""
     top, bottom = a.node, b.node
     if bottom.target is _aten.add.Tensor and len(bottom.args) == 2 and not bottom.kwargs:
         inside, one = bottom.args
         if isinstance(inside, fx.Node) and inside.target is _aten.abs.default and inside.args[0] is top and one == 1:
             return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, map=TABLE["softsign"])
-    call.refuse("dividing one branch by another is not Lipschitz near 0", "use a normalisation layer with an ε")
+    eps = _length_floor(bottom, a)
+    if eps > 0:
+        return Step(
+            ((a, up(1 / eps)),), "normalised", offset=0.0, peak=1.0, row=1.0 if _by_rows(bottom, a) else math.inf
+        )
+    if not b.low > 0:
+        call.refuse("dividing one branch by another is not Lipschitz near 0", "use a normalisation layer with an ε")
+    if not math.isfinite(a.peak):
+        _unbounded(call, "a quotient of two branches")
+    least = down(b.low)
+    steep = up(up(1 / least) * up(1 / least))
+    gains = (
+        (a, up(copies(a, call.shape) / least)),
+        (b, min(up(up(a.peak * copies(b, call.shape)) * steep), _whole(a, call) * steep)),
+    )
+    peak = up(a.peak / least)
+    return Step(gains, "quotient", peak=peak, low=0.0 if a.low >= 0 else -math.inf, map=Product())
+
+
+def _whole(a: Signal, call: Call) -> float:
+    """‖a‖ where it is not repeated: `‖a∘(Δb repeated)‖ ≤ ‖a‖·|Δb|_∞`."""
+    return a.norm if copies(a, call.shape) == 1 else math.inf
+
+
+_LENGTHS = {_aten.linalg_vector_norm.default, _aten.norm.ScalarOpt_dim}
+
+
+def _length(bottom: fx.Node) -> tuple[fx.Node, float] | None:
+    """The node of ‖x‖ and the ε in `max(‖x‖, ε)` or `‖x‖ + ε`, repeated or not."""
+    while functional(bottom.target) in (_aten.expand.default, _aten.expand_as.default, _aten.clone.default):
+        bottom = bottom.args[0]  # type: ignore[assignment]
+    kinds = (_aten.clamp_min.default, _aten.clamp.default, _aten.add.Tensor, _aten.add.Scalar)
+    if functional(bottom.target) not in kinds or len(bottom.args) != 2 or bottom.kwargs:
+        return None
+    node, eps = bottom.args
+    if not isinstance(node, fx.Node) or not isinstance(eps, int | float) or functional(node.target) not in _LENGTHS:
+        return None
+    return node, float(eps)
+
+
+def _length_floor(bottom: fx.Node, a: Signal) -> float:
+    """ε where the denominator is the ℓ2 length of the numerator itself, over some dimensions kept, at least or plus ε."""
+    found = _length(bottom)
+    if found is None or found[0].args[0] is not a.node:
+        return 0.0
+    node, eps = found
+    order = node.args[1] if len(node.args) > 1 else 2
+    dims = node.args[2] if len(node.args) > 2 else None
+    kept = len(node.args) > 3 and node.args[3] is True
+    plain = not node.kwargs and order in (2, 2.0, None) and isinstance(dims, list | tuple) and kept
+    return eps if plain else 0.0
+
+
+def _by_rows(bottom: fx.Node, a: Signal) -> bool:
+    found = _length(bottom)
+    dims: Any = () if found is None else found[0].args[2]
+    return [d % len(a.shape) for d in dims] == [len(a.shape) - 1]
 
 
 def _softmax_source(call: Call, node: fx.Node) -> Signal | None:
@@ -149,23 +207,3 @@ def glu(call: Call) -> Step:
     return Step(
         ((x, up(math.sqrt(1 + (x.peak / 4) ** 2))),), "gated linear unit", offset=0.0, peak=x.peak, map=Product()
     )
-
-
-@rule("aten.einsum.default")
-def einsum(call: Call) -> Step:
-    """Two operands, every index in the output or in both: `‖einsum(A, B)‖_F ≤ ‖A‖_F·‖B‖_F` (Cauchy–Schwarz)."""
-    operands = call["tensors"]
-    left, _, right = call["equation"].replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != 2 or not right or "." in left or any(len(set(t)) != len(t) for t in (*terms, right)):
-        call.refuse("this einsum has no rule", "write it as matmul or linear")
-    if any(i not in right and not all(i in t for t in terms) for i in "".join(terms)):
-        call.refuse("an einsum that sums over an index of one operand", "write the sum separately")
-    shapes = [dict(zip(term, operand.shape, strict=True)) for term, operand in zip(terms, operands, strict=True)]
-    if any(shapes[0][i] != shapes[1][i] for i in set(terms[0]) & set(terms[1])):
-        call.refuse("an einsum that broadcasts an index of length 1", "expand the operands to the same sizes")
-    sizes = [t.norm if isinstance(t, Signal) else norm_of(t) for t in operands]
-    gains = [(t, sizes[1 - i]) for i, t in enumerate(operands) if isinstance(t, Signal)]
-    if not all(math.isfinite(g) for _, g in gains):
-        _unbounded(call, "a product of two branches")
-    return Step(tuple(gains), "einsum", offset=0.0, norm=up(sizes[0] * sizes[1]), map=Product())

@@ -13,7 +13,7 @@ from torch import Tensor
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.operations import Average, Largest, Map, Own
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, root, rule
 from equipoise.norms import spectral_norm
 
 
@@ -31,7 +31,9 @@ def mean(call: Call) -> Step:
     """Mean over n entries: 1/√n. Exact."""
     x = call.signal("self")
     n = _count(call, x)
-    return Step(((x, up(1 / math.sqrt(n)) if n > 1 else 1.0),), "mean", offset=0.0, peak=x.peak, map=Average())
+    return Step(
+        ((x, up(1 / math.sqrt(n)) if n > 1 else 1.0),), "mean", offset=0.0, peak=x.peak, low=lower(x.low), map=Average()
+    )
 
 
 @rule("aten.sum.dim_IntList", "aten.sum.default")
@@ -39,14 +41,16 @@ def total(call: Call) -> Step:
     """Sum over n entries: √n. Exact."""
     x = call.signal("self")
     n = _count(call, x)
-    return Step(((x, root(n)),), "sum over entries", offset=0.0, peak=up(n * x.peak), map=Average())
+    return Step(
+        ((x, root(n)),), "sum over entries", offset=0.0, peak=up(n * x.peak), low=lower(n * x.low), map=Average()
+    )
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.max.dim", "aten.min.dim", "aten.max.default", "aten.min.default")
 def maximum_over(call: Call) -> Step:
     """The maximum over disjoint sets of entries: 1."""
     x = call.signal("self")
-    return Step(((x, 1.0),), "maximum", offset=0.0, peak=x.peak, map=Largest())
+    return Step(((x, 1.0),), "maximum", offset=0.0, peak=x.peak, low=x.low, map=Largest())
 
 
 @rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
@@ -70,7 +74,7 @@ def vector_norm(call: Call) -> Step:
         call.refuse(f"the ℓ{order:g} «norm» is not Lipschitz")
     n = _count(call, x)
     gain = 1.0 if order >= 2 else up(float(n) ** (1 / order - 0.5))
-    return Step(((x, gain),), "vector norm", offset=0.0)
+    return Step(((x, gain),), "vector norm", offset=0.0, low=0.0)
 
 
 @rule("aten.std.correction", "aten.std.dim", "aten.std.default")
@@ -82,7 +86,23 @@ def std(call: Call) -> Step:
     lost = (1.0 if call.get("unbiased", True) else 0.0) if correction is None else float(correction)
     if n - lost <= 0:
         call.refuse("the standard deviation of a single entry is not defined")
-    return Step(((x, up(1 / math.sqrt(n - lost))),), "standard deviation", offset=0.0)
+    return Step(((x, up(1 / math.sqrt(n - lost))),), "standard deviation", offset=0.0, low=0.0)
+
+
+@rule("aten.var.correction")
+def variance(call: Call) -> Step:
+    """`‖x − mean‖²/(n − c)` on a bounded domain: 2·‖x − mean‖/(n − c)."""
+    x = call.signal("self")
+    n = _count(call, x)
+    lost = 1.0 if call["correction"] is None else float(call["correction"])
+    size = min(x.norm, up(root(n) * x.peak))
+    if n - lost <= 0:
+        call.refuse("the variance of a single entry is not defined")
+    if not math.isfinite(size):
+        call.refuse(
+            "a variance is not Lipschitz on the whole space", "state an input ball: lipschitz_bound(..., ball=R)"
+        )
+    return Step(((x, up(2 * size / (n - lost))),), "variance", offset=0.0, peak=up(size * size / (n - lost)), low=0.0)
 
 
 def _per_axis(value: Any, dims: int, default: Any = None) -> list[int]:
@@ -117,7 +137,7 @@ def _adaptive_max_pool(call: Call, *, d: int) -> Step:
 def _pooled(call: Call, windows: int, d: int) -> Step:
     x = call.signal("self")
     found = Largest(windows, sliding=True, dims=d)
-    return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak, map=found)
+    return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak, low=x.low, map=found)
 
 
 def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
@@ -156,7 +176,7 @@ def _avg_pool(call: Call, *, d: int) -> Step:
     row_sum = math.prod(float(m.sum(1).max()) for m in matrices) / (divisor or 1)
     return Step(
         ((x, float(found.upper)),), "average pooling", bracket=found, offset=0.0, peak=up(abs(row_sum) * x.peak),
-        map=Average() if divisor is None or divisor > 0 else Own(),
+        low=0.0 if x.low >= 0 and (divisor or 1) > 0 else -math.inf, map=Average() if divisor is None or divisor > 0 else Own(),
     )  # fmt: skip
 
 

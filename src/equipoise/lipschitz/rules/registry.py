@@ -15,10 +15,10 @@ from torch import Tensor, fx
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.precision import frobenius, up
+from equipoise.core.precision import down, frobenius, up
 from equipoise.lipschitz.operations import Map, Opaque, Padded, Scaled, Sum, Weighted
 from equipoise.lipschitz.places import module_path, where
-from equipoise.lipschitz.values import functional
+from equipoise.lipschitz.values import flat_tensors, functional
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
@@ -28,9 +28,9 @@ from equipoise.norms.bracket import Cache, bracket
 class Signal:
     """A tensor of the graph that depends on the input, with what is known about its size on the stated domain.
 
-    `norm` bounds the ℓ2 norm of the whole tensor, `row` that of every row (last dimension), `peak` every entry; infinite
-    where unknown. `part` says which entries of which other tensor this one holds, where it is a selection of them;
-    `pieces` that it stands for all tensors that a split gave.
+    `norm` bounds the ℓ2 norm of the whole tensor, `row` that of every row (last dimension), `peak` the size of every entry;
+    infinite where unknown. No entry is below `low`. `part` says which entries of which other tensor this one holds, where
+    it is a selection of them; `pieces` that it stands for all tensors that a split gave.
     """
 
     node: fx.Node
@@ -39,6 +39,7 @@ class Signal:
     norm: float = math.inf
     row: float = math.inf
     peak: float = math.inf
+    low: float = -math.inf
     part: tuple[fx.Node, Tensor] | None = field(default=None, repr=False)
     pieces: bool = False
 
@@ -54,7 +55,7 @@ class Step:
 
     `gains` may name any earlier signal, not only direct inputs. `map` is what the operation is; without one nothing but the
     gains is used, and `label` is only shown. `offset` is an upper bound of ‖f(0)‖ (infinite: unknown), from which the engine
-    bounds the size of the output on a ball; `norm`, `row`, `peak` are bounds the rule knows itself. `slopes` is short for
+    bounds the size of the output on a ball; `norm`, `row`, `peak`, `low` are bounds the rule knows itself. `slopes` is short for
     `map=Pointwise(slopes)`: a function of each entry alone with slopes in that interval.
     """
 
@@ -66,6 +67,7 @@ class Step:
     norm: float = math.inf
     row: float = math.inf
     peak: float = math.inf
+    low: float = -math.inf
     map: Map = field(default_factory=Opaque)
     slopes: tuple[float, float] | None = None
     note: str = ""
@@ -155,6 +157,8 @@ class Call:
 
 Rule = Callable[[Call], Step]
 _RULES: dict[str, Rule] = {}
+#: rules for operations on complex numbers
+_COMPLEX: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -165,6 +169,16 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
             if name in _RULES:
                 raise InputError(f"{name} has a rule already; use register_rule(..., override=True) to replace it")
             _RULES[name] = function
+        return function
+
+    return keep
+
+
+def complex_rule(*names: str) -> Callable[[Rule], Rule]:
+    """Decorator: this function bounds these operations where a complex number goes in or comes out."""
+
+    def keep(function: Rule) -> Rule:
+        _COMPLEX.update(dict.fromkeys(names, function))
         return function
 
     return keep
@@ -194,16 +208,36 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
 
 def find_rule(node: fx.Node) -> Rule:
     """The rule of a node's operation, in place or not; refused where there is none."""
+    found = _found(node)
+    if found is not None:
+        return found
     name = _name(node.target)
-    for known in (name, _name(functional(node.target))):
-        if known not in _RULES:
-            _load_installed()
-        if known in _RULES:
-            return _RULES[known]
+    kind = " on complex numbers" if _is_complex(node) else ""
     raise Refused(
-        f"{where(node)}: no Lipschitz rule for {name}; write it with operations that have one, or register yours "
+        f"{where(node)}: no Lipschitz rule for {name}{kind}; write it with operations that have one, or register yours "
         f'with @equipoise.lipschitz.register_rule("{name}")'
     )
+
+
+def has_rule(node: fx.Node) -> bool:
+    """Whether a node's operation, in place or not, has a rule."""
+    return _found(node) is not None
+
+
+def _found(node: fx.Node) -> Rule | None:
+    table = _COMPLEX if _is_complex(node) else _RULES
+    for known in (_name(node.target), _name(functional(node.target))):
+        if known not in table:
+            _load_installed()
+        if known in table:
+            return table[known]
+    return None
+
+
+def _is_complex(node: fx.Node) -> bool:
+    """Whether the node reads or makes complex numbers."""
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return any(t.is_complex() for v in values for t in flat_tensors(v))
 
 
 def _name(target: Any) -> str:
@@ -249,6 +283,11 @@ def norm_of(values: Tensor | None) -> float:
     if values is None or values.numel() == 0:
         return 0.0
     return float(frobenius(values.detach().double().reshape(1, -1)))
+
+
+def lower(x: float) -> float:
+    """A little below a number of either sign, so that it covers the rounding of a few operations."""
+    return -up(-x) if x < 0 else down(x)
 
 
 def root(n: int) -> float:

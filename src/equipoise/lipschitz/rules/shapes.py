@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from equipoise.core.precision import up
-from equipoise.lipschitz.operations import Constant, Copy, Join, Map, Padded, Piece, Pieces, Product, Sorted
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule
+from equipoise.lipschitz.operations import Constant, Copy, Map, Padded, Piece, Pieces, Product
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule
 from equipoise.maps.linear import Padding
 
 #: the same entries in another order of dimensions
@@ -32,6 +31,8 @@ PIECES = (
     "split_with_sizes.default",
     "chunk.default",
     "tensor_split.sections",
+    "unsafe_split.Tensor",
+    "unsafe_chunk.default",
 )
 _aten = torch.ops.aten
 _SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
@@ -43,7 +44,7 @@ def _first(call: Call) -> Signal:
 
 def _view(x: Signal, keeps_rows: bool) -> Step:
     row = x.row if keeps_rows else math.inf
-    return Step(((x, 1.0),), "view", offset=0.0, row=row, peak=x.peak, map=Copy(traced=True))
+    return Step(((x, 1.0),), "view", offset=0.0, row=row, peak=x.peak, low=x.low, map=Copy(traced=True))
 
 
 @rule(*(f"aten.{name}" for name in VIEWS))
@@ -60,7 +61,7 @@ def reshape(call: Call) -> Step:
     return _view(x, rows)
 
 
-@rule("aten.transpose.int")
+@rule("aten.transpose.int", "aten.transpose_.default")
 def transpose(call: Call) -> Step:
     """Two dimensions exchanged."""
     x = _first(call)
@@ -97,7 +98,7 @@ def diagonal(call: Call) -> Step:
 
 
 def _chosen(x: Signal, row: float) -> Step:
-    return Step(((x, 1.0),), "selection", offset=0.0, peak=x.peak, row=row, map=Copy(traced=True))
+    return Step(((x, 1.0),), "selection", offset=0.0, peak=x.peak, row=row, low=x.low, map=Copy(traced=True))
 
 
 def _component(call: Call, x: Signal, dim: int | None) -> Step | None:
@@ -107,14 +108,14 @@ def _component(call: Call, x: Signal, dim: int | None) -> Step | None:
     scores = call.lookup(x.node.args[0])  # type: ignore[arg-type]
     if not isinstance(scores, Signal):
         return None
-    return Step(((scores, up(math.sqrt(0.125))),), "softmax component", norm=x.norm, peak=1.0, map=Product())
+    return Step(((scores, up(math.sqrt(0.125))),), "softmax component", norm=x.norm, peak=1.0, low=0.0, map=Product())
 
 
 @rule(*(f"aten.{name}" for name in PIECES))
 def pieces(call: Call) -> Step:
     """All pieces together hold every entry once; `getitem` takes one."""
     x = _first(call)
-    return Step(((x, 1.0),), "split", offset=0.0, peak=x.peak, row=x.row, map=Pieces())
+    return Step(((x, 1.0),), "split", offset=0.0, peak=x.peak, row=x.row, low=x.low, map=Pieces())
 
 
 @rule("aten.unbind.int")
@@ -122,7 +123,7 @@ def unbind(call: Call) -> Step:
     """One piece per position along a dimension."""
     x = _first(call)
     row = x.row if call["dim"] % len(x.shape) != len(x.shape) - 1 else math.inf
-    return Step(((x, 1.0),), "split", offset=0.0, peak=x.peak, row=row, map=Pieces())
+    return Step(((x, 1.0),), "split", offset=0.0, peak=x.peak, row=row, low=x.low, map=Pieces())
 
 
 @rule("getitem")
@@ -137,7 +138,7 @@ def getitem(call: Call) -> Step:
     if not split and index != 0:
         call.refuse("only the first result of this operation has a rule", "use the result itself, not its statistics")
     found: Map = Piece(index) if split else Copy(same=True, traced=True)
-    return Step(((x, 1.0),), "piece", offset=math.inf, peak=x.peak, row=x.row, norm=x.norm, map=found)
+    return Step(((x, 1.0),), "piece", offset=math.inf, peak=x.peak, row=x.row, norm=x.norm, low=x.low, map=found)
 
 
 @rule("aten.tril.default", "aten.triu.default")
@@ -171,14 +172,14 @@ def repetition(call: Call) -> Step:
     x = _first(call)
     grown = copies(x, call.shape)
     row = x.row if x.shape and call.shape[-1] == x.shape[-1] else math.inf
-    return Step(((x, grown),), "repeat", offset=0.0, peak=x.peak, row=row, map=Copy())
+    return Step(((x, grown),), "repeat", offset=0.0, peak=x.peak, row=row, low=x.low, map=Copy())
 
 
 @rule("aten.repeat_interleave.self_int")
 def interleave(call: Call) -> Step:
     """Every entry n times: √n."""
     x = _first(call)
-    return Step(((x, copies(x, call.shape)),), "repeat", offset=0.0, peak=x.peak, map=Copy())
+    return Step(((x, copies(x, call.shape)),), "repeat", offset=0.0, peak=x.peak, low=x.low, map=Copy())
 
 
 @rule("aten.index.Tensor")
@@ -201,56 +202,7 @@ def _indexed(call: Call, indices: list[Any]) -> Step:
     flat = torch.arange(x.numel).reshape(x.shape)
     read = flat[tuple(slice(None) if i is None else i for i in indices)]
     most = int(torch.bincount(read.flatten(), minlength=1).max()) if read.numel() else 0
-    return Step(((x, root(most)),), "index", offset=0.0, peak=x.peak, map=Copy())
-
-
-@rule("aten.cat.default", "aten.concat.default")
-def concatenation(call: Call) -> Step:
-    """Root of the sum of squares."""
-    dim = call["dim"]
-    return _joined(call, lambda tensors: torch.cat(tensors, dim))
-
-
-@rule("aten.stack.default")
-def stack(call: Call) -> Step:
-    """Root of the sum of squares."""
-    dim = call["dim"]
-    return _joined(call, lambda tensors: torch.stack(tensors, dim))
-
-
-def _joined(call: Call, run: Callable[[list[Tensor]], Tensor]) -> Step:
-    """Root of the sum of squares; a maximum next to the minimum of the same two tensors only reorders them (MaxMin)."""
-    tensors = call["tensors"]
-    parts = [t for t in tensors if isinstance(t, Signal)]
-    constant = math.hypot(*(norm_of(t) for t in tensors if isinstance(t, Tensor)))
-    gains = _sorted_pairs(call, parts)
-    peak = max([t.peak for t in parts] + [float(t.abs().max()) for t in tensors if isinstance(t, Tensor) and t.numel()])
-    norm = up(math.hypot(*(t.norm for t in parts), constant))
-    plain = [s for s, _ in gains] == parts
-    found = Join(tuple(t.detach().double() if isinstance(t, Tensor) else None for t in tensors), run)
-    return Step(
-        tuple(gains), "concatenation", "root", offset=up(constant), peak=peak, norm=norm, map=found if plain else Sorted()
-    )  # fmt: skip
-
-
-_LARGER = {_aten.maximum.default, _aten.max.other}
-_SMALLER = {_aten.minimum.default, _aten.min.other}
-
-
-def _sorted_pairs(call: Call, parts: list[Signal]) -> list[tuple[Signal, float]]:
-    by_pair: dict[Any, list[Signal]] = {}
-    for part in parts:
-        if part.node.target in _LARGER | _SMALLER and len(set(part.node.args)) == 2:
-            by_pair.setdefault(frozenset(part.node.args), []).append(part)
-    taken: set[Signal] = set()
-    gains: list[tuple[Signal, float]] = []
-    for pair, found in by_pair.items():
-        inputs = [call.lookup(n) for n in pair if isinstance(n, fx.Node)]
-        both = len(found) == 2 and len({p.node.target in _LARGER for p in found}) == 2
-        if both and len(inputs) == 2 and all(isinstance(s, Signal) and s.shape == found[0].shape for s in inputs):
-            taken.update(found)
-            gains += [(s, 1.0) for s in inputs]
-    return gains + [(p, 1.0) for p in parts if p not in taken]
+    return Step(((x, root(most)),), "index", offset=0.0, peak=x.peak, low=x.low, map=Copy())
 
 
 @rule(
@@ -264,7 +216,9 @@ def dropout(call: Call) -> Step:
     if call["train"]:
         call.refuse("dropout is active, so the map is random", "call model.eval() first")
     x = _first(call)
-    return Step(((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, map=Copy(same=True, traced=True))
+    return Step(
+        ((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, low=x.low, map=Copy(same=True, traced=True)
+    )
 
 
 @rule(
@@ -282,7 +236,9 @@ def cast(call: Call) -> Step:
     kept = (torch.float32, torch.float64)
     if not isinstance(value, Tensor) or value.dtype not in kept or x.dtype not in kept:
         call.refuse("a cast to a narrow or integer type rounds, which is discontinuous", "keep float32 or float64")
-    return Step(((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, map=Copy(same=True, traced=True))
+    return Step(
+        ((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, low=x.low, map=Copy(same=True, traced=True)
+    )
 
 
 @rule("aten.constant_pad_nd.default")
@@ -319,7 +275,7 @@ def _padding(call: Call, mode: str, value: float) -> Step:
 
     return Step(
         ((x, gain),), f"{mode} padding", offset=up(abs(value) * math.sqrt(added)), peak=max(x.peak, abs(value)),
-        map=Padded(value if fixed else 0.0, run, form if spatial else None),
+        low=min(value, x.low) if fixed else x.low, map=Padded(value if fixed else 0.0, run, form if spatial else None),
     )  # fmt: skip
 
 
@@ -351,11 +307,3 @@ def where_(call: Call) -> Step:
     finite = max(fixed, default=0.0)
     offset = up(finite * math.sqrt(math.prod(call.shape))) if math.isfinite(finite) else math.inf
     return Step(gains, "mask", "root", offset=offset, peak=peak)
-
-
-@rule("aten.sort.default", "aten.sort.stable")
-def sort(call: Call) -> Step:
-    """Sorting along a dimension (GroupSort) is a contraction: the values only."""
-    x = _first(call)
-    same = call.get("dim", -1) in (-1, len(x.shape) - 1)
-    return Step(((x, 1.0),), "sort", offset=0.0, peak=x.peak, row=x.row if same else math.inf, map=Sorted())

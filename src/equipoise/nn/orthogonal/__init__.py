@@ -1,8 +1,18 @@
-"""Orthogonal layers (Cayley, SOC, BCOP, RKO, Björck, Householder) and the sandwich layer: 1-Lipschitz for every raw weight."""
+"""Orthogonal layers (Cayley, BRO, CHORD, SOC, BCOP, RKO, Björck, Householder) and sandwich layers: 1-Lipschitz throughout."""
 
-from equipoise.nn.orthogonal.bcop import BCOP, BCOPConv1d, BCOPConv2d, BCOPConvTranspose2d, BCOPLinear
+from equipoise.nn.orthogonal.bcop import (
+    BCOP,
+    AOCConv1d,
+    AOCConv2d,
+    AOCConvTranspose2d,
+    BCOPConv1d,
+    BCOPConv2d,
+    BCOPConvTranspose2d,
+    BCOPLinear,
+)
 from equipoise.nn.orthogonal.cayley import Cayley, CayleyConv2d, CayleyLinear, SpectralConv2d
 from equipoise.nn.orthogonal.householder import Householder, HouseholderLinear
+from equipoise.nn.orthogonal.reflect import BRO, CHORD, BROConv2d, BROLinear, CHORDConv2d, CHORDLinear
 from equipoise.nn.orthogonal.rko import (
     RKO,
     Bjorck,
@@ -18,15 +28,24 @@ from equipoise.nn.orthogonal.soc import SOC, SkewSeries, SOCConv2d, SOCLinear
 
 __all__ = [
     "BCOP",
+    "BRO",
+    "CHORD",
     "RKO",
     "SOC",
+    "AOCConv1d",
+    "AOCConv2d",
+    "AOCConvTranspose2d",
     "BCOPConv1d",
     "BCOPConv2d",
     "BCOPConvTranspose2d",
     "BCOPLinear",
+    "BROConv2d",
+    "BROLinear",
     "Bjorck",
     "BjorckConv2d",
     "BjorckLinear",
+    "CHORDConv2d",
+    "CHORDLinear",
     "Cayley",
     "CayleyConv2d",
     "CayleyLinear",

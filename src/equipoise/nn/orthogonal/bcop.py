@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.precision import unit_roundoff
-from equipoise.nn.layers import layers_of
+from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method, apart
 from equipoise.nn.orthogonal.polar import orthonormal
 
@@ -109,3 +109,9 @@ def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
 
 
 BCOPLinear, BCOPConv1d, BCOPConv2d, BCOPConvTranspose2d = layers_of(BCOP)
+#: the same layers under the name of Boissin et al. 2025: BCOP composed with a kernel that does not overlap, for stride, groups,
+#: dilation and transposition
+AOCConv1d, AOCConv2d, AOCConvTranspose2d = (
+    enter("aoc", kind, layer)
+    for kind, layer in ((nn.Conv1d, BCOPConv1d), (nn.Conv2d, BCOPConv2d), (nn.ConvTranspose2d, BCOPConvTranspose2d))
+)

@@ -213,8 +213,8 @@ class Searcher:
         if p is None:
             raise InputError("a smoothed attack needs the noise level: give --sigma, or --run of a certification run")
         made = SmoothedClassifier(
-            self.module, p.sigma, p.num_classes, seed=seed, chunk_size=p.chunk_size, map=chosen, nonfinite=p.nonfinite,
-            noise=p.noise or "float",
+            self.module, p.channels or p.sigma, p.num_classes, seed=seed, chunk_size=p.chunk_size, map=chosen,
+            nonfinite=p.nonfinite, noise=p.noise or "float",
         )  # fmt: skip
         made.cells = p.cells
         return made

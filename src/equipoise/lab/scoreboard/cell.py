@@ -1,0 +1,176 @@
+"""One cell of the scoreboard: a family, a loss and a seed, trained for a budget of processor time, certified and attacked."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equipoise.attacks import pgd
+from equipoise.core.digests import sealed, unsealed
+from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.files import read_json, write_whole
+from equipoise.lab.scoreboard.peers import PEERS
+from equipoise.nn.models.families import families
+from equipoise.train import Recipe, read_recipe, run_recipe
+from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table
+from equipoise.train.losses import LOSSES as TASKS
+from equipoise.train.task import fitted
+
+#: ε at which accuracy is certified: 36, 72 and 108 over 255 as in the literature
+EPSILONS = (36 / 255, 72 / 255, 108 / 255)
+#: how many inputs are attacked, and with how many steps
+ATTACKED, STEPS = 500, 20
+
+#: losses by name: arguments of a recipe's `loss`, ε being the radius that certificates are wanted at
+LOSSES: dict[str, Callable[[float], dict[str, Any]]] = {
+    "lmt": lambda e: {"kind": "lmt", "epsilon": 2.5 * e, "start": 0.1 * e, "temperature": 0.125},
+    "emma": lambda e: {"kind": "emma", "epsilon": 3 * e, "start": 0.1 * e, "temperature": 0.125},
+    "la": lambda e: {"kind": "la", "epsilon": 0.0, "offset": 3 * e, "temperature": 0.125, "gamma": 5.0},
+    "hkr": lambda e: {"kind": "hkr", "alpha": 0.98, "margin": 4 * e},
+    "offset-ce": lambda e: {"kind": "lipschitz-ce", "offset": 3.5 * e, "temperature": 0.125},
+    "ce": lambda e: {"kind": "ce"},
+}
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """What is trained."""
+
+    family: str
+    loss: str = "lmt"
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """As a folder."""
+        return f"{self.family}.{self.loss}.{self.seed}"
+
+    def check(self) -> Cell:
+        """Refuse a family or a loss that is not there."""
+        known = (*families(), *PEERS)
+        if self.family not in known:
+            raise InputError(f"there is no family {self.family!r}; there are {', '.join(known)}")
+        if self.loss not in LOSSES:
+            raise InputError(f"the scoreboard has no loss {self.loss!r}; it has {', '.join(LOSSES)}")
+        return self
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every cell gets: minutes of one core (processor time), on `limit` of the data; the network of every family."""
+
+    data: str
+    minutes: float
+    channels: tuple[int, ...] = (40, 80, 128)
+    depths: tuple[int, ...] = (2, 2, 1)
+    hidden: int = 256
+    batch_size: int = 256
+    lr: float = 2e-3
+    epsilon: float = 36 / 255
+    test_limit: int | None = None
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.minutes > 0:
+            raise InputError(f"the budget must be a positive number of minutes, got {self.minutes}")
+
+
+def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None) -> Recipe:
+    """The training of a cell; only family, loss and seed differ between cells of one board."""
+    model: dict[str, Any] = {
+        "factory": PEERS.get(cell.family, "equipoise.nn.models:lipschitz_cnn"),
+        "arguments": {"channels": list(budget.channels), "depths": list(budget.depths), "hidden": budget.hidden},
+    }
+    if cell.family not in PEERS:
+        model["arguments"]["family"] = cell.family
+    augment = [{"kind": "pad-crop", "padding": 3}, "flip"] if budget.flip else []
+    document = {
+        "name": cell.name, "model": model, "loss": LOSSES[cell.loss](budget.epsilon), "seed": cell.seed,
+        "data": {"path": budget.data, "augment": augment, "limit": limit, "test_limit": budget.test_limit},
+        "optimizer": {"kind": "nadam", "lr": budget.lr, "clip": 3.0},
+        "schedule": {"kind": "piecewise", "points": [[0, 0.05], [0.05, 1], [0.5, 1], [1, 0]]},
+        "epochs": epochs, "batch_size": budget.batch_size, "checkpoint_steps": 50,
+        "metrics": {"epsilons": [e * budget.epsilon * 255 / 36 for e in EPSILONS], "every": max(1, epochs)},
+    }  # fmt: skip
+    return read_recipe(document)
+
+
+def step_seconds(chosen: Recipe, parts: Parts, steps: int = 4) -> float:
+    """Processor seconds of a training step, the smallest of several after one to warm up."""
+    torch.manual_seed(chosen.seed)
+    model, _ = build_model(chosen.model, parts.train.source)
+    task = fitted(from_table(TASKS, chosen.loss, "loss"), model)
+    optimizer = build_optimizer(chosen.optimizer, model)
+    x, y = parts.train.batch(torch.arange(min(chosen.batch_size, len(parts.train))))
+    found = []
+    for _ in range(steps + 1):
+        began = time.process_time()
+        optimizer.zero_grad()
+        task.loss(model(x), y).backward()
+        optimizer.step()
+        found.append(time.process_time() - began)
+    return min(found[1:])
+
+
+def fitting(seconds: float, budget: Budget, count: int) -> tuple[int, int]:
+    """Epochs, and how many of `count` examples, that take the budget at so many seconds a step.
+
+    >>> fitting(1.0, Budget("digits", 1.0, batch_size=100), 1000)
+    (6, 1000)
+    """
+    steps = max(1, int(60 * budget.minutes / seconds))
+    whole = max(1, count // budget.batch_size)
+    epochs = -(-steps // whole)
+    return epochs, min(count, max(1, steps // epochs) * budget.batch_size)
+
+
+def play_cell(cell: Cell, budget: Budget, folder: Path) -> dict[str, Any]:
+    """Train, certify and attack; a cell that was played is read, one that was stopped goes on."""
+    result = folder / "result.json"
+    asked = json.loads(json.dumps({"cell": asdict(cell), "budget": asdict(budget)}))
+    if result.exists():
+        found: dict[str, Any] = unsealed(read_json(result), str(result))
+        if found.get("asked") != asked:
+            raise InputError(f"{folder} was played with another budget: choose another folder, or remove this one")
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        figures = _measured(cell, budget, folder)
+    except EquipoiseError as error:  # a row with the reason, the others go on; the next time it is tried again
+        return {"asked": asked, "refused": str(error)}
+    write_whole(result, json.dumps(sealed({"asked": asked, **figures}), indent=1, allow_nan=False) + "\n")
+    return {"asked": asked, **figures}
+
+
+def _measured(cell: Cell, budget: Budget, folder: Path) -> dict[str, Any]:
+    first = recipe(cell, budget)
+    whole = build_data(first.data)
+    speed = folder / "step.json"
+    if speed.exists():  # the plan of a cell that was stopped stays what it was
+        seconds = float(read_json(speed)["seconds"])
+    else:
+        seconds = step_seconds(first, whole)
+        write_whole(speed, json.dumps({"seconds": seconds}) + "\n")
+    epochs, limit = fitting(seconds, budget, len(whole.train))
+    began = time.process_time()
+    done = run_recipe(recipe(cell, budget, epochs, limit), folder / "run", cpu=True, allow_code=True)
+    final = done.final
+    test = build_data(first.data).test
+    assert test is not None
+    certified = final.get("certified_accuracy")
+    if certified is None:
+        raise EquipoiseError(f"no certificate: {final.get('bound_reason', 'the bound was refused')}")
+    x, y = test.batch(torch.arange(min(ATTACKED, len(test))))
+    attacked = pgd(done.model, x, y, budget.epsilon, steps=STEPS)
+    return {
+        "accuracy": final["accuracy"], "certified": certified, "bound": final["bound"], "samples": len(test),
+        "attacked": 1 - float(attacked.success.double().mean()), "attacked_samples": len(x),
+        "parameters": sum(p.numel() for p in done.model.parameters()), "step_seconds": seconds, "steps": final["step"],
+        "epochs": epochs, "examples": limit, "processor_seconds": round(time.process_time() - began, 1),
+    }  # fmt: skip

@@ -1,0 +1,169 @@
+"""Fourier transforms and the operations on complex numbers between them, which count as pairs of real ones.
+
+A transform of N points is √N times an isometry. Only the operations listed here take complex numbers: rules for real ones
+read constants as real.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import frobenius, full_precision, up
+from equipoise.lipschitz.rules import reduce, shapes
+from equipoise.lipschitz.rules.products import branch_product
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, root
+from equipoise.norms import spectral_norm
+
+
+def _first(call: Call) -> Signal:
+    return call.signal(next(iter(call.arguments)))
+
+
+def _transform(call: Call, count: int, gain: float, label: str) -> Step:
+    """`normalization`: 0 none, 1 divided by √N, 2 by N."""
+    scale = {0: 1.0, 1: 1 / root(count) * (1 + 2.0**-50), 2: 1 / count * (1 + 2.0**-50)}
+    x = call.signal("self")
+    return Step(((x, up(gain * scale[int(call["normalization"])])),), label, offset=0.0)
+
+
+@complex_rule("aten._fft_r2c.default", "aten._fft_c2c.default")
+def forward(call: Call) -> Step:
+    """`√N` over N points; a constant real signal attains it in one half of its spectrum too."""
+    x = call.signal("self")
+    count = math.prod(x.shape[d] for d in call["dim"])
+    return _transform(call, count, root(count), "Fourier transform")
+
+
+@complex_rule("aten._fft_c2r.default")
+def backward(call: Call) -> Step:
+    """`√(2N)`: one half of a spectrum stands for both, its ends apart."""
+    x, last = call.signal("self"), int(call["last_dim_size"])
+    count = math.prod(x.shape[d] for d in call["dim"][:-1]) * last
+    return _transform(call, count, root(2 * count if last > 2 else count), "inverse Fourier transform")
+
+
+@complex_rule("aten.view_as_real.default", "aten.view_as_complex.default", "aten._conj.default", "aten.neg.default",
+              "aten.conj_physical.default", "aten._to_copy.default", "aten.to.dtype", "aten.resolve_conj.default",
+              "aten.view_as_real_copy.default", "aten.clone.default")  # fmt: skip
+def isometry(call: Call) -> Step:
+    """The same numbers, as pairs or as one, turned or reflected."""
+    x, value = _first(call), call.node.meta["val"]
+    if value.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        call.refuse("a cast to a narrow type rounds", "keep complex64 or complex128")
+    if x.dtype.is_complex and not value.dtype.is_complex and math.prod(call.shape) == x.numel:
+        call.refuse("a cast that drops imaginary parts", "take .real")
+    return Step(((x, 1.0),), "complex numbers", offset=0.0, norm=x.norm, peak=x.peak)
+
+
+@complex_rule("aten.abs.default")
+def modulus(call: Call) -> Step:
+    """`|z|`: 1."""
+    x = call.signal("self")
+    return Step(((x, 1.0),), "modulus", offset=0.0, peak=x.peak, low=0.0)
+
+
+for _name in (*shapes.VIEWS, *shapes.RESHAPES):
+    if _name != "clone.default":
+        complex_rule(f"aten.{_name}")(shapes.view)
+complex_rule("aten.transpose.int", "aten.transpose_.default", "aten.permute.default")(shapes.view)
+complex_rule("aten.slice.Tensor", "aten.narrow.default", "aten.select.int", "aten.diagonal.default")(shapes.diagonal)
+complex_rule(*(f"aten.{name}" for name in shapes.PIECES), "aten.unbind.int")(shapes.pieces)
+complex_rule("aten.expand.default", "aten.repeat.default")(shapes.repetition)
+complex_rule("aten.index.Tensor")(shapes.index)
+
+
+@complex_rule("getitem")
+def piece(call: Call) -> Step:
+    """One of several pieces."""
+    x = _first(call)
+    return Step(((x, 1.0),), "piece", peak=x.peak, norm=x.norm)
+
+
+complex_rule("aten.index_select.default")(shapes.index_select)
+complex_rule("aten.sum.dim_IntList", "aten.sum.default")(reduce.total)
+complex_rule("aten.mean.dim", "aten.mean.default")(reduce.mean)
+
+
+@complex_rule("aten.cat.default", "aten.stack.default")
+def joined(call: Call) -> Step:
+    """Root of the sum of squares."""
+    parts = [t for t in call["tensors"] if isinstance(t, Signal)]
+    fixed = math.hypot(*(_size(t) for t in call["tensors"] if isinstance(t, Tensor)))
+    return Step(tuple((p, 1.0) for p in parts), "concatenation", "root", offset=up(fixed))
+
+
+@complex_rule("aten.constant_pad_nd.default")
+def padded(call: Call) -> Step:
+    """Zeros around, or entries cut off."""
+    if call["value"]:
+        call.refuse("a spectrum padded by another number than 0")
+    return Step(((_first(call), 1.0),), "padding", offset=0.0)
+
+
+@complex_rule("aten.slice_scatter.default", "aten.select_scatter.default")
+def overwritten(call: Call) -> Step:
+    """Some entries of one tensor, some of another: root of the sum of squares."""
+    values = (call["self"], call["src"])
+    fixed = math.hypot(*(_size(t) for t in values if isinstance(t, Tensor)))
+    return Step(tuple((v, 1.0) for v in values if isinstance(v, Signal)), "overwritten", "root", offset=up(fixed))
+
+
+def _size(values: Tensor) -> float:
+    """Upper bound of the ℓ2 norm of a constant, real or complex."""
+    return float(frobenius(values.detach().reshape(1, -1))) if values.numel() else 0.0
+
+
+def _largest(value: Any) -> float:
+    """Upper bound of the moduli of a constant."""
+    if not isinstance(value, Tensor):
+        return up(abs(value))
+    found = value.detach().to(torch.complex128).abs()
+    return up(float(found.max())) if found.numel() else 0.0
+
+
+@complex_rule("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
+def product(call: Call) -> Step:
+    """By a constant: max|c|; two branches as in `products`."""
+    a, b = call["self"], call["other"]
+    divides = call.node.target in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
+    if divides:
+        if isinstance(b, Signal):
+            call.refuse("dividing by something that depends on the input is not Lipschitz near 0")
+        b = 1 / (b.to(torch.complex128) if isinstance(b, Tensor) else complex(b))
+    if isinstance(a, Signal) and isinstance(b, Signal):
+        return branch_product(call, a, b)
+    x, c = (a, b) if isinstance(a, Signal) else (b, a)
+    top = up(_largest(c))
+    return Step(((x, up(top * copies(x, call.shape))),), "scaling", offset=0.0, peak=up(top * x.peak))
+
+
+@complex_rule("aten.add.Tensor", "aten.sub.Tensor")
+def total(call: Call) -> Step:
+    """`a ± α·b`; a constant only shifts."""
+    factors = (1.0, abs(complex(call.get("alpha", 1))))
+    gains, offset = [], 0.0
+    for value, factor in zip((call["self"], call["other"]), factors, strict=True):
+        if isinstance(value, Signal):
+            gains.append((value, up(factor * copies(value, call.shape))))
+        else:
+            offset = up(offset + factor * _largest(value) * math.sqrt(math.prod(call.shape)))
+    return Step(tuple(gains), "sum of spectra", offset=offset)
+
+
+@complex_rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default")
+def matrices(call: Call) -> Step:
+    """By constant matrices: the largest spectral norm."""
+    a, b = call["self"], call.get("other", call.get("mat2"))
+    if isinstance(a, Signal) and isinstance(b, Signal):
+        call.refuse("a product of two spectra that depend on the input", "bound the parts separately")
+    x, constant = (a, b) if isinstance(a, Signal) else (b, a)
+    if constant.dim() < 2 or len(x.shape) < 2:
+        return Step(((x, _size(constant)),), "matmul", offset=0.0)
+    with torch.no_grad(), full_precision():
+        found = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
+    grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
+    return Step(((x, up(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))),), "matmul", offset=0.0)

@@ -1,0 +1,110 @@
+"""Hugging Face directories: image models of transformers are built and audited, everything else is refused with the reason."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import equipoise as eq
+from equipoise.checkpoints import load_model
+from equipoise.core import EquipoiseError
+
+transformers = pytest.importorskip("transformers")
+
+CANARY = "canary-was-here"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A small ResNet of transformers with statistics that are not the initial ones."""
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        num_channels=1, embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3
+    )
+    model = transformers.ResNetForImageClassification(config)
+    model.train()(pixel_values=torch.rand(4, 1, 32, 32))
+    folder = tmp_path_factory.mktemp("hf") / "resnet"
+    model.eval().save_pretrained(folder)
+    return folder, model
+
+
+def test_an_image_model_gives_the_same_logits_and_a_bound(saved):
+    folder, model = saved
+    loaded = load_model(folder)
+    x = torch.rand(2, 1, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(loaded.module()(x), model(pixel_values=x).logits, atol=1e-6)
+        upper = eq.lipschitz_bound(loaded.model, x[:1], rtol=0.1).upper
+        a, b = torch.rand(2, 20, 1, 32, 32)
+        stretch = (loaded.module()(a) - loaded.module()(b)).norm(dim=1) / (a - b).flatten(1).norm(dim=1)
+    assert float(stretch.max()) <= upper
+
+
+def test_weights_in_several_files(saved, tmp_path):
+    _, model = saved
+    model.save_pretrained(tmp_path / "parts", max_shard_size="5KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    x = torch.rand(1, 1, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(load_model(tmp_path / "parts").module()(x), model(pixel_values=x).logits, atol=1e-6)
+
+
+def changed(**entries):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        config |= entries
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def code(folder):
+    (folder / "modeling.py").write_text(f"import pathlib; pathlib.Path({CANARY!r}).touch()\n")
+    changed(auto_map={"AutoModel": "modeling.Net", "AutoConfig": "modeling.Config"})(folder)
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index(text):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
+CASES = {
+    "code in the folder": (code, "asks for code in the folder"),
+    "quantised": (changed(quantization_config={"quant_method": "bitsandbytes"}), "quantised weights"),
+    "a type it does not know": (changed(model_type="no-such-model"), "does not know"),
+    "a type that is no text": (changed(model_type=["resnet"]), "does not know"),
+    "a text model": (changed(model_type="bert", architectures=["BertModel"]), "tokens have no distance"),
+    "another class": (changed(architectures=["os.system"]), "names the class"),
+    "a huge model": (changed(hidden_sizes=[4, 2**15]), "describes a model of|too large|failed"),
+    "other shapes": (changed(hidden_sizes=[4, 16]), "do not fit the model"),
+    "kernels from the network": (
+        changed(_attn_implementation="someone/kernel", attn_implementation="someone/kernel"),
+        None,
+    ),
+    "pickled weights": (pickled, "pickled weights"),
+    "an index elsewhere": (index('{"weight_map": {"a": "../../x.safetensors"}}'), "does not name the weight files"),
+    "an index of nothing": (index("{}"), "does not name the weight files"),
+    "timm": (lambda f: (f / "config.json").write_text('{"architecture": "resnet18"}'), "timm architecture 'resnet18'"),
+    "deep": (changed(hidden_sizes=[[[[[[4]]]]]]), "config.json"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_built_is_refused_with_the_reason(saved, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    change, message = CASES[case]
+    folder = Path(shutil.copytree(saved[0], tmp_path / "copy"))
+    change(folder)
+    if message is None:
+        assert load_model(folder).module()(torch.rand(1, 1, 32, 32)).shape == (1, 3)
+        return
+    with pytest.raises(EquipoiseError, match=message) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / CANARY).exists()

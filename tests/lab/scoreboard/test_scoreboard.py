@@ -1,0 +1,80 @@
+"""The scoreboard: what it plays, that it goes on where it stopped, that its figures are proved ones, and its pages."""
+
+import json
+
+import pytest
+
+from equipoise.core.errors import InputError
+from equipoise.lab.scoreboard import Budget, Cell, plan, play, read_board
+from equipoise.lab.scoreboard.cell import LOSSES, fitting
+from equipoise.nn.models.families import families
+
+TINY = Budget("digits", 0.001, (4,), (1,), 8, 64, 5e-3, 0.4, 40, flip=False)
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("board")
+    cells = [Cell("bcop"), Cell("bcop", seed=1), Cell("aol", "la"), Cell("torchlip-spectral")]
+    return folder, cells, play(cells, TINY, folder)
+
+
+def test_certified_is_at_most_attacked_is_at_most_clean(board):
+    for cell in board[2].cells:
+        if "refused" in cell:
+            assert "deel-torchlip" in cell["refused"]
+            continue
+        shares = [cell["accuracy"], cell["attacked"], *cell["certified"].values()]
+        assert shares == sorted(shares, reverse=True)
+        assert cell["attacked_samples"] == cell["samples"] == 40
+
+
+def test_played_cells_are_read_and_not_played_again(board, monkeypatch):
+    folder, cells, before = board
+    monkeypatch.setattr("equipoise.lab.scoreboard.cell._measured", lambda *_: pytest.fail("played again"))
+    again = play(cells[:3], TINY, folder)
+    assert again.cells == [c for c in before.cells if "refused" not in c]
+    with pytest.raises(InputError, match="another budget"):
+        play(cells[:1], Budget("digits", 0.002, (4,), (1,), 8, 64), folder)
+
+
+def test_rows_are_means_over_seeds_and_pages_hold_them(board):
+    folder, cells, found = board
+    play(cells[:3], TINY, folder)
+    assert read_board(folder).cells == [c for c in found.cells if "refused" not in c]
+    rows = {(r["family"], r["loss"]): r for r in found.rows()}
+    assert rows["bcop", "lmt"]["accuracy"].seeds == 2
+    assert "± " in found.markdown()
+    page = (folder / "index.html").read_text()
+    assert "<svg" in page
+    assert "bcop · lmt" in page
+    assert json.loads((folder / "scoreboard.json").read_text())["budget"]["minutes"] == 0.001
+
+
+def test_the_plan_has_every_family_once_with_each_loss():
+    cells = plan(families(), ["lmt"], 2, ["bcop"])
+    assert len(cells) == len(set(cells)) == 2 * (len(families()) - 1 + len(LOSSES))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: plan(["bcop"], ["lmt"], 0), "at least one seed"),
+        (lambda: plan(["bopc"], ["lmt"], 1), "no family 'bopc'"),
+        (lambda: plan(["bcop"], ["hinge"], 1), "no loss 'hinge'"),
+        (lambda: Budget("digits", 0), "positive number of minutes"),
+    ],
+)
+def test_what_is_wrong_is_said(call, said):
+    with pytest.raises(InputError, match=said):
+        call()
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.1, 1000), (3.0, 1000), (1e-3, 60), (1e9, 500)])
+def test_the_steps_fit_the_budget(seconds, count):
+    budget = Budget("digits", 1.0, batch_size=64)
+    epochs, limit = fitting(seconds, budget, count)
+    steps = epochs * max(1, limit // 64)
+    assert steps == 1 or steps * seconds <= 60
+    assert steps == 1 or steps * seconds > 60 * (1 - 1 / max(1, count // 64)) - seconds * epochs
+    assert 1 <= limit <= count

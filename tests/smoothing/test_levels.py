@@ -1,0 +1,137 @@
+"""One noise level per channel: draws of that law, radii by the smallest, an ellipsoid that is attacked at its corners."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from equipoise.core import InputError, Refused
+from equipoise.runs import certify, open_run
+from equipoise.smoothing import SmoothedClassifier, Stream
+from equipoise.smoothing.levels import Levels
+
+LEVELS = [0.5, 0.125, 0.25]
+
+
+class Plane(nn.Module):
+    """A half-space in one channel: its smoothed decision is where the plane is, whatever the noise."""
+
+    def __init__(self, channel: int, at: float = 0.5):
+        super().__init__()
+        self.channel, self.at = channel, at
+
+    def forward(self, x):
+        score = x[:, self.channel].flatten(1).sum(1) / x[0, 0].numel() ** 0.5 - self.at
+        return torch.stack([-score, score], 1)
+
+
+class Seen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self._drawn = []
+
+    def forward(self, x):
+        self._drawn.append(x.clone())
+        return torch.stack([x.flatten(1).sum(1), -x.flatten(1).sum(1)], 1)
+
+
+@pytest.mark.parametrize("noise", ["float", "grid"])
+def test_every_channel_has_its_own_level(noise):
+    net = Seen().eval()
+    smooth = SmoothedClassifier(net, LEVELS, 2, seed=0, noise=noise)
+    smooth.counts(torch.full((3, 4, 4), 128 / 255), 2000, input_id=0, stream=Stream.ESTIMATION)
+    drawn = torch.cat(net._drawn) - 128 / 255
+    assert drawn.std(dim=(0, 2, 3)).tolist() == pytest.approx(LEVELS, rel=0.02)
+    if noise == "grid":
+        assert (drawn * 255).sub((drawn * 255).round()).abs().max() < 1e-4
+    flat = drawn.reshape(2000, -1)
+    assert np.abs(np.corrcoef(flat.T.numpy()) - np.eye(48)).max() < 0.11, "and they are independent"
+
+
+@pytest.mark.parametrize("channel", range(3))
+@pytest.mark.parametrize("noise", ["float", "grid"])
+def test_the_ellipsoid_is_certified_and_the_ball_is_what_is_reported(channel, noise):
+    x = torch.zeros(1, 3, 1, 1)
+    smooth = SmoothedClassifier(Plane(channel, 0.3).eval(), LEVELS, 2, seed=1, noise=noise)
+    found = smooth.certify(x, n=4000)
+    axis = float(found.radius[0]) * LEVELS[channel] / min(LEVELS)
+    assert 0.8 * 0.3 < axis <= 0.3, "the semi-axis of the channel in which the plane stands"
+    assert "ellipsoid of semi-axes R·(4, 1, 2)" in found.about
+    assert found.sigma == min(LEVELS)
+
+
+def test_a_lipschitz_constant_is_stretched():
+    """In the coordinates of round noise the network is σ_max/σ_min times as steep: without it the radius is too large."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3, 2, bias=False)).eval().requires_grad_(False)
+    net[1].weight.copy_(
+        torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]]) / 2**0.5
+    )  # 1-Lipschitz; moves along the first channel
+    x = torch.tensor([-0.3, 0, 0]).reshape(1, 3, 1, 1)
+    from equipoise.smoothing import SimplexMap
+
+    smooth = SmoothedClassifier(net, LEVELS, 2, seed=1, map=SimplexMap("sparsemax", 1.0))
+    found = smooth.certify(x, n=4000, lipschitz=1.0)
+    assert 0 < float(found.radius[0]) * 4 <= 0.3
+    alone = SmoothedClassifier(net, 0.5, 2, seed=1, map=SimplexMap("sparsemax", 1.0)).certify(x, n=4000, lipschitz=1.0)
+    assert float(found.radius[0]) * 4 == pytest.approx(float(alone.radius[0]), rel=0.05), (
+        "the same noise where it matters"
+    )
+
+
+def test_equal_levels_are_one_level_and_runs_keep_them(tmp_path):
+    x = torch.randint(0, 256, (4, 3, 2, 2), generator=torch.Generator().manual_seed(0)).float() / 255
+    y, net = torch.zeros(4, dtype=torch.int64), Plane(0, 1.0).eval()
+    one, same = (
+        certify(net, (x, y), run_dir=tmp_path / n, sigma=s, n=300, seed=0) for n, s in (("a", 0.25), ("b", [0.25] * 3))
+    )
+    assert one.manifest.digest() == same.manifest.digest()
+    run = certify(net, (x, y), run_dir=tmp_path / "c", sigma=LEVELS, n=300, seed=0)
+    assert json.loads((tmp_path / "c" / "run.json").read_text())["parameters"]["channels"] == LEVELS
+    direct = SmoothedClassifier(net, LEVELS, 2, seed=0, noise="grid").certify(x, n=300)
+    assert np.array_equal(open_run(tmp_path / "c").certificates().radius, direct.radius)
+    assert "ellipsoid" in run.certificates(procedure="cohen").about
+    with pytest.raises(Refused, match="channels"):
+        certify(net, (x, y), run_dir=tmp_path / "c", sigma=[0.5, 0.125, 0.5], n=300, seed=0)
+
+
+def test_the_command_takes_one_level_per_channel(equipoise, tmp_path):
+    ran = equipoise("certify", "torch.nn:Flatten", "--data", "digits", "--sigma", "0.25,x")
+    assert ran.code != 0
+    assert "one per channel" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("sigma", "kind", "words"),
+    [
+        (lambda x: 0.5, Refused, "depends on the input"),
+        (torch.full((5,), 0.5), Refused, "one number per channel"),
+        (torch.full((1, 3, 1, 1), 0.5), Refused, "no radius is certified"),
+        ([0.5, torch.ones(2)], InputError, "one per channel"),
+        ([[0.5], [0.25]], InputError, "one per channel"),
+        ([], InputError, "empty"),
+        ([0.5, -0.1], InputError, "positive"),
+        ([0.5, float("nan")], InputError, "positive"),
+        ("0.5x", InputError, "positive number"),
+    ],
+    ids=str,
+)
+def test_levels_that_are_refused(sigma, kind, words):
+    for make in (Levels.of, lambda s: SmoothedClassifier(Plane(0).eval(), s, 2)):
+        with pytest.raises(kind, match=words):
+            make(sigma)
+
+
+def test_as_many_levels_as_channels(tmp_path):
+    with pytest.raises(InputError, match="3 noise levels"):
+        SmoothedClassifier(Plane(0).eval(), LEVELS, 2, noise="float").certify(torch.zeros(1, 2, 4, 4), n=100)
+    with pytest.raises(InputError, match="3 noise levels"):
+        certify(
+            Plane(0).eval(),
+            (torch.zeros(1, 2, 4, 4), torch.zeros(1, dtype=torch.int64)),
+            run_dir=tmp_path,
+            sigma=LEVELS,
+        )

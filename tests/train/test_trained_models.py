@@ -1,0 +1,81 @@
+"""Networks in the package and folders that training writes: their certificates are those of the weights, attacked and edited."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import equipoise as eq
+from equipoise.attacks import pgd
+from equipoise.core.digests import sealed
+from equipoise.core.errors import InputError, Refused
+from equipoise.data import load_dataset
+from equipoise.models import bundled, load
+from equipoise.models.trained import CERTIFICATE
+from equipoise.smoothing import radius_pairs
+from equipoise.train import run_recipe
+
+FOLDER = Path(eq.models.__file__).parent
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_a_bundled_network_is_what_its_certificate_says(name):
+    found = load(name)
+    upper, pairs = found.prove()
+    assert upper <= found.certificate["upper"] * (1 + 1e-6)
+    assert bool((pairs <= torch.tensor(found.certificate["pairs"]) * (1 + 1e-6)).all())
+    assert name in found.card
+    assert sum(f.stat().st_size for f in (FOLDER / name).iterdir()) < 5_000_000
+    assert (FOLDER.parent / "train" / "recipes" / f"{found.certificate['made']['recipe']}.yaml").is_file()
+
+
+def test_the_digits_network_reaches_its_figures_and_no_attack_breaks_its_radii():
+    found = load("digits")
+    test = load_dataset("digits", "test")
+    x, y = test.batch(range(len(test)))
+    _, pairs = found.prove()
+    with torch.no_grad():
+        z = found.model(x)
+    radius = torch.from_numpy(radius_pairs(z, y, pairs))
+    figures = found.certificate["figures"]
+    assert figures["samples"] == len(test)
+    assert float((z.argmax(1) == y).double().mean()) == pytest.approx(figures["accuracy"], abs=0.01)
+    for epsilon, share in figures["certified_accuracy"].items():
+        assert float((radius >= float(epsilon)).double().mean()) == pytest.approx(share, abs=0.01)
+    sure = radius > 0
+    attacked = pgd(found.model, x[sure][:64], y[sure][:64], radius[sure][:64].float() * 0.999, steps=20)
+    assert not bool(attacked.success.any())
+
+
+def test_training_writes_a_folder_that_loads_and_a_finished_run_keeps_its_certificate(small, tmp_path):
+    recipe = small("epochs=1", model={"factory": "equipoise.nn.models:sandwich_mlp", "arguments": {"widths": [8]}})
+    for _ in range(2):
+        run_recipe(recipe, tmp_path / "run")
+        found = load(tmp_path / "run")
+        assert len(found.certificate["pairs"]) == 10
+        assert found.prove()[0] <= found.certificate["upper"] * (1 + 1e-6)
+        assert found.certificate["figures"]["samples"] == 60
+
+
+def edited(tmp_path, **changes):
+    folder = tmp_path / "copy"
+    shutil.copytree(FOLDER / "digits", folder)
+    document = json.loads((folder / CERTIFICATE).read_text())
+    document.pop("digest", None)
+    (folder / CERTIFICATE).write_text(json.dumps(sealed({**document, **changes})))
+    return folder
+
+
+def test_a_certificate_that_claims_too_little_is_refused(tmp_path):
+    found = load(edited(tmp_path, upper=0.5))
+    with pytest.raises(Refused, match="not about these weights"):
+        found.prove()
+
+
+def test_a_certificate_of_other_weights_and_unknown_names_are_refused(tmp_path):
+    with pytest.raises(InputError, match="other weights"):
+        load(edited(tmp_path, weights="sha256:0"))
+    with pytest.raises(InputError, match="did you mean 'digits'"):
+        load("digit")
