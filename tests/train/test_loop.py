@@ -1,12 +1,14 @@
 """The loop against obviously right loops, every row of every table for one epoch, and the figures."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from equipoise import models
 from equipoise.core.errors import InputError
 from equipoise.data import load_dataset
 from equipoise.nn import losses
@@ -25,6 +27,7 @@ from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, layer_types
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
           "smoothadv": {"sigma": 0.1, "epsilon": 0.1}, "soft-vote": {"sigma": 0.1},
           "lipschitz-radius": {"sigma": 0.1, "target": 0.2},
+          "distillation": {"teacher": str(Path(models.__file__).parent / "digits")},
           **{k: {"lipschitz": 1.0} for k in ("lmt", "gloro", "gloro-trades", "emma", "la")}}  # fmt: skip
 
 

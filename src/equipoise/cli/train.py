@@ -32,6 +32,15 @@ def train(
     show: Annotated[
         bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
     ] = False,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Convert this checkpoint to 1-Lipschitz layers and train it further.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")] = "sr",
+    data: Annotated[str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")] = None,
+    distill: Annotated[float, typer.Option(help="With --from: weight of the original's answers in the loss.")] = 0.0,
+    planned: Annotated[
+        bool, typer.Option("--plan", help="Say what it costs (steps, hours on this machine); train nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Train a network by a recipe: data, model, loss, regularizers, noise, optimizer, schedule.
@@ -44,6 +53,8 @@ def train(
 
       equipoise train --list
       equipoise train sll-sr-digits
+      equipoise train sll-sr-small-cifar10 --plan
+      equipoise train --from runs/mlp --method sr --data digits
       equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
       accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
     """
@@ -52,11 +63,17 @@ def train(
     if listed:
         _list(as_json)
         return
+    if source is not None:
+        _robustify(source, recipe, changes or [], run_dir, cpu, method, data, distill, as_json)
+        return
     if recipe is None:
         raise InputError("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
     chosen = read_recipe(recipe, changes or [], allow_code=allow_code)
     if show:
         _show_recipe(chosen, as_json)
+        return
+    if planned:
+        _plan(chosen, as_json)
         return
     folder = run_dir if run_dir is not None else Path("runs") / chosen.name
     result, main = _run(chosen, folder, cpu)
@@ -79,6 +96,55 @@ def _list(as_json: bool) -> None:
     for name, item in found.items():
         shown.add_row(name, item.data.path, item.description)
     results().print(shown, markup=False)
+
+
+def _robustify(
+    source: Path, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool, method: str,
+    data: str | None, distill: float, as_json: bool,
+) -> None:  # fmt: skip
+    """Convert, train, and show what it was and what it became."""
+    from equipoise.train.robustify import comparison, robustify
+
+    folder = run_dir if run_dir is not None else Path("runs") / f"{source.resolve().name}-{method}"
+    found = robustify(
+        source, folder, method=method, data=data, recipe=recipe, changes=changes, distill=distill, cpu=cpu,
+        progress=None if as_json else _epochs,
+    )  # fmt: skip
+    if as_json:
+        emit_json({**found.to_dict(), "folder": str(folder)})
+        return
+    shown = table(f"{source} → {folder}", "figure", "before", "after", right=("before", "after"))
+    for row in comparison(found.before, found.after):
+        shown.add_row(*row)
+    results().print(shown, markup=False)
+    left = [r.name for r in found.conversion.left]
+    if left:
+        results().print(f"not converted: {', '.join(left)}", markup=False, soft_wrap=True)
+    results().print(f"written: {folder / 'before-after.md'}", markup=False)
+
+
+def _epochs(event: Progress) -> None:
+    if event.row is not None:
+        messages().print(_line(event), markup=False, soft_wrap=True)
+
+
+def _plan(recipe: Recipe, as_json: bool) -> None:
+    from equipoise.train.plan import plan_recipe
+
+    found = plan_recipe(recipe)
+    if as_json:
+        emit_json(found.to_dict())
+        return
+    shown = table(f"{found.name}: what it costs", "figure", "value", right=("value",))
+    shown.add_row("parameters", f"{found.parameters:,}")
+    shown.add_row("training examples", f"{found.examples:,}")
+    shown.add_row("steps", f"{found.steps:,}")
+    shown.add_row("a step, processor time of this machine", f"{found.step_seconds:.3g} s")
+    shown.add_row("all steps", f"{found.hours:.3g} h")
+    results().print(shown, markup=False)
+    results().print(f"number of examples from {found.where}", markup=False, soft_wrap=True)
+    if found.published:
+        results().print(f"published: {found.published}", markup=False, soft_wrap=True)
 
 
 def _show_recipe(recipe: Recipe, as_json: bool) -> None:

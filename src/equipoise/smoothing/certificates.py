@@ -30,7 +30,8 @@ class Certificates:
     For each input, with probability ≥ 1 − alpha over the draws: if `prediction ≥ 0`, the smoothed classifier named in
     `about` answers `prediction` at every x' with `‖x' − x‖₂ < radius`. `prediction = −1` is an abstention, radius 0.
     `selected` is the class the selection sample chose; `p_lower` bounds its score from below, `p_upper` all others'
-    from above (for the direct margin: `(1 ± margin)/2`); `buckets` is the number of classes or groups told apart.
+    from above (where a margin was bounded itself: the pair about ½ of the same radius); `buckets` is the number of classes or
+    groups told apart.
     """
 
     prediction: Ints

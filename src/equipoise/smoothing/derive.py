@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import ndtr
 
 from equipoise.core import InputError, Refused, as_upper
 from equipoise.smoothing.adaptive import TargetTest, lower_sequence, upper_sequence
@@ -26,6 +27,7 @@ from equipoise.smoothing.bounds import (
     sample_bounds,
 )
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
+from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.moments import Moments, bucket_scores
 from equipoise.smoothing.partitions import Partition, ranking
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
@@ -131,11 +133,26 @@ def _vote_bounds(sample: Votes, plan: Plan, row: Procedure, setting: Setting) ->
     bounds = count_bounds(
         sample.estimation, sample.draws, plan.partition, noise, alpha * plan.top, alpha * plan.rival, ties
     )
+    if plan.joint is not None and plan.joint.any():
+        bounds = _joint_bounds(sample, plan, plan.joint, setting).where(plan.joint, bounds)
     if plan.direct.any():
         moments = Moments.of_counts(plan.partition.gather(sample.estimation), np.maximum(sample.draws, 2))
         risk = np.full(len(sample.draws), alpha)
         bounds = margin_bounds(moments, plan.partition, noise, risk).where(plan.direct, bounds)
     return bounds
+
+
+def _joint_bounds(sample: Votes, plan: Plan, at: NDArray[np.bool_], setting: Setting) -> Bounds:
+    """Class and strongest rival tested together; scores that are symmetric about ½ and give the same radius."""
+    noise, radius = setting.noise, np.zeros(len(at))
+    first, second = (np.take_along_axis(v, plan.partition.order, axis=1) for v in (sample.selection, sample.estimation))
+    rows, variation = np.flatnonzero(at), float(np.max(noise.variation, initial=0.0))
+    for some in np.array_split(rows, -(-len(rows) // 4096)):
+        seen = first[some, 0], first[some, 1], first[some].sum(axis=1)
+        votes = second[some, 0], second[some, 1:].max(axis=1), sample.draws[some]
+        radius[some] = joint_radius(*votes, seen, setting.alpha, variation)
+    p = ndtr(radius)
+    return Bounds(p, 1 - p, radius * noise.sigma)
 
 
 def _score_bounds(sample: Scores, row: Procedure, setting: Setting) -> Bounds:
@@ -203,7 +220,7 @@ def _assemble(bounds: Bounds, plan: Plan, draws: Floats, procedure: str, setting
     return Certificates(
         np.where(radius > 0, selected, ABSTAIN), radius, selected, bounds.p_lower, bounds.p_upper,
         plan.partition.buckets, procedure, float(np.max(setting.noise.sigma)), float(setting.alpha),
-        draws.astype(np.int64), said(setting), {"direct": plan.direct.tolist()},
+        draws.astype(np.int64), said(setting), {"direct": (plan.direct | (False if plan.joint is None else plan.joint)).tolist()},
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from scipy.special import betaincinv, ndtri
 from equipoise.core import InputError
 from equipoise.smoothing.adaptive import pictured
 from equipoise.smoothing.bounds import UNKNOWN, Bounds, Gaussian, Smoothness, count_bounds, margin_bounds, moment_bounds
+from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.moments import Moments, bucket_scores
 from equipoise.smoothing.partitions import Build, Ints, Partition, every_class, one_against_rest, ranking
 from equipoise.smoothing.procedures import Option, Procedure
@@ -36,7 +37,9 @@ _QUANTILES = (1 / 6, 1 / 2, 5 / 6)  # three equally likely pictures of an unknow
 @dataclass(frozen=True)
 class Plan:
     """What the selection sample decided: the buckets, where to bound margins directly, the shares of α for the class
-    and for each rival, and the radius it hopes for. `shift` are the mean bucket scores, to centre moments with."""
+    and for each rival, and the radius it hopes for. `shift` are the mean bucket scores, to centre moments with. `joint`:
+    where votes of class and rival are tested together.
+    """
 
     partition: Partition
     direct: NDArray[np.bool_]
@@ -44,6 +47,7 @@ class Plan:
     rival: Floats
     hoped: Floats
     shift: Floats
+    joint: NDArray[np.bool_] | None = None
 
     def row(self, i: int) -> Plan:
         """The plan of one input."""
@@ -76,7 +80,7 @@ def plan_scores(
     """The same for soft scores (N, n0, c), with the mean and variance of the left-out half."""
     if scores.shape[1] < 2 or n < 2:
         raise InputError("soft votes need at least two draws in each sample: a variance is estimated")
-    options = _told_apart(row)
+    options = _told_apart(row)  # none of them joint
     mass = scores.sum(axis=1)
     halves = [(scores, scores)]
     if scores.shape[1] >= 4:
@@ -101,7 +105,7 @@ def plan_scores(
 def _told_apart(row: Procedure) -> list[Option]:
     """Options that a stored sample of scores can tell apart: by buckets and kind, each kind with its first share."""
     found: dict[tuple[Build, bool], Option] = {}
-    for option in row.options:
+    for option in (o for o in row.options if not o.joint):
         first = next(o for o in row.options if o.direct == option.direct)
         found.setdefault((option.partition, option.direct), Option(option.partition, first.share, option.direct))
     return list(found.values())
@@ -113,7 +117,8 @@ def _plan(options: Sequence[Option], best: Ints, partition: Partition, hoped: Fl
     direct = np.array([o.direct for o in options])[best]
     shape = (len(hoped), int(partition.buckets.max(initial=1)))
     shift = np.zeros(shape) if scores is None else bucket_scores(scores, partition).mean(axis=1)
-    return Plan(partition, direct, top, rival, hoped, shift)
+    joint = np.array([o.joint for o in options])[best]
+    return Plan(partition, direct, top, rival, hoped, shift, joint)
 
 
 # ---- votes, partitions fixed: expected radius --------------------------------------------------------------------------
@@ -128,9 +133,27 @@ def _expected_radius(
         for s in _QUANTILES:
             p1, p2 = pictured(keys[:, 0], keys[:, 1], keys[:, 2], q, s, classes)
             for rating, option in zip(ratings, options, strict=True):
-                rating += _promise(option, p1, p2, n, noise, alpha, classes) / len(_QUANTILES) ** 2
+                found = _joint_promise(keys, p1, p2, n, noise, alpha) if option.joint else None
+                if found is None:
+                    found = _promise(option, p1, p2, n, noise, alpha, classes)
+                rating += found / len(_QUANTILES) ** 2
     best = ratings.argmax(axis=0)
     return best, ratings[best, np.arange(len(keys))]
+
+
+def _joint_promise(keys: Floats, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float) -> Floats:
+    """The radius of the joint test, where there are enough votes against the class for it to be better than two bounds.
+
+    It takes longer, so it has to promise one percent more.
+    """
+    found = np.full(len(keys), -1.0)
+    some = (keys[:, 2] - keys[:, 0]) * n > 30 * keys[:, 2]
+    if some.any():
+        hits, rival = np.floor(n * p1[some]), np.ceil(n * p2[some])
+        seen = keys[some, 0], keys[some, 1], keys[some, 2]
+        radius = joint_radius(hits, rival, np.full(len(hits), float(n)), seen, alpha, float(noise.variation))
+        found[some] = np.where(radius > 0, 0.99 * float(noise.sigma) * radius, -1.0)
+    return found
 
 
 def _promise(option: Option, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float, classes: int) -> Floats:

@@ -51,12 +51,14 @@ class Option:
     """One way to spend α: which classes share a bound, and how much each bound gets.
 
     `direct` bounds every margin itself instead of two scores, each at the *full* α: one of the rivals is the worst, and
-    its own bound is all that must hold.
+    its own bound is all that must hold. `joint` tests class and rival together at the full α (votes only, see `joint`); its
+    shares are those of the two bounds that stand in for it where draws were stopped by looking at them.
     """
 
     partition: Build
     share: Share = union
     direct: bool = False
+    joint: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ _VOTES = (Option(one_against_rest, Split(0.5)), *(Option(every_class, Split(top)
 
 _ROWS = (
     Procedure(
-        "rivals", (*_VOTES, Option(every_class, direct=True)), True, True,
-        "one against the rest at α, or the class at α₁ and every rival at α₂: no union over the classes",
+        "rivals", (*_VOTES, Option(every_class, Split(0.5), joint=True), Option(every_class, direct=True)), True, True,
+        "one against the rest at α, class and every rival by one test at α, or by two bounds: no union over the classes",
         "intersection–union; see the proof in the documentation", map="hardmax",
     ),
     Procedure(

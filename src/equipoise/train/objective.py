@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from equipoise.checkpoints import load_checkpoint
 from equipoise.core.errors import InputError
 from equipoise.smoothing.simplex import SimplexMap
 from equipoise.train.keys import generator, in_blocks
@@ -151,6 +153,25 @@ def _soft_map(name: str, temperature: float) -> SimplexMap:
     return SimplexMap(name, temperature)  # type: ignore[arg-type]
 
 
+def distillation(task: Task, teacher: str, weight: float = 0.5, temperature: float = 1.0) -> Objective:
+    """`(1 − w)·loss(f(x), y) + w·T²·KL(softmax(t(x)/T) ‖ softmax(f(x)/T))`, t the network of the checkpoint `teacher`.
+
+    Reference: Hinton, Vinyals, Dean (2015), Distilling the knowledge in a neural network.
+    """
+    if not (0 < weight < 1 and temperature > 0):
+        raise InputError(f"distillation needs weight in (0, 1) and temperature > 0, got {weight} and {temperature}")
+    guide = load_checkpoint(teacher)[0].requires_grad_(False).eval()
+
+    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+        output = network(x)
+        with torch.no_grad():
+            wanted = (guide.to(x.device)(x) / temperature).log_softmax(1)
+        told = functional.kl_div((output / temperature).log_softmax(1), wanted, reduction="batchmean", log_target=True)
+        return (1 - weight) * _now(task, place).loss(output, y) + weight * temperature**2 * told, output
+
+    return objective
+
+
 def _generator(x: Tensor, place: Place) -> torch.Generator:
     """Keyed by step and by the first place in the global batch: processes draw different noise, a restart the same."""
     return generator(place.seed, "noise", place.step, place.first, device=x.device)
@@ -166,6 +187,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "gaussian": gaussian,
     "consistency": consistency,
     "smoothadv": smooth_adversarial,
+    "distillation": distillation,
     "soft-vote": soft_vote,
     "lipschitz-radius": lipschitz_radius,
 }

@@ -64,7 +64,8 @@ class Data(Part):
     """What is learnt from: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
 
     `validation` is the part of the training split held out and measured every epoch (0: the test split is measured instead);
-    `limit` keeps the first so many examples of a seeded shuffle. `extra` mixes a second source into the training examples.
+    `limit` keeps the first so many examples of a seeded shuffle. `extra` mixes a second source in.
+    `examples` is how many there are to learn from, for `--plan` where the data are not at hand.
     """
 
     path: str
@@ -75,6 +76,7 @@ class Data(Part):
     test_limit: AtLeastOne | None = None
     augment: list[Named] = []
     extra: Extra | None = None
+    examples: AtLeastOne | None = None
 
 
 class Optimizer(Part):
@@ -163,6 +165,7 @@ class Recipe(Part):
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
     description: str = ""
+    published: str = ""
     model: Model
     data: Data
     loss: Named = Choice(kind="ce")

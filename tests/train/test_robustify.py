@@ -1,0 +1,81 @@
+"""From an existing network to a certified one: before and after on the same data, resumed, refused where it cannot be."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from equipoise.checkpoints import save_checkpoint
+from equipoise.cli.app import Command, build
+from equipoise.core.errors import InputError
+from equipoise.data import load_dataset
+from equipoise.models import load
+from equipoise.train import run_recipe
+from equipoise.train.robustify import robustify
+
+QUICK = [
+    "epochs=8",
+    "optimizer.lr=0.02",
+    "batch_size=32",
+    "data.limit=320",
+    "data.test_limit=100",
+    "metrics.epsilons=[0.1]",
+]
+
+
+@pytest.fixture(scope="module")
+def plain(make_small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain") / "mlp"
+    recipe = make_small("epochs=8", "optimizer.lr=0.3", "data.limit=320")
+    run_recipe(recipe, folder)
+    return folder
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_before_and_after(plain, tmp_path, distill):
+    found = robustify(plain, tmp_path / "run", data="digits", changes=QUICK, distill=distill, cpu=True)
+    assert found.before["bound"] > found.after["bound"]
+    assert found.after["bound"] <= 1.001
+    assert found.after["certified_accuracy"]["0.1"] > found.before["certified_accuracy"]["0.1"]
+    assert found.after["certified_accuracy"]["0.1"] > 0.2
+    test = load_dataset("digits", "test")
+    x, _ = test.batch(range(4))
+    again = load(tmp_path / "run")
+    assert torch.equal(again.model(x), found.result.model(x))
+    assert again.prove()[0] <= 1.001
+    stored = json.loads((tmp_path / "run" / "before-after.json").read_text())
+    assert stored["before"]["accuracy"] == found.before["accuracy"]
+    assert "| accuracy |" in (tmp_path / "run" / "before-after.md").read_text()
+
+
+def test_it_starts_from_the_weights_that_are_there_and_goes_on(plain, tmp_path):
+    first = robustify(plain, tmp_path / "run", data="digits", changes=QUICK, cpu=True)
+    again = robustify(plain, tmp_path / "run", data="digits", changes=QUICK, cpu=True)
+    assert again.after == first.after
+    raw, old = dict(again.result.model.named_parameters()), dict(load(plain).model.named_parameters())
+    moved = (raw["module.1.raw"] - old["1.weight"]).norm() / old["1.weight"].norm()
+    assert 0 < float(moved.detach()) < 0.9
+
+
+def test_the_command(plain, tmp_path):
+    app = build((Command("train", "equipoise.cli.train", "train"), Command("audit", "equipoise.cli.audit", "audit")))
+    sets = [part for change in [*QUICK, "epochs=1"] for part in ("--set", change)]
+    where = ["--from", str(plain), "--data", "digits", "--run-dir", str(tmp_path / "r"), "--method", "aol"]
+    done = CliRunner().invoke(app, ["train", *where, "--json", *sets])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["after"]["bound"] <= 1.001
+
+
+def test_what_cannot_be_done_is_said(plain, tmp_path):
+    with pytest.raises(InputError, match="give --data"):
+        robustify(plain, tmp_path / "a")
+    with pytest.raises(InputError, match="distill"):
+        robustify(plain, tmp_path / "b", data="digits", distill=1.0)
+    from equipoise.checkpoints import register_model
+
+    register_model("flat", lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    save_checkpoint(tmp_path / "own", nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "flat", {}, (1, 8, 8))
+    with pytest.raises(InputError, match="make_lipschitz"):
+        robustify(tmp_path / "own", tmp_path / "c", data="digits")
