@@ -27,7 +27,7 @@ from equipoise.report.audits import audit_network, effective, save_audit
 from equipoise.report.collect import collect
 from equipoise.report.data import Audit, Picture, ReportData
 from equipoise.report.gallery import save_gallery
-from equipoise.report.margins import Margins
+from equipoise.report.margins import GLOBAL, PAIRS, Margins
 from equipoise.report.page import plotly_source, write_report
 from equipoise.report.png import data_uri
 from equipoise.runs import AttackRow, Run, certify
@@ -255,7 +255,7 @@ def margins(
     model = {"source": network.title, "hash": hash_module(network.model)}
     return Margins(
         model, "digits", upper, tuple(str(i) for i in ids), y.numpy().astype(np.int64), prediction.numpy().astype(np.int64),
-        radius, tuple(rows),
+        radius, tuple(rows), GLOBAL if pairs is None else PAIRS,
     ), found  # fmt: skip
 
 
