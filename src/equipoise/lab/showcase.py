@@ -241,7 +241,8 @@ def margins(
     with torch.no_grad():
         logits = network.model(x)
     prediction = logits.argmax(dim=1)
-    radius = certified_radius(network.model, x, prediction, effort="fast").radius.numpy()
+    certified = certified_radius(network.model, x, prediction, effort="fast")
+    radius = certified.radius.numpy()
 
     def attack(x: Tensor, y: Tensor, epsilon: Tensor, seed: int) -> AttackResult:
         return pgd(network.model, x, y, epsilon, s.attack_steps, seed=seed)
@@ -255,7 +256,7 @@ def margins(
     model = {"source": network.title, "hash": hash_module(network.model)}
     return Margins(
         model, "digits", upper, tuple(str(i) for i in ids), y.numpy().astype(np.int64), prediction.numpy().astype(np.int64),
-        radius, tuple(rows), GLOBAL if pairs is None else PAIRS,
+        radius, tuple(rows), PAIRS if "pairs" in certified.methods else GLOBAL,
     ), found  # fmt: skip
 
 
