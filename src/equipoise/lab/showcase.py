@@ -23,17 +23,18 @@ from equipoise.core.errors import InputError
 from equipoise.data import load_dataset
 from equipoise.data.dataset import Dataset
 from equipoise.lipschitz.logs import exp_up
+from equipoise.models.trained import proved
 from equipoise.report.audits import audit_network, effective, save_audit
 from equipoise.report.collect import collect
 from equipoise.report.data import Audit, Picture, ReportData
 from equipoise.report.gallery import save_gallery
-from equipoise.report.margins import Margins
+from equipoise.report.margins import GLOBAL, PAIRS, Margins
 from equipoise.report.page import plotly_source, write_report
 from equipoise.report.png import data_uri
 from equipoise.runs import AttackRow, Run, certify
 from equipoise.runs.models import hash_module
 from equipoise.runs.rows import Row
-from equipoise.smoothing import SmoothedClassifier, radius_global
+from equipoise.smoothing import SmoothedClassifier, radius_global, radius_pairs
 from equipoise.smoothing.procedures import DEFAULT
 from equipoise.train import Progress, run_recipe
 
@@ -242,6 +243,9 @@ def margins(
         logits = network.model(x)
     prediction = logits.argmax(dim=1)
     radius = radius_global(logits, prediction, Bound(upper, Kind.UPPER, "lipschitz_bound"))
+    pairs = proved(network.model, tuple(x.shape[1:]))[1]
+    if pairs is not None:
+        radius = np.maximum(radius, radius_pairs(logits, prediction, pairs))
 
     def attack(x: Tensor, y: Tensor, epsilon: Tensor, seed: int) -> AttackResult:
         return pgd(network.model, x, y, epsilon, s.attack_steps, seed=seed)
@@ -255,7 +259,7 @@ def margins(
     model = {"source": network.title, "hash": hash_module(network.model)}
     return Margins(
         model, "digits", upper, tuple(str(i) for i in ids), y.numpy().astype(np.int64), prediction.numpy().astype(np.int64),
-        radius, tuple(rows),
+        radius, tuple(rows), GLOBAL if pairs is None else PAIRS,
     ), found  # fmt: skip
 
 
