@@ -67,6 +67,8 @@ def published(
         "markerfacecolor": "white",
     }
     axes.plot(x, y, label=name, **{**style, "markersize": 6, "markeredgewidth": 1.3, **options})
+    if not axes.get_autoscaley_on():  # limits that were fixed before make room for it
+        axes.set_ylim(top=max(axes.get_ylim()[1], 1.05 * max(y)))
 
 
 def legend(axes: Axes, *, shared: bool = False) -> None:

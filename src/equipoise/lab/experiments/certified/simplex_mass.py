@@ -16,11 +16,11 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     Sampling,
     certify_logits,
     curves,
+    gain_of,
     joined,
     logits,
     pick,
     prepared,
-    shown,
 )
 from equipoise.smoothing import SimplexMap, optimal_sigma, radius_weak
 
@@ -80,7 +80,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     sure = best[key] - best[f"{key} ±"] > 0
     label = Label.REPRODUCED if sure and crossing else Label.DIRECTION if best[key] > 0 else Label.NOT
     text = (
-        f"{best['method']} at ε = {best['epsilon']:g}: {shown(best[key], best[f'{key} ±'])} points over {USUAL} "
+        f"{best['method']} at ε = {best['epsilon']:g}: {gain_of(best, USUAL).signed} points over {USUAL} "
         f"({best['inputs']} inputs, simultaneous interval); "
         f"{'the best mass depends on ε' if crossing else 'one mass is best at every ε'}"
     )

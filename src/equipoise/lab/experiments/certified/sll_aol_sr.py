@@ -179,8 +179,8 @@ EXPERIMENT = of_module(
     desk=Settings(
         data=("cifar10.npz",),
         networks={"tiny": {"factory": "equipoise.nn.models:sll", "arguments": TINY}},
-        recipe=small(2000, 5),
-        seeds=5,
+        recipe=small(2000, 3),
+        seeds=4,
         batch=64,
     ),
     paper=Settings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from equipoise.lab.experiments.experiment import Label, Row, Verdict
-from equipoise.lab.experiments.generalisation.ad_mlp import AD, SMALL, perceptron
+from equipoise.lab.experiments.generalisation.ad_mlp import AD, SCALE, SMALL, perceptron
 from equipoise.lab.experiments.intervals import mean_of, parity_label
 from equipoise.lab.experiments.shared.comparison import Claim, Settings, Variants, compared, gain_verdicts, paired
 
@@ -40,6 +40,7 @@ EXPERIMENT = compared(
     title="Activation decay and Baek's layer-wise variant",
     claim="Decaying only the last layer's input does as well as decaying all layers.",
     published=PUBLISHED,
+    notes=(SCALE,),
     laptop=Settings(perceptron("cifar10.npz", [128] * 3, 8, **SMALL), VARIANTS, seeds=2),
     desk=Settings(perceptron("cifar10.npz", [128] * 3, 12, **SMALL), VARIANTS, seeds=4),
     paper=Settings(perceptron("cifar10-full.npz", [512] * 3, 200), VARIANTS, seeds=10),

@@ -146,7 +146,7 @@ EXPERIMENT = of_module(
         (0.3,), (0.0, 0.3), seeds=2, inputs=200, products=20,
     ),
     desk=Settings(
-        recipe("cnn", CNN, "cifar10.npz", 16, limit=1000, test_limit=3000, optimizer=ADAM, batch_size=32),
+        recipe("cnn", CNN, "cifar10.npz", 12, limit=600, test_limit=3000, optimizer=ADAM, batch_size=32),
         (0.3,), (0.0, 0.3), seeds=5, inputs=200, products=20,
     ),
     paper=Settings(

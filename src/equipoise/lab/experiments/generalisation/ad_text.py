@@ -59,7 +59,7 @@ EXPERIMENT = compared(
     claims=CLAIMS,
     main=1,
     laptop=Settings(tagger(400, 2, 200), VARIANTS, seeds=2, keep=KEEP),
-    desk=Settings(tagger(400, 3, 300), {k: VARIANTS[k] for k in ("dropout", "AD")}, seeds=3, keep=KEEP),
+    desk=Settings(tagger(300, 3, 300), {k: VARIANTS[k] for k in ("dropout", "AD")}, seeds=2, keep=KEEP),
     paper=Settings(tagger(None, 10, None), SWEEP, seeds=10, keep=KEEP),
     notes=(
         "MiniLM for BERT, and Snips only: the thesis trains seven tasks at once, and T5 on MMMLU besides",

@@ -8,7 +8,7 @@ from typing import Any
 
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
-from equipoise.lab.experiments.generalisation.ad_mlp import AD, SMALL, perceptron
+from equipoise.lab.experiments.generalisation.ad_mlp import AD, SCALE, SMALL, perceptron
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.comparison import Settings as Comparison
 from equipoise.lab.experiments.shared.comparison import by_variant, paired
@@ -80,5 +80,6 @@ EXPERIMENT = of_module(
     desk=Settings("cifar10.npz", widths=(64, 256), seeds=4, epochs=6, options=SMALL),
     paper=Settings("cifar10-full.npz", widths=(64, 128, 256, 512, 1024, 2048), seeds=10, epochs=200),
     power=lambda rows: power_of(min(by_width(rows).items())[1], GAIN, "points (printed for four layers)"),
+    notes=(SCALE,),
     needs=("cifar10.npz",),
 )

@@ -112,7 +112,7 @@ EXPERIMENT = of_module(
     laptop=Settings(
         resnet18("cifar10.npz", 4, 2, 320, 32), {k: METHODS[k] for k in ("none", "ours", "Singla", "Araujo")}
     ),
-    desk=Settings(resnet18("cifar10.npz", 4, 8, 640, 32)),
+    desk=Settings(resnet18("cifar10.npz", 4, 5, 640, 32, test_limit=1000)),
     paper=Settings(resnet18("cifar10-full.npz", 64, 200, None)),
     needs=("cifar10.npz",),
 )

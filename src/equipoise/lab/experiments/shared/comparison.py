@@ -9,7 +9,7 @@ from typing import Any
 
 from equipoise.lab.experiments.experiment import Context, Experiment, Power, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, legend, published
-from equipoise.lab.experiments.intervals import Mean, gain_label, mean_of, power_of
+from equipoise.lab.experiments.intervals import gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import merged, train
 
 #: what each variant of a recipe changes
@@ -65,17 +65,6 @@ def by_variant(rows: Sequence[Row], key: str = "accuracy") -> dict[str, list[flo
     for row in sorted(rows, key=lambda row: row["seed"]):
         found.setdefault(row["variant"], []).append(row[key])
     return found
-
-
-def gains(rows: Sequence[Row], baseline: str, key: str = "accuracy") -> dict[str, Mean]:
-    """Mean paired gain over the baseline in points, with its interval."""
-    found = by_variant(rows, key)
-    base = found[baseline]
-    return {
-        name: mean_of([100 * (a - b) for a, b in zip(values, base, strict=True)])
-        for name, values in found.items()
-        if name != baseline
-    }
 
 
 def paired(rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: str = "accuracy") -> list[float]:

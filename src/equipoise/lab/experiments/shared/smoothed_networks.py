@@ -243,8 +243,3 @@ def by_method(axes: Axes, rows: Sequence[Row], methods: Sequence[str], every: in
 def pick(rows: Sequence[Row], **wanted: Any) -> list[Row]:
     """The rows with these values."""
     return [r for r in rows if all(r[k] == v for k, v in wanted.items())]
-
-
-def shown(value: float, half: float) -> str:
-    """`+1.50 ± 0.40`."""
-    return f"{value:+.2f} ± {half:.2f}"
