@@ -58,7 +58,7 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
         inside, one = bottom.args
         if isinstance(inside, fx.Node) and inside.target is _aten.abs.default and inside.args[0] is top and one == 1:
             return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, map=TABLE["softsign"])
-    eps = _length_floor(bottom, a)
+    eps = _length_floor(bottom, a) if a.shape == call.shape else 0.0
     if eps > 0:
         return Step(
             ((a, up(1 / eps)),), "normalised", offset=0.0, peak=1.0, row=1.0 if _by_rows(bottom, a) else math.inf
