@@ -219,8 +219,8 @@ DOMAINS = {
     "normalize copies": (
         lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(0.5).expand(-1, 4, 6),
         (1, 6),
-        0.1,
-        2.0,
+        0.99,
+        None,
     ),
     "cosine similarity": (
         lambda x: F.cosine_similarity(x, torch.ones(6, dtype=x.dtype), dim=1, eps=1.0),
