@@ -227,7 +227,8 @@ def _fashion(rows: Sequence[Row]) -> Verdict:
     share = {k: 100 * float(np.mean([r[k] >= r["epsilon"] for r in rows])) for k in ("radius", "crown", "smoothed")}
     text = (
         f"{over['zonotope']:.2f} × zonotope, {over['crown']:.2f} × CROWN over {len(right)} images (test accuracy "
-        f"{100 * rows[0]['accuracy']:.1f} %); certified accuracy at {rows[0]['epsilon']:g}: {share['radius']:.0f} % (CROWN {share['crown']:.0f} %; "
+        f"{100 * rows[0]['accuracy']:.1f} %); certified accuracy at {rows[0]['epsilon']:g}: {share['radius']:.0f} % "
+        f"(CROWN {share['crown']:.0f} %; "
         f"the smoothed network {share['smoothed']:.0f} %, at risk 0.001) of {len(rows)} images"
     )
     done = over["zonotope"] >= GOAL_FASHION and over["crown"] >= 1
