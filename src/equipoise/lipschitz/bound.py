@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
+from equipoise.lipschitz.blame import blocks
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
 from equipoise.lipschitz.local.whole import whole_bound
@@ -95,9 +96,11 @@ def _report(program: Program, ball: float | None, rtol: float, chain: ChainMetho
         together = found if together is None else min(found, together)
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
+    layers = rows(run)
     return Report(
-        totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together, pair_constants(run)
-    )
+        totals[method], run.product, run.fused, layers, method, ball, program.notes, together, pair_constants(run),
+        blocks(run, layers),
+    )  # fmt: skip
 
 
 def _solver(chain: ChainMethod) -> Solve | None:
