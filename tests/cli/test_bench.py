@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from equipoise.core.errors import InputError
+from equipoise.core.files import read_json
 from equipoise.core.timing import peak_bytes, take_turns
 from equipoise.lab.bench import growth, layers, pairs
 from equipoise.lab.bench import norms as bench
@@ -143,3 +146,9 @@ def test_a_peer_of_another_shape_is_named_and_left_out(monkeypatch):
     built, missing = layers.peers(2)
     assert built == {}
     assert missing == ["valid: 16×16 pixels become 14×14, no layer to compare with", "none: not installed"]
+
+
+def test_the_documented_table_is_that_of_the_stored_run():
+    docs = Path(__file__).parents[2] / "docs"
+    stored = read_json(docs / "assets" / "bench-amd-one-thread.json")
+    assert pairs.markdown(*pairs.read(stored, "stored run")) in (docs / "benchmarks.md").read_text(encoding="utf-8")
