@@ -22,7 +22,7 @@ PAGES = {
         ("equipoise.core", "equipoise.norms", "equipoise.norms.functional", "equipoise.norms.files"),
     ),
     "lipschitz": Page("Lipschitz bounds", ("equipoise.lipschitz", "equipoise.onnx")),
-    "nn": Page("1-Lipschitz layers", ("equipoise.nn", "equipoise.nn.models")),
+    "nn": Page("1-Lipschitz layers", ("equipoise.nn", "equipoise.nn.models", "equipoise.models")),
     "smoothing": Page("Randomized smoothing", ("equipoise.smoothing",)),
     "runs": Page(
         "Runs and reports",

@@ -50,7 +50,7 @@ def test_it_writes_the_report_and_every_run(demo):
 def test_the_terminal_shows_steps_and_a_summary(demo):
     for words in ("train the", "audit the", "certify the", "attack the", "write the report"):
         assert words in demo.ran.stderr
-    for words in ("none broken", "report.html", "under attack", "best proved", "equipoise report"):
+    for words in ("no certificate broken", "report.html", "under attack", "best proved", "equipoise report"):
         assert words in demo.ran.stdout
 
 

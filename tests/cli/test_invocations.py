@@ -3,8 +3,10 @@
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -18,6 +20,13 @@ data: {path: digits, limit: 32, test_limit: 16}
 epochs: 1
 metrics: {bound: false}
 """
+OWN = """
+import torch
+def make():
+    return torch.nn.Linear(3, 2)
+def rows():
+    return [{"a": torch.zeros(3), "b": i % 2, "c": "x"} for i in range(3)]
+"""
 #: command lines that work, and are quick
 VALID = [
     "norm w.safetensors --rtol 0.1 --input-size 4,4 --json",
@@ -28,6 +37,13 @@ VALID = [
     "certify net --data data.npz --sigma 0.5 --n 20 --n0 10 --limit 2 --run run --json",
     "certify run --re-derive --alpha 0.1 --procedure cohen --epsilon 0,0.5 --json",
     "certify run --export out.tsv",
+    "certify net --data data.npz --sigma 0.5 --n 20 --n0 10 --limit 2 --first --classes names.txt --run named --json",
+    "certify net --data alone.npz --sigma 0.5 --n 20 --n0 10 --layout NHWC --run unlabelled",
+    "certify own:make --data own:rows --columns a,b --sigma 0.5 --n 20 --n0 10 --run mine --json",
+    "certify pixels.pt2 --data photos --size 4,4 --mean 0.5 --std 2 --sigma 0.5 --n 20 --n0 10 --run seen --json",
+    "predict net --data data.npz --sigma 0.5 --n 20 --alpha 0.1 --limit 2 --json",
+    "predict net --data alone.npz --run run --n 20",
+    "norm parts --only a.* --json",
     "certify net --data data.npz --sigma 0.5 --n 20 --limit 2 --plan",
     "certify --merge run other -o joined",
     "attack net --data data.npz --epsilon 0.1 --steps 2 --limit 2 --json",
@@ -41,7 +57,8 @@ VALID = [
 WORDS = [
     "", "-1", "0", "nan", "inf", "-inf", "1e999", "0.5.1", "x", "ü", "--", "-", "---", "--no-such", "..", "/", "/dev/null",
     "nowhere", "a:b", "sys:exit", "os:getcwd", "torch.nn:Linear", ",", "1,2,,", "[]", "{}", "x" * 3000, "run", "net",
-    "data.npz", "recipe.yaml", "w.safetensors", "digits#no", "softmax:0", "auto", "ray", "cuda:77", "meta", "True", "'", '"',
+    "data.npz", "alone.npz", "names.txt", "photos", "parts", "pixels.pt2", "own:rows",
+    "recipe.yaml", "w.safetensors", "digits#no", "softmax:0", "auto", "ray", "cuda:77", "meta", "True", "'", '"',
     "\\", "\n", "%s", "$HOME", "*",
 ]  # fmt: skip
 
@@ -54,8 +71,20 @@ def place(tmp_path_factory):
     save_checkpoint(folder / "net", network("mlp", **arguments), "equipoise.nn.models:mlp", arguments, (3,))
     save_file({"w": torch.eye(3), "k": torch.ones(1, 1, 3, 3)}, folder / "w.safetensors")
     (folder / "recipe.yaml").write_text(RECIPE)
-    import numpy as np
-
+    (folder / "own.py").write_text(OWN)
+    (folder / "names.txt").write_text("yes\nno\n")
+    (folder / "parts").mkdir()
+    for part in "ab":
+        save_file({f"{part}.w": torch.eye(3)}, folder / "parts" / f"{part}.safetensors")
+    (folder / "photos").mkdir()
+    for i in range(3):
+        Image.fromarray(np.full((5, 5), 60 * i, np.uint8)).save(folder / "photos" / f"{i}.png")
+    pixels = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)).eval()
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.export.save(
+        torch.export.export(pixels, (torch.zeros(2, 1, 4, 4),), dynamic_shapes=shapes), folder / "pixels.pt2"
+    )
+    np.savez(folder / "alone.npz", x=np.zeros((3, 3), np.float32))
     np.savez(folder / "data.npz", x=np.random.default_rng(0).random((4, 3), np.float32), y=np.array([0, 1, 0, 1]))
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import zipfile
 from pathlib import Path
@@ -57,6 +58,32 @@ class Bomb:
 
     def __reduce__(self):
         return (open, (str(self.path), "w"))
+
+
+def test_blocks_are_blamed_and_capping_them_gives_what_it_says():
+    def layer(n, m, size):
+        made = nn.Linear(n, m, bias=False)
+        made.weight.data.copy_(size * torch.eye(m, n))
+        return made
+
+    net = nn.Sequential()
+    net.add_module("stem", layer(3, 3, 2.0))
+    net.add_module("body", nn.Sequential(layer(3, 3, 10.0), nn.ReLU(), layer(3, 3, 0.5), nn.BatchNorm1d(3)))
+    net.add_module("head", layer(3, 2, 3.0))
+    net.body[3].weight.data.fill_(4.0)
+    net.eval()
+    report = lipschitz_bound(net, torch.zeros(1, 3))
+    assert [b.name for b in report.blocks] == ["body", "head", "stem"]
+    assert sum(b.share for b in report.blocks) == pytest.approx(sum(r.share for r in report.layers))
+    before = [math.exp(b.log_capped) for b in report.blocks]
+    net.body[0].weight.data.mul_(0.1)
+    net.body[3].weight.data.mul_(math.sqrt(1 + net.body[3].eps) / 4)
+    assert lipschitz_bound(net, torch.zeros(1, 3)).product == pytest.approx(before[0], rel=5e-3)
+    net.head.weight.data.div_(3)
+    net.stem.weight.data.div_(2)
+    assert lipschitz_bound(net, torch.zeros(1, 3)).product == pytest.approx(before[2], rel=5e-3)
+    assert "blocks to blame: body" in str(report)
+    assert report.to_dict()["blocks"][0]["name"] == "body"
 
 
 def test_a_program_is_audited(program):

@@ -13,7 +13,7 @@ from local_nets import ACTIVATIONS, HARM, Picture, random_network
 from torch import nn
 
 import equipoise as eq
-from equipoise.core import InputError
+from equipoise.core import InputError, Refused
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.backward import enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Activation, Affine, Unsupported, read_network
@@ -221,6 +221,30 @@ def test_hostile_weights(harm, layer):
     radii = eq.certified_radius(net, x)
     if float(radii.radius) < 1e6:
         assert attack_margin(net, x, int(radii.labels), float(radii.radius) * (1 - 1e-9), "l2") >= 0
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5, 9])
+def test_multipliers_bound_the_whole_space(seed):
+    net, shape = random_network(seed)
+    x = torch.zeros(1, *shape, dtype=next(net.parameters()).dtype)
+    upper = eq.lipschitz_bound(net, x, chain="multipliers").upper
+    assert upper < 0.9 * eq.lipschitz_bound(net, x).upper
+    own, g = copy.deepcopy(net).double(), torch.Generator().manual_seed(seed)
+    a = 3 * torch.randn(200, *shape, generator=g, dtype=torch.float64)
+    b = a + 0.3 * torch.randn(200, *shape, generator=g, dtype=torch.float64)
+    with torch.no_grad():
+        rise = (own(a) - own(b)).norm(dim=1) - 1e-11 * own(a).norm(dim=1)
+    assert bool((rise <= upper * (a - b).flatten(1).norm(dim=1)).all())
+
+
+def test_multipliers_of_the_whole_space_are_refused_by_name():
+    wide = nn.Sequential(nn.Linear(2, 4000), nn.ReLU(), nn.Linear(4000, 2))
+    for net, x, text in (
+        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps=0.5)), torch.zeros(1, 4), "layer_norm"),
+        (wide, torch.zeros(1, 2), "4,000"),
+    ):
+        with pytest.raises(Refused, match=text):
+            eq.lipschitz_bound(net.eval(), x, chain="multipliers")
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5, 7])

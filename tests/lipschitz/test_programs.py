@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import functools
 import math
 
@@ -258,6 +259,17 @@ def test_a_network_of_the_dtype_is_bounded_and_attacked_as_it_was_captured():
 def test_one_network_with_and_without_gradients_is_bounded():
     same = Op(lambda x: (2 if torch.is_grad_enabled() is not None else 3) * x).eval()
     assert lipschitz_bound(same, torch.randn(1, 4)).upper == pytest.approx(2)
+
+
+def test_the_largest_and_the_smallest_entry_have_a_local_bound():
+    model = Op(lambda x: torch.cat([x.amax(-1, True), x.amin(-1, True)], -1)).eval()
+    assert float(local_lipschitz(model, torch.randn(1, 6), 0.3, steps=2).upper) == pytest.approx(1)
+
+
+def test_a_bound_can_be_profiled():
+    with cProfile.Profile() as profile:
+        lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2))
+    assert "propagate" in {entry.code.co_name for entry in profile.getstats() if hasattr(entry.code, "co_name")}
 
 
 class _Noting(nn.Module):

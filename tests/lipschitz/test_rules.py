@@ -12,7 +12,8 @@ from lipschitz_attacks import attack
 from rule_rows import ROWS
 from torch import nn
 
-from equipoise.lipschitz import known_operations, lipschitz_bound
+from equipoise.core.errors import Refused
+from equipoise.lipschitz import known_operations, lipschitz_bound, local_lipschitz
 
 
 class Op(nn.Module):
@@ -230,6 +231,22 @@ def test_the_rule_holds_under_attack(name):
     assert report.upper <= report.product
     assert found <= report.upper * (1 + 1e-7)
     assert found >= fraction * report.upper, f"attack reaches {found}, bound {report.upper}"
+
+
+#: rows that are always tried in a ball, too; all of them with the slow tests
+LOCALLY = ("max min of groups", "max min interleaved", "nothing")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in LOCALLY else pytest.mark.slow) for n in CASES])
+def test_the_rule_holds_in_a_ball(name):
+    """`local_lipschitz` fails by itself where its own attack exceeds the bound."""
+    op, shape, _, _ = CASES[name]
+    module = (op if isinstance(op, nn.Module) else Op(op)).eval()
+    try:
+        found = local_lipschitz(module, torch.linspace(0.5, 1.5, math.prod(shape)).reshape(1, *shape), 0.1, steps=6)
+    except Refused:
+        return
+    assert found.lower <= found.upper
 
 
 def test_a_constant_overwritten_after_its_use_counts_with_the_old_value():

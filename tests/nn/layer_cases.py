@@ -62,6 +62,8 @@ CASES: list[LayerCase] = [
     LayerCase("sr1", by_name("SR"), ALL_KINDS, options={"t": 1}),
     LayerCase("sr2", by_name("SR"), ALL_KINDS, options={"t": 2}),
     LayerCase("sr4", by_name("SR"), ALL_KINDS, options={"t": 4}),
+    LayerCase("aol-out", by_name("AOL"), ("linear",), options={"side": "output"}),
+    LayerCase("sr2-out", by_name("SR"), ("linear",), options={"t": 2, "side": "output"}),
     LayerCase("rlb", by_name("RLB"), square=True, strides=(1,)),
     LayerCase("cpl", by_name("CPL"), **BLOCK),
     LayerCase("sll", by_name("SLL"), **BLOCK),

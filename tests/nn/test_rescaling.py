@@ -247,3 +247,25 @@ def test_from_plain_keeps_settings_and_bias():
     assert torch.equal(back.bias, plain.bias)
     with pytest.raises(Refused, match="BatchNorm2d"):
         eqn.SRConv2d.from_plain(nn.BatchNorm2d(3))
+
+
+@pytest.mark.parametrize("layer", [eqn.AOLLinear, eqn.SRLinear])
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12), (6, 6)])
+def test_the_smaller_side_is_the_transpose_of_the_other_layer(layer, shape):
+    """`R·W` of a wide layer is `(Wᵀ·R)ᵀ` of the tall one; a tall layer rescales its inputs as ever."""
+    torch.manual_seed(0)
+    ins, out = shape
+    one, other = layer(ins, out, side="smaller"), layer(out, ins) if ins > out else layer(ins, out)
+    with torch.no_grad():
+        other.raw.copy_(one.raw.mT if ins > out else one.raw)
+    expected = other.weight.mT if ins > out else other.weight
+    torch.testing.assert_close(one.weight, expected)
+    assert float(torch.linalg.matrix_norm(one.weight.double(), 2)) <= 1
+
+
+def test_outputs_of_convolutions_are_not_rescaled():
+    with pytest.raises(Refused, match="outputs of a convolution"):
+        eqn.AOLConv2d(3, 4, 3, side="output")
+    with pytest.raises(InputError, match="side must be one of"):
+        eqn.SRLinear(3, 4, side="left")
+    assert eqn.AOLConv2d(3, 4, 3, side="smaller").weight.shape == (4, 3, 3, 3)

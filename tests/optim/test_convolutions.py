@@ -161,3 +161,27 @@ def test_every_frequency_stays_below_its_bounds(monkeypatch):
     drift = carried_symbol.drifts(grid, conv, D)
     assert bool((sizes <= drift).all())
     assert torch.allclose(sizes, drift, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["zeros", "stride", "circular"])
+def test_a_flat_symbol_is_proved_whole_and_resumes(name, monkeypatch):
+    """What is enough is proved where it holds, never where it does not; the state gives the same bracket, a forged one none."""
+    monkeypatch.setattr(carried_symbol.Grid.of, "__defaults__", (0,))
+    module, shape = layer(name, seed=2)
+    carried = CarriedConvolution(module, shape[1:])
+    carried.flat = 0.0
+    sigma = reference_norm(module, shape)
+    grid = carried.bracket(module.weight)[1]
+    for enough in (0.9 * sigma, 1.01 * grid, 3 * grid):
+        lower, upper = carried.bracket(module.weight * 1.0, enough=enough)
+        assert lower <= sigma * (1 + 1e-12) <= upper * (1 + 2e-12)
+        assert upper <= max(enough, grid * 1.001)
+    assert set(carried.used) <= {"weyl", "flat"}
+    other = CarriedConvolution(module, shape[1:])
+    other.load_state_dict(carried.state_dict())
+    moved = module.weight.detach() * 1.001
+    assert other.bracket(moved, enough=sigma) == carried.bracket(moved, enough=sigma)
+    forged = carried.state_dict()
+    forged["numbers"][2] *= 0.5
+    other.load_state_dict(forged)
+    assert other.S is None

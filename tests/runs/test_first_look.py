@@ -61,7 +61,7 @@ CASES = {
                       ("another order", "'b' as 'a'", "100.0% would be right instead of 25.0%", "--classes"), ()),
     "untrained": (Random(), quarters(), 0.05, ("about chance (25.0%)", "trained weights"), ("another order",)),
     "too much noise": (Fixed(), quarters(), 8.0, ("does not withstand noise of sigma 8", "stay the same up to about sigma",
-                                                  "--noise 8"), ("chance",)),
+                                                  "add_noise(x, 8)"), ("chance",)),
     "no labels": (Fixed(), quarters()[0], 0.05, ("no labels", "100.0% keep their answer"), ("right",)),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def test_names_and_labels_are_shown(equipoise):
 
 WRONG = {
     "no noise": ((), "say --sigma, or --run"),
-    "another noise": (("--run", "a", "--sigma", 0.2), "certified at sigma 0.1"),
+    "another noise": (("--run", "a", "--sigma", 0.2), "certified with N(0, 0.1"),
     "another model": (("--run", "a", "--mean", 0.5), "certifies another model"),
     "no run": (("--run", "nowhere"), "not a run directory"),
     "no draws": (("--sigma", 0.1, "--n", 0), "must be positive"),

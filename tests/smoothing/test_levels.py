@@ -101,7 +101,7 @@ def test_equal_levels_are_one_level_and_runs_keep_them(tmp_path):
 def test_the_command_takes_one_level_per_channel(equipoise, tmp_path):
     ran = equipoise("certify", "torch.nn:Flatten", "--data", "digits", "--sigma", "0.25,x")
     assert ran.code != 0
-    assert "one per channel" in ran.err
+    assert "one per channel" in f"{ran.err} {ran.error}"
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,25 @@ def test_as_many_levels_as_channels(tmp_path):
             run_dir=tmp_path,
             sigma=LEVELS,
         )
+
+
+def test_answers_use_the_noise_of_the_run(equipoise, tmp_path, monkeypatch):
+    """`predict --run` of a run with levels per channel draws from them, and refuses data beside the run's grid."""
+    x = torch.randint(0, 256, (4, 3, 2, 2), generator=torch.Generator().manual_seed(0)).float() / 255
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval()
+    program = torch.export.export(net, (torch.zeros(100, 3, 2, 2),))
+    torch.export.save(program, tmp_path / "net.pt2")
+    for name, inputs in (("bytes", x), ("floats", x + 0.0007)):
+        np.savez(tmp_path / f"{name}.npz", x=inputs.numpy(), y=np.zeros(4, dtype=np.int64))
+    bytes_, floats, model = (str(tmp_path / n) for n in ("bytes.npz", "floats.npz", "net.pt2"))
+    made = equipoise(
+        "certify", model, "--data", bytes_, "--sigma", "0.5,0.125,0.25", "--n", "200", "--run", str(tmp_path / "run")
+    )
+    assert made.code == 0, (made.err, made.error)
+    ran = equipoise("predict", model, "--data", bytes_, "--run", str(tmp_path / "run"), "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["sigma"] == [0.5, 0.125, 0.25]
+    for more, words in ((["--sigma", "0.125"], "leave it out"), (["--data", floats], "does not lie on it")):
+        ran = equipoise("predict", model, "--data", bytes_, "--run", str(tmp_path / "run"), *more)
+        assert ran.code != 0
+        assert words in " ".join(ran.err.split())

@@ -139,9 +139,11 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             from equipoise.core.errors import EquipoiseError
 
-            if not isinstance(error, EquipoiseError):
+            long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+            if not isinstance(error, EquipoiseError) and not long:
                 raise
-            refuse(str(error), bool(kwargs.get("json") or kwargs.get("as_json")))
+            sentence = "a name given is too long to be that of a file" if long else str(error)
+            refuse(sentence, bool(kwargs.get("json") or kwargs.get("as_json")))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             complain("interrupted")

@@ -26,7 +26,10 @@ def audit(
     ball: Annotated[float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")] = None,
     rtol: Annotated[float, typer.Option(help="relative gap asked of every operator norm; smaller is slower")] = 0.05,
     chain: Annotated[
-        str, typer.Option(help="dense layers at the end: closed, or with cvxpy: sdp (= lipsdp), lipsdp, eclipse")
+        str,
+        typer.Option(
+            help="dense layers at the end: closed, or with cvxpy sdp (= lipsdp), lipsdp, eclipse; the whole network: multipliers"
+        ),
     ] = "closed",
     at: Annotated[str | None, typer.Option(help="also around the first inputs of this data: digits, a .npz, …")] = None,
     radius: Annotated[float | None, typer.Option(help="--at: of the ball around each input, in ℓ2")] = None,

@@ -166,7 +166,7 @@ def certify(
         raise InputError("--target-radius goes with --adaptive")
     job = _job(
         names[0], weights, data, split, _Reading(layout, size, columns, classes), channels(mean, std),
-        sigma=_levels(sigma), n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
+        sigma=noise_levels(sigma), n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
         procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
         relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=noise, denoiser=denoiser,
         device=device, batch_size=batch_size,
@@ -373,19 +373,6 @@ def _epsilons(text: str | None) -> list[float] | None:
     return levels
 
 
-def _levels(text: str) -> float | list[float]:
-    """`0.25`, or `0.25,0.25,0.5` with one level per channel.
-
-    >>> _levels("0.25"), _levels("0.25,0.5")
-    (0.25, [0.25, 0.5])
-    """
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"--sigma takes a number, or one per channel like 0.25,0.25,0.5, got {text!r}") from error
-    return values[0] if len(values) == 1 else values
-
-
 def _constant(text: str | None) -> Any:
     if text is None or text == "auto":
         return text
@@ -393,3 +380,16 @@ def _constant(text: str | None) -> Any:
         return float(text)
     except ValueError as error:
         raise InputError(f"--lipschitz takes a number or auto, got {text!r}") from error
+
+
+def noise_levels(text: str) -> float | list[float]:
+    """`0.25`, or `0.25,0.25,0.5` with one level per channel.
+
+    >>> noise_levels("0.25"), noise_levels("0.25,0.5")
+    (0.25, [0.25, 0.5])
+    """
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--sigma takes a number, or one per channel like 0.25,0.25,0.5, got {text!r}") from error
+    return values[0] if len(values) == 1 else values

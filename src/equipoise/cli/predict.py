@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.certify import CHUNK, channels
+from equipoise.cli.certify import CHUNK, channels, noise_levels
 from equipoise.cli.consoles import emit_json, progress, results, table
 from equipoise.cli.data_options import Classes, Columns, Layout, Size, read_data
 from equipoise.core.errors import InputError
@@ -21,7 +21,7 @@ def predict(
         str, typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory")
     ],
     data: Annotated[str, typer.Option(help="the inputs: a folder of pictures, a .npz or .parquet file, …")],
-    sigma: Annotated[float | None, typer.Option(help="noise level; default that of --run")] = None,
+    sigma: Annotated[str | None, typer.Option(help="noise level, or one per channel; default that of --run")] = None,
     run: Annotated[Path | None, typer.Option(help="certification run of the same model: its noise is used")] = None,
     n: Annotated[int, typer.Option(help="draws per input")] = 1000,
     alpha: Annotated[float, typer.Option(help="risk of a wrong majority, per input")] = 1e-3,
@@ -53,18 +53,20 @@ def predict(
     from equipoise.runs.manifest import read_manifest
     from equipoise.runs.models import normalised
     from equipoise.runs.predictions import predict as answers
+    from equipoise.smoothing.levels import Levels
 
     settings: dict[str, Any] = {"limit": limit, "device": device, "n": max(n, 1)}
     manifest = None if run is None else read_manifest(run)
     if manifest is not None:
         p = manifest.parameters
-        if sigma is not None and sigma != p.sigma:
-            raise InputError(f"{run} was certified at sigma {p.sigma:g}, got --sigma {sigma:g}: leave it out")
-        settings |= {"sigma": p.sigma, "noise": p.noise, "noise_dtype": p.noise_dtype, "chunk_size": p.chunk_size}
+        if sigma is not None and Levels.of(noise_levels(sigma)) != p.levels:
+            raise InputError(f"{run} was certified with {p.levels}, got --sigma {sigma}: leave it out")
+        own: Any = p.sigma if p.channels is None else list(p.channels)
+        settings |= {"sigma": own, "noise": p.noise, "noise_dtype": p.noise_dtype, "chunk_size": p.chunk_size}
     elif sigma is None:
         raise InputError("say --sigma, or --run of a certification run whose noise is to be used")
     else:
-        settings["sigma"] = sigma
+        settings["sigma"] = noise_levels(sigma)
     loaded = load_model(model, weights, batch=CHUNK)
     scaling = channels(mean, std)
     loaded = loaded if scaling is None else normalised(loaded, *scaling)
@@ -72,6 +74,11 @@ def predict(
     job = describe(loaded, dataset, name=data, **settings)
     if manifest is not None and manifest.model.get("hash") != job.manifest.model["hash"]:
         raise InputError(f"{run} certifies another model than {model}: nothing of it holds for these answers")
+    if manifest is not None and manifest.parameters.cells != job.parameters.cells:
+        raise InputError(
+            f"{run} certifies a classifier on the grid of {'8-bit images' if manifest.parameters.cells == 255 else 'its data'}, "
+            f"and {data} does not lie on it: round the inputs as those of the run were"
+        )
     with progress() as bar:
         found = list(bar.track(answers(job, n, alpha), total=len(job.positions), description="answering"))
     names = dataset.classes or (manifest.data.get("classes") if manifest is not None else None)

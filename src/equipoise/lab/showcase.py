@@ -18,22 +18,22 @@ from torch import Tensor, nn
 
 from equipoise.attacks import AttackResult, pgd, smooth_pgd
 from equipoise.checkpoints import Loaded
-from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
 from equipoise.data import load_dataset
 from equipoise.data.dataset import Dataset
+from equipoise.lipschitz import certified_radius
 from equipoise.lipschitz.logs import exp_up
 from equipoise.report.audits import audit_network, effective, save_audit
 from equipoise.report.collect import collect
 from equipoise.report.data import Audit, Picture, ReportData
 from equipoise.report.gallery import save_gallery
-from equipoise.report.margins import Margins
+from equipoise.report.margins import GLOBAL, PAIRS, Margins
 from equipoise.report.page import plotly_source, write_report
 from equipoise.report.png import data_uri
 from equipoise.runs import AttackRow, Run, certify
 from equipoise.runs.models import hash_module
 from equipoise.runs.rows import Row
-from equipoise.smoothing import SmoothedClassifier, radius_global
+from equipoise.smoothing import SmoothedClassifier
 from equipoise.smoothing.procedures import DEFAULT
 from equipoise.train import Progress, run_recipe
 
@@ -234,14 +234,15 @@ def _certify(network: Network, folder: Path, test: Dataset, s: Settings, tell: S
 def margins(
     network: Network, audit: Audit, x: Tensor, y: Tensor, ids: Sequence[int], s: Settings, tell: Say
 ) -> tuple[Margins, AttackResult]:
-    """Deterministic certificates by the audit's bound, attacked inside, and the closest adversarial examples found."""
+    """Deterministic certificates, rounding of the forward pass included, attacked inside, and the closest adversaries found."""
     what = f"attack the {network.title}"
     tell(what, 0, s.attack_rounds + 1)
     upper = exp_up(float(audit.bound["log_upper"]))
     with torch.no_grad():
         logits = network.model(x)
     prediction = logits.argmax(dim=1)
-    radius = radius_global(logits, prediction, Bound(upper, Kind.UPPER, "lipschitz_bound"))
+    certified = certified_radius(network.model, x, prediction, effort="fast")
+    radius = certified.radius.numpy()
 
     def attack(x: Tensor, y: Tensor, epsilon: Tensor, seed: int) -> AttackResult:
         return pgd(network.model, x, y, epsilon, s.attack_steps, seed=seed)
@@ -255,7 +256,7 @@ def margins(
     model = {"source": network.title, "hash": hash_module(network.model)}
     return Margins(
         model, "digits", upper, tuple(str(i) for i in ids), y.numpy().astype(np.int64), prediction.numpy().astype(np.int64),
-        radius, tuple(rows),
+        radius, tuple(rows), PAIRS if "pairs" in certified.methods else GLOBAL,
     ), found  # fmt: skip
 
 

@@ -13,8 +13,10 @@ from torch.export import ExportedProgram
 
 from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
+from equipoise.lipschitz.blame import blocks
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
+from equipoise.lipschitz.local.whole import whole_bound
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum
 from equipoise.lipschitz.pairs import pair_constants
 from equipoise.lipschitz.places import module_path
@@ -22,8 +24,9 @@ from equipoise.lipschitz.propagate import Propagation, elasticities, propagate, 
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Report, Row
 from equipoise.lipschitz.rules import Step
+from equipoise.norms.bracket import Cache
 
-ChainMethod = Literal["closed", "sdp", "lipsdp", "eclipse"]
+ChainMethod = Literal["closed", "sdp", "lipsdp", "eclipse", "multipliers"]
 
 
 def lipschitz_bound(
@@ -47,7 +50,9 @@ def lipschitz_bound(
         rtol: relative gap asked of every operator norm. From 0.02 on, convolutions are bounded by a faster route whose
             upper ends may be a few per cent looser than asked: what an audit needs.
         chain: how the dense layers at the end are bounded together: by the `closed` form, or by the programs `lipsdp`
-            (also `sdp`) or `eclipse` through cvxpy, with the solver's answer proved again.
+            (also `sdp`) or `eclipse` through cvxpy, with the solver's answer proved again. `multipliers` bounds the whole
+            network by one multiplier per neuron, without a solver: any graph that is affine up to pointwise activations and
+            max pooling, up to 3,000 neurons; refused by name beyond.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -71,7 +76,7 @@ def lipschitz_bound(
         raise Refused(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
-    found = [_report(p, ball, rtol, _solver(chain)) for p in (program, program.single) if p is not None]
+    found = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
     return replace(max(found, key=lambda report: report.log_upper), notes=program.notes, pairs=_largest(found))
 
 
@@ -83,18 +88,23 @@ def _largest(found: list[Report]) -> Tensor | None:
     return torch.stack(known).amax(0)
 
 
-def _report(program: Program, ball: float | None, rtol: float, solve: Solve | None) -> Report:
+def _report(program: Program, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
     run = propagate(program, ball, rtol)
-    together = chain_total(run, solve)
+    together = chain_total(run, _solver(chain))
+    if chain == "multipliers":
+        found = whole_bound(run, Cache(rtol))
+        together = found if together is None else min(found, together)
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
+    layers = rows(run)
     return Report(
-        totals[method], run.product, run.fused, rows(run), method, ball, program.notes, together, pair_constants(run)
-    )
+        totals[method], run.product, run.fused, layers, method, ball, program.notes, together, pair_constants(run),
+        blocks(run, layers),
+    )  # fmt: skip
 
 
 def _solver(chain: ChainMethod) -> Solve | None:
-    if chain == "closed":
+    if chain in ("closed", "multipliers"):
         return None
     from equipoise.lipschitz.sdp import sdp_log
 

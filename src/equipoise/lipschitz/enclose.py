@@ -127,7 +127,7 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
         case Largest(sliding=True):
             run = _runner(call, boxes)
             return run(lambda b: b.mid), run(lambda b: b.half), None
-        case Sorted() if len(sources) == 1:
+        case Sorted() if call.node.all_input_nodes == [step.gains[0][0].node]:
             mid = _runner(call, boxes)(lambda b: b.mid)
             return mid, torch.full_like(mid, box.dev), None
         case Pointwise():

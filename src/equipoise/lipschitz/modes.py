@@ -116,11 +116,13 @@ def asked_about(run: Callable[[], Any]) -> Asked:
             asked.gradients |= argument is torch.is_grad_enabled
             asked.inference |= argument is torch.is_inference_mode_enabled
 
-    before = sys.getprofile()
+    before: Any = sys.getprofile()
     sys.setprofile(watch)
     try:
         with _Attributes(asked):
             run()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(before if callable(before) else None)
+        if before is not None and not callable(before):
+            before.enable()  # cProfile, which is no function
     return asked

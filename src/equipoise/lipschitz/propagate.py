@@ -175,8 +175,8 @@ def _check(node: fx.Node, step: Step) -> None:
 
 def _advance(call: Call, step: Step, facts: dict[fx.Node, Facts]) -> Facts:
     sources = [s.node for s, _ in step.gains] + [s.part[0] for s, _ in step.gains if s.part is not None]
-    product = _combined(step, {n: facts[n].product for n in sources})
-    fused = _combined(step, {n: facts[n].fused for n in sources})
+    product = combined(step, {n: facts[n].product for n in sources})
+    fused = combined(step, {n: facts[n].fused for n in sources})
     form, base = _linear_run(step, facts)
     plain = len(step.gains) == 1 and base is step.gains[0][0].node
     if form is not None and base is not None and not plain and not _pending(call.node, step):
@@ -193,7 +193,7 @@ def _pending(node: fx.Node, step: Step) -> bool:
     return len(users) == 1 and users[0].target in (_aten.batch_norm.default, _aten.dropout.default)
 
 
-def _combined(step: Step, logs: dict[fx.Node, float]) -> float:
+def combined(step: Step, logs: dict[fx.Node, float]) -> float:
     """The bound after a step; parts of one tensor that do not overlap count once in a root of squares."""
     terms = [(s, log_product(log_up(gain), logs[s.node])) for s, gain in step.gains]
     if step.combine == "sum":

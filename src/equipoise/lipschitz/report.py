@@ -33,6 +33,15 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Block:
+    """A part of the network, its share of the log-bound, and the product bound if it and those before it were capped at 1."""
+
+    name: str
+    share: float
+    log_capped: float
+
+
+@dataclass(frozen=True)
 class Report:
     """Upper bounds of the Lipschitz constant of a network in ℓ2, with the layers they are made of.
 
@@ -51,6 +60,7 @@ class Report:
     notes: tuple[str, ...] = ()
     log_chain: float | None = None
     pairs: Tensor | None = field(default=None, repr=False, compare=False)
+    blocks: tuple[Block, ...] = ()
 
     @property
     def upper(self) -> float:
@@ -104,7 +114,17 @@ class Report:
             lines.append(
                 "fix first: " + ", ".join(f"{r.name} ({r.kind}{s})" for r, s in zip(first, shares, strict=True))
             )
-        return lines + [f"note: {note}" for note in self.notes]
+        return lines + self._blamed() + [f"note: {note}" for note in self.notes]
+
+    def _blamed(self) -> list[str]:
+        """The blocks the bound is due to, and what scaling their layers to norm 1 would leave of the product."""
+        if not self.blocks or not self._has_shares:
+            return []
+        named = ", ".join(f"{b.name} ({b.share:.0%})" for b in self.blocks[:3])
+        left = [f"{show_log(self.blocks[i].log_capped)} (first {i + 1})" for i in (0, 2) if i < len(self.blocks)]
+        return [
+            f"blocks to blame: {named}; with their layers scaled to norm 1 the product is at most {', '.join(left)}"
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers beyond the floats appear as null next to their logarithm."""
@@ -112,7 +132,9 @@ class Report:
             "upper": _finite(self.upper), "log_upper": _finite(self.log_upper), "product": _finite(self.product),
             "log_product": _finite(self.log_product), "fused": _finite(self.fused), "log_fused": _finite(self.log_fused),
             "log_chain": self.log_chain, "method": self.method, "norm": "l2", "kind": "upper", "ball": self.ball,
-            "notes": list(self.notes), "layers": [{k: _finite(v) for k, v in asdict(r).items()} for r in self.layers],
+            "notes": list(self.notes),
+            "blocks": [{k: _finite(v) for k, v in asdict(b).items()} for b in self.blocks],
+            "layers": [{k: _finite(v) for k, v in asdict(r).items()} for r in self.layers],
         }  # fmt: skip
 
     def to_json(self, indent: int | None = 2) -> str:

@@ -117,6 +117,10 @@ class Rounding:
         program = run.program
         if len(program.inputs) != 1 or len(program.outputs) != 1:
             raise Refused("rounding is bounded for networks with one input and one output")
+        if any(isinstance(c, Tensor) and c.is_floating_point() for c in program.native.values()):
+            raise Refused(
+                "the rounding of constants that an operation computes on its way is not bounded; compute them first"
+            )
         signals = {node: facts.signal for node, facts in run.facts.items()}
 
         def lookup(node: fx.Node) -> Any:
@@ -234,8 +238,8 @@ def _between(region: Region, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]) -
 
 def _known(call: Call, step: Step) -> bool:
     match step.map:
-        case Pointwise(function=function):
-            return function is not None and len(step.gains) == 1
+        case Pointwise(function=function, everywhere=everywhere):  # rounding may leave the domain of the slopes
+            return function is not None and everywhere and len(step.gains) == 1
         case Largest() | Sorted():
             return bool(step.gains)
         case Sum(weights=weights):

@@ -18,6 +18,7 @@ from equipoise.norms.differentiable import gram_norm, symbol_norm
 from equipoise.norms.tracked import power_norm
 
 Estimator = Literal["gram", "power"]
+Side = Literal["input", "output", "smaller"]
 #: output pixels per axis of the image that the power iteration runs on
 PIXELS = 8
 
@@ -105,10 +106,25 @@ class SN(Method):
         return gram_norm(blocks, self.iterations).amax(), delta
 
 
+def by_outputs(kernel: Geometry, side: Side) -> bool:
+    """Whether the outputs of a dense layer are rescaled instead of its inputs: `R·W` has the norm of `Wᵀ·R`.
+
+    `smaller` rescales the outputs of a dense layer that has fewer of them, from the smaller matrix WWᵀ, and inputs elsewhere.
+    """
+    if side not in get_args(Side):
+        raise InputError(f"side must be one of {', '.join(get_args(Side))}, got {side!r}")
+    if side == "output" and kernel.dims:
+        raise Refused("the outputs of a convolution are not rescaled here; use side='input' or 'smaller'")
+    return side == "output" or (side == "smaller" and not kernel.dims and kernel.shape[0] < kernel.shape[1])
+
+
 class AOL(Method):
     """Almost-orthogonal layers: every input channel is divided by the root of its row sum of |WᵀW|.
 
         W·diag(Σ_j |WᵀW|_ij)^(−1/2)
+
+    `side="smaller"` divides the outputs of a dense layer with more inputs than outputs, by the row sums of |WWᵀ|: the same
+    guarantee for a fraction of the cost, and another weight (so `side` belongs to the architecture).
 
     >>> W = AOL(Geometry((2, 2)))(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
     >>> float(torch.linalg.matrix_norm(W, 2)) <= 1
@@ -119,12 +135,14 @@ class AOL(Method):
 
     name: ClassVar[str] = "aol"
 
-    def setup(self) -> None:
-        """The phases of the input."""
-        self.phases = Phases(self.kernel)
+    def setup(self, side: Side = "input") -> None:
+        """The phases of the input, and what is rescaled."""
+        self.turned, self.phases = by_outputs(self.kernel, side), Phases(self.kernel)
 
     def forward(self, raw: Tensor) -> Tensor:
-        """`W·R`."""
+        """`W·R`, or `R·W`."""
+        if self.turned:
+            return rescaling(raw.mT[None])[0].mT
         K = self.phases.split(self.kernel.grouped(raw))
         return self.phases.join(rescaling(K)).reshape(raw.shape)
 
@@ -135,6 +153,7 @@ class SR(Method):
         W·R,   R_ii = (Σ_j |G_t|_ij q_j/q_i)^(−2^−t)
 
     `t = 1` with q = 1 is AOL, `t → ∞` is spectral normalisation. q = exp(log_q) starts at 1; every q keeps the guarantee.
+    `side` as in AOL.
 
     >>> sr = SR(Geometry((3, 3)), t=3)
     >>> bool(torch.linalg.matrix_norm(sr(torch.randn(3, 3)), 2) <= 1)
@@ -146,15 +165,18 @@ class SR(Method):
     name: ClassVar[str] = "sr"
     log_q: nn.Parameter | None
 
-    def setup(self, t: int = 2, learn_q: bool = True) -> None:
-        """Steps, phases, and the logarithm of q."""
+    def setup(self, t: int = 2, learn_q: bool = True, side: Side = "input") -> None:
+        """Steps, phases, what is rescaled, and the logarithm of q."""
         check_steps(t)
-        self.t, self.phases = t, Phases(self.kernel)
-        zeros = torch.zeros(self.kernel.groups, self.phases.channels, **self.factory)
+        self.t, self.turned, self.phases = t, by_outputs(self.kernel, side), Phases(self.kernel)
+        channels = self.kernel.shape[0] if self.turned else self.phases.channels
+        zeros = torch.zeros(self.kernel.groups, channels, **self.factory)
         self.register_parameter("log_q", nn.Parameter(zeros) if learn_q else None)
 
     def forward(self, raw: Tensor) -> Tensor:
-        """`W·R`."""
+        """`W·R`, or `R·W`."""
+        if self.turned:
+            return rescaling(raw.mT[None], self.t, self.log_q)[0].mT
         K = self.phases.split(self.kernel.grouped(raw))
         return self.phases.join(rescaling(K, self.t, self.log_q)).reshape(raw.shape)
 

@@ -23,8 +23,9 @@ from equipoise.core.precision import (
 from equipoise.maps.geometry import padding_norm
 from equipoise.maps.linear import Convolution
 from equipoise.maps.reading import read
-from equipoise.norms.carried_symbol import Grid, SymbolReference, drifts, refer, symbol_bracket, whole_bracket
+from equipoise.norms.carried_symbol import Grid, SymbolReference, drifts, flat_bracket, refer, symbol_bracket
 from equipoise.norms.convolution import conv_bracket
+from equipoise.norms.symbol import Symbol
 
 
 def symbol_size(kernel: Tensor) -> float:
@@ -60,8 +61,9 @@ class CarriedConvolution:
 
     On a known size with zero or circular padding the proof is carried frequency by frequency (`carried_symbol`): `weyl` from
     the bounds of all frequencies, `followed` where some have to be looked at, `renewed` where the drift has used up the room.
-    Elsewhere Weyl's inequality with `‖A − κS‖ ≤ sup_ω ‖E_{A − κS}(ω)‖_F` times the norm of the padding map, and `direct`
-    brackets.
+    Where a symbol turned out too flat for that, all its frequencies are proved below one number from then on (`flat`): nothing
+    is followed, and a proof is one factorisation per frequency. Elsewhere Weyl's inequality with
+    `‖A − κS‖ ≤ sup_ω ‖E_{A − κS}(ω)‖_F` times the norm of the padding map, and `direct` brackets.
     """
 
     def __init__(self, layer: nn.Module, input_size: tuple[int, ...] | None = None) -> None:
@@ -78,6 +80,7 @@ class CarriedConvolution:
         self.S: Tensor | None = None
         self.reference: SymbolReference | None = None
         self.lower, self.upper, self.kappa = 0.0, math.inf, 1.0
+        self.flat: float | None = None  # what was enough at S, once a symbol was too flat to be followed
 
     @torch.no_grad()
     def bracket(
@@ -103,7 +106,13 @@ class CarriedConvolution:
         """`(lower, upper, value)`: the value is reached by what the upper end is about (the circulant, where there is a grid)."""
         grid = self.grid if 1e-15 < float(frobenius(A.reshape(1, -1))) < 1e15 else None
         same = self.S is not None and self.S.dtype == A.dtype and self.S.device == A.device
-        if grid is not None:
+        if grid is not None and self.flat is not None:
+            if same:
+                yield "weyl", self._weyl(A, grid)
+                if not renew:
+                    return
+            yield "flat", self._flat(grid, A, enough, rtol)
+        elif grid is not None:
             if same and self.reference is not None:
                 yield from self._carried(grid, A, self.reference, enough, rtol)
                 if not renew:
@@ -113,32 +122,51 @@ class CarriedConvolution:
             self.S, self.kappa = A.clone(), 1.0
             still = torch.zeros_like(self.reference.peaks)
             found = symbol_bracket(grid, self.conv, A, self.reference, 1.0, still, enough, rtol)
-            rung = "renewed"
-            if found is None or found[1] > max(enough, (1 + rtol) * found[0]):
-                rung, found = "whole", whole_bracket(grid, self.conv, symbol, self.reference.peaks, enough, rtol)
-            if found is not None:
-                yield rung, (min(self.reference.lower, found[1]), found[1], found[0])
+            if found is not None and found[1] <= max(enough, (1 + rtol) * found[0]):
+                yield "renewed", (min(self.reference.lower, found[1]), found[1], found[0])
+            else:
+                yield "flat", self._flat(grid, A, enough, rtol, symbol)
         elif same and self.reference is None:
-            assert self.S is not None
-            kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
-            distance = self._distance(A, self.S, kappa)
-            yield "weyl", (max(0.0, down(kappa * self.lower) - distance), up(up(kappa * self.upper) + distance), 0.0)
+            yield "weyl", self._weyl(A)
             if not renew:
                 return
         yield "direct", self._direct(A, rtol)
+
+    def _weyl(self, A: Tensor, grid: Grid | None = None) -> tuple[float, float, float]:
+        assert self.S is not None
+        kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
+        distance = (
+            self._distance(A, self.S, kappa)
+            if grid is None
+            else up(float(self._drift(grid, A, self.S, kappa).max()) * grid.factor)
+        )
+        return max(0.0, down(kappa * self.lower) - distance), up(up(kappa * self.upper) + distance), 0.0
+
+    def _flat(
+        self, grid: Grid, A: Tensor, enough: float, rtol: float, symbol: Symbol | None = None
+    ) -> tuple[float, float, float]:
+        symbol = grid.symbol(self.conv, A, correlated=True) if symbol is None else symbol
+        self.flat, self.rtol = enough, rtol
+        self.lower, self.upper, value = flat_bracket(grid, self.conv, symbol, enough, rtol)
+        self.S, self.kappa, self.reference = A.clone(), 1.0, None
+        return self.lower, self.upper, value
 
     def _carried(
         self, grid: Grid, A: Tensor, reference: SymbolReference, enough: float, rtol: float
     ) -> Iterator[tuple[str, tuple[float, float, float]]]:
         assert self.S is not None
         kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
-        drift = up(drifts(grid, self.conv, torch.sub(A, self.S, alpha=kappa)) + self._lost(A, self.S, kappa))
+        drift = self._drift(grid, A, self.S, kappa)
         lower = max(0.0, down(kappa * reference.lower) - up(float(drift.max()) * grid.factor))
         upper = up(float(up(up(kappa * reference.peaks) + drift).max()) * grid.factor)
         yield "weyl", (min(lower, upper), upper, 0.0)
         found = symbol_bracket(grid, self.conv, A, reference, kappa, drift, enough, rtol)
         if found is not None:
             yield "followed", (min(lower, found[1]), found[1], found[0])
+
+    def _drift(self, grid: Grid, A: Tensor, S: Tensor, kappa: float) -> Tensor:
+        """`‖E_{A − κS}(ω_j)‖_F` at every frequency, with the rounding of the difference."""
+        return up(drifts(grid, self.conv, torch.sub(A, S, alpha=kappa)) + self._lost(A, S, kappa))
 
     def _lost(self, A: Tensor, S: Tensor, kappa: float) -> float:
         """What rounding the difference `A − κS` may have changed of its symbol."""
@@ -171,17 +199,18 @@ class CarriedConvolution:
         if self.S is None:
             return {}
         claims = [self.lower, self.upper, self.rtol] if self.reference is None else []
+        claims += [self.flat] if self.flat is not None else []
         return {"S": self.S.clone(), "numbers": torch.tensor([self.kappa, *claims], dtype=torch.float64)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict`: its claims are proved again, and a claim that cannot be is dropped."""
-        self.S = self.reference = None
+        self.S = self.reference = self.flat = None
         if "S" not in state:
             return
         S = require_finite(state["S"], "stored weight").clone()
         kappa, *claims = (float(x) for x in state["numbers"])
-        if S.shape != self.shape or len(claims) not in (0, 3):
+        if S.shape != self.shape or len(claims) not in (0, 3, 4):
             raise InputError(
                 f"stored weight of shape {tuple(S.shape)} does not fit a layer of shape {tuple(self.shape)}"
             )
@@ -192,10 +221,15 @@ class CarriedConvolution:
                 if self.grid is not None:
                     self.S, self.kappa, self.reference = S, kappa, refer(self.grid, self.conv, S)
                 return
-            lower, upper, self.rtol = claims
-            if not (0 <= lower <= upper < math.inf and 0 < self.rtol < 1):
+            lower, upper, self.rtol, *flat = claims
+            if not (0 <= lower <= upper < math.inf and 0 < self.rtol < 1 and all(0 <= x < math.inf for x in flat)):
                 return
-            found = self._proved(S)
+            if flat and self.grid is not None:
+                self.flat = flat[0]
+                symbol = self.grid.symbol(self.conv, S, correlated=True)
+                found = flat_bracket(self.grid, self.conv, symbol, self.flat, self.rtol)[:2]
+            else:
+                found = self._proved(S)
         if found[0] >= lower and found[1] <= upper:
             self.S, self.lower, self.upper, self.kappa = S, lower, upper, kappa
 

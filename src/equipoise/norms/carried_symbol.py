@@ -25,7 +25,7 @@ from equipoise.maps.geometry import Lattice, circular_lattice, is_whole_circle, 
 from equipoise.maps.linear import Convolution
 from equipoise.norms.convolution import windowed_lower
 from equipoise.norms.dense import lanczos, random_start
-from equipoise.norms.supremum import grid_cells
+from equipoise.norms.supremum import Search, grid_cells
 from equipoise.norms.symbol import Symbol, tap_positions
 from equipoise.norms.verify import below, verification_loss
 
@@ -241,41 +241,25 @@ def symbol_bracket(
     return value * grid.factor, up(upper * grid.factor)
 
 
-def whole_bracket(
-    grid: Grid, conv: Convolution, symbol: Symbol, peaks: Tensor, enough: float, rtol: float
-) -> tuple[float, float] | None:
-    """`(value, upper)` as `symbol_bracket`, without a basis: every frequency that may be too large by a Cholesky factorisation
-    in double precision. For symbols that are too flat for anything cheaper. None where no proof was found.
+def flat_bracket(
+    grid: Grid, conv: Convolution, symbol: Symbol, enough: float, rtol: float
+) -> tuple[float, float, float]:
+    """`(lower, upper, value)` without a basis: every frequency by one factorisation, for symbols too flat for anything cheaper.
+
+    `upper` is `enough` where that holds, else at most a factor `1 + rtol` above the value that the symbol reaches.
     """
-    cells = grid_cells(symbol, grid.sizes)
-    error = symbol.gram_error(torch.float64)
-
-    def grams(rows: Tensor) -> Tensor:
-        return torch.complex(*symbol.gram(cells.groups[rows], cells.omega[rows], torch.float64))
-
-    def reached(rows: Tensor) -> float:
-        found = 0.0
-        for G in grams(rows):
-            v = lanczos(G.matmul, random_start(G.shape[-1], G), steps=40)
-            found = max(found, float(torch.linalg.vector_norm(G @ v) / torch.linalg.vector_norm(v)))
-        return found**0.5
-
-    value = reached(peaks.topk(min(6, len(peaks))).indices)
-    for _ in range(4):
-        aim = max(enough / grid.factor, value * (1 + 0.8 * rtol))
-        open_ = (peaks > aim).nonzero()[:, 0]
-        left = []
-        for chunk in _chunks(len(open_), 48 * symbol.kernel.shape[2] ** 2):
-            rows = open_[chunk]
-            tau = torch.full((len(rows),), down(aim * aim), dtype=torch.float64, device=rows.device)
-            left.append(rows[~below(grams(rows), tau, error[cells.groups[rows]])])
-        failed = torch.cat(left) if left else open_
-        if not len(failed):
-            inside = peaks[peaks <= aim]
-            upper = max(aim if len(open_) else 0.0, float(inside.max()) if len(inside) else 0.0)
-            return value * grid.factor, up(upper * grid.factor)
-        value = max(value * (1 + rtol / 4), reached(failed[:6]))
-    return None
+    aim = down(enough / grid.factor)
+    search = Search(symbol, 0.8 * rtol, math.prod(grid.sizes))
+    found = search.over_grid(grid.sizes, aim)
+    value = math.sqrt(search.best) * (1 - 1e-6)
+    upper = enough if 0 < search.target <= down(aim * aim) else up(found.upper * grid.factor)
+    lower = 0.0
+    if conv.padding == "zeros":
+        G = torch.complex(*symbol.gram(torch.tensor([found.group]), found.omega[None], torch.float32))[0]
+        sides = [x.window_out if symbol.adjoint else x.window for x in grid.lattices]
+        v = lanczos(G.matmul, random_start(G.shape[-1], G), steps=24, settle=rtol)
+        lower = windowed_lower(symbol, found.group, found.omega, v, sides)
+    return min(lower, upper), upper, value * grid.factor
 
 
 def _thin(symbol: Symbol, groups: Tensor, omega: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, gamma, up
+from equipoise.core.precision import down, frobenius, gamma, up
 from equipoise.norms.dense import lanczos, random_start
 from equipoise.norms.symbol import Symbol
 from equipoise.norms.verify import below_parts, verification_loss
@@ -95,9 +95,10 @@ class Search:
         self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
         self.dtype, self.proof_dtype = torch.float32, torch.complex128
 
-    def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
-        """Maximum over the points of a grid."""
+    def over_grid(self, sizes: tuple[int, ...], enough: float = 0.0) -> SymbolBound:
+        """Maximum over the points of a grid; a bound of `enough` will do."""
         cells = grid_cells(self.symbol, sizes)
+        self.target = down(enough * enough)
         self._choose_dtype(self._scout(cells))
         step = tuple(1.5 * 2 * math.pi / n if n > 1 else 0.0 for n in sizes)
         for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice

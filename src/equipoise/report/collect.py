@@ -148,7 +148,10 @@ def _ways(run: Run) -> dict[str, dict[str, Any]]:
 def _deterministic(name: str, found: margin_file.Margins) -> _Part:
     model = found.model.get("source", "network")
     constant = round_up(found.lipschitz, 6)
-    about = f"Certifies the network itself: its margin divided by √2 times the Lipschitz bound {constant}."
+    divided = f"√2 times the Lipschitz bound {constant}"
+    if found.rule == margin_file.PAIRS:
+        divided = f"proved constants of pairs of classes, or by {divided} where that is better"
+    about = f"Certifies the network itself: its margin divided by {divided}."
     series = [
         Series(
             model,

@@ -19,11 +19,13 @@ from equipoise.runs import AttackRow
 
 NAME = "margins.json"
 FORMAT = 1
+#: how radii come from margins: by the bound of all logits, or by those of pairs of classes where they are better
+GLOBAL, PAIRS = "margin/(√2·L)", "the better of margin/(√2·L) and margin_k/K_yk, by pairs of classes"
 
 
 @dataclass(frozen=True, eq=False)
 class Margins:
-    """Margin certificates `R = margin/(√2·L)` of some inputs, with the constant they rest on and attacks against them."""
+    """Margin certificates of some inputs: the constant they rest on, the rule (`GLOBAL`, `PAIRS`), attacks against them."""
 
     model: Mapping[str, str]
     data: str
@@ -33,6 +35,7 @@ class Margins:
     prediction: Ints
     radius: Floats
     attacks: tuple[AttackRow, ...] = ()
+    rule: str = GLOBAL
 
     def save(self, folder: str | Path) -> Path:
         """Write `margins.json`, whole or not at all."""
@@ -42,6 +45,7 @@ class Margins:
             "format": FORMAT, "model": dict(self.model), "data": self.data, "lipschitz": _plain(self.lipschitz),
             "ids": list(self.ids), "labels": self.labels.tolist(), "prediction": self.prediction.tolist(),
             "radius": [_plain(r) for r in self.radius.tolist()], "attacks": [asdict(a) for a in self.attacks],
+            "rule": self.rule,
         }  # fmt: skip
         write_whole(folder / NAME, json.dumps(sealed(plain), ensure_ascii=False, allow_nan=False) + "\n")
         return folder / NAME
@@ -58,7 +62,7 @@ def load_margins(folder: str | Path) -> Margins:
             {str(k): str(v) for k, v in plain["model"].items()}, str(plain["data"]), float(plain["lipschitz"]),
             tuple(str(i) for i in plain["ids"]), np.array(plain["labels"], dtype=np.int64),
             np.array(plain["prediction"], dtype=np.int64), np.array([float(r) for r in plain["radius"]]),
-            tuple(AttackRow(**a) for a in plain["attacks"]),
+            tuple(AttackRow(**a) for a in plain["attacks"]), PAIRS if plain.get("rule") == PAIRS else GLOBAL,
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, InputError):

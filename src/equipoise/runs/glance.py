@@ -49,7 +49,6 @@ class Glance:
     chance: float = 0.0
     level: float = 0.0
     sigma: float | None = None
-    model: str = "MODEL"
     limited: str = ""
 
     def lines(self) -> list[str]:
@@ -94,7 +93,8 @@ class Glance:
             under = f"; under it {share:.0%} of the answers are {name!r}" if share > 0.5 else ""
             found.append(
                 f"warning: the network does not withstand noise of sigma {self.level:g}{under}{best}; train it under the noise "
-                f"(equipoise train --from {self.model} --noise {self.level:g}), or certify at a smaller --sigma"
+                f"(eq.regularizers.add_noise(x, {self.level:g}), or noise: of a recipe), put a --denoiser before it, or certify "
+                "at a smaller --sigma"
             )
         return found
 
@@ -140,7 +140,7 @@ def _shares(job: Job, y: Ints, before: Ints, after: Ints) -> Glance:
         len(y), float((before == y).mean()) if labelled else None, float((after == y).mean()) if labelled else None,
         float((before == after).mean()), _counts(job) if labelled else {}, *_reordered(job, y, before),
         favourite=(_name(job, top), float(answers[top] / len(y))),
-        chance=float(counts.max() / len(y)) if labelled else 0.0, level=job.parameters.sigma, model=job.model.source,
+        chance=float(counts.max() / len(y)) if labelled else 0.0, level=job.parameters.sigma,
         limited=f"--limit {limit.limit} takes the first of every class in turn (--first: as they lie)" if limit.balanced else "",
     )  # fmt: skip
 

@@ -112,7 +112,8 @@ def robustify(
     base, arguments = _named(folder)
     if shape is None:
         raise InputError(f"{folder / 'config.json'} does not say the shape of the inputs, so nothing can be bounded")
-    net = make_lipschitz(model, method=method, example_input=torch.zeros(1, *shape))
+    options: dict[str, Any] = {"side": "smaller"} if method in ("sr", "aol") else {}  # wide dense layers cost less
+    net = make_lipschitz(model, method=method, example_input=torch.zeros(1, *shape), **options)
     assert net.conversion is not None
     known = known_constant(net.module)
     if known is not None:  # a factor that holds for all weights, not only for those at the start
@@ -120,7 +121,7 @@ def robustify(
     start = run_dir / "state" / "start.safetensors"
     if not start.exists():
         _store(net, start)
-    made = {"base": base, "arguments": arguments, "method": method}
+    made = {"base": base, "arguments": arguments, "method": method, "options": options}
     chosen = _recipe(folder, method, data, recipe, distill)
     document = {
         **chosen,

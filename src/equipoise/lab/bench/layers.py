@@ -61,11 +61,8 @@ LAYERS: dict[str, tuple[Maker, float | None]] = {
 #: contestant → (module, class, arguments) of other libraries, tried where they are installed
 PEERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "orthogonium AOC": ("orthogonium.layers.conv.AOC", "AdaptiveOrthoConv2d", {"kernel_size": 3, "padding": 1}),
-    "orthogonium SOC": (
-        "orthogonium.layers.conv.adaptiveSOC",
-        "AdaptiveSOCConv2d",
-        {"kernel_size": 3, "padding": "same"},
-    ),
+    # its kernel is the exponential of a 3×3 one, 7×7, and «same» is counted from the 3×3 one
+    "orthogonium SOC": ("orthogonium.layers.conv.adaptiveSOC", "AdaptiveSOCConv2d", {"kernel_size": 3, "padding": 3}),
     "orthogonium AOL": ("orthogonium.layers.conv.AOL", "AOLConv2D", {"kernel_size": 3, "padding": 1}),
     "deel-torchlip spectral": ("deel.torchlip", "SpectralConv2d", {"kernel_size": 3, "padding": 1}),
 }

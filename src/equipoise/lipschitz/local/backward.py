@@ -121,13 +121,7 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
         centre, slip = inner.centre[k], inner.slip[k]
     middle = node.forward([(a + b) / 2 for a, b in ends], offset=True)
     half = node.forward([(b - a) / 2 for a, b in ends], magnitude=True) * _WIDER + 2 * spread
-    lip = node.forward([ball.lip[s] for s in node.sources], magnitude=True) * _WIDER
-    grown = [up(gain * ball.total[s]) for gain, s in zip(node.gains, node.sources, strict=True)]
-    total = up(math.hypot(*grown) if node.root else math.fsum(grown))
-    if node.rows is not None:
-        lip = torch.minimum(lip, up(node.rows * ball.total[node.sources[0]]))
-    total = min(total, up(float(torch.linalg.vector_norm(lip)) * _WIDER))
-    lip = lip.clamp_max(total)
+    lip, total = _differences(ball, node)
     low, high = middle - half, middle + half
     if ball.norm == "l2":
         moved = up(lip * ball.radius) + slip + 4 * _U * centre.abs()
@@ -139,6 +133,34 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
     ball.lip.append(lip)
     ball.total.append(total)
     ball.spread.append(spread)
+
+
+def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
+    """How much an affine node moves per unit of ‖δx‖₂, entry by entry and as a whole."""
+    lip = node.forward([ball.lip[s] for s in node.sources], magnitude=True) * _WIDER
+    grown = [up(gain * ball.total[s]) for gain, s in zip(node.gains, node.sources, strict=True)]
+    total = up(math.hypot(*grown) if node.root else math.fsum(grown))
+    if node.rows is not None:
+        lip = torch.minimum(lip, up(node.rows * ball.total[node.sources[0]]))
+    total = min(total, up(float(torch.linalg.vector_norm(lip)) * _WIDER))
+    return lip.clamp_max(total), total
+
+
+def whole_space(network: Network, x: Tensor) -> Ball:
+    """Differences alone, for all inputs: `lip` and `total` of every node; nothing is known of values."""
+    ball = Ball(network, x.detach().double().flatten(), math.inf)
+    for node in network.nodes:
+        if node is None:
+            lip, total = torch.ones_like(ball.x), 1.0
+        elif isinstance(node, Affine):
+            lip, total = _differences(ball, node)
+        else:
+            steep = max(abs(v) for v in node.curve.slopes)
+            lip, total = up(steep * ball.lip[node.source]), up(steep * ball.total[node.source])
+        ball.lip.append(lip)
+        ball.total.append(total)
+        ball.low.append(torch.full_like(lip, -math.inf))
+    return ball
 
 
 def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> None:

@@ -95,6 +95,7 @@ def _continued(
         lambda t: function(t.clamp_min(low)),
         at_zero=up(at[0] * (1 + 1e-12)) if low > 0 else 0.0,
         peak=peak if math.isfinite(peak) else math.inf,
+        everywhere=False,  # below the lowest entry the function itself is steeper
     )
     return _above(pointwise(call, curve, label), _least(function, low, x.peak, steep))
 

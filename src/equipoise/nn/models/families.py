@@ -37,7 +37,11 @@ def families() -> tuple[str, ...]:
     >>> {"bcop", "aol", "sr", "cpl", "liresnet"} <= set(families())
     True
     """
-    return tuple(sorted({name for name, row in methods().items() if nn.Conv2d in row} | set(BLOCKS)))
+    layers: dict[Any, str] = {}  # a layer with two names (BCOP, AOC) is one family
+    for name, row in methods().items():
+        if nn.Conv2d in row:
+            layers.setdefault(row[nn.Conv2d], name)
+    return tuple(sorted({*layers.values(), *BLOCKS}))
 
 
 def lipschitz_cnn(

@@ -47,8 +47,8 @@ class Settings:
     """The networks, the draws and the radii at which certified accuracy is compared."""
 
     cases: tuple[Case, ...] = CASES
-    sampling: Sampling = Sampling(10_000)  # noqa: RUF009 - frozen
-    inputs: int = 100
+    sampling: Sampling = Sampling(2000)  # noqa: RUF009 - frozen
+    inputs: int = 60
     epochs: int | None = None
     epsilons: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
 
