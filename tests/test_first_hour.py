@@ -19,7 +19,7 @@ def commands():
     """The `equipoise` lines of the first block of the guide."""
     section = GUIDE.read_text(encoding="utf-8").partition("## The first ten minutes")[2].partition("\n## ")[0]
     block = re.search(r"```console\n(.*?)```", section, re.DOTALL)[1]
-    lines = [line.removeprefix("$ ") for line in block.splitlines()]
+    lines = [line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
     assert lines[0].startswith("git clone")
     assert "pip install" in lines[1]
     return [shlex.split(line, comments=True)[1:] for line in lines[2:]]

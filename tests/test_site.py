@@ -79,6 +79,8 @@ FORMULAS = {
     "unbalanced (σ": "<mi>σ</mi>",
     "σ)": "<mo>)</mo>",
     "σ^": "<msup>",
+    "VVᵀ": "<mi>V</mi><msup><mi>V</mi><mi>T</mi></msup>",
+    "CE(σ)": "<mi>CE</mi>",
 }
 
 
