@@ -142,12 +142,13 @@ def _expected_radius(
 
 
 def _joint_promise(keys: Floats, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float) -> Floats:
-    """The radius of the joint test, where there are enough votes against the class for it to be better than two bounds.
+    """The radius of the joint test, where it can be better than two bounds: with enough votes against the class, and a
+    selection sample that is not too small to place its zone.
 
     It takes longer, so it has to promise one percent more.
     """
     found = np.full(len(keys), -1.0)
-    some = (keys[:, 2] - keys[:, 0]) * n > 30 * keys[:, 2]
+    some = ((keys[:, 2] - keys[:, 0]) * n > 30 * keys[:, 2]) & (n <= 40 * keys[:, 2])
     if some.any():
         hits, rival = np.floor(n * p1[some]), np.ceil(n * p2[some])
         seen = keys[some, 0], keys[some, 1], keys[some, 2]

@@ -15,6 +15,7 @@ of `reduced`. Reference: Zhang et al. 2018 (CROWN); rounding as in `core.precisi
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -72,11 +73,12 @@ def enclose_ball(
     *,
     most_rows: int | None = None,
     inner: Ball | None = None,
+    deadline: float = math.inf,
 ) -> Ball | None:
     """The ball with every pre-activation interval refined backward; None where values leave the floats.
 
     `most_rows` leaves a layer with more open neurons than that unrefined. `inner` is a smaller ball around the same
-    point: its centre is taken over.
+    point: its centre is taken over. After `deadline` (of `time.monotonic()`) intervals are left as they are.
     """
     ball = Ball(network, x.detach().double().flatten(), radius, norm)
     read = {node.source for node in network.nodes if isinstance(node, Activation)}
@@ -90,8 +92,9 @@ def enclose_ball(
         if not bool(torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all()):
             return None
         if k in read:
-            _refine(ball, k, most_rows)
-            _sharpen(ball, k)
+            _refine(ball, k, most_rows, deadline)
+            if time.monotonic() < deadline:
+                _sharpen(ball, k)
     return ball
 
 
@@ -192,7 +195,7 @@ def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> Non
     ball.spread.append(g * (largest + torch.maximum(lines.below.abs(), lines.above.abs())) + 1e-300)
 
 
-def _refine(ball: Ball, k: int, most_rows: int | None) -> None:
+def _refine(ball: Ball, k: int, most_rows: int | None, deadline: float) -> None:
     """Tighten the interval of node k, for the entries whose activation is not known to be linear."""
     low, high = ball.low[k], ball.high[k]
     readers = [n.curve for n in ball.network.nodes if isinstance(n, Activation) and n.source == k]
@@ -201,7 +204,10 @@ def _refine(ball: Ball, k: int, most_rows: int | None) -> None:
     if not len(wanted) or (most_rows is not None and len(wanted) > most_rows):
         return
     ball.rows += 2 * len(wanted)
-    for part in wanted.split(max(1, ENTRIES // (2 * ball.network.widest))):
+    largest = ENTRIES if deadline == math.inf else ENTRIES // 8  # smaller batches end sooner
+    for part in wanted.split(max(1, largest // (2 * ball.network.widest))):
+        if time.monotonic() > deadline:
+            break
         unit = torch.zeros(len(part), ball.network.sizes[k], dtype=torch.float64)
         unit[torch.arange(len(part)), part] = 1.0
         found = lower_bounds(ball, k, torch.cat([unit, -unit]))

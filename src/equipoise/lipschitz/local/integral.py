@@ -60,7 +60,9 @@ class Case:
         """The enclosure on the ball, computed once."""
         if radius not in self.balls:
             known = next((b for b in self.balls.values() if b is not None), None)
-            self.balls[radius] = enclose_ball(self.network, self.x, radius, self.norm, inner=known)
+            self.balls[radius] = enclose_ball(
+                self.network, self.x, radius, self.norm, inner=known, deadline=self.deadline
+            )
         return self.balls[radius]
 
     def relaxed(self, radius: float) -> Tensor:

@@ -238,7 +238,7 @@ class Certifier:
     def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The exact logits lie within the second tensor of the first."""
         if self.network is not None:
-            ball = enclose_ball(self.network, x, 0.0, "l1")
+            ball = enclose_ball(self.network, x, 0.0, "l1", most_rows=0)
             if ball is not None:
                 return ball.centre[-1], ball.slip[-1]
         if self.rounding is not None:

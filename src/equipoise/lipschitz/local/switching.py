@@ -56,7 +56,7 @@ class Switching:
             return math.inf
         began = time.monotonic()
         deadline = math.inf if self.seconds is None else began + self.seconds
-        ball = enclose_ball(self.network, x, radius)
+        ball = enclose_ball(self.network, x, radius, deadline=deadline)
         if ball is None:
             self.note = "no multipliers: values beyond the floats"
             return math.inf

@@ -146,7 +146,7 @@ def fashion_row(net: nn.Module, x: Tensor, label: Tensor, i: int, settings: Sett
     )
     smooth = SmoothedClassifier(net, settings.sigma, 10, seed=0).certify(x, n=context.steps_of(settings.draws), ids=[i])
     return {
-        "part": "fashion", "image": i, "right": right, "crown": crown, "radius": float(best.radius),
+        "part": "fashion", "image": i, "epsilon": settings.epsilon, "right": right, "crown": crown, "radius": float(best.radius),
         "zonotope": zonotope_radius(net, x, 2 * crown) if crown > 0 and not dry else crown, "method": best.methods[0],
         "smoothed": float(smooth.radius[0]) if int(smooth.prediction[0]) == int(label) else 0.0,
         "cpu seconds": round(took, 2),
@@ -224,10 +224,11 @@ def _fashion(rows: Sequence[Row]) -> Verdict:
         k: math.exp(float(np.mean([math.log(r["radius"] / r[k]) for r in right]))) if right else math.nan
         for k in ("zonotope", "crown")
     }
-    share = {k: 100 * float(np.mean([r[k] >= 0.1 for r in rows])) for k in ("radius", "crown", "smoothed")}
+    share = {k: 100 * float(np.mean([r[k] >= r["epsilon"] for r in rows])) for k in ("radius", "crown", "smoothed")}
     text = (
         f"{over['zonotope']:.2f} × zonotope, {over['crown']:.2f} × CROWN over {len(right)} images (test accuracy "
-        f"{100 * rows[0]['accuracy']:.1f} %); certified accuracy at 0.1: {share['radius']:.0f} % (CROWN {share['crown']:.0f} %; "
+        f"{100 * rows[0]['accuracy']:.1f} %); certified accuracy at {rows[0]['epsilon']:g}: {share['radius']:.0f} % "
+        f"(CROWN {share['crown']:.0f} %; "
         f"the smoothed network {share['smoothed']:.0f} %, at risk 0.001) of {len(rows)} images"
     )
     done = over["zonotope"] >= GOAL_FASHION and over["crown"] >= 1
