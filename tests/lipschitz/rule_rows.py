@@ -216,6 +216,12 @@ DOMAINS = {
     "variance on ball": (lambda x: x.var(1), (6,), 0.8, 2.0),
     "normalize": (lambda x: F.normalize(x, dim=1, eps=0.5), (6,), 0.99, None),
     "normalize plus": (lambda x: x / (x.norm(dim=-1, keepdim=True) + 0.5), (6,), 0.9, None),
+    "normalize copies": (
+        lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(0.5).expand(-1, 4, 6),
+        (1, 6),
+        0.99,
+        None,
+    ),
     "cosine similarity": (
         lambda x: F.cosine_similarity(x, torch.ones(6, dtype=x.dtype), dim=1, eps=1.0),
         (6,),

@@ -68,7 +68,7 @@ def case(name: str):
     return net.float().eval().requires_grad_(False), 3 * torch.randn(5, *shape)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "1-Lipschitz")) for n in CASES])
 def test_evaluations_stay_within_the_bound(name):
     net, x = case(name)
     found = forward_error(net, x, radius=0.5)

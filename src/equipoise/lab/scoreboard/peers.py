@@ -6,11 +6,14 @@ that the forward pass uses, as for ours. They are no registered models: their ch
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from equipoise.core.errors import InputError
 from equipoise.nn.activations import BetaAbs
@@ -23,6 +26,19 @@ PEERS = {
     "orthogonium-aoc": f"{__name__}:orthogonium_aoc",
     "torchlip-spectral": f"{__name__}:torchlip_spectral",
 }
+
+
+def baked(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode with the weights that `parametrize` computes now, as plain weights: one fixed map.
+
+    Layers with a power iteration of their own change a buffer with every call; what is certified must not.
+    """
+    fixed = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        for module in list(fixed.modules()):
+            for name in list(getattr(module, "parametrizations", {})):
+                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    return fixed
 
 
 def _module(name: str, package: str) -> Any:

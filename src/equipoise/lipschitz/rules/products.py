@@ -60,9 +60,8 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
             return Step(((a, 1.0),), "softsign", offset=0.0, peak=1.0, map=TABLE["softsign"])
     eps = _length_floor(bottom, a)
     if eps > 0:
-        return Step(
-            ((a, up(1 / eps)),), "normalised", offset=0.0, peak=1.0, row=1.0 if _by_rows(bottom, a) else math.inf
-        )
+        row = 1.0 if _by_rows(bottom, a) and a.shape[-1:] == call.shape[-1:] else math.inf
+        return Step(((a, up(copies(a, call.shape) / eps)),), "normalised", offset=0.0, peak=1.0, row=row)
     if not b.low > 0:
         call.refuse("dividing one branch by another is not Lipschitz near 0", "use a normalisation layer with an ε")
     if not math.isfinite(a.peak):
