@@ -102,19 +102,32 @@ def gains(rows: Sequence[Row]) -> dict[tuple[str, str], dict[float, Mean]]:
     return {group: {e: gain(group, e) for e in epsilons} for group in groups}
 
 
+def mean_gain(rows: Sequence[Row], group: tuple[str, str]) -> tuple[Mean, float]:
+    """SR − AOL, averaged over the radii at which anything is certified, seed by seed; and the published one."""
+    table = dict(zip(sorted({r["epsilon"] for r in rows}), PUBLISHED_GAINS, strict=True))
+    found = {e: [values(rows, group, r, e) for r in ("sr", "aol")] for e in table}
+    kept = [e for e, cells in found.items() if min(map(max, cells)) >= 1]
+    seeds = range(len(found[kept[0]][0]))
+    gain = [sum(found[e][0][k] - found[e][1][k] for e in kept) / len(kept) for k in seeds]
+    return mean_of(gain), sum(table[e] for e in kept) / len(kept)
+
+
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Every paired gain against the one published at its ε (CIFAR-10, S), by its interval."""
-    every = gains(rows)
-    found = [g for group in every.values() for g in group.values()]
-    published = PUBLISHED_GAINS * len(every)
-    label = combined([gain_label(g, effect) for g, effect in zip(found, published, strict=True)])
-    texts = []
-    for group, by_epsilon in every.items():
+    """The gain averaged over the radii at which one network of each kind certifies 1 % of the inputs, against the
+    published ones of CIFAR-10, S: single radii of few seeds decide nothing, and where nothing is certified nothing is
+    gained.
+    """
+    texts, labels = [], []
+    for group, by_epsilon in gains(rows).items():
+        gain, said = mean_gain(rows, group)
+        labels.append(gain_label(gain, said))
         tables = {r: [mean_of(values(rows, group, r, e)).value for e in by_epsilon] for r in RESCALINGS}
         lines = " → ".join("/".join(f"{v:.2f}" for v in tables[r]) for r in RESCALINGS)
-        gain = ", ".join(g.signed for g in by_epsilon.values())
-        texts.append(f"{group[1]}: {lines} %, gain {gain} ({found[0].seeds} seeds)")
-    return Verdict(label, "; ".join(texts), EXPERIMENT.published)
+        each = ", ".join(g.signed for g in by_epsilon.values())
+        texts.append(
+            f"{group[1]}: {gain.signed} points on average, published {said:+.2f}; {lines} %, gain {each} ({gain.seeds} seeds)"
+        )
+    return Verdict(combined(labels), "; ".join(texts), EXPERIMENT.published)
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -198,6 +211,6 @@ EXPERIMENT = of_module(
             "metrics": {"bound": False, "every": 20},
         },
     ),
-    power=lambda rows: power_of_mean(next(iter(gains(rows).values()))[0.0], PUBLISHED_GAINS[0]),
+    power=lambda rows: power_of_mean(*mean_gain(rows, next(iter(gains(rows))))),
     needs=("cifar10.npz", "fashion_mnist.npz"),
 )
