@@ -23,7 +23,7 @@ NETS = networks()
 
 @pytest.mark.parametrize("name", NETS)
 def test_the_attack_stays_below_the_certificate(name):
-    """Radii alternate from network to network; both on every network are in the slow run of random ones."""
+    """Radii alternate from network to network."""
     net, shape, _ = NETS[name]
     radius = (0.5, 0.01)[list(NETS).index(name) % 2]
     torch.manual_seed(2)
