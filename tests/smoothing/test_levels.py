@@ -117,7 +117,6 @@ def test_the_command_takes_one_level_per_channel(equipoise, tmp_path):
         ([0.5, float("nan")], InputError, "positive"),
         ("0.5x", InputError, "positive number"),
     ],
-    ids=str,
 )
 def test_levels_that_are_refused(sigma, kind, words):
     for make in (Levels.of, lambda s: SmoothedClassifier(Plane(0).eval(), s, 2)):
