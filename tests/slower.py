@@ -12,7 +12,7 @@ from pathlib import Path
 
 LIST = Path(__file__).with_suffix(".txt")
 #: a row is quick below this many seconds
-QUICK = 0.05
+QUICK = 0.04
 LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown)\s+(\S.*?)\s*$")
 
 
