@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.cli.consoles import emit_json, messages, percent, results, table
 from equipoise.cli.data_options import Classes, Columns, Layout, Size, read_data
 from equipoise.core.errors import InputError
 
@@ -350,15 +350,6 @@ def _show_plan(e: Estimate) -> None:
     console.print(shown)
     for line in e.lines():
         console.print(line, markup=False, soft_wrap=True)
-
-
-def percent(share: float) -> str:
-    """A share in percent, rounded down to two decimals.
-
-    >>> percent(0.2), percent(2 / 3), percent(1.0)
-    ('20.00', '66.66', '100.00')
-    """
-    return f"{math.floor(share * 1e4 + 1e-6) / 100:.2f}"
 
 
 def _epsilons(text: str | None) -> list[float] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.consoles import emit_json, messages, percent, progress, results, table
 from equipoise.core.bounds import round_down
 from equipoise.core.errors import InputError
 
@@ -79,8 +79,6 @@ def certify_deterministic(
 def _finish(run: ProvedRun, levels: list[float] | None, export: Path | None, json: bool) -> None:
     """Export, print the summary, and say by the exit code whether inputs failed or an attack broke a radius."""
     from rich.markup import escape
-
-    from equipoise.cli.certify import percent
 
     found = run.summary(levels)
     if export is not None:
