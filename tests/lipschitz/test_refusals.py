@@ -71,7 +71,7 @@ REFUSED = {
         "jump",
     ),
     "argmax index": (lambda x: x.max(1)[1].to(x.dtype), "jumps"),
-    "mask of the input": (lambda x: torch.where(x > 0, x, 1.0), "no Lipschitz rule"),
+    "mask of the input": (lambda x: torch.where(x > 0, x, 1.0), "decision"),
     "gather by the input": (lambda x: x[:, (x[0] > 0).to(torch.long)], "decision"),
     "active dropout": (lambda x: F.dropout(x, 0.5, True), "eval"),
     "batch statistics": (lambda x: F.batch_norm(x, None, None, training=True), "eval|does not run"),

@@ -13,7 +13,8 @@ from equipoise.lipschitz.values import functional
 
 _aten = torch.ops.aten
 _ADD = {_aten.add.Tensor, _aten.add.Scalar}
-_POOLS = {_aten.avg_pool1d.default, _aten.avg_pool2d.default, _aten.avg_pool3d.default}
+#: over how many dimensions they pool
+_POOLS = {_aten.avg_pool1d.default: 1, _aten.avg_pool2d.default: 2, _aten.avg_pool3d.default: 3}
 _MUL, _DIV = {_aten.mul.Tensor}, {_aten.div.Tensor}
 
 
@@ -72,14 +73,17 @@ def power_pooling(node: fx.Node) -> Pooling | None:
     average = _signed(scaled)
     if average is None or average.target not in _POOLS or average.kwargs:
         return None
-    powered, sizes, *rest = average.args
+    given: Any = average.args
+    powered, sizes, *rest = given
     if not isinstance(powered, fx.Node) or powered.target is not _aten.pow.Tensor_Scalar or powered.kwargs:
         return None
     x, order = powered.args
     if not isinstance(x, fx.Node) or not isinstance(order, int | float) or not _plain(order) or inverse != 1 / order:
         return None
-    sizes, steps = tuple(sizes), tuple(rest[0] if rest and rest[0] else sizes)  # type: ignore[arg-type]
-    if scaled.args[1] != math.prod(sizes) or any(_set(value) for value in rest[1:2]) or len(rest) > 3:
+    sizes, steps = tuple(sizes), tuple(rest[0] if rest and rest[0] else sizes)
+    if {len(sizes), len(steps)} != {_POOLS[average.target]} or scaled.args[1] != math.prod(sizes):
+        return None
+    if any(_set(value) for value in rest[1:2]) or len(rest) > 3:
         return None
     spatial = x.meta["val"].shape[-len(sizes) :]
     cut = len(rest) > 2 and rest[2] and any((n - k) % s for n, k, s in zip(spatial, sizes, steps, strict=True))
