@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, percent, progress, results, table
+from equipoise.cli.consoles import emit_json, messages, progress, results, table
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def _show(summary: AttackSummary, json: bool) -> None:
     if json:
         emit_json(summary.to_dict())
         return
+    from equipoise.core.accuracy import percent
 
     proved = ["certified"] if summary.certified else []
     kinds = [f"attacked, {kind}" for kind in reversed(summary.accuracy)]

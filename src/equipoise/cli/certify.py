@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, percent, results, table
+from equipoise.cli.consoles import emit_json, messages, results, table
 from equipoise.cli.data_options import Classes, Columns, Layout, Size, read_data
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
     from equipoise.runs import Execution, Job, Run
     from equipoise.runs.glance import Glance
+    from equipoise.runs.parameters import Settings
     from equipoise.runs.plan import Estimate
     from equipoise.smoothing import Certificates
 
@@ -121,8 +122,8 @@ def certify(
     from equipoise.runs.engines import find_engine
     from equipoise.runs.export import check_path
     from equipoise.runs.manifest import is_run, read_manifest, require_same
+    from equipoise.runs.parameters import Settings
     from equipoise.runs.proved import is_proved
-    from equipoise.smoothing.procedures import DEFAULT
 
     names, levels = list(targets or []), _epsilons(epsilon)
     own = {"norm": norm, "effort": effort, "seconds": seconds, "attack_steps": attack_steps}
@@ -164,14 +165,15 @@ def certify(
     relative = 0.1 if adaptive and target_radius is None else None
     if target_radius is not None and not adaptive:
         raise InputError("--target-radius goes with --adaptive")
-    job = _job(
-        names[0], weights, data, split, _Reading(layout, size, columns, classes), channels(mean, std),
-        sigma=noise_levels(sigma), n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
-        procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
-        relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=noise, denoiser=denoiser,
-        device=device, batch_size=batch_size,
-        nonfinite=nonfinite,
+    given: dict[str, Any] = {"alpha": alpha, "procedure": procedure}
+    asked = Settings(
+        noise_levels(sigma), n0=n0, n=n, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
+        relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=cast(Any, noise),
+        denoiser=denoiser, device=device, batch_size=batch_size, nonfinite=cast(Any, nonfinite),
+        **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
+    reading = _Reading(layout, size, columns, classes)
+    job = _job(names[0], weights, data, split, reading, channels(mean, std), asked)
     if plan:
         return _plan(job, workers, json)
     folder = run or job.default_folder()
@@ -217,19 +219,19 @@ class _Reading(NamedTuple):
 
 
 def _job(
-    model: str, weights: Path | None, data: str, split: str | None, reading: _Reading, scaling: _Scaling | None, **settings: Any
+    model: str, weights: Path | None, data: str, split: str | None, reading: _Reading, scaling: _Scaling | None, asked: Settings
 ) -> Job:  # fmt: skip
     from equipoise.checkpoints import load_model
-    from equipoise.runs import describe
+    from equipoise.runs.jobs import prepare
     from equipoise.runs.models import normalised
 
-    shown = data if split is None else f"{data}#{split}"
-    if settings["denoiser"] is not None:
-        settings["denoiser"] = load_model(settings["denoiser"], batch=CHUNK)
+    asked = replace(asked, name=data if split is None else f"{data}#{split}")
+    if asked.denoiser is not None:
+        asked = replace(asked, denoiser=load_model(asked.denoiser, batch=CHUNK))
     loaded = load_model(model, weights, batch=CHUNK)
     if scaling is not None:
         loaded = normalised(loaded, *scaling)
-    return describe(loaded, read_data(data, split, **reading._asdict(), labelled=False), name=shown, **settings)
+    return prepare(loaded, read_data(data, split, **reading._asdict(), labelled=False), asked)
 
 
 def channels(mean: str | None, std: str | None) -> _Scaling | None:
@@ -314,6 +316,8 @@ def _finish(
         emit_json({"run": str(run.folder), **summary.to_dict(), **looked, "manifest": run.manifest.to_dict()})
     else:
         from rich.markup import escape
+
+        from equipoise.core.accuracy import percent
 
         console = results()
         share = "certified accuracy" if summary.labelled else "certified (no labels: any answer)"

@@ -82,6 +82,7 @@ def _telling(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _show(data: ReportData, console: Console) -> None:
+    from equipoise.core.accuracy import percent
     from equipoise.core.bounds import round_down, round_up
     from equipoise.lipschitz.logs import show_log
 
@@ -95,7 +96,7 @@ def _show(data: ReportData, console: Console) -> None:
     numbers = (*(f"ε = {e:g}" for e in levels), "average radius")
     shown = table("certified accuracy, at least", "network", "procedure", *numbers, right=numbers)
     for s in data.series:
-        shares = [f"{int(1000 * float(s.accuracy(e))) / 10:.1f} %" for e in levels]
+        shares = [f"{percent(float(s.accuracy(e)), 1)} %" for e in levels]
         shown.add_row(s.model, s.procedure, *shares, round_down(s.average_radius, 3))
     for attack in data.attacks:
         if attack.run.endswith(("margin", "votes")):

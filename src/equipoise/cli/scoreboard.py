@@ -73,8 +73,8 @@ def _tell(cell: Cell, figures: dict[str, Any]) -> None:
     if "refused" in figures:
         messages().print(f"{cell.name}: refused: {figures['refused']}", markup=False, soft_wrap=True)
         return
+    from equipoise.core.accuracy import percent
+
     first = next(iter(figures["certified"].values()))
-    said = (
-        f"{cell.name}: clean {figures['accuracy']:.2%}, certified {first:.2%}, {figures['step_seconds']:.3f} s a step"
-    )
+    said = f"{cell.name}: clean {figures['accuracy']:.2%}, certified {percent(first)}%, {figures['step_seconds']:.3f} s a step"
     messages().print(said, markup=False, soft_wrap=True)
