@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
+from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, messages, results, table
-from equipoise.cli.data_options import Classes, Columns, Layout, Size, read_data
+from equipoise.cli.options import read_data
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ Targets = Annotated[list[str] | None, typer.Argument(metavar="MODEL|RUN...", hel
 def certify(
     targets: Targets = None,
     data: Annotated[str | None, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")] = None,
-    split: Annotated[str | None, typer.Option(help="which part of the data; default: test")] = None,
+    split: options.Split = None,
     sigma: Annotated[
         str | None,
         typer.Option(help="noise level, in the units of the model's input; or one per channel: 0.25,0.25,0.5"),
@@ -51,19 +52,17 @@ def certify(
     limit: Annotated[
         int | None, typer.Option(help="at most this many inputs, the first of every class in turn")
     ] = None,
-    skip: Annotated[int, typer.Option(help="leave out the first inputs")] = 0,
-    stride: Annotated[int, typer.Option(help="take every so many-th input")] = 1,
+    skip: options.Skip = 0,
+    stride: options.Stride = 1,
     first: Annotated[
         bool, typer.Option("--first", help="with --limit: the first as they lie, not as many of each class")
     ] = False,
-    classes: Classes = None,
-    layout: Layout = None,
-    size: Size = None,
-    columns: Columns = None,
-    mean: Annotated[
-        str | None, typer.Option(help="the model takes (x − mean)/std: one number per channel, e.g. 0.5,0.5,0.5")
-    ] = None,
-    std: Annotated[str | None, typer.Option(help="see --mean; noise and radii stay in the units of the data")] = None,
+    classes: options.Classes = None,
+    layout: options.Layout = None,
+    size: options.Size = None,
+    columns: options.Columns = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
     seed: Annotated[int | None, typer.Option(help="of the noise; default: drawn from the operating system")] = None,
     denoiser: Annotated[
         str | None, typer.Option(help="a model from noisy image to image, put before MODEL (denoised smoothing)")
@@ -76,10 +75,10 @@ def certify(
     gpus_per_worker: Annotated[
         float, typer.Option(help="ray with --device cuda: GPUs of each worker; 0.5: two share one")
     ] = 1.0,
-    device: Annotated[str, typer.Option(help="where the network runs")] = "cpu",
+    device: options.Device = "cpu",
     batch_size: Annotated[int | None, typer.Option(help="most draws in one forward pass (memory); at most 100")] = None,
     run: Annotated[Path | None, typer.Option(help="run directory; default: runs/certify-<digest>")] = None,
-    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
+    weights: options.Weights = None,
     epsilon: Annotated[str | None, typer.Option(help="radii for certified accuracy, e.g. 0,0.25,0.5")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="estimate time and memory, run nothing")] = False,
     re_derive: Annotated[bool, typer.Option("--re-derive", help="other alpha or procedure, no forward pass")] = False,
@@ -96,7 +95,7 @@ def certify(
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="deterministic: budget per input")] = None,
     attack_steps: Annotated[int | None, typer.Option(help="deterministic: of the attack beside; 0: none")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    json: options.Json = False,
 ) -> None:
     """Certify the inputs of a dataset by randomized smoothing; every certificate holds with probability 1 − alpha.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ def demo(
         "equipoise-demo"
     ),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds: every step, little of each.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """The main job on bundled digits, in a minute or two: no download, no GPU.
 

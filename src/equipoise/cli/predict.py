@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from equipoise.cli import options
 from equipoise.cli.certify import CHUNK, channels, noise_levels
 from equipoise.cli.consoles import emit_json, progress, results, table
-from equipoise.cli.data_options import Classes, Columns, Layout, Size, read_data
+from equipoise.cli.options import read_data
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,17 +27,17 @@ def predict(
     run: Annotated[Path | None, typer.Option(help="certification run of the same model: its noise is used")] = None,
     n: Annotated[int, typer.Option(help="draws per input")] = 1000,
     alpha: Annotated[float, typer.Option(help="risk of a wrong majority, per input")] = 1e-3,
-    split: Annotated[str | None, typer.Option(help="which part of the data; default: test")] = None,
+    split: options.Split = None,
     limit: Annotated[int | None, typer.Option(help="at most this many inputs, as they lie")] = None,
-    classes: Classes = None,
-    layout: Layout = None,
-    size: Size = None,
-    columns: Columns = None,
-    mean: Annotated[str | None, typer.Option(help="the model takes (x − mean)/std: one number per channel")] = None,
-    std: Annotated[str | None, typer.Option(help="see --mean")] = None,
-    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
-    device: Annotated[str, typer.Option(help="where the network runs")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    classes: options.Classes = None,
+    layout: options.Layout = None,
+    size: options.Size = None,
+    columns: options.Columns = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    weights: options.Weights = None,
+    device: options.Device = "cpu",
+    json: options.Json = False,
 ) -> None:
     """Answer the inputs as the smoothed classifier does: the majority under the noise, or no answer.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.options import Json
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def train(
     planned: Annotated[
         bool, typer.Option("--plan", help="Say what it costs (steps, hours on this machine); train nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a network by a recipe: data, model, loss, regularizers, noise, optimizer, schedule.
 
