@@ -37,10 +37,9 @@ def test_what_is_stored(keywords, stored):
     assert Parameters.from_dict(found.to_dict()) == found
 
 
-def test_a_seed_nobody_gave_is_drawn():
-    one, two = (Settings(0.25).settled(10, 4, "float") for _ in range(2))
-    assert one.seed != two.seed
-    assert one.seed_source == two.seed_source == "system"
+def test_who_gave_the_seed_is_stored():
+    assert Settings(0.25).settled(10, 4, "float").seed_source == "system"
+    assert Settings(0.25, seed=0).settled(10, 4, "float").seed_source == "user"
 
 
 @pytest.mark.parametrize(
