@@ -128,7 +128,7 @@ def _sedghi(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterat
 
 
 def reshapings(kernel: Tensor) -> tuple[Tensor, ...]:
-    """Four matrices of a kernel (co, ci, k1, k2): the norm of each, times √(k1·k2), bounds the convolution (Singla, Feizi 2021)."""
+    """Four matrices of a kernel (co, ci, k1, k2): the norm of each, times √(k1·k2), bounds the convolution (Singla, Feizi)."""
     co, ci, k1, k2 = kernel.shape
     return (
         kernel.permute(0, 2, 1, 3).reshape(co * k1, ci * k2),
