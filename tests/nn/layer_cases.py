@@ -20,7 +20,7 @@ Builder = Callable[..., nn.Module]
 class LayerCase:
     """A layer that claims to be 1-Lipschitz.
 
-    `build(kind, inputs, outputs, **options)` with kind in `kinds` (linear, conv1d, conv2d, transpose2d) makes it.
+    `build(kind, inputs, outputs, **options)` with kind in `kinds` (linear, conv1d, conv2d, conv3d, transpose2d) makes it.
     `square`: it needs as many outputs as inputs; `affine`: it is one affine map, so its operator can be materialised;
     `strides`, `paddings`, `groups`: what the convolution accepts; `strided_circle`: also a stride on a circle it does not divide.
     """
@@ -45,7 +45,13 @@ class LayerCase:
         return self.build(kind, inputs, outputs, **{**self.options, **options})
 
 
-_SUFFIX = {"linear": "Linear", "conv1d": "Conv1d", "conv2d": "Conv2d", "transpose2d": "ConvTranspose2d"}
+_SUFFIX = {
+    "linear": "Linear",
+    "conv1d": "Conv1d",
+    "conv2d": "Conv2d",
+    "conv3d": "Conv3d",
+    "transpose2d": "ConvTranspose2d",
+}
 
 
 def by_name(prefix: str) -> Builder:
@@ -54,14 +60,15 @@ def by_name(prefix: str) -> Builder:
 
 
 ALL_KINDS = tuple(_SUFFIX)
+FLAT = tuple(kind for kind in ALL_KINDS if kind != "conv3d")
 BLOCK: dict[str, Any] = {"square": True, "affine": False, "strides": (1,)}
 
 CASES: list[LayerCase] = [
     LayerCase("sn", by_name("SN"), ALL_KINDS),
     LayerCase("aol", by_name("AOL"), ALL_KINDS),
-    LayerCase("sr1", by_name("SR"), ALL_KINDS, options={"t": 1}),
+    LayerCase("sr1", by_name("SR"), FLAT, options={"t": 1}),
     LayerCase("sr2", by_name("SR"), ALL_KINDS, options={"t": 2}),
-    LayerCase("sr4", by_name("SR"), ALL_KINDS, options={"t": 4}),
+    LayerCase("sr4", by_name("SR"), FLAT, options={"t": 4}),
     LayerCase("aol-out", by_name("AOL"), ("linear",), options={"side": "output"}),
     LayerCase("sr2-out", by_name("SR"), ("linear",), options={"t": 2, "side": "output"}),
     LayerCase("rlb", by_name("RLB"), square=True, strides=(1,)),
@@ -83,7 +90,7 @@ CASES: list[LayerCase] = [
 
 def inputs_for(kind: str, channels: int = 4, size: int = 6, batch: int = 3, dtype: torch.dtype = torch.float32):
     """A batch of random inputs for a layer of this kind."""
-    shape = {"linear": (), "conv1d": (size,)}.get(kind, (size, size + 1))
+    shape = {"linear": (), "conv1d": (size,), "conv3d": (size - 2, size - 2, size - 1)}.get(kind, (size, size + 1))
     return torch.randn(batch, channels, *shape, dtype=dtype)
 
 
@@ -96,7 +103,11 @@ def quick(case: LayerCase, kind: str) -> bool:
     """Whether the row belongs to the normal run: dense and convolution of each layer, one row of each other kind."""
     if case.name in ("sr1", "sr4", "sll-tanh"):
         return False
-    return kind in ("linear", "conv2d") or (case.name, kind) in {("aol", "conv1d"), ("sr2", "transpose2d")}
+    return kind in ("linear", "conv2d") or (case.name, kind) in {
+        ("aol", "conv1d"),
+        ("sr2", "transpose2d"),
+        ("bcop", "conv3d"),
+    }
 
 
 def marked_rows(few: tuple[tuple[str, str], ...] = ()) -> list[Any]:
