@@ -5,21 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from lipschitz_nets import Op
 from torch import nn
 
 from equipoise.core import InputError, Refused
 from equipoise.core.precision import full_precision
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.capture import capture
-
-
-class Op(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def _branch(x):

@@ -143,7 +143,7 @@ _WAVES = 2**26
 
 def _kernel_rows(K: Tensor, t: int, log_q: Tensor | None) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Row sums over channels and offsets of the table of `(KᵀK)^(2^(t−1))`, likewise."""
-    points = math.prod(2**t * (k - 1) + 1 for k in K.shape[3:]) // 2 + 1
+    points = math.prod([2**t * (k - 1) + 1 for k in K.shape[3:]]) // 2 + 1
     if points**2 > _WAVES:
         raise Refused(
             f"{t} steps of spectral rescaling of a kernel of {tuple(K.shape[3:])} taps need a table of {points}² waves, "

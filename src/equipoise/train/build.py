@@ -16,6 +16,7 @@ from equipoise.core.imports import resolve
 from equipoise.optim.lookahead import add_lookahead
 from equipoise.optim.matrices import Muon
 from equipoise.train.keys import data_order, generator
+from equipoise.train.readers import READERS
 from equipoise.train.reading import fill_in, nearest
 from equipoise.train.recipe import Choice, Data, Model, Optimizer
 
@@ -40,6 +41,11 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """A digest of the content."""
+
+
+def real_shape(source: Source) -> tuple[int, ...]:
+    """The shape of one input as a bound sees it: that of the one-hot rows where inputs are tokens."""
+    return tuple(getattr(source, "real_shape", source.input_shape))
 
 
 @dataclass(frozen=True)
@@ -168,10 +174,9 @@ def _mixed(part: Part, data: Data) -> Part:
 
 def _load(path: str, split: str) -> Source:
     kind, _, rest = path.partition(":")
-    if kind == "snips" and rest:
-        from equipoise.train.text import load_snips
-
-        return load_snips(rest, split)
+    if kind in READERS and rest:
+        read: Source = READERS[kind](rest, split)
+        return read
     from equipoise.data import load_dataset
 
     return load_dataset(path, split)

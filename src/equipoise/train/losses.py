@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.core.errors import InputError
+from equipoise.train.characters import NextToken
 from equipoise.train.task import Counts, Task
 from equipoise.train.text import IntentSlots
 
@@ -205,4 +206,5 @@ LOSSES: dict[str, Callable[..., Task]] = {
     "soft-hkr": soft_hinge_transport,
     "multi-margin": multi_margin,
     "intent-slots": intent_slots,
+    "next-token": NextToken,
 }

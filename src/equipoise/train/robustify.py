@@ -13,6 +13,7 @@ from torch import nn
 
 from equipoise.checkpoints import load_checkpoint
 from equipoise.conversion import Conversion, make_lipschitz
+from equipoise.core.accuracy import percent
 from equipoise.core.digests import unsealed
 from equipoise.core.errors import InputError
 from equipoise.core.files import read_json, write_whole
@@ -68,7 +69,7 @@ def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tupl
     """Rows (figure, before, after), shares in per cent and rounded down."""
 
     def share(value: float | None) -> str:
-        return "–" if value is None else f"{int(value * 1e4) / 1e4:.2%}"
+        return "–" if value is None else f"{percent(value)}%"
 
     def bound(value: float | None) -> str:
         return "refused" if value is None else f"≤ {value:.5g}"
