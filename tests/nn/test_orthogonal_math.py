@@ -16,7 +16,7 @@ from equipoise.core import Refused
 from equipoise.nn import orthogonal as o
 from equipoise.nn.orthogonal.bcop import two_taps
 from equipoise.nn.orthogonal.cayley import cayley, isometry_bound
-from equipoise.nn.orthogonal.polar import last_step, orthonormal, scaled_steps
+from equipoise.nn.orthogonal.polar import CONVERGING, by_steps, last_step, orthonormal, scaled_steps
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
 from equipoise.norms.reference import operator_matrix, reference_norm
 
@@ -41,6 +41,43 @@ def test_orthonormal_is_the_polar_factor(m: int, n: int, seed: int) -> None:
     U, s, Vh = torch.linalg.svd(W, full_matrices=False)
     if float(s[-1]) > 1e-2 * float(s[0]):
         torch.testing.assert_close(orthonormal(W), U @ Vh, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 4, 4), (1, 1), (130, 140)])
+def test_the_polar_factor_and_its_gradient_are_those_of_the_converged_steps(shape: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    W, direction = torch.randn(2, *shape, generator=g, dtype=torch.float64)
+    W.requires_grad_()
+    stepped = by_steps(W.mT, CONVERGING).mT if shape[-2] > shape[-1] else by_steps(W, CONVERGING)
+    torch.testing.assert_close(orthonormal(W), stepped, rtol=0, atol=1e-8)
+    found, expected = (torch.autograd.grad(f, W, direction)[0] for f in (orthonormal(W), stepped))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    if W.numel() < 40:
+        assert torch.autograd.gradgradcheck(orthonormal, W, atol=1e-4)
+        hessian = torch.func.hessian(lambda W: (orthonormal(W) * direction).sum())(W.detach())
+        again = torch.autograd.functional.hessian(lambda W: (orthonormal(W) * direction).sum(), W.detach())
+        torch.testing.assert_close(hessian, again, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("spread", [1e-2, 1e-3, 1e-6, 0.0])
+def test_gradients_of_nearly_singular_matrices_keep_their_digits_and_stay_finite(spread: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    W, direction = torch.randn(2, 4, 6, generator=g)
+    W[3] = W[2] + spread * W[3]
+    exact, found = W.double().requires_grad_(), W.requires_grad_()
+    orthonormal(exact).backward(direction.double())
+    orthonormal(found).backward(direction)
+    assert exact.grad is not None
+    assert found.grad is not None
+    torch.testing.assert_close(found.grad.double(), exact.grad, rtol=1e-3, atol=1e-4 * float(exact.grad.abs().max()))
+
+
+def test_a_matrix_that_is_not_finite_has_no_polar_factor_and_leaves_its_neighbours_alone() -> None:
+    W = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+    W[1, 0, 0], W[2, 1, 1] = math.nan, math.inf
+    found = orthonormal(W)
+    torch.testing.assert_close(found[0], orthonormal(W[0]))
+    assert bool(found[1:].isnan().all())
 
 
 def test_scaled_steps_converge_from_their_smallest_value_and_never_pass_one() -> None:

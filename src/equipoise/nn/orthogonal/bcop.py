@@ -101,11 +101,10 @@ class BCOP(Method):
 
 def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
     """`K ⊠ (P, I − P)` along an axis of `K (g, m, c, *taps)`: tap a becomes `K_a·P + K_{a−1}(I − P)`."""
+    last = K.movedim(2, -1)  # channels last: one product for all taps
+    kept = (last.flatten(1, -2) @ P).reshape(last.shape).movedim(-1, 2)
     none = torch.zeros_like(K.narrow(axis, 0, 1))
-    now, before = torch.cat([K, none], axis), torch.cat([none, K], axis)
-    moved = (now - before).movedim(2, -1)  # channels last: one product for all taps
-    flat = moved.flatten(1, -2) @ P
-    return flat.reshape(moved.shape).movedim(-1, 2) + before
+    return torch.cat([kept, none], axis) + torch.cat([none, K - kept], axis)
 
 
 BCOPLinear, BCOPConv1d, BCOPConv2d, BCOPConvTranspose2d = layers_of(BCOP)
