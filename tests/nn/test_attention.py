@@ -112,7 +112,7 @@ def test_the_bound_of_the_graph_is_the_product_of_the_blocks():
         own = (
             float(inner.lipschitz_upper((6, 8)))
             if isinstance(inner, L2Attention)
-            else float(spectral_norm(inner[0]).upper) * float(spectral_norm(inner[2]).upper)
+            else float(spectral_norm(inner[1]).upper) * float(spectral_norm(inner[3]).upper)
         )
         product *= block.fixed + (1 - block.fixed) * own
     product *= float(spectral_norm(model.body[-1]).upper)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_cases import CASES as TABLE
 from torch import Tensor, nn
 
 from equipoise.core import InputError, Kind, Refused, as_upper
@@ -41,30 +42,16 @@ def conv(cls: type[nn.Module], *args: Any, size: int = 5, lowest: float | None =
     return Case(name.replace(" ", ""), lambda **k: cls(*args, **options, **k), (args[0], *[size] * dims), lowest)
 
 
-LINEAR = [
-    o.CayleyLinear,
-    o.BROLinear,
-    o.CHORDLinear,
-    o.SOCLinear,
-    o.BCOPLinear,
-    o.RKOLinear,
-    o.BjorckLinear,
-    o.HouseholderLinear,
-]
-CONV = [o.CayleyConv2d, o.BROConv2d, o.CHORDConv2d, o.SOCConv2d, o.BCOPConv2d, o.RKOConv2d, o.BjorckConv2d]
-LOW = {
-    o.CayleyConv2d: 1 - 1e-5,
-    o.BROConv2d: 1 - 1e-5,
-    o.CHORDConv2d: 1 - 1e-5,
-    o.SOCConv2d: 1 - 1.1e-3,
-    o.BCOPConv2d: 1 - 1e-5,
-}
+#: the rows of the one table that keep lengths
+LINEAR = [type(case.make("linear")) for case in TABLE if "linear" in case.orthogonal]
+LOW = {type(case.make("conv2d")): case.lowest for case in TABLE if "conv2d" in case.orthogonal}
+CONV = list(LOW)
 
 #: layer × padding × stride
 CORE = [
     *(dense(cls, *size) for cls in LINEAR for size in [(4, 4), (5, 3), (3, 5)]),
     *(conv(cls, 4, 4, 3, padding=1) for cls in CONV),
-    *(conv(cls, 4, 4, 3, padding=1, padding_mode="circular", lowest=LOW.get(cls)) for cls in CONV),
+    *(conv(cls, 4, 4, 3, padding=1, padding_mode="circular", lowest=LOW[cls]) for cls in CONV),
     *(conv(cls, 2, 4, 3, padding=1, stride=2) for cls in CONV),
     *(conv(cls, 2, 8, 3, padding=1, stride=2, padding_mode="circular", size=6) for cls in CONV),
 ]

@@ -29,6 +29,7 @@ TABLES: tuple[str, ...] = ("equipoise.nn.models",)
 #: builders outside those tables
 BUILDERS: dict[str, str] = {
     "equipoise.conversion:converted": "equipoise.conversion",
+    "equipoise.nn.models:lipschitz_gpt": "equipoise.nn.models",
     "equipoise.train.text:minilm_tagger": "equipoise.train.text",
 }
 GROUP = "equipoise.models"

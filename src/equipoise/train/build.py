@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, one_line
 from equipoise.core.imports import resolve
 from equipoise.optim.lookahead import add_lookahead
 from equipoise.optim.matrices import Muon
 from equipoise.train.keys import data_order, generator
+from equipoise.train.readers import READERS
 from equipoise.train.reading import fill_in, nearest
 from equipoise.train.recipe import Choice, Data, Model, Optimizer
 
@@ -40,6 +41,11 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """A digest of the content."""
+
+
+def real_shape(source: Source) -> tuple[int, ...]:
+    """The shape of one input as a bound sees it: that of the one-hot rows where inputs are tokens."""
+    return tuple(getattr(source, "real_shape", source.input_shape))
 
 
 @dataclass(frozen=True)
@@ -168,10 +174,9 @@ def _mixed(part: Part, data: Data) -> Part:
 
 def _load(path: str, split: str) -> Source:
     kind, _, rest = path.partition(":")
-    if kind == "snips" and rest:
-        from equipoise.train.text import load_snips
-
-        return load_snips(rest, split)
+    if kind in READERS and rest:
+        read: Source = READERS[kind](rest, split)
+        return read
     from equipoise.data import load_dataset
 
     return load_dataset(path, split)
@@ -195,7 +200,24 @@ def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]
     net = load_factory(model.factory, arguments)
     if model.weights is not None:
         load_weights(net, fill_in(model.weights))
+    require_fit(net, source, model.factory)
     return net.train(), arguments
+
+
+def require_fit(net: nn.Module, source: Source, name: str) -> None:
+    """Refuse a network that does not take the data's inputs, or has too few outputs for its classes."""
+    x, _ = source.batch(torch.zeros(1, dtype=torch.int64))
+    device = next((p.device for p in net.parameters()), x.device)
+    try:
+        with torch.no_grad():
+            outputs = net.eval()(x.to(device))
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise InputError(
+            f"{name} does not take the data's inputs of shape {tuple(x.shape[1:])}: {one_line(error)[:200]}; "
+            "change model.arguments or the data"
+        ) from error
+    if isinstance(outputs, Tensor) and outputs.dim() == 2 and 1 < outputs.shape[1] < source.num_classes:
+        raise InputError(f"{name} has {outputs.shape[1]} outputs, but the data {source.num_classes} classes")
 
 
 def _facts(source: Source) -> dict[str, Any]:

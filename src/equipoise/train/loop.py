@@ -26,7 +26,7 @@ from equipoise.train.recipe import Recipe
 from equipoise.train.schedule import factor
 from equipoise.train.state import State, optimizer_state, prefixed, restore_optimizer
 from equipoise.train.task import Task
-from equipoise.train.terms import Augment, Penalty
+from equipoise.train.terms import Augment, Guarding, Penalty
 
 #: the losses are looked at every so many steps and before every checkpoint, so that a device need not wait
 LOOK = 50
@@ -214,12 +214,17 @@ class Trainer:
             tensors |= prefixed("ema", self.average.state_dict())
         for number, penalty in enumerate(self.made.penalties):
             tensors |= prefixed(f"penalty/{number}", penalty.state())
+        for number, one in self._guards():
+            tensors |= prefixed(f"guard/{number}", one.guard.state_dict())
         for rank, states in enumerate(self._gather(random_states())):
             tensors |= prefixed(f"random/{rank}", states)
         losses, terms = self.reduce(self.losses), self.reduce(self.terms)
         tensors |= {"epoch/losses": losses, "epoch/terms": terms}
         tensors |= {f"epoch/hits/{name}": self._counted(name) for name in sorted(self.hits)}
         return State(tensors, {"epoch": self.epoch, "batch": self.batch, "step": self.step, "optimiser": plain})
+
+    def _guards(self) -> list[tuple[int, Guarding]]:
+        return [(number, one) for number, one in enumerate(self.made.projections) if isinstance(one, Guarding)]
 
     def _gather(self, states: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         if self.world == 1:
@@ -241,6 +246,8 @@ class Trainer:
             ) from error
         for number, penalty in enumerate(self.made.penalties):
             penalty.restore(state.part(f"penalty/{number}"))
+        for number, one in self._guards():
+            one.guard.load_state_dict(state.part(f"guard/{number}"))
         own = state.part(f"random/{self.rank}")
         if own:
             set_random_states(own)

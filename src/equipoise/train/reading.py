@@ -18,6 +18,7 @@ from equipoise.checkpoints.builders import registered
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import read_bounded
 from equipoise.core.imports import SPEC
+from equipoise.train.readers import READERS
 from equipoise.train.recipe import Recipe
 
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
@@ -78,7 +79,12 @@ def _require_no_code(document: Any, where: str) -> None:
     factory = model.get("factory") if isinstance(model, dict) else None
     path = data.get("path") if isinstance(data, dict) else None
     named = factory if isinstance(factory, str) and SPEC.match(factory) and not registered(factory) else None
-    if named is None and isinstance(path, str) and SPEC.match(path.split("#")[0]) and not path.startswith("snips:"):
+    if (
+        named is None
+        and isinstance(path, str)
+        and SPEC.match(path.split("#")[0])
+        and path.partition(":")[0] not in READERS
+    ):
         named = path
     if named is not None:
         raise Refused(

@@ -15,7 +15,7 @@ from torch import nn
 from equipoise.checkpoints import registered, save_checkpoint
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import write_whole
-from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table
+from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table, real_shape
 from equipoise.train.keys import key, own_randomness, seed_all
 from equipoise.train.loop import Diverged, Ingredients, Trainer
 from equipoise.train.losses import LOSSES
@@ -238,10 +238,9 @@ class _Run:
         return row
 
     def _bound(self) -> Certified:
-        source = self.parts.train.source
         model = self.trainer.measured_model
         model.eval()
-        found = [certified_bound(model, source.input_shape, self.recipe.metrics.rtol)]
+        found = [certified_bound(model, real_shape(self.parts.train.source), self.recipe.metrics.rtol)]
         if self.trainer.world > 1:  # machines may round differently: one bound for all
             from accelerate.utils import broadcast_object_list
 
@@ -287,7 +286,7 @@ class _Run:
         if self.folder is None:
             return
         folder, model = self.folder.folder, self.trainer.measured_model.eval()
-        shape = tuple(self.parts.train.source.input_shape)
+        shape = real_shape(self.parts.train.source)
         final = {k: v for k, v in self.history[-1].items() if k != "layer_norms"}
         trained = {"training": {"recipe": self.recipe.name, "seed": self.recipe.seed, "figures": final}}
         factory = self.recipe.model.factory
@@ -317,7 +316,7 @@ class _Run:
         }  # fmt: skip
         if self.certified is None and last.get("bound") is not None:  # a finished run, opened again
             self.certified = certified_bound(
-                self.trainer.measured_model, self.parts.train.source.input_shape, self.recipe.metrics.rtol
+                self.trainer.measured_model, real_shape(self.parts.train.source), self.recipe.metrics.rtol
             )
         pairs = None if self.certified is None else self.certified.pairs
         save_certificate(folder, self.recipe.name, last.get("bound"), pairs, figures, made)

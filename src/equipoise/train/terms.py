@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError
 from equipoise.train.reading import nearest
 from equipoise.train.task import Task
+
+if TYPE_CHECKING:
+    from equipoise.optim import SpectralGuard
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 
@@ -182,8 +185,37 @@ def clip(
     return lambda: clip_weights_(context.model, limit, **options)
 
 
+@dataclass(frozen=True)
+class Guarding:
+    """A `SpectralGuard` after each step; its state belongs into a checkpoint."""
+
+    guard: SpectralGuard
+
+    def __call__(self) -> None:
+        """Check the weights and bring back those that are too large."""
+        self.guard.step()
+
+
+def guard(
+    context: Context, radius: float | dict[str, float] | None = None, how: str = "cap", tolerance: float = 1e-3,
+    every: int = 1, only: str | list[str] | None = None, names: str | list[str] | None = None,
+) -> Guarding:  # fmt: skip
+    """`SpectralGuard`: norms held at `radius`, proved after each step; a model with a constant has radii of its own."""
+    from equipoise.nn.models import LipschitzGPT
+    from equipoise.optim import SpectralGuard
+
+    chosen: Any = {"how": how, **layer_types(only), **_names(names)}
+    if radius is None:
+        if not isinstance(context.model, LipschitzGPT):
+            raise InputError("guard: say the radius; only lipschitz_gpt, which is built for a constant, has its own")
+        radius, chosen = context.model.radii(tolerance), {**chosen, "only": nn.Linear}
+    return Guarding(
+        SpectralGuard(context.model, radius, tolerance=tolerance, every=every, example_input=context.example, **chosen)
+    )
+
+
 #: what is done to the weights after each step
-PROJECTIONS: dict[str, Callable[..., Callable[[], Any]]] = {"norm": project_norm, "clip": clip}
+PROJECTIONS: dict[str, Callable[..., Callable[[], Any]]] = {"norm": project_norm, "clip": clip, "guard": guard}
 
 
 def flip(p: float = 0.5) -> Augment:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
 from equipoise.core.precision import down
 from equipoise.nn.attention import L2Attention
@@ -47,8 +48,34 @@ class Positions(nn.Module):
         return x + self.weight[: x.shape[1]]
 
 
+class TokenShift(nn.Module):
+    """Features in `reach` groups, group g that of the token g places before (zeros where there is none).
+
+    Guarantee: 1-Lipschitz, since every entry is moved to a place of its own or forgotten; nothing is rounded. The tokens just
+    before are seen without the price of attention over all of them.
+
+    >>> TokenShift(2)(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])).tolist()
+    [[[1.0, 0.0], [3.0, 2.0]]]
+    """
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+        self.reach = reach
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The moved features of (batch, tokens, width)."""
+        groups = enumerate(x.tensor_split(self.reach, -1))
+        return torch.cat([nn.functional.pad(g, (0, 0, k, 0))[:, : x.shape[1]] for k, g in groups], -1)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """1: every entry is moved to a place of its own, or forgotten."""
+        return Bound(1.0, Kind.UPPER, "entries are moved")
+
+
 class LipschitzGPT(nn.Module):
     """Embedding, positions, `depth` times attention and a two-layer network as convex residuals, and a linear head.
+
+    The two-layer networks read the features of the last `reach` tokens, a group of features of each.
 
     `radii()` are the radii under which the logits are `constant`-Lipschitz in the embeddings, for a `SpectralGuard`; the
     constant that is proved is that of `lipschitz_bound(model.body, …)`, from the embeddings, or of the model itself on one-hot
@@ -56,15 +83,16 @@ class LipschitzGPT(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, context: int, width: int, depth: int, heads: int, hidden: int, constant: float | None
-    ) -> None:
+        self, vocabulary: int, context: int, width: int, depth: int, heads: int, hidden: int, constant: float | None,
+        reach: int,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.constant, self.depth = constant, depth
         self.embedding = RowEmbedding(vocabulary, width, math.sqrt(width))
         self.keep = 1 - 1 / (2 * depth)
         blocks: list[nn.Module] = []
         for _ in range(depth):
-            dense = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+            dense = nn.Sequential(TokenShift(reach), nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
             blocks.append(ConvexResidual(L2Attention(width, heads, context), self.keep))
             blocks.append(ConvexResidual(dense, self.keep))
         self.body = nn.Sequential(Positions(context, width), *blocks, nn.Linear(width, vocabulary))
@@ -101,6 +129,7 @@ def lipschitz_gpt(
     heads: int = 4,
     hidden: int | None = None,
     constant: float | None = 10.0,
+    reach: int = 4,
 ) -> LipschitzGPT:
     """A character model with L2 attention and convex residuals whose logits can be held at a proved Lipschitz constant.
 
@@ -116,6 +145,10 @@ def lipschitz_gpt(
     """
     if depth < 1 or width < 1 or vocabulary < 2:
         raise InputError(f"expected depth and width ≥ 1 and vocabulary ≥ 2, got {depth}, {width} and {vocabulary}")
+    if not 1 <= reach <= width:
+        raise InputError(f"reach must lie between 1 and the width, {width}, got {reach}")
     if constant is not None and not (math.isfinite(constant) and constant > 0):
         raise InputError(f"constant must be a positive number or None, got {constant}")
-    return LipschitzGPT(vocabulary, context, width, depth, heads, 4 * width if hidden is None else hidden, constant)
+    return LipschitzGPT(
+        vocabulary, context, width, depth, heads, 4 * width if hidden is None else hidden, constant, reach
+    )

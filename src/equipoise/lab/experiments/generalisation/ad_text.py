@@ -29,7 +29,7 @@ CLAIMS = (
 )
 
 
-def tagger(limit: int | None, epochs: int, test: int | None) -> dict[str, object]:
+def tagger(limit: int | None, epochs: int, test: int | None, lr: float = 2e-4, batch: int = 32) -> dict[str, object]:
     """MiniLM with two linear heads."""
     return {
         "model": {"factory": "equipoise.train.text:minilm_tagger", "arguments": {"dropout": 0.0}},
@@ -38,14 +38,14 @@ def tagger(limit: int | None, epochs: int, test: int | None) -> dict[str, object
         "optimizer": {
             "kind": "adamw",
             "base": "adamw",
-            "lr": 2e-4,
+            "lr": lr,
             "weight_decay": 0.01,
             "decay": "matrices",
             "clip": 1.0,
         },
         "schedule": {"kind": "linear", "warmup": 0.1},
         "epochs": epochs,
-        "batch_size": 32,
+        "batch_size": batch,
         "metrics": {"bound": False, "epsilons": [], "batch_size": 100, "every": epochs},
     }
 
@@ -59,7 +59,7 @@ EXPERIMENT = compared(
     claims=CLAIMS,
     main=1,
     laptop=Settings(tagger(400, 2, 200), VARIANTS, seeds=2, keep=KEEP),
-    desk=Settings(tagger(300, 3, 300), {k: VARIANTS[k] for k in ("dropout", "AD")}, seeds=2, keep=KEEP),
+    desk=Settings(tagger(300, 3, 300, 5e-4, 8), {k: VARIANTS[k] for k in ("dropout", "AD")}, seeds=5, keep=KEEP),
     paper=Settings(tagger(None, 10, None), SWEEP, seeds=10, keep=KEEP),
     notes=(
         "MiniLM for BERT, and Snips only: the thesis trains seven tasks at once, and T5 on MMMLU besides",

@@ -4,116 +4,103 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
-from equipoise.lab.experiments.figures import Figure, canvas, legend, line
+from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
+from equipoise.lab.experiments.intervals import graded
+from equipoise.lab.experiments.shared.training import merged, train
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.models import LipschitzGPT, lipschitz_gpt
-from equipoise.optim import SpectralGuard
+from equipoise.nn.models import LipschitzGPT
 
 FILE = "tinyshakespeare.txt"
+#: (constant, accuracy) of Newhouse et al. 2025, with 2M parameters
+REFERENCE = (2.0, 60.0)
+
+
+def recipe(tokens: int, width: int, depth: int, heads: int, steps: int, batch: int, lr: float) -> dict[str, Any]:
+    """A character model on stretches of so many characters, each step on new ones."""
+    arguments = {"width": width, "depth": depth, "heads": heads, "constant": None}
+    return {
+        "model": {"factory": "equipoise.nn.models:lipschitz_gpt", "arguments": arguments},
+        "data": {"path": f"characters:{tokens}:/{FILE}", "limit": steps * batch},
+        "loss": "next-token",
+        "optimizer": {"kind": "adamw", "lr": lr, "betas": (0.9, 0.98)},
+        "schedule": {"kind": "one-cycle", "warmup": 0.2},
+        "epochs": 1,
+        "batch_size": batch,
+        "metrics": {"bound": False, "epsilons": [], "batch_size": 100},
+    }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Constants to hold (None: free), the model's size, steps and learning rate."""
+    """Constants to hold (None: free) and the recipe."""
 
-    constants: tuple[float | None, ...] = (2.0, 10.0, 100.0, 1000.0, None)
-    context: int = 32
-    width: int = 64
-    depth: int = 2
-    heads: int = 4
-    steps: int = 300
-    batch: int = 16
-    lr: float = 3e-3
-    checks: int = 40  # validation batches
-
-
-def tokens(text: str) -> tuple[Tensor, int]:
-    """The characters as numbers, and how many there are."""
-    known = {c: i for i, c in enumerate(sorted(set(text)))}
-    return torch.tensor([known[c] for c in text]), len(known)
-
-
-def batch(data: Tensor, settings: Settings, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random stretches of text and the characters that follow."""
-    start = torch.randint(len(data) - settings.context - 1, (settings.batch, 1), generator=generator)
-    chosen = data[start + torch.arange(settings.context + 1)]
-    return chosen[:, :-1], chosen[:, 1:]
+    recipe: dict[str, Any]
+    constants: tuple[float | None, ...] = field(default=(2.0, 10.0, 100.0, 1000.0, None))
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
-    """One row per constant: accuracy on the last tenth of the text, and the constant proved for the trained weights."""
-    data, vocabulary = tokens(context.file(FILE).read_text(encoding="utf-8"))
-    cut = len(data) * 9 // 10
+    """One row per constant."""
     for constant in context.steps(settings.constants):
-        torch.manual_seed(context.seed)
-        model = lipschitz_gpt(
-            vocabulary=vocabulary, context=settings.context, width=settings.width, depth=settings.depth,
-            heads=settings.heads, constant=constant,
-        )  # fmt: skip
-        loss = _train(model, data[:cut], settings, context)
-        row = {"constant": constant, "proved": _proved(model, settings), "training loss": loss}
-        row["accuracy"] = _accuracy(model, data[cut:], settings, context)
-        context.tell(f"constant {constant}: proved {row['proved']:.4g}, accuracy {row['accuracy']:.3f}")
-        yield row
+        yield from context.cell(f"constant {constant}", lambda c=constant: measured(c, settings, context))  # type: ignore[misc]
 
 
-def _train(model: LipschitzGPT, data: Tensor, settings: Settings, context: Context) -> float:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
-    if model.constant is not None:
-        SpectralGuard(model, model.radii(), only=nn.Linear, optimizer=optimizer)
-    steps = context.steps_of(settings.steps)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=steps + 1)
-    generator = torch.Generator().manual_seed(context.seed)
-    mean = math.nan
-    for _ in range(steps):
-        x, y = batch(data, settings, generator)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        value = float(loss.detach())
-        mean = value if math.isnan(mean) else 0.95 * mean + 0.05 * value
-    return mean
+def measured(constant: float | None, settings: Settings, context: Context) -> Iterator[Row]:
+    """Accuracy and bits per character on the last tenth of the text, and what is proved for the trained weights."""
+    guard = [] if constant is None else ["guard"]
+    change = {"model": {"arguments": {"constant": constant}}, "projections": guard}
+    result = train(merged(settings.recipe, change), context)
+    model = result.model
+    assert isinstance(model, LipschitzGPT)
+    tokens, width = model.body[0].get_parameter("weight").shape
+    proved, product = bounds(model, int(tokens), int(width))
+    shown = {key: result.final[key] for key in ("accuracy", "bits", "train_loss")}
+    context.tell(f"constant {constant}: proved {proved:.4g}, accuracy {shown['accuracy']:.3f}")
+    parameters = sum(p.numel() for p in model.parameters())
+    yield {"constant": constant, "proved": proved, "product": product, **shown, "parameters": parameters}
 
 
-def _proved(model: LipschitzGPT, settings: Settings) -> float:
-    example = torch.zeros(1, settings.context, settings.width)
-    return lipschitz_bound(model.eval().body, example).upper
+def bounds(model: LipschitzGPT, tokens: int, width: int) -> tuple[float, float]:
+    """The constant of the logits in the embeddings from the whole graph, and the product of those of the blocks alone."""
+    example = torch.zeros(1, tokens, width)
+    product = math.prod(lipschitz_bound(block, example).upper for block in model.body)
+    return lipschitz_bound(model.body, example).upper, product
 
 
-@torch.no_grad()
-def _accuracy(model: LipschitzGPT, data: Tensor, settings: Settings, context: Context) -> float:
-    generator = torch.Generator().manual_seed(1)
-    hits = [
-        float((model(x).argmax(-1) == y).double().mean())
-        for x, y in (batch(data, settings, generator) for _ in range(context.steps_of(settings.checks)))
-    ]
-    return sum(hits) / len(hits)
-
-
-def judge(rows: Sequence[Row]) -> Verdict:
-    """Every held constant is proved, and accuracy grows with it."""
+def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
+    """Every held constant is proved, by the product of the blocks; and accuracy grows with every constant."""
     held = [r for r in rows if r["constant"] is not None]
-    kept = all(r["proved"] <= r["constant"] for r in held)
-    grows = rows[-1]["accuracy"] > held[0]["accuracy"] if held else False
-    label = Label.NOT if not kept else Label.DIRECTION if grows else Label.NOT
-    text = ", ".join(f"{100 * r['accuracy']:.1f} % at {r['proved']:.4g}" for r in rows)
-    return Verdict(label, text, EXPERIMENT.published)
+    kept = all(r["proved"] <= r["constant"] and abs(r["proved"] / r["product"] - 1) < 1e-2 for r in held)
+    grows = [a["accuracy"] < b["accuracy"] for a, b in pairwise(rows)]
+    constants = ", ".join(f"{r['proved']:.4g} ({r['product']:.4g})" for r in rows)
+    price = ", ".join(f"{100 * r['accuracy']:.1f} %, {r['bits']:.2f} bits at {r['proved']:.4g}" for r in rows)
+    return (
+        Verdict(
+            Label.REPRODUCED if kept else Label.NOT,
+            f"proved from the graph (product of the blocks) {constants}",
+            "our own claim",
+            "constant",
+        ),
+        Verdict(graded(all(grows), any(grows)), price, EXPERIMENT.published, "price"),
+    )
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Accuracy by proved constant."""
-    figure, (axes,) = canvas()
-    line(axes, [r["proved"] for r in rows], [100 * r["accuracy"] for r in rows], "L2 attention, proved", 0)
-    axes.set(xlabel="proved Lipschitz constant of the logits", ylabel="validation accuracy (%)", xscale="log")
-    legend(axes)
+    """Accuracy and bits per character by proved constant."""
+    figure, (left, right) = canvas(2)
+    x = [r["proved"] for r in rows]
+    line(left, x, [100 * r["accuracy"] for r in rows], "L2 attention, proved", 0)
+    published(left, [REFERENCE[0]], [REFERENCE[1]], "published, 2M parameters, not proved", 1)
+    line(right, x, [r["bits"] for r in rows], "L2 attention, proved", 0)
+    for axes, name in ((left, "validation accuracy (%)"), (right, "bits per character")):
+        axes.set(xlabel="proved Lipschitz constant of the logits", ylabel=name, xscale="log")
+    legend(left)
     return figure
 
 
@@ -122,7 +109,12 @@ EXPERIMENT = of_module(
     title="A character model with a proved constant",
     claim="A transformer can be trained at a small Lipschitz constant that is proved from its graph, at a price in accuracy.",
     published="60 % at a constant of 2 with 2M parameters, by power iterations and normalised inputs (Newhouse et al. 2025)",
-    laptop=Settings(),
-    paper=Settings(context=128, width=256, depth=4, heads=8, steps=5000, batch=64),
+    laptop=Settings(recipe(24, 64, 2, 4, steps=300, batch=32, lr=1e-2)),
+    desk=Settings(recipe(24, 64, 2, 4, steps=1000, batch=32, lr=1e-2)),
+    paper=Settings(recipe(128, 256, 4, 8, steps=20000, batch=64, lr=3e-3)),
+    notes=(
+        "the last constant is that of the network trained freely; one seed and a minute of one core each: not converged",
+        "the constant is that of the logits in the embeddings, whose rows have norm at most the root of the width",
+    ),
     needs=(FILE,),
 )

@@ -66,8 +66,8 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
     path = str(recipe["data"]["path"])
     if "." in path and ":" not in path:
         path = str(_file(path, context))
-    elif ":" in path and "/" in path:  # reader:folder, as the text recipes have it
-        reader, _, name = path.partition(":")
+    elif ":" in path and "/" in path:  # reader:/name, as the text recipes have it
+        reader, _, name = path.rpartition(":")
         path = f"{reader}:{context.file(name.lstrip('/'))}"
     chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": {"path": path}})
     if context.dry:
