@@ -15,9 +15,10 @@ from torch import nn
 import equipoise as eq
 from equipoise.core import InputError, Refused
 from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.local import multipliers
 from equipoise.lipschitz.local.backward import enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Activation, Affine, Unsupported, read_network
-from equipoise.lipschitz.local.integral import Case, relaxed_radius
+from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius
 from equipoise.lipschitz.local.multipliers import best_multipliers, proves
 from equipoise.lipschitz.local.reduced import Reduced, reduced_maps
 from equipoise.lipschitz.local.together import together_radius
@@ -126,6 +127,23 @@ def test_multipliers_bound_every_switching(seed):
     rough = best_multipliers(maps, steps=0)
     assert found.bound <= rough.bound * (1 + 1e-9)
     assert not proves(maps, found.s.sqrt(), found.bound * 0.9)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_the_best_tau_of_given_multipliers(outputs):
+    maps, weight = random_maps(1, counts=(2, 2), inputs=3, outputs=outputs), 5.0
+    problem = multipliers._Problem(maps.C @ maps.C.mT, maps.D, (2, 2, outputs), 4, outputs)
+    found, least = multipliers._centred(problem, multipliers._cold(problem), weight)
+    again = problem.at(found.theta)
+    assert torch.allclose(again.factor, found.factor)
+    assert torch.allclose(again.A, found.A)
+    assert least == pytest.approx(multipliers.least_tau(problem, found.theta[:4], found.factor))
+
+    def value(tau):
+        at = problem.at(torch.cat([found.theta[:4], tau[None]]))
+        return weight * float(tau.log()) - 2 * float(at.factor.diagonal().log().sum())
+
+    assert value(found.theta[4]) < min(value(found.theta[4] * 1.02), value(found.theta[4] * 0.99))
 
 
 def test_multipliers_find_the_optimum():
@@ -265,6 +283,11 @@ def test_one_constant_for_all_margins(seed):
         noise = 1e-11 * float(logits.abs().max())
         assert attack_margin(net, x, label, found * (1 - 1e-9), "l2") >= -noise
     assert together_radius(case, base, most=-1) == base
+    case.deadline = 0.0  # over before it began: what is returned is proved all the same
+    late, _ = integral_radius(case, base)
+    assert base <= late
+    if late < 1e6:
+        assert attack_margin(net, x, label, late * (1 - 1e-9), "l2") >= -1e-11 * float(logits.abs().max())
 
 
 def test_a_linear_ball_is_exact():

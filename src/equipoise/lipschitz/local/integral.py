@@ -211,11 +211,13 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
         more = integrate(case, worst, again)
         if more.radius > first.radius:
             first, outer = more, again
+    if first.radius <= base:
+        return base, worst
     reached = {k: first.radius if k == worst else integrate(case, k, outer, 0).radius for k in range(len(case.margins))}
     closer = {worst}
     while True:
         limiting = min(reached, key=lambda k: (reached[k], k != worst))
-        if limiting in closer or reached[worst] <= base or time.monotonic() > case.deadline:
+        if limiting in closer or time.monotonic() > case.deadline:
             break
         reached[limiting] = max(reached[limiting], integrate(case, limiting, outer, other=first).radius)
         closer.add(limiting)
