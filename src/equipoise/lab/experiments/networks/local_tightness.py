@@ -38,6 +38,8 @@ TABLE: dict[tuple[str, float], tuple[float, float | None]] = {
 }  # fmt: skip
 GOAL_MNIST, GOAL_FASHION, GOAL_RESNET = 1.25, 1.5, {0.05: 0.01, 0.25: 0.1}
 PARTS = ("random", "eclipse-nn", "mnist", "fashion", "resnet")
+#: time for the radius of one image of the CNN, and points at which the ResNet's neurons are looked at
+FASHION_SECONDS, RESNET_SAMPLES = 300.0, 64
 #: a network or an image: what to call it, and how to measure it
 Task = tuple[str, Callable[[], Iterable[Row]]]
 
@@ -51,14 +53,12 @@ class Settings:
     mnist_images: int = 4
     linf_images: int = 2
     fashion_images: int = 2
-    fashion_seconds: float = 300.0
     fashion_epochs: int = 2
     fashion_limit: int | None = 6000
     epsilon: float = 0.1
     sigma: float = 0.25
     draws: int = 1000
     resnet_radii: tuple[float, ...] = ()
-    resnet_samples: int = 64
     attack_steps: int = 20
     recipe: dict[str, Any] = field(
         default_factory=lambda: {
@@ -159,9 +159,7 @@ def fashion_network(settings: Settings, context: Context) -> tuple[nn.Module, fl
 def fashion_row(net: nn.Module, x: Tensor, label: Tensor, i: int, settings: Settings, context: Context) -> Row:
     """One image."""
     start, dry = time.process_time(), context.dry
-    best = certified_radius(
-        net, x, label, effort="fast" if dry else "auto", seconds=settings.fashion_seconds, deployed=False
-    )
+    best = certified_radius(net, x, label, effort="fast" if dry else "auto", seconds=FASHION_SECONDS, deployed=False)
     took, right = time.process_time() - start, bool(net(x).argmax() == label)
     crown = (
         float(certified_radius(net, x, label, effort="fast" if dry else "relaxation", deployed=False).radius)
@@ -191,7 +189,7 @@ def resnet_part(settings: Settings, context: Context) -> Iterator[Task]:
     def measure(radius: float) -> Iterator[Row]:
         everywhere, start = whole(), time.process_time()
         fast = local_lipschitz(net, x, radius, steps=5, effort="fast", rtol=rtol)
-        samples = context.steps_of(settings.resnet_samples)
+        samples = context.steps_of(RESNET_SAMPLES)
         zonotope, layers = switching_layers(net, x, radius, samples, rtol, zonotope=not context.dry)
         upper = min(float(fast.upper), zonotope)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
