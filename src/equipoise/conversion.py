@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import evaluating
 from equipoise.core.precision import down, up
@@ -130,12 +130,11 @@ def fingerprint(model: nn.Module) -> str:
     >>> fingerprint(nn.ReLU()) == fingerprint(nn.ReLU())
     True
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest = Digest("network")
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
-            digest.update(name.encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+            digest.add(name, value)
+    return digest.hex()
 
 
 def make_lipschitz(

@@ -1,11 +1,10 @@
 """Arrow and Parquet files made to harm, or that make no sense."""
 
 import json
-import os
 import pickle
 
 import pytest
-from data_formats import labels, pixels, png, table, write_saved
+from data_formats import Payload, labels, pixels, png, table, write_saved
 
 from equipoise.core import InputError
 from equipoise.data import load_dataset
@@ -14,16 +13,6 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 pytest.importorskip("PIL")
 X, Y = pixels(), labels()
-
-
-class Payload:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def test_a_pickled_extension_type_is_not_unpickled(tmp_path):

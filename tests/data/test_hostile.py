@@ -11,22 +11,12 @@ import zlib
 
 import numpy as np
 import pytest
-from data_formats import CLASSES, idx, labels, pixels, png, write_folder
+from data_formats import CLASSES, Payload, idx, labels, pixels, png, write_folder
 
 from equipoise.core import InputError
 from equipoise.data import load_dataset
 
 X, Y = pixels(), labels()
-
-
-class Payload:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
 
 
 def npy(shape, dtype="|u1", body=b"", version=(1, 0)):

@@ -134,6 +134,17 @@ class Normalised(nn.Module):
         return self.net((x - self.mean) / self.std)
 
 
+class Op(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 class TenTimes(nn.Linear):
     """A subclass of Linear with another forward."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lipschitz_nets import networks
+from lipschitz_nets import Op, networks
 from torch import nn
 
 from equipoise.core import InputError, Refused
@@ -42,15 +42,6 @@ def test_layers_against_their_matrix(name, order):
     if name not in ("reflect", "circular"):
         assert found.upper <= truth * (1 + 1e-9)
     assert float(induced_norm(layer, order).upper) >= truth * (1 - 1e-12)
-
-
-class Op(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 _FIVE = torch.ones(5, dtype=torch.float64)

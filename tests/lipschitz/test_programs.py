@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from lipschitz_nets import Op
 from torch import nn
 from torch.compiler import is_compiling
 
@@ -23,15 +24,6 @@ D = torch.float64
 W = torch.randn(6, 4, dtype=D) / 2
 K = torch.randn(3, 2, 3, 3, dtype=D) * 0.3
 EYE = torch.eye(4, dtype=D)
-
-
-class Op(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 class _Residual(nn.Module):

@@ -5,21 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from lipschitz_nets import Op
 from torch import nn
 
 from equipoise.core import InputError, Refused
 from equipoise.core.precision import full_precision
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.capture import capture
-
-
-class Op(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def _branch(x):
@@ -44,6 +36,14 @@ REFUSED = {
     "data-dependent branch": (_branch, "depends on the data"),
     "hard shrinkage": (F.hardshrink, "discontinuous"),
     "threshold": (lambda x: F.threshold(x, 1.0, 0.0), "discontinuous"),
+    "remainder": (lambda x: x % 1.0, "discontinuous"),
+    "floor of a quotient": (lambda x: x // 2.0, "discontinuous"),
+    "decision": (lambda x: torch.where(x > 1, x, 0 * x), "relu, clamp, maximum"),
+    "angle around 0": (lambda x: torch.atan2(x, x.flip(1)), "keep one coordinate above 0"),
+    "arcsine beyond its domain": (torch.asin, "clamp the argument"),
+    "odd power pooling": (lambda x: F.lp_pool1d(x[:, None], 3, 2), "power"),
+    "power pooling of cut windows": (lambda x: F.lp_pool1d(x[:, None], 2, 3, stride=2, ceil_mode=True), "power"),
+    "product on the whole space": (lambda x: x.prod(1), "ball"),
     "gated unit": (lambda x: F.glu(x, 1), "ball"),
     "square": (lambda x: x * x, "ball"),
     "attention": (lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]), "ball"),
@@ -63,8 +63,8 @@ REFUSED = {
         "jump",
     ),
     "argmax index": (lambda x: x.max(1)[1].to(x.dtype), "jumps"),
-    "mask of the input": (lambda x: torch.where(x > 0, x, 1.0), "no Lipschitz rule"),
-    "gather by the input": (lambda x: x[:, (x[0] > 0).to(torch.long)], "no Lipschitz rule"),
+    "mask of the input": (lambda x: torch.where(x > 0, x, 1.0), "decision"),
+    "gather by the input": (lambda x: x[:, (x[0] > 0).to(torch.long)], "decision"),
     "active dropout": (lambda x: F.dropout(x, 0.5, True), "eval"),
     "batch statistics": (lambda x: F.batch_norm(x, None, None, training=True), "eval|does not run"),
     "mean over the batch": (lambda x: x - x.mean(0, keepdim=True), "other samples"),

@@ -9,23 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lipschitz_attacks import attack
+from lipschitz_nets import Op
 from rule_rows import ROWS
 from torch import nn
 
 from equipoise.core.errors import Refused
 from equipoise.lipschitz import known_operations, lipschitz_bound, local_lipschitz
-
-
-class Op(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
 
 torch.manual_seed(0)
 W = torch.randn(5, 6)

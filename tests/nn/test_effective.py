@@ -36,6 +36,18 @@ def shaken(case: LayerCase, kind: str, **options: object) -> nn.Module:
     return layer
 
 
+def counted(layer):
+    """A list that grows with every computation of the effective weights."""
+    calls, own = [], layer.compute
+
+    def compute():
+        calls.append(None)
+        return own()
+
+    layer.compute = compute
+    return calls
+
+
 @ROWS
 def test_train_and_eval_agree_and_eval_changes_nothing(case, kind):
     layer, x = shaken(case, kind), inputs_for(kind)
@@ -50,21 +62,13 @@ def test_train_and_eval_agree_and_eval_changes_nothing(case, kind):
 @ROWS
 def test_eval_computes_once_and_never_stale(case, kind):
     layer, x = shaken(case, kind).eval(), inputs_for(kind)
-    calls = 0
-    own = layer.compute
-
-    def counted():
-        nonlocal calls
-        calls += 1
-        return own()
-
-    layer.compute = counted
+    calls = counted(layer)
     with torch.no_grad():
         for _ in range(3):
             layer(x)
     with torch.inference_mode():
         layer(x)
-    assert calls == 1
+    assert len(calls) == 1
     other = shaken(case, kind).eval()
     with torch.no_grad():
         for p in other.parameters():
@@ -80,19 +84,11 @@ def test_eval_computes_once_and_never_stale(case, kind):
 @ROWS
 def test_inference_mode_keeps_what_it_computed(case, kind):
     layer, x = shaken(case, kind).eval(), inputs_for(kind)
-    calls = 0
-    own = layer.compute
-
-    def counted():
-        nonlocal calls
-        calls += 1
-        return own()
-
-    layer.compute = counted
+    calls = counted(layer)
     with torch.inference_mode():
         layer(x)
         layer(x)
-    assert calls == 1
+    assert len(calls) == 1
     layer(x).sum().backward()  # what was kept is no inference tensor
 
 

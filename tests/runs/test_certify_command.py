@@ -13,7 +13,6 @@ import pytest
 import runs_command
 import runs_nets
 import torch
-from typer.testing import CliRunner
 
 from equipoise.data import load_dataset
 from equipoise.runs import certify, open_run
@@ -27,16 +26,6 @@ def data(tmp_path):
     x, y = runs_nets.data(10)
     np.savez(tmp_path / "d.npz", x_test=(x[:, 0] * 255).round().byte().numpy(), y_test=y.numpy())
     return tmp_path / "d.npz"
-
-
-@pytest.fixture
-def equipoise(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args):
-        return CliRunner().invoke(runs_command.app(), ["certify", *(str(a) for a in args)], prog_name="equipoise")
-
-    return call
 
 
 @pytest.fixture

@@ -6,12 +6,10 @@ import sys
 
 import numpy as np
 import pytest
-import runs_command
 import runs_nets
 import torch
 from PIL import Image
 from torch import nn
-from typer.testing import CliRunner
 
 from equipoise.runs import certify, describe, open_run
 from equipoise.runs.glance import glance
@@ -121,16 +119,6 @@ def test_no_figure_is_zero_without_its_reason(tmp_path, case):
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def equipoise(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args):
-        return CliRunner().invoke(runs_command.app(), ["certify", *(str(a) for a in args)], prog_name="equipoise")
-
-    return call
 
 
 def pictures(folder, names, size=4):

@@ -6,6 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
+from equipoise.core.accuracy import percent
 from equipoise.runs import certify
 from equipoise.runs.progress import Reporter
 
@@ -24,7 +25,7 @@ def test_plain_lines_carry_the_accuracy_so_far(tmp_path, net, xy):
     assert len(lines) == 12
     assert re.fullmatch(r"1 of 12 inputs: certified [\d.]+% at ε = 0.05, [\d,]+ draws/s, .* left", lines[0])
     share = run.certificates().accuracy(run.labels, 0.05)
-    assert f"12 of 12 inputs: certified {float(share):.1%}" in lines[-1]
+    assert f"12 of 12 inputs: certified {percent(float(share), 1)}%" in lines[-1]
     assert (reporter.derived, reporter.draws) == (12, 12 * 300)
 
 
@@ -49,4 +50,4 @@ def test_a_continued_run_counts_what_was_there(tmp_path, net, xy):
     run, text, reporter = report(tmp_path / "a", net, xy, 1000.0, False)
     assert reporter.derived == 12
     assert reporter.draws == 7 * 300
-    assert f"certified {float(run.certificates().accuracy(run.labels, 0.05)):.1%}" in text
+    assert f"certified {percent(float(run.certificates().accuracy(run.labels, 0.05)), 1)}%" in text

@@ -93,14 +93,14 @@ def test_disk_full_before_the_first_input(tmp_path, net, xy):
 
 
 def test_sqlite_says_full(tmp_path, net, monkeypatch):
-    real = store_file._connect
+    real = store_file.connect
 
     def small(path, writable):
         db = real(path, writable)
         db.execute("PRAGMA max_page_count = 10")
         return db
 
-    monkeypatch.setattr(store_file, "_connect", small)
+    monkeypatch.setattr(store_file, "connect", small)
     with pytest.raises(InputError, match=r"full.*free some space"):
         certify(net, runs_nets.data(300), run_dir=tmp_path / "a", **SETTINGS)
     monkeypatch.undo()

@@ -13,21 +13,19 @@ Each `check` gives back a new document that holds only what it understood. Why e
 
 from __future__ import annotations
 
-import ast
 import json
-import keyword
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from equipoise.checkpoints.guards import checked_guard
+from equipoise.checkpoints.plain_values import NAME, Check, Plain
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import parse_json
 
-NAME = re.compile(r"^[A-Za-z_]\w{0,199}$", re.ASCII)
-_PART = re.compile(r"^[A-Za-z0-9_][\w-]{0,199}$", re.ASCII)
 _FRAME = re.compile(r"^[\w.@<>\[\] -]{0,300}$", re.ASCII)
 _TARGET = re.compile(r"^torch\.ops\.(aten|prims)\.(\w+)\.(\w+)$", re.ASCII)
 _PATH = re.compile(r"^(weight|tensor)_\d{1,9}$", re.ASCII)
@@ -66,95 +64,10 @@ _INTERNAL = {
 }  # fmt: skip
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _VERIFIERS = ("", "ATEN", "EDGE", "TRAINING")
-_INT64 = 2**63
-Check = Callable[[Any], Any]
 
 
-class _Reader:
-    """The checks of one file; `name` is what its messages call it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    # ---- plain values ---------------------------------------------------------------------------------------------
-
-    def wrong(self, what: str, value: Any) -> InputError:
-        return InputError(f"{self.name} has {what}: {str(value)[:80]!r}; export it again")
-
-    def mapping(self, value: Any, what: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise self.wrong(f"no {what}", value)
-        return value
-
-    def items(self, value: Any, what: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise self.wrong(f"no list of {what}", value)
-        return value
-
-    def integer(self, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _INT64:
-            raise self.wrong("no whole number where one belongs", value)
-        return value
-
-    def boolean(self, value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise self.wrong("neither true nor false where one belongs", value)
-        return value
-
-    def number(self, value: Any) -> Any:
-        if value in ("Infinity", "-Infinity", "NaN") or (
-            isinstance(value, int | float) and not isinstance(value, bool)
-        ):
-            return value
-        raise self.wrong("no number where one belongs", value)
-
-    def text(self, value: Any) -> str:
-        if not isinstance(value, str) or len(value) > 500 or not value.isprintable():
-            raise self.wrong("a strange text as an argument", value)
-        return value
-
-    def identifier(self, value: Any) -> str:
-        if not (isinstance(value, str) and NAME.match(value)) or keyword.iskeyword(value) or value in ("self", "torch"):
-            raise Refused(f"{self.name} calls something {str(value)[:80]!r}, which is no name: names become code")
-        return value
-
-    def path(self, value: Any) -> str:
-        parts = value.split(".") if isinstance(value, str) else [""]
-        if not all(_PART.match(p) and not (p.startswith("__") and p.endswith("__")) for p in parts):
-            raise Refused(f"{self.name} calls a weight {str(value)[:80]!r}, which is no name: names become code")
-        return str(value)
-
-    def only(self, document: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-        """Refuse fields that are not known and say something."""
-        for key, value in document.items():
-            if key == "use_pickle" and value is not False:
-                raise self.pickled()
-            if key not in known and value not in (None, {}, [], "", False):
-                raise Refused(
-                    f"{self.name} has {str(key)[:60]!r} in its {what}, which is not understood; export it again"
-                )
-
-    def pickled(self) -> Refused:
-        return Refused(
-            f"{self.name} asks for an object to be unpickled without restriction; export it with tensor constants only"
-        )
-
-    def one_of(self, value: Any, checks: Mapping[str, Check], what: str) -> dict[str, Any]:
-        """A tagged union: one known key with its value."""
-        document = self.mapping(value, what)
-        given = [key for key in document if document[key] is not None]
-        if "expr_str" in document or given == ["as_expr"]:
-            raise self.symbolic()
-        if len(given) != 1 or given[0] not in checks:
-            raise Refused(
-                f"{self.name} has {', '.join(map(str, given))[:80]!r} as {what}, which is not a plain tensor program"
-            )
-        return {given[0]: checks[given[0]](document[given[0]])}
-
-    def symbolic(self) -> Refused:
-        return Refused(
-            f"{self.name} has symbolic shapes, whose expressions are evaluated as code; export it with static shapes"
-        )
+class _Reader(Plain):
+    """The checks of the description of one program."""
 
     # ---- tensors --------------------------------------------------------------------------------------------------
 
@@ -189,9 +102,6 @@ class _Reader:
         document = self.mapping(value, "tensor argument")
         self.only(document, ("name",), "tensor argument")
         return {"name": self.identifier(document.get("name"))}
-
-    def many(self, check: Check) -> Check:
-        return lambda value: [check(v) for v in self.items(value, "arguments")]
 
     def argument(self, value: Any) -> dict[str, Any]:
         symbol: Check = lambda v: self.one_of(v, {"as_int": self.integer}, "a symbol")  # noqa: E731
@@ -290,16 +200,6 @@ class _Reader:
         }  # fmt: skip
 
     # ---- inputs and outputs ---------------------------------------------------------------------------------------
-
-    def fields(self, **checks: Check) -> Check:
-        """A check of an object that has just these fields."""
-
-        def check(value: Any) -> dict[str, Any]:
-            document = self.mapping(value, "signature")
-            self.only(document, tuple(checks), "signature")
-            return {key: one(document.get(key)) for key, one in checks.items()}
-
-        return check
 
     def constant(self, value: Any) -> dict[str, Any]:
         checks: dict[str, Check] = {
@@ -404,68 +304,8 @@ class _Reader:
             "schema_version": {k: self.integer(version.get(k)) for k in ("major", "minor")},
             "verifiers": verifiers,
             "torch_version": self.text(document.get("torch_version", "unknown")),
-            "guards_code": [self.guard(v) for v in self.items(document.get("guards_code", []), "guards")],
+            "guards_code": [checked_guard(v, self.name) for v in self.items(document.get("guards_code", []), "guards")],
         }
-
-    # ---- guards ---------------------------------------------------------------------------------------------------
-
-    def guard(self, value: Any) -> str:
-        """A condition on the sizes of the inputs, e.g. `L['x'].size()[0] == 2`, written anew from its syntax tree."""
-        try:
-            if not isinstance(value, str) or len(value) > 2000:
-                raise ValueError
-            tree = ast.parse(value, mode="eval")
-            if not _is_condition(tree.body):
-                raise ValueError
-            return ast.unparse(tree)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise Refused(
-                f"{self.name} guards its inputs with {str(value)[:80]!r}, which would be run as code and is not a plain "
-                "comparison of sizes; export it again"
-            ) from error
-
-
-_COMPARED = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-_COMPUTED = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
-
-
-def _is_condition(node: ast.AST) -> bool:
-    if isinstance(node, ast.BoolOp):
-        return all(_is_condition(v) for v in node.values)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return _is_condition(node.operand)
-    if isinstance(node, ast.Compare):
-        return all(isinstance(op, _COMPARED) for op in node.ops) and all(map(_is_size, [node.left, *node.comparators]))
-    return False
-
-
-def _is_size(node: ast.AST) -> bool:
-    """A whole number, arithmetic of sizes, or `INPUT.size()[n]`, `INPUT.stride()[n]`, `INPUT.shape[n]`, `INPUT.ndim`."""
-    if isinstance(node, ast.Constant):
-        return type(node.value) is int and abs(node.value) <= _INT64
-    if isinstance(node, ast.BinOp) and isinstance(node.op, _COMPUTED):
-        return _is_size(node.left) and _is_size(node.right)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _is_size(node.operand)
-    if isinstance(node, ast.Attribute) and node.attr == "ndim":
-        return _is_input(node.value)
-    if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and type(node.slice.value) is int):
-        return False
-    owner = node.value
-    if isinstance(owner, ast.Call) and not owner.args and not owner.keywords:
-        owner = owner.func
-        return isinstance(owner, ast.Attribute) and owner.attr in ("size", "stride") and _is_input(owner.value)
-    return isinstance(owner, ast.Attribute) and owner.attr == "shape" and _is_input(owner.value)
-
-
-def _is_input(node: ast.AST) -> bool:
-    """`L['x']`, and places inside it."""
-    if isinstance(node, ast.Name):
-        return node.id == "L"
-    if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and _is_input(node.value)):
-        return False
-    key = node.slice.value
-    return (isinstance(key, str) and NAME.match(key) is not None) or (type(key) is int and 0 <= key < 10**6)
 
 
 def check_program(document: Any, name: str) -> dict[str, Any]:

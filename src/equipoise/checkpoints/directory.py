@@ -6,7 +6,6 @@ naive edits, not a signature: who can write both files can write a digest that f
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from equipoise.checkpoints.builders import build_registered, registered
-from equipoise.core.digests import sealed, unsealed
+from equipoise.core.digests import digest_bytes, sealed, unsealed
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import parse_json, read_bounded, read_json, write_whole
 
@@ -53,7 +52,7 @@ def save_checkpoint(
     except OSError as error:
         raise InputError(f"cannot make {folder}: {error.strerror}") from error
     weights = save(state)
-    config["weights"] = _content_digest(weights)
+    config["weights"] = digest_bytes(weights)
     config = sealed(config)
     write_whole(folder / "model.safetensors", weights)
     write_whole(folder / "config.json", json.dumps(config, indent=2, allow_nan=False) + "\n")
@@ -106,7 +105,7 @@ def read_weights(path: Path, digest: Any = None) -> dict[str, torch.Tensor]:
     from safetensors.torch import load
 
     content = read_bounded(path, LARGEST_WEIGHTS)
-    if digest is not None and digest != _content_digest(content):
+    if digest is not None and digest != digest_bytes(content):
         raise InputError(f"{path} is not the file that its config.json was written with (the digest does not fit)")
     length = int.from_bytes(content[:8], "little")
     if length > min(_LARGEST_HEADER, len(content) - 8):
@@ -116,10 +115,6 @@ def read_weights(path: Path, digest: Any = None) -> dict[str, torch.Tensor]:
         return load(content)
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, OverflowError, AttributeError) as error:
         raise InputError(f"cannot read {path}: {one_line(error)[:160]}") from error
-
-
-def _content_digest(content: bytes) -> str:
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def fill(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> nn.Module:

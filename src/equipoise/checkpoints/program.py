@@ -27,7 +27,8 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_map_only
 
 from equipoise.checkpoints.batching import fix_batch, is_dynamic
-from equipoise.checkpoints.description import NAME, check_payloads, check_program
+from equipoise.checkpoints.description import check_payloads, check_program
+from equipoise.checkpoints.plain_values import NAME
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import parse_json, read_bounded
 

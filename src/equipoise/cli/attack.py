@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, percent, progress, results, table
+from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.options import Device, Json, Skip, Split, Stride, Weights
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def attack(
     model: Annotated[str, typer.Argument(help="a .pt2 file, a checkpoint directory, or package.module:factory")],
     data: Annotated[str, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")],
     epsilon: Annotated[str, typer.Option(help="radii to attack at, e.g. 0.25,0.5,1.0")],
-    split: Annotated[str | None, typer.Option(help="which part of the data; default: test")] = None,
+    split: Split = None,
     run: Annotated[
         Path | None, typer.Option(help="certification run to write into; default with --sigma: runs/attack-<digest>")
     ] = None,
@@ -29,16 +30,16 @@ def attack(
     samples: Annotated[int, typer.Option(help="smoothed: noise draws per step")] = 16,
     votes: Annotated[int, typer.Option(help="smoothed: draws that judge an attack")] = 1000,
     limit: Annotated[int | None, typer.Option(help="at most this many inputs, of the run where there is one")] = None,
-    skip: Annotated[int, typer.Option(help="leave out the first inputs")] = 0,
-    stride: Annotated[int, typer.Option(help="take every so many-th input")] = 1,
+    skip: Skip = 0,
+    stride: Stride = 1,
     seed: Annotated[int, typer.Option(help="of starts and noise")] = 0,
-    device: Annotated[str, typer.Option(help="where the network runs")] = "cpu",
+    device: Device = "cpu",
     batch_size: Annotated[int, typer.Option(help="inputs attacked at once (memory)")] = 64,
-    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
+    weights: Weights = None,
     again: Annotated[
         bool, typer.Option("--again", help="repeat what is stored, e.g. after changing --samples")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    json: Json = False,
 ) -> None:
     """Attack the inputs of a dataset in ℓ2 balls: accuracy under attack, above certified accuracy.
 
@@ -91,6 +92,7 @@ def _show(summary: AttackSummary, json: bool) -> None:
     if json:
         emit_json(summary.to_dict())
         return
+    from equipoise.core.accuracy import percent
 
     proved = ["certified"] if summary.certified else []
     kinds = [f"attacked, {kind}" for kind in reversed(summary.accuracy)]

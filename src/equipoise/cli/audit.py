@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.consoles import emit_json
+from equipoise.cli.options import Json, Weights
 from equipoise.core.errors import InputError
 from equipoise.core.files import write_whole
 
@@ -21,7 +22,7 @@ def audit(
     model: Annotated[
         str, typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory")
     ],
-    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
+    weights: Weights = None,
     input_shape: Annotated[str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")] = None,
     ball: Annotated[float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")] = None,
     rtol: Annotated[float, typer.Option(help="relative gap asked of every operator norm; smaller is slower")] = 0.05,
@@ -36,7 +37,7 @@ def audit(
     limit: Annotated[int, typer.Option(help="--at: how many inputs")] = 5,
     seconds: Annotated[float | None, typer.Option(help="--at: budget per input and bound")] = None,
     html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+    json: Json = False,
 ) -> None:
     """How much can this network stretch a distance between inputs? A proved upper bound, layer by layer.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from equipoise.lab.bench.norms import Section
 
 bench = typer.Typer(help="Speed and tightness against the alternatives, side by side in one run.", no_args_is_help=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 @bench.callback()

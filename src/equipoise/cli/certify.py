@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, percent, results, table
-from equipoise.cli.data_options import Classes, Columns, Layout, Size, read_data
+from equipoise.cli import options
+from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.cli.options import read_data
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
     from equipoise.runs import Execution, Job, Run
     from equipoise.runs.glance import Glance
+    from equipoise.runs.parameters import Settings
     from equipoise.runs.plan import Estimate
     from equipoise.smoothing import Certificates
 
@@ -28,7 +30,7 @@ Targets = Annotated[list[str] | None, typer.Argument(metavar="MODEL|RUN...", hel
 def certify(
     targets: Targets = None,
     data: Annotated[str | None, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")] = None,
-    split: Annotated[str | None, typer.Option(help="which part of the data; default: test")] = None,
+    split: options.Split = None,
     sigma: Annotated[
         str | None,
         typer.Option(help="noise level, in the units of the model's input; or one per channel: 0.25,0.25,0.5"),
@@ -50,19 +52,17 @@ def certify(
     limit: Annotated[
         int | None, typer.Option(help="at most this many inputs, the first of every class in turn")
     ] = None,
-    skip: Annotated[int, typer.Option(help="leave out the first inputs")] = 0,
-    stride: Annotated[int, typer.Option(help="take every so many-th input")] = 1,
+    skip: options.Skip = 0,
+    stride: options.Stride = 1,
     first: Annotated[
         bool, typer.Option("--first", help="with --limit: the first as they lie, not as many of each class")
     ] = False,
-    classes: Classes = None,
-    layout: Layout = None,
-    size: Size = None,
-    columns: Columns = None,
-    mean: Annotated[
-        str | None, typer.Option(help="the model takes (x − mean)/std: one number per channel, e.g. 0.5,0.5,0.5")
-    ] = None,
-    std: Annotated[str | None, typer.Option(help="see --mean; noise and radii stay in the units of the data")] = None,
+    classes: options.Classes = None,
+    layout: options.Layout = None,
+    size: options.Size = None,
+    columns: options.Columns = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
     seed: Annotated[int | None, typer.Option(help="of the noise; default: drawn from the operating system")] = None,
     denoiser: Annotated[
         str | None, typer.Option(help="a model from noisy image to image, put before MODEL (denoised smoothing)")
@@ -75,10 +75,10 @@ def certify(
     gpus_per_worker: Annotated[
         float, typer.Option(help="ray with --device cuda: GPUs of each worker; 0.5: two share one")
     ] = 1.0,
-    device: Annotated[str, typer.Option(help="where the network runs")] = "cpu",
+    device: options.Device = "cpu",
     batch_size: Annotated[int | None, typer.Option(help="most draws in one forward pass (memory); at most 100")] = None,
     run: Annotated[Path | None, typer.Option(help="run directory; default: runs/certify-<digest>")] = None,
-    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
+    weights: options.Weights = None,
     epsilon: Annotated[str | None, typer.Option(help="radii for certified accuracy, e.g. 0,0.25,0.5")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="estimate time and memory, run nothing")] = False,
     re_derive: Annotated[bool, typer.Option("--re-derive", help="other alpha or procedure, no forward pass")] = False,
@@ -95,7 +95,7 @@ def certify(
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="deterministic: budget per input")] = None,
     attack_steps: Annotated[int | None, typer.Option(help="deterministic: of the attack beside; 0: none")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    json: options.Json = False,
 ) -> None:
     """Certify the inputs of a dataset by randomized smoothing; every certificate holds with probability 1 − alpha.
 
@@ -121,8 +121,8 @@ def certify(
     from equipoise.runs.engines import find_engine
     from equipoise.runs.export import check_path
     from equipoise.runs.manifest import is_run, read_manifest, require_same
+    from equipoise.runs.parameters import Settings
     from equipoise.runs.proved import is_proved
-    from equipoise.smoothing.procedures import DEFAULT
 
     names, levels = list(targets or []), _epsilons(epsilon)
     own = {"norm": norm, "effort": effort, "seconds": seconds, "attack_steps": attack_steps}
@@ -164,14 +164,15 @@ def certify(
     relative = 0.1 if adaptive and target_radius is None else None
     if target_radius is not None and not adaptive:
         raise InputError("--target-radius goes with --adaptive")
-    job = _job(
-        names[0], weights, data, split, _Reading(layout, size, columns, classes), channels(mean, std),
-        sigma=noise_levels(sigma), n0=n0, n=n, alpha=1e-3 if alpha is None else alpha,
-        procedure=procedure or DEFAULT, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
-        relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=noise, denoiser=denoiser,
-        device=device, batch_size=batch_size,
-        nonfinite=nonfinite,
+    given: dict[str, Any] = {"alpha": alpha, "procedure": procedure}
+    asked = Settings(
+        noise_levels(sigma), n0=n0, n=n, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
+        relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=cast(Any, noise),
+        denoiser=denoiser, device=device, batch_size=batch_size, nonfinite=cast(Any, nonfinite),
+        **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
+    reading = _Reading(layout, size, columns, classes)
+    job = _job(names[0], weights, data, split, reading, channels(mean, std), asked)
     if plan:
         return _plan(job, workers, json)
     folder = run or job.default_folder()
@@ -217,19 +218,19 @@ class _Reading(NamedTuple):
 
 
 def _job(
-    model: str, weights: Path | None, data: str, split: str | None, reading: _Reading, scaling: _Scaling | None, **settings: Any
+    model: str, weights: Path | None, data: str, split: str | None, reading: _Reading, scaling: _Scaling | None, asked: Settings
 ) -> Job:  # fmt: skip
     from equipoise.checkpoints import load_model
-    from equipoise.runs import describe
+    from equipoise.runs.jobs import prepare
     from equipoise.runs.models import normalised
 
-    shown = data if split is None else f"{data}#{split}"
-    if settings["denoiser"] is not None:
-        settings["denoiser"] = load_model(settings["denoiser"], batch=CHUNK)
+    asked = replace(asked, name=data if split is None else f"{data}#{split}")
+    if asked.denoiser is not None:
+        asked = replace(asked, denoiser=load_model(asked.denoiser, batch=CHUNK))
     loaded = load_model(model, weights, batch=CHUNK)
     if scaling is not None:
         loaded = normalised(loaded, *scaling)
-    return describe(loaded, read_data(data, split, **reading._asdict(), labelled=False), name=shown, **settings)
+    return prepare(loaded, read_data(data, split, **reading._asdict(), labelled=False), asked)
 
 
 def channels(mean: str | None, std: str | None) -> _Scaling | None:
@@ -314,6 +315,8 @@ def _finish(
         emit_json({"run": str(run.folder), **summary.to_dict(), **looked, "manifest": run.manifest.to_dict()})
     else:
         from rich.markup import escape
+
+        from equipoise.core.accuracy import percent
 
         console = results()
         share = "certified accuracy" if summary.labelled else "certified (no labels: any answer)"

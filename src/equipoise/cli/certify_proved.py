@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, percent, progress, results, table
+from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.core.accuracy import percent
 from equipoise.core.bounds import round_down
 from equipoise.core.errors import InputError
 

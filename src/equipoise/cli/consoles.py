@@ -90,12 +90,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def percent(share: float) -> str:
-    """A share in percent, rounded down to two decimals.
-
-    >>> percent(0.2), percent(2 / 3), percent(1.0)
-    ('20.00', '66.66', '100.00')
-    """
-    return f"{math.floor(share * 1e4 + 1e-6) / 100:.2f}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from equipoise.cli.options import Json, Weights
 from equipoise.core.errors import EquipoiseError, InputError, one_line
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ WHAT = ("top", "trace", "density", "sharpness")
 def curvature(
     model: Annotated[str, typer.Argument(help="a checkpoint directory, or package.module:factory")],
     data: Annotated[str, typer.Option(help="the data: a folder, file or name, as for `equipoise certify`")],
-    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
+    weights: Weights = None,
     split: Annotated[str | None, typer.Option(help="part of the data, e.g. train or test")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="use the first so many samples")] = None,
     loss: Annotated[str, typer.Option(help="ce; the mean over the samples")] = "ce",
@@ -27,7 +28,7 @@ def curvature(
     radius: Annotated[float, typer.Option(help="radius of the ball of the sharpness")] = 0.05,
     double: Annotated[bool, typer.Option("--double", help="compute in float64")] = False,
     seed: Annotated[int, typer.Option(help="of all random vectors")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+    json: Json = False,
 ) -> None:
     """How curved is the loss at these parameters? Hessian eigenvalue, trace, density and sharpness.
 

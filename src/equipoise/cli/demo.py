@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ def demo(
         "equipoise-demo"
     ),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds: every step, little of each.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """The main job on bundled digits, in a minute or two: no download, no GPU.
 
@@ -82,6 +83,7 @@ def _telling(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _show(data: ReportData, console: Console) -> None:
+    from equipoise.core.accuracy import percent
     from equipoise.core.bounds import round_down, round_up
     from equipoise.lipschitz.logs import show_log
 
@@ -95,7 +97,7 @@ def _show(data: ReportData, console: Console) -> None:
     numbers = (*(f"ε = {e:g}" for e in levels), "average radius")
     shown = table("certified accuracy, at least", "network", "procedure", *numbers, right=numbers)
     for s in data.series:
-        shares = [f"{int(1000 * float(s.accuracy(e))) / 10:.1f} %" for e in levels]
+        shares = [f"{percent(float(s.accuracy(e)), 1)} %" for e in levels]
         shown.add_row(s.model, s.procedure, *shares, round_down(s.average_radius, 3))
     for attack in data.attacks:
         if attack.run.endswith(("margin", "votes")):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from equipoise.cli import options
 from equipoise.cli.certify import CHUNK, channels, noise_levels
 from equipoise.cli.consoles import emit_json, progress, results, table
-from equipoise.cli.data_options import Classes, Columns, Layout, Size, read_data
+from equipoise.cli.options import read_data
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,17 +27,17 @@ def predict(
     run: Annotated[Path | None, typer.Option(help="certification run of the same model: its noise is used")] = None,
     n: Annotated[int, typer.Option(help="draws per input")] = 1000,
     alpha: Annotated[float, typer.Option(help="risk of a wrong majority, per input")] = 1e-3,
-    split: Annotated[str | None, typer.Option(help="which part of the data; default: test")] = None,
+    split: options.Split = None,
     limit: Annotated[int | None, typer.Option(help="at most this many inputs, as they lie")] = None,
-    classes: Classes = None,
-    layout: Layout = None,
-    size: Size = None,
-    columns: Columns = None,
-    mean: Annotated[str | None, typer.Option(help="the model takes (x − mean)/std: one number per channel")] = None,
-    std: Annotated[str | None, typer.Option(help="see --mean")] = None,
-    weights: Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")] = None,
-    device: Annotated[str, typer.Option(help="where the network runs")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    classes: options.Classes = None,
+    layout: options.Layout = None,
+    size: options.Size = None,
+    columns: options.Columns = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    weights: options.Weights = None,
+    device: options.Device = "cpu",
+    json: options.Json = False,
 ) -> None:
     """Answer the inputs as the smoothed classifier does: the majority under the noise, or no answer.
 
@@ -49,29 +51,30 @@ def predict(
       equipoise predict model.pt2 --data photos/ --run runs/a --json
     """
     from equipoise.checkpoints import load_model
-    from equipoise.runs import describe
+    from equipoise.runs.jobs import prepare
     from equipoise.runs.manifest import read_manifest
     from equipoise.runs.models import normalised
+    from equipoise.runs.parameters import Settings
     from equipoise.runs.predictions import predict as answers
     from equipoise.smoothing.levels import Levels
 
-    settings: dict[str, Any] = {"limit": limit, "device": device, "n": max(n, 1)}
     manifest = None if run is None else read_manifest(run)
     if manifest is not None:
         p = manifest.parameters
         if sigma is not None and Levels.of(noise_levels(sigma)) != p.levels:
             raise InputError(f"{run} was certified with {p.levels}, got --sigma {sigma}: leave it out")
         own: Any = p.sigma if p.channels is None else list(p.channels)
-        settings |= {"sigma": own, "noise": p.noise, "noise_dtype": p.noise_dtype, "chunk_size": p.chunk_size}
+        asked = Settings(own, noise=p.noise, noise_dtype=p.noise_dtype, chunk_size=p.chunk_size)
     elif sigma is None:
         raise InputError("say --sigma, or --run of a certification run whose noise is to be used")
     else:
-        settings["sigma"] = noise_levels(sigma)
+        asked = Settings(noise_levels(sigma))
+    asked = replace(asked, limit=limit, device=device, n=max(n, 1), name=data)
     loaded = load_model(model, weights, batch=CHUNK)
     scaling = channels(mean, std)
     loaded = loaded if scaling is None else normalised(loaded, *scaling)
     dataset = read_data(data, split, layout=layout, size=size, columns=columns, classes=classes, labelled=False)
-    job = describe(loaded, dataset, name=data, **settings)
+    job = prepare(loaded, dataset, asked)
     if manifest is not None and manifest.model.get("hash") != job.manifest.model["hash"]:
         raise InputError(f"{run} certifies another model than {model}: nothing of it holds for these answers")
     if manifest is not None and manifest.parameters.cells != job.parameters.cells:
@@ -82,7 +85,7 @@ def predict(
     with progress() as bar:
         found = list(bar.track(answers(job, n, alpha), total=len(job.positions), description="answering"))
     names = dataset.classes or (manifest.data.get("classes") if manifest is not None else None)
-    _show(found, names, json, {"model": model, "data": data, "sigma": settings["sigma"], "n": n, "alpha": alpha})
+    _show(found, names, json, {"model": model, "data": data, "sigma": asked.sigma, "n": n, "alpha": alpha})
     if any(a.failure for a in found):
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
     from equipoise.lab.experiments import Experiment, Outcome
@@ -37,7 +38,7 @@ def reproduce(
     page: Annotated[
         Path | None, typer.Option(help="write a page of the stored results to this file; run nothing")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run a table or figure of the thesis and compare its claim with what is measured here.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, results
+from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
     from equipoise.lab.scoreboard import Cell
@@ -26,7 +27,7 @@ def scoreboard(
     workers: Annotated[int, typer.Option(help="0: one cell after the other; else so many at once, on Ray.")] = 0,
     small: Annotated[bool, typer.Option("--small", help="A network for 8×8 images (digits).")] = False,
     listed: Annotated[bool, typer.Option("--plan", help="Say what would be played, and play nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Which layer should I take? Families × losses × seeds, each trained for the same processor time.
 
@@ -73,8 +74,8 @@ def _tell(cell: Cell, figures: dict[str, Any]) -> None:
     if "refused" in figures:
         messages().print(f"{cell.name}: refused: {figures['refused']}", markup=False, soft_wrap=True)
         return
+    from equipoise.core.accuracy import percent
+
     first = next(iter(figures["certified"].values()))
-    said = (
-        f"{cell.name}: clean {figures['accuracy']:.2%}, certified {first:.2%}, {figures['step_seconds']:.3f} s a step"
-    )
+    said = f"{cell.name}: clean {figures['accuracy']:.2%}, certified {percent(first)}%, {figures['step_seconds']:.3f} s a step"
     messages().print(said, markup=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ def selfcheck(
     scripts: Annotated[
         Path | None, typer.Option(help="Folder for the scripts that show violations of `networks` and `files`.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.
 

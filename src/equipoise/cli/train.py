@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.options import Json
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def train(
     planned: Annotated[
         bool, typer.Option("--plan", help="Say what it costs (steps, hours on this machine); train nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a network by a recipe: data, model, loss, regularizers, noise, optimizer, schedule.
 
@@ -64,6 +64,10 @@ def train(
         _list(as_json)
         return
     if source is not None:
+        if planned or show:
+            raise InputError(
+                "--plan and --show are about a recipe alone: leave out --from, or leave out --plan and --show"
+            )
         _robustify(source, recipe, changes or [], run_dir, cpu, method, data, distill, as_json)
         return
     if recipe is None:
@@ -196,28 +200,21 @@ def _reporter(bar: Any, recipe: Recipe) -> Callable[[Progress], None]:
 
 
 def _line(event: Progress) -> str:
+    from equipoise.core.accuracy import percent
     from equipoise.core.bounds import round_up
 
     row = dict(event.row or {})
     parts = [f"epoch {event.epoch}/{event.epochs}", f"train loss {row['train_loss']:.4f}"]
     if row.get("accuracy") is not None:
         parts.append(f"{row.get('split', 'test')} accuracy {row['accuracy']:.2%}")
-    parts += [f"certified at {e}: {_down(a)}" for e, a in row.get("certified_accuracy", {}).items()]
+    parts += [f"certified at {e}: {percent(a)}%" for e, a in row.get("certified_accuracy", {}).items()]
     if row.get("bound") is not None:
         parts.append(f"bound {round_up(row['bound'], 4)}")
     return "  ".join([*parts, f"{row['seconds']:.1f} s"])
 
 
-def _down(share: float) -> str:
-    """A percentage rounded down: a certified share is never shown larger than it is.
-
-    >>> _down(0.99999), _down(0.29)
-    ('99.99%', '29.00%')
-    """
-    return f"{math.floor(share * 1e4 + 1e-9) / 1e4:.2%}"
-
-
 def _show(result: Result) -> None:
+    from equipoise.core.accuracy import percent
     from equipoise.core.bounds import round_up
 
     final = result.final
@@ -228,7 +225,7 @@ def _show(result: Result) -> None:
             label = name if name.startswith("train") else f"{final.get('split', 'test')} {name}"
             shown.add_row(label.replace("_", " "), f"{final[name]:.2%}" if "accuracy" in name else f"{final[name]:.4f}")
     for epsilon, value in final.get("certified_accuracy", {}).items():
-        shown.add_row(f"certified accuracy at ε = {epsilon}", _down(value))
+        shown.add_row(f"certified accuracy at ε = {epsilon}", f"{percent(value)}%")
     if final.get("bound") is not None:
         shown.add_row("Lipschitz bound (ℓ2, proved)", round_up(final["bound"], 5))
     elif final.get("bound_reason"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,16 @@ def certified_at(radius: Any, correct: Mask, epsilon: float) -> Mask:
     if not epsilon >= 0:
         raise InputError(f"epsilon must be non-negative, got {epsilon}")
     return correct & (radius >= epsilon)
+
+
+def percent(share: float, decimals: int = 2) -> str:
+    """A certified share in percent, rounded down: it is never shown larger than it is.
+
+    >>> percent(0.29), percent(2 / 3), percent(0.99999, 1)
+    ('29.00', '66.66', '99.9')
+    """
+    steps = 10.0**decimals
+    return f"{math.floor(share * 100 * steps + 1e-6) / steps:.{decimals}f}"
 
 
 def certified_accuracy(radius: ArrayLike, correct: ArrayLike, epsilon: ArrayLike = 0.0) -> Floats:

@@ -39,12 +39,22 @@ class Digest:
             self.sha.update(part)
         return self
 
+    def feed(self, content: bytes | memoryview) -> Digest:
+        """Take in bytes as they are: for contents whose lengths are told beforehand."""
+        self.sha.update(content)
+        return self
+
     def hex(self) -> str:
         """The digest in hexadecimal."""
         return self.sha.hexdigest()
 
     def __str__(self) -> str:
         return f"sha256:{self.hex()}"
+
+
+def digest_bytes(content: bytes) -> str:
+    """`sha256:…` of a file's content."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def digest_document(document: Any) -> str:
@@ -54,7 +64,7 @@ def digest_document(document: Any) -> str:
     True
     """
     text = json.dumps(document, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return digest_bytes(text.encode())
 
 
 def sealed(document: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.core import InputError, fresh_strides
+from equipoise.core.digests import Digest
 from equipoise.data.sources import Ints, Layout, Source, array_source, check_labels, first_non_finite
 
 _CHUNK_BYTES = 16 * 2**20
@@ -207,15 +207,15 @@ class Dataset:
     def _fingerprint(self) -> str:
         little = self.source.dtype.newbyteorder("<")
         head = ["equipoise-data-1", little.str, (len(self), *self.input_shape), self.source.scale]
-        digest = hashlib.sha256(repr(head).encode())
+        digest = Digest(repr(head))
         row_bytes = little.itemsize * int(np.prod(self.input_shape))
         chunk = max(1, _CHUNK_BYTES // row_bytes)
         for start in range(0, len(self), chunk):
             positions = np.arange(start, min(start + chunk, len(self)), dtype=np.int64)
-            digest.update(np.ascontiguousarray(self._raw(positions), dtype=little).data)
+            digest.feed(np.ascontiguousarray(self._raw(positions), dtype=little).data)
         for numbers in (self.labels, self.ids):
-            digest.update(np.ascontiguousarray(numbers, dtype="<i8").data)
-        return f"sha256:{digest.hexdigest()}"
+            digest.feed(np.ascontiguousarray(numbers, dtype="<i8").data)
+        return str(digest)
 
     def _raw(self, positions: Ints) -> NDArray[Any]:
         rows = self.ids[positions]

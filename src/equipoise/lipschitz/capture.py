@@ -178,7 +178,7 @@ def refuse_training(model: nn.Module) -> None:
     """Training mode is refused where it changes the map or makes it random; elsewhere the flag means nothing."""
     matters = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU)
     for path, module in model.named_modules():
-        own = type(module).__module__.startswith("torch.nn")
+        own = type(module).__module__.split(".")[:2] == ["torch", "nn"]
         if module.training and (isinstance(module, matters) or not own):
             raise Refused(
                 f"module {path or 'the model'} ({type(module).__name__}) is in training mode, in which the map depends "

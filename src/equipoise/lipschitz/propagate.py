@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.capture import Program
-from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
+from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Copy, Opaque, Piece, Pieces, Sum
 from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.regions import Region
@@ -305,11 +305,6 @@ def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
 def _places(shape: Sequence[int]) -> Tensor | None:
     count = math.prod(shape)
     return None if count > 2_000_000 else torch.arange(count, dtype=torch.float64).reshape(tuple(shape))
-
-
-def lipschitz_of(facts: Facts) -> float:
-    """Upper bound of the node relative to the input, as a float (infinite beyond the floats)."""
-    return exp_up(facts.fused)
 
 
 def winner(run: Propagation, node: fx.Node) -> Region | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_checkpoint
+from equipoise.core.accuracy import percent
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import read_bounded, read_json, write_whole
@@ -157,7 +158,7 @@ def _card(name: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> 
     figures, made, upper = document["figures"], document["made"], document["upper"]
     rows = [f"| accuracy | {figures['accuracy']:.2%} |"] if figures.get("accuracy") is not None else []
     for epsilon, share in (figures.get("certified_accuracy") or {}).items():
-        rows.append(f"| certified at ε = {float(epsilon):.4g} (ℓ2) | {int(share * 1e4) / 1e4:.2%} |")
+        rows.append(f"| certified at ε = {float(epsilon):.4g} (ℓ2) | {percent(share)}% |")
     rows.append(f"| Lipschitz constant, proved | {'refused' if upper is None else f'≤ {upper:.6g}'} |")
     facts = [f"* {key}: {value}" for key, value in made.items()]
     return "\n".join([

@@ -74,7 +74,7 @@ def overlap(pool: Any) -> float:
     >>> overlap(nn.MaxPool2d(3, 2, 1)), overlap(nn.MaxPool2d(2))
     (2.0, 1.0)
     """
-    dims = int(type(pool).__name__[-2])
+    dims = next(d for d, kind in enumerate(_MAX, 1) if isinstance(pool, kind))
     k, s, d = (
         (v,) * dims if isinstance(v, int) else tuple(v)
         for v in (pool.kernel_size, pool.stride if pool.stride is not None else pool.kernel_size, pool.dilation)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
@@ -98,14 +97,3 @@ def _norm(path: str, layer: Effective, new: nn.Module) -> LayerNorm2:
         )
     top = float(upper.max()) if isinstance(upper, Tensor) else float(upper)
     return LayerNorm2(name, type(layer).__name__, top, "spectral norm, all input sizes")
-
-
-def largest_difference(a: nn.Module, b: nn.Module, x: Tensor) -> float:
-    """Largest difference of two networks' outputs relative to the largest output, in evaluation mode as they are.
-
-    >>> largest_difference(nn.ReLU(), nn.ReLU(), torch.ones(1, 2))
-    0.0
-    """
-    with torch.no_grad():
-        one, two = a(x), b(x)
-    return float((one - two).abs().max() / one.abs().max().clamp_min(torch.finfo(one.dtype).tiny))

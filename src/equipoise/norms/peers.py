@@ -127,18 +127,22 @@ def _sedghi(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterat
     return Bound(value, _circular(padding, Kind.EXACT), "sedghi")
 
 
-def _singla(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
-    """√(k1·k2) times the least of four reshaped norms; proved for zero and circular padding."""
+def reshapings(kernel: Tensor) -> tuple[Tensor, ...]:
+    """Four matrices of a kernel (co, ci, k1, k2): the norm of each, times √(k1·k2), bounds the convolution (Singla, Feizi)."""
     co, ci, k1, k2 = kernel.shape
-    shapes = (
+    return (
         kernel.permute(0, 2, 1, 3).reshape(co * k1, ci * k2),
         kernel.permute(0, 3, 1, 2).reshape(co * k2, ci * k1),
         kernel.reshape(co, ci * k1 * k2),
         kernel.permute(0, 2, 3, 1).reshape(co * k1 * k2, ci),
     )
-    least = min(float(dense_bracket(m.double(), 1e-4)[1]) for m in shapes)
+
+
+def _singla(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:
+    """√(k1·k2) times the least of four reshaped norms; proved for zero and circular padding."""
+    least = min(float(dense_bracket(m.double(), 1e-4)[1]) for m in reshapings(kernel))
     kind = Kind.UPPER if padding in ("zeros", "circular") else Kind.ESTIMATE
-    return Bound(up(up(least) * math.sqrt(k1 * k2)), kind, "singla")
+    return Bound(up(up(least) * math.sqrt(math.prod(kernel.shape[2:]))), kind, "singla")
 
 
 def _araujo(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:

@@ -179,10 +179,6 @@ class ActivationDecay:
         )
         return SmoothedLoss(mean.mean(), error.square().sum().sqrt() / len(error))
 
-    def latest_logits(self) -> Tensor:
-        """What the last layer gave in the latest forward pass."""
-        return self._latest(keep=True)[2]
-
     def remove(self) -> None:
         """Take all hooks off."""
         for handle in [*self._outer, *self._inner]:

@@ -109,7 +109,7 @@ def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
     data = str(manifest.data.get("source", ""))
     for position, (label, options) in enumerate(_ways(run).items()):
         found = run.certificates(alpha, **options)
-        assumption = str(constant) if constant is not None and constant.assumed and "Lipschitz" in label else ""
+        assumption = str(constant) if constant is not None and constant.assumed and "lipschitz" not in options else ""
         series.append(
             Series(
                 model, name, label, ids, run.labels, found.prediction, found.radius, p.sigma, found.alpha, found.about,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from equipoise.core.accuracy import percent
 from equipoise.core.bounds import round_down, round_up
 from equipoise.lipschitz.logs import show_log
 from equipoise.report.data import Audit, Picture, ReportData, Series
@@ -113,10 +114,10 @@ def summary_table(series: Sequence[Series], end: float) -> str:
     rows = []
     for s in series:
         abstained = int((s.prediction < 0).sum())
-        shares = [math.floor(float(s.accuracy(e)) * 1000) / 10 for e in chosen]
+        shares = [percent(float(s.accuracy(e)), 1) for e in chosen]
         cells: list[tuple[str, float | str]] = [
             (s.model, s.model), (s.procedure + ("" if s.labelled else " (no labels: any answer)"), s.procedure),
-            *((f"{v:.1f} %", v) for v in shares),
+            *((f"{v} %", float(v)) for v in shares),
             (round_down(s.average_radius, 4), s.average_radius),
             (s.inputs, float(len(s.ids))),
             (f"{abstained} of {len(s.ids)}" + (f", {s.failed} failed" if s.failed else ""), float(abstained)),

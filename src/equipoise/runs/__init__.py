@@ -4,6 +4,7 @@ from equipoise.runs.attacks.run import AttackSummary, attack_run
 from equipoise.runs.engines import ENGINES, Engine, Execution
 from equipoise.runs.job import Job
 from equipoise.runs.jobs import certify, describe, start
+from equipoise.runs.parameters import Settings
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import AttackRow
 from equipoise.runs.summary import Summary
@@ -17,6 +18,7 @@ __all__ = [
     "Execution",
     "Job",
     "Run",
+    "Settings",
     "Summary",
     "TaskSpec",
     "Worker",

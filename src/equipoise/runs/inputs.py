@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core import InputError, fresh_strides
+from equipoise.core.digests import Digest
 from equipoise.data.dataset import UNKNOWN
 from equipoise.data.factories import pair_of
 from equipoise.runs.rows import InputId, Item, plain_id
@@ -141,12 +141,13 @@ class Inputs:
             return str(own())
         if isinstance(self.dataset, torch.utils.data.TensorDataset):
             positions = np.arange(len(self))
-        digest = hashlib.sha256(b"inputs")
+        digest = Digest("inputs")
         for item in self.read(positions):
             head = f"{item.id!r}|{item.label}|{item.x.dtype}|{tuple(item.x.shape)}|"
-            digest.update(head.encode())
-            digest.update(item.x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return f"sha256:{digest.hexdigest()}"
+            digest.feed(head.encode()).feed(
+                item.x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+        return str(digest)
 
     def read(self, positions: Ints) -> Iterator[Item]:
         """The inputs at these positions, one by one."""

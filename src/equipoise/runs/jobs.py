@@ -2,60 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 
 from equipoise.core import EquipoiseError, InputError, Refused
 from equipoise.runs import store as store_file
 from equipoise.runs.engines import Execution, find_engine
-from equipoise.runs.inputs import Inputs, Selection, check_label
+from equipoise.runs.inputs import Inputs, check_label
 from equipoise.runs.job import Job, count_logits, first_input, fixed_constant, fixed_map, noise_of, usable_device
 from equipoise.runs.manifest import Manifest, is_run, read_manifest, require_same, versions
 from equipoise.runs.models import denoised, portable
-from equipoise.runs.parameters import Parameters
+from equipoise.runs.parameters import Keywords, Settings
 from equipoise.runs.rows import Item, Row, failed
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import Store, locked
 from equipoise.runs.tasks import TaskSpec
-from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.levels import Levels, Sigma
-from equipoise.smoothing.noise import NoiseName, fresh_seed
-from equipoise.smoothing.procedures import DEFAULT
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
 Progress = Callable[[Row, int, int], None]
-
-
-class Settings(TypedDict, total=False):
-    """Everything else that `certify` and `describe` take; see `Parameters` and `Selection` for their meaning."""
-
-    seed: int | None
-    noise: NoiseName | None
-    denoiser: Any
-    skip: int
-    limit: int | None
-    stride: int
-    balanced: bool
-    num_classes: int | None
-    batch_size: int | None
-    chunk_size: int
-    device: str
-    map: str | SimplexMap | None
-    calibration: int | None
-    lipschitz: float | Literal["auto"] | None
-    target_radius: float | None
-    relative: float | None
-    hopeless: float | None
-    nonfinite: Literal["refuse", "miss"]
-    noise_dtype: str | None
-    name: str | None
 
 
 def certify(
@@ -63,17 +33,12 @@ def certify(
     dataset: Any,
     *,
     run_dir: str | Path,
-    sigma: Sigma,
-    n0: int = 100,
-    n: int = 10_000,
-    alpha: float = 1e-3,
-    procedure: str = DEFAULT,
     engine: str = "local",
     workers: int = 1,
     address: str | None = None,
     progress: Progress | None = None,
     retry_failed: bool = False,
-    **settings: Unpack[Settings],
+    **settings: Unpack[Keywords],
 ) -> Run:
     """Certify every input of a dataset; the run survives being killed, and calling this again continues it.
 
@@ -87,17 +52,13 @@ def certify(
         dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label) or of dictionaries, a pair of tensors
             (x, y), or x alone (no labels: answers and radii, no accuracy).
         run_dir: made if need be.
-        sigma: noise level, in the units of the model's input; a list has one level per channel.
-        n0: selection draws per input.
-        n: estimation draws per input.
-        alpha: risk per input.
-        procedure: a row of `smoothing.PROCEDURES`: "rivals", "cohen", "bonferroni", "cpm", "direct", "lvm", …
         engine: "local" or "ray".
         workers: of the Ray engine.
         address: of an existing Ray cluster.
         progress: called after every input with (row, done, total).
         retry_failed: try the failed inputs again.
-        **settings: see `Settings`: seed, limit, skip, stride, balanced, batch_size, device, map, lipschitz, target_radius, …
+        **settings: the fields of `Settings`: sigma (needed), n0 = 100, n = 10,000, alpha = 0.001, procedure = "rivals", seed,
+            noise, map, lipschitz, target_radius, limit, skip, stride, balanced, batch_size, device, …
 
     >>> import tempfile, torch
     >>> net = torch.nn.Linear(2, 2).eval()
@@ -107,92 +68,44 @@ def certify(
     ...     len(run.certificates(alpha=0.01)), run.finished
     (3, True)
     """
-    _check_names(settings)
-    job = describe(model, dataset, sigma=sigma, n0=n0, n=n, alpha=alpha, procedure=procedure, **settings)
+    job = prepare(model, dataset, Settings.of(settings, inspect.signature(certify).parameters))
     execution = Execution(workers, address)
     return start(job, run_dir, engine=engine, execution=execution, progress=progress, retry_failed=retry_failed)
 
 
-def _check_names(settings: Iterable[str]) -> None:
-    """Refuse a keyword that `certify` does not have, by its own name and with the nearest one."""
-    known = [*inspect.signature(certify).parameters, *Settings.__annotations__]
-    for name in settings:
-        if name not in Settings.__annotations__:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"certify() got an unexpected keyword argument {name!r}{hint}")
+def describe(model: Any, dataset: Any, **settings: Unpack[Keywords]) -> Job:
+    """The job that `certify` would start: everything is checked, nothing is written; keywords as there."""
+    return prepare(model, dataset, Settings.of(settings))
 
 
-def describe(
-    model: Any,
-    dataset: Any,
-    *,
-    sigma: Sigma,
-    n0: int = 100,
-    n: int = 10_000,
-    alpha: float = 1e-3,
-    procedure: str = DEFAULT,
-    seed: int | None = None,
-    noise: NoiseName | None = None,
-    denoiser: Any = None,
-    skip: int = 0,
-    limit: int | None = None,
-    stride: int = 1,
-    balanced: bool = False,
-    num_classes: int | None = None,
-    batch_size: int | None = None,
-    chunk_size: int = 100,
-    device: str = "cpu",
-    map: str | SimplexMap | None = None,
-    calibration: int | None = None,
-    lipschitz: float | Literal["auto"] | None = None,
-    target_radius: float | None = None,
-    relative: float | None = None,
-    hopeless: float | None = None,
-    nonfinite: Literal["refuse", "miss"] = "refuse",
-    noise_dtype: str | None = None,
-    name: str | None = None,
-) -> Job:
-    """Check everything a run needs, reading the data once for its fingerprint; nothing is written.
-
-    `batch_size` bounds the draws per forward pass (memory) and is not part of the run; the rest is in `Parameters`.
-    """
+def prepare(model: Any, dataset: Any, asked: Settings) -> Job:
+    """Check everything a run needs, reading the data once for its fingerprint; nothing is written."""
     if isinstance(dataset, str | Path):
         raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
-    levels = Levels.of(sigma)
-    ported, inputs = portable(model if denoiser is None else denoised(denoiser, model)), Inputs.of(dataset, name)
-    selection = Selection(skip, limit, stride, balanced and limit is not None and inputs.labelled)
+    ported = portable(model if asked.denoiser is None else denoised(asked.denoiser, model))
+    inputs = Inputs.of(dataset, asked.name)
+    selection = asked.selection(inputs.labelled)
     if selection.balanced and inputs.labels is None:
         raise InputError(
             f"balanced=True needs labels that are known without reading {inputs.name}: use eq.data.Dataset"
         )
     positions = selection.positions(len(inputs), inputs.labels)
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"batch_size must be positive, got {batch_size}")
-    where = usable_device(device)
-    classes = num_classes or count_logits(ported, inputs, positions, where)
+    where = usable_device(asked.device)
+    classes = asked.num_classes or count_logits(ported, inputs, positions, where)
     if inputs.num_classes is not None and inputs.num_classes > classes:
         raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
     inputs.check_labels(positions, classes)
     first = first_input(inputs, positions).x
-    levels.require_channels(first.shape)
-    kind, cells = noise_of(noise, inputs, positions, levels.sigma, lipschitz)
-    text = f"{map.name}:{map.temperature!r}" if isinstance(map, SimplexMap) else map
-    parameters = Parameters(
-        sigma=levels.sigma, channels=levels.channels, num_classes=classes,
-        n0=n0, n=n, alpha=alpha, procedure=procedure, chunk_size=chunk_size,
-        map=text, calibration=calibration, lipschitz=lipschitz, target_radius=target_radius, relative=relative,
-        hopeless=hopeless, nonfinite=nonfinite, noise_dtype=noise_dtype, device=torch.device(where).type,
-        noise=kind, cells=cells, dimension=first.numel(), seed=fresh_seed() if seed is None else seed,
-        seed_source="system" if seed is None else "user",
-    ).completed()  # fmt: skip
+    asked.levels.require_channels(first.shape)
+    kind, cells = noise_of(asked.noise, inputs, positions, asked.levels.sigma, asked.lipschitz)
+    parameters = asked.settled(classes, first.numel(), kind, cells)
     manifest = Manifest(
         {"source": ported.source, "hash": ported.hash},
         {"source": inputs.name, "fingerprint": inputs.fingerprint(positions), "inputs": len(inputs)}
         | ({} if inputs.classes is None else {"classes": list(inputs.classes)}),
         (selection,), len(positions), parameters,
     )  # fmt: skip
-    return Job(ported, inputs, positions, manifest, batch_size, where)
+    return Job(ported, inputs, positions, manifest, asked.batch_size, where)
 
 
 def start(

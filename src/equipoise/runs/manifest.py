@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core import InputError, Refused, round_up
-from equipoise.core.digests import sealed, unsealed
+from equipoise.core.digests import Digest, sealed, unsealed
 from equipoise.core.errors import one_line
 from equipoise.core.files import read_json, write_whole
 from equipoise.runs.inputs import Selection
@@ -77,7 +76,7 @@ class Manifest:
         plain = self.identity()
         if asked and self.parameters.seed_source == "system":
             del plain["seed"]
-        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+        return digest_identity(plain)
 
     def seal(self) -> str:
         """Digest of all of it, kept in `run.json` and in the store: an edited number is noticed (see `runs.store`)."""
@@ -121,6 +120,11 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write `run.json`, whole or not at all."""
         write_whole(folder / NAME, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
+
+
+def digest_identity(plain: dict[str, Any]) -> str:
+    """sha256 of what must not change while a run is continued."""
+    return Digest(json.dumps(plain, sort_keys=True)).hex()
 
 
 def read_manifest(folder: str | Path) -> Manifest:

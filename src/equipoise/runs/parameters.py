@@ -1,28 +1,36 @@
-"""Everything a user can set that changes the numbers of a run, checked before anything is sampled."""
+"""What a run is asked for, checked before anything is sampled: `Settings` as callers give them, `Parameters` as they are stored.
+
+A field that changes numbers stands once, in `Sampling`, with its default and its check.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Required, TypedDict
+
+import torch
 
 from equipoise.core import InputError, Refused
+from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.drawn import Drawn
 from equipoise.smoothing.grid import Grid
-from equipoise.smoothing.levels import Levels
-from equipoise.smoothing.noise import NoiseName
+from equipoise.smoothing.levels import Levels, Sigma
+from equipoise.smoothing.noise import NoiseName, fresh_seed
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 _MAPS = ("softmax", "sparsemax", "hardmax")
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """What was asked for; together with the model and the data it determines every count of the run.
+class Sampling:
+    """What changes the numbers of a run, whoever says it.
 
     Args:
-        sigma: noise level, in the units of the model's input.
+        sigma: noise level, in the units of the model's input; a list has one level per channel.
         num_classes: number of logits.
         n0: selection draws per input.
         n: estimation draws per input (the most, for adaptive runs).
@@ -39,23 +47,18 @@ class Parameters:
         nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
         noise_dtype: "float32" or "float64"; None: that of the input.
         device: kind of device the network ran on.
-        noise: "grid" (exact integers) or "float"; None in runs of the first release, whose noise was float and keyed by
-            32 bits.
-        cells: points per unit of the grid.
-        dimension: numbers in one input.
-        seed_source: "user" or "system".
-        channels: the noise level of every channel, where they differ; `sigma` is the smallest.
+        noise: "grid" (exact integers) or "float".
     """
 
-    sigma: float
-    num_classes: int
+    sigma: Sigma
+    num_classes: int | None
     n0: int = 100
     n: int = 10_000
     alpha: float = 1e-3
     procedure: str = DEFAULT
-    seed: int = 0
+    seed: int | None = None
     chunk_size: int = 100
-    map: str | None = None
+    map: str | SimplexMap | None = None
     calibration: int | None = None
     lipschitz: float | Literal["auto"] | None = None
     target_radius: float | None = None
@@ -65,50 +68,29 @@ class Parameters:
     noise_dtype: str | None = None
     device: str = "cpu"
     noise: NoiseName | None = None
-    cells: float | None = None
-    dimension: int | None = None
-    seed_source: Literal["user", "system"] | None = None
-    channels: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        _positive("sigma", self.sigma)
         for name in ("n0", "n", "chunk_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} must be a positive whole number, got {value!r}")
         if not 0 < self.alpha < 1:
             raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {self.alpha}")
-        if self.num_classes < 2:
+        if self.num_classes is not None and self.num_classes < 2:
             raise InputError(f"a classifier has at least two classes, got {self.num_classes}")
         if self.nonfinite not in ("refuse", "miss"):
             raise InputError(f"nonfinite must be 'refuse' or 'miss', got {self.nonfinite!r}")
         if self.noise_dtype not in (None, "float32", "float64"):
             raise InputError(f"noise_dtype must be 'float32' or 'float64', got {self.noise_dtype!r}")
-        self._check_noise()
-        self._check_adaptive()
-        self._check_soft()
-
-    def _check_noise(self) -> None:
-        if self.channels is not None and Levels.of(self.channels) != self.levels:
-            raise InputError(
-                f"channels hold the noise levels {self.channels}, whose smallest is not sigma = {self.sigma}"
-            )
         if self.noise not in (None, "grid", "float"):
             raise InputError(f"noise must be 'grid' or 'float', got {self.noise!r}")
-        if self.seed_source not in (None, "user", "system"):
-            raise InputError(f"seed_source must be 'user' or 'system', got {self.seed_source!r}")
-        if (self.noise == "grid") != (self.cells is not None):
-            raise InputError("the number of cells per unit belongs to noise on a grid, and a grid needs one")
-        if self.noise == "grid":
-            for level in self.channels or (self.sigma,):
-                Grid(level, float(self.cells or 0.0))
-            if not isinstance(self.dimension, int) or self.dimension < 1:
-                raise InputError(f"noise on a grid needs the dimension of the inputs, got {self.dimension!r}")
-            if self.lipschitz is not None:
-                raise Refused(
-                    "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
-                    "--noise float, whose gap the certificates state"
-                )
+        if self.noise == "grid" and self.lipschitz is not None:
+            raise Refused(
+                "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
+                "--noise float, whose gap the certificates state"
+            )
+        self._check_adaptive()
+        self._check_soft()
 
     def _check_adaptive(self) -> None:
         if self.target_radius is not None and self.relative is not None:
@@ -158,6 +140,150 @@ class Parameters:
         asked = self.map is not None or self.lipschitz is not None
         return self.row.soft and not self.adaptive and (asked or self.row.map != "hardmax")
 
+
+@dataclass(frozen=True)
+class Settings(Sampling):
+    """Everything a caller can set: what changes the numbers, the inputs to certify, and how the passes are made.
+
+    `certify`, `describe`, the command line, predictions and attacks all go through it.
+
+    Args:
+        denoiser: a network from noisy image to image, put before the model.
+        skip: leave out the first inputs.
+        limit: at most this many.
+        stride: take every so many-th.
+        balanced: with `limit`, the first of every class in turn.
+        batch_size: the most draws per forward pass (memory); no number depends on it.
+        name: of the data, for the record.
+
+    >>> Settings(0.25, map=SimplexMap("softmax", 0.5), procedure="lvm").settled(10, 4, "float").to_dict()["map"]
+    'softmax:0.5'
+    """
+
+    num_classes: int | None = None
+    denoiser: Any = None
+    skip: int = 0
+    limit: int | None = None
+    stride: int = 1
+    balanced: bool = False
+    batch_size: int | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        Levels.of(self.sigma)
+        super().__post_init__()
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InputError(f"batch_size must be positive, got {self.batch_size}")
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any], others: Iterable[str] = ()) -> Settings:
+        """From keywords; one that is not known is refused with the nearest one, of `others` too."""
+        known = [f.name for f in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                close = difflib.get_close_matches(name, [*known, *others], n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise TypeError(f"certify() got an unexpected keyword argument {name!r}{hint}")
+        if "sigma" not in keywords:
+            raise TypeError("certify() needs sigma, the noise level in the units of the model's input")
+        return cls(**keywords)
+
+    @property
+    def levels(self) -> Levels:
+        """The noise levels."""
+        return Levels.of(self.sigma)
+
+    def selection(self, labelled: bool) -> Selection:
+        """Which inputs; those without labels cannot be balanced."""
+        return Selection(self.skip, self.limit, self.stride, self.balanced and self.limit is not None and labelled)
+
+    def settled(self, num_classes: int, dimension: int, noise: NoiseName, cells: float | None = None) -> Parameters:
+        """With what the model and the data say, the defaults of soft and adaptive runs, and a seed if none was given."""
+        same = {f.name: getattr(self, f.name) for f in fields(Sampling)}
+        text = f"{self.map.name}:{self.map.temperature!r}" if isinstance(self.map, SimplexMap) else self.map
+        if self.soft and text is None:
+            text = "global"
+        return Parameters(**same | {
+            "sigma": self.levels.sigma, "channels": self.levels.channels, "num_classes": num_classes, "map": text,
+            "calibration": 32 if text == "global" and self.calibration is None else self.calibration,
+            "hopeless": 0.05 if self.adaptive and self.hopeless is None else self.hopeless,
+            "device": torch.device(self.device).type, "noise": noise, "cells": cells, "dimension": dimension,
+            "seed": fresh_seed() if self.seed is None else self.seed,
+            "seed_source": "system" if self.seed is None else "user",
+        })  # fmt: skip
+
+
+class Keywords(TypedDict, total=False):
+    """The fields of `Settings` as keywords, for the type checker; a test holds the two together."""
+
+    sigma: Required[Sigma]
+    num_classes: int | None
+    n0: int
+    n: int
+    alpha: float
+    procedure: str
+    seed: int | None
+    chunk_size: int
+    map: str | SimplexMap | None
+    calibration: int | None
+    lipschitz: float | Literal["auto"] | None
+    target_radius: float | None
+    relative: float | None
+    hopeless: float | None
+    nonfinite: Literal["refuse", "miss"]
+    noise_dtype: str | None
+    device: str
+    noise: NoiseName | None
+    denoiser: Any
+    skip: int
+    limit: int | None
+    stride: int
+    balanced: bool
+    batch_size: int | None
+    name: str | None
+
+
+@dataclass(frozen=True)
+class Parameters(Sampling):
+    """What stands in `run.json`; together with the model and the data it determines every count of the run.
+
+    Args:
+        noise: None in runs of the first release, whose noise was float and keyed by 32 bits.
+        cells: points per unit of the grid.
+        dimension: numbers in one input.
+        seed_source: "user" or "system".
+        channels: the noise level of every channel, where they differ; `sigma` is the smallest.
+    """
+
+    sigma: float
+    num_classes: int
+    seed: int = 0
+    map: str | None = None
+    cells: float | None = None
+    dimension: int | None = None
+    seed_source: Literal["user", "system"] | None = None
+    channels: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _positive("sigma", self.sigma)
+        for name in ("num_classes", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise InputError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        super().__post_init__()
+        if self.channels is not None and Levels.of(self.channels) != self.levels:
+            raise InputError(
+                f"channels hold the noise levels {self.channels}, whose smallest is not sigma = {self.sigma}"
+            )
+        if self.seed_source not in (None, "user", "system"):
+            raise InputError(f"seed_source must be 'user' or 'system', got {self.seed_source!r}")
+        if (self.noise == "grid") != (self.cells is not None):
+            raise InputError("the number of cells per unit belongs to noise on a grid, and a grid needs one")
+        if self.noise == "grid":
+            for level in self.channels or (self.sigma,):
+                Grid(level, float(self.cells or 0.0))
+            if not isinstance(self.dimension, int) or self.dimension < 1:
+                raise InputError(f"noise on a grid needs the dimension of the inputs, got {self.dimension!r}")
+
     def drawn(self) -> Drawn:
         """What the noise of the run is."""
         chosen = self.seed_source != "system"
@@ -167,17 +293,6 @@ class Parameters:
     def levels(self) -> Levels:
         """The noise levels."""
         return Levels(self.sigma, self.channels)
-
-    def completed(self) -> Parameters:
-        """The same with the defaults of soft and adaptive runs filled in."""
-        result = self
-        if self.soft and self.map is None:
-            result = replace(result, map="global")
-        if result.map == "global" and self.calibration is None:
-            result = replace(result, calibration=32)
-        if self.adaptive and self.hopeless is None:
-            result = replace(result, hopeless=0.05)
-        return result
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; settings left alone are left out."""
@@ -196,12 +311,14 @@ class Parameters:
         return cls(**plain | ({} if several is None else {"channels": tuple(several)}))
 
 
-def parse_map(text: str | None) -> SimplexMap | None:
+def parse_map(text: str | SimplexMap | None) -> SimplexMap | None:
     """The map that a text fixes, None for "global" and "per-input".
 
     >>> parse_map("softmax:0.5")
     SimplexMap(name='softmax', temperature=0.5, mass=1.0)
     """
+    if isinstance(text, SimplexMap):
+        return text
     if text in (None, "global", "per-input"):
         return None
     name, _, temperature = str(text).partition(":")

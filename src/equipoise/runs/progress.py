@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from equipoise.core import EquipoiseError
+from equipoise.core.accuracy import percent
 from equipoise.runs.derive import derive
 from equipoise.runs.manifest import is_run, read_manifest
 from equipoise.runs.rows import Row
@@ -81,7 +82,7 @@ class Reporter:
         pace = elapsed / max(done - self.before, 1)
         left = "" if done == total else f", {clock(pace * (total - done))} left"
         share, speed = self.right / self.derived, self.draws / max(elapsed, 1e-9)
-        return f"certified {share:.1%} at ε = {self.epsilon:g}, {speed:,.0f} draws/s{left}"
+        return f"certified {percent(share, 1)}% at ε = {self.epsilon:g}, {speed:,.0f} draws/s{left}"
 
 
 def clock(seconds: float) -> str:

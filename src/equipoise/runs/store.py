@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from equipoise.core import files
 from equipoise.core.digests import Digest
-from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.runs.connections import connect, explain
 from equipoise.runs.rows import InputId, Row, Soft
 from equipoise.smoothing import SimplexMap
 
@@ -110,7 +111,7 @@ class Table(Generic[R]):
         if not writable and not self.path.exists():
             return  # a run that was started and killed before its first input
         with self._translated():
-            self._db = _connect(self.path, writable)
+            self._db = connect(self.path, writable)
             if self._tables() or writable:  # else killed between creating the file and its tables
                 self._check(identity, seal, writable)
             else:
@@ -327,7 +328,7 @@ class Table(Generic[R]):
             self.close()
             raise
         except sqlite3.Error as error:
-            raise InputError(_explain(self.path, error)) from error
+            raise InputError(explain(self.path, error)) from error
 
 
 class Store(Table[Row]):
@@ -343,45 +344,6 @@ class Store(Table[Row]):
     def decode(self, values: Sequence[Any]) -> Row:
         """The row again."""
         return _decode(values, self.path)
-
-
-def _connect(path: Path, writable: bool) -> sqlite3.Connection:
-    if not writable:
-        return _connect_reading(path)
-    db = sqlite3.connect(path, timeout=30, isolation_level=None)
-    try:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing; a power cut the last inputs at most
-    except sqlite3.Error:
-        db.close()
-        raise
-    return db
-
-
-def _connect_reading(path: Path) -> sqlite3.Connection:
-    """Read-only; a WAL file in a folder that cannot be written opens only as immutable, which is right if no log is left."""
-    uri = path.resolve().as_uri()
-    db = sqlite3.connect(f"{uri}?mode=ro", timeout=30, isolation_level=None, uri=True)
-    try:
-        db.execute("SELECT count(*) FROM sqlite_master")
-    except sqlite3.OperationalError:
-        db.close()
-        log = path.with_name(path.name + "-wal")
-        if log.exists() and log.stat().st_size:
-            raise
-        db = sqlite3.connect(f"{uri}?mode=ro&immutable=1", isolation_level=None, uri=True)
-    return db
-
-
-def _explain(path: Path, error: sqlite3.Error) -> str:
-    text, code = one_line(error), getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-        return f"cannot write {path} ({text}): free some space and run the same command again; what is stored is kept"
-    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        return f"cannot open {path} for writing ({text}): check the permissions of the folder"
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return f"{path} is in use by another process ({text}): wait for it or stop it"
-    return f"{path} is damaged ({text}): move it away and run the same command again, or restore it from a copy"
 
 
 def _pack(array: NDArray[Any] | None, kind: str) -> bytes | None:

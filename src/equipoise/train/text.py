@@ -6,7 +6,6 @@ of the first piece of every word (−100 elsewhere).
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equipoise.core.digests import digest_bytes
 from equipoise.core.errors import InputError, one_line
 from equipoise.core.files import read_bounded
 from equipoise.train.task import Counts
@@ -87,7 +87,7 @@ class Snips:
     def fingerprint(self) -> str:
         """`sha256:…` of the sentences, slots and intents."""
         content = repr((self.words, self.tags, self.labels, self.intents, self.slots, self.max_length))
-        return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
+        return digest_bytes(content.encode())
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from equipoise.nn.effective import Tensors, uncast
 from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
-from equipoise.nn.orthogonal.polar import last_step
+from equipoise.nn.orthogonal.polar import settled
 
 #: entries of the matrices whose residual is taken at once: they stay in the cache
 AT_ONCE = 2**16
@@ -146,7 +146,7 @@ class Cayley(Method):
         tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
         n = tall.shape[1]
         X, Y = capped(tall[:n], tall[n:], taps=1, channels=n)
-        W = last_step(torch.cat(cayley(X, Y)).mT).to(raw.dtype)
+        W = settled(torch.cat(cayley(X, Y)).mT).to(raw.dtype)
         return W.mT if raw.shape[0] >= raw.shape[1] else W
 
 
@@ -283,7 +283,7 @@ enter("cayley", nn.Conv2d, CayleyConv2d)
 
 
 def evaluated(layer: SizedConv2d, x: Tensor) -> Tensor:
-    """A layer with one matrix per frequency, on an image."""
+    """A layer with one matrix per frequency, on an image; each has a forward of its own, since a claim stands only beside one."""
     dtype = next(layer.parameters()).dtype
     x = x.to(dtype) if torch.is_autocast_enabled(x.device.type) else x
     size = layer.frame.size((x.shape[-2], x.shape[-1]))

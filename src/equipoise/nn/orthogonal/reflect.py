@@ -27,7 +27,7 @@ from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.cayley import capped, contracted, evaluated, exported, frequency_bound, symbol
 from equipoise.nn.orthogonal.frame import Size, SizedConv2d, frame_of
-from equipoise.nn.orthogonal.polar import last_step
+from equipoise.nn.orthogonal.polar import settled
 
 #: what is added to the Gram matrix, relative to the mean of its diagonal
 _DELTA = 1e-9
@@ -111,7 +111,7 @@ class BRO(Method):
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""
         out, ins = self.kernel.shape[:2]
-        W = last_step(reflector(raw, min(out, ins)), raw.dtype).to(raw.dtype)
+        W = settled(reflector(raw, min(out, ins)), raw.dtype).to(raw.dtype)
         return W if out <= ins else W.mT
 
 
@@ -134,7 +134,7 @@ class CHORD(Method):
         (Q,) = capped(raw.double(), taps=1, channels=min(raw.shape))
         A = Q + torch.eye(*raw.shape, dtype=Q.dtype, device=raw.device)
         wide = A.shape[0] < A.shape[1]
-        W = last_step(cholesky_columns(A.mT if wide else A).mT, raw.dtype).to(raw.dtype)
+        W = settled(cholesky_columns(A.mT if wide else A).mT, raw.dtype).to(raw.dtype)
         return W if wide else W.mT
 
 

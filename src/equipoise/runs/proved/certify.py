@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -61,21 +61,32 @@ class ProvedJob:
         return Path("runs") / f"proved-{self.manifest.digest()[:12]}"
 
 
+class AskedKeywords(TypedDict, total=False):
+    """The fields of `Asked` that a caller can set, for the type checker."""
+
+    norm: Norm
+    effort: Effort
+    seconds: float | None
+    attack_steps: int
+
+
+class ProvedKeywords(AskedKeywords, total=False):
+    """With those of `Selection` and the name of the data."""
+
+    skip: int
+    limit: int | None
+    stride: int
+    name: str | None
+
+
 def certify_proved(
     model: Any,
     dataset: Any,
     *,
     run_dir: str | Path,
-    norm: Norm = "l2",
-    effort: Effort = "auto",
-    seconds: float | None = None,
-    attack_steps: int = 40,
-    skip: int = 0,
-    limit: int | None = None,
-    stride: int = 1,
-    name: str | None = None,
     progress: Progress | None = None,
     retry_failed: bool = False,
+    **settings: Unpack[ProvedKeywords],
 ) -> ProvedRun:
     """The proved radius of every input of a dataset, with its limiting rival, its method and attacks beside it.
 
@@ -88,16 +99,10 @@ def certify_proved(
         model: an `nn.Module` in evaluation mode, an exported program, or what `load_model` returned.
         dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label), or a pair of tensors (x, y).
         run_dir: made if need be.
-        norm: of the ball, `l2`, `linf` or `l1`.
-        effort: as in `eq.certified_radius`.
-        seconds: budget per input; the best radius proved so far counts when it ends.
-        attack_steps: of the ℓ2 attack beside each radius (at 0.99, 2, 4, 8 and 16 times it); 0: no attacks.
-        skip: leave out the first inputs.
-        limit: at most this many.
-        stride: take every so many-th.
-        name: of the data, for the record.
         progress: called after every input with (row, done, total).
         retry_failed: try the failed inputs again.
+        **settings: `norm`, `effort`, `seconds`, `attack_steps` (see `Asked`), `skip`, `limit`, `stride` (see `Selection`), and
+            `name` of the data, for the record.
 
     >>> import tempfile
     >>> net = nn.Linear(2, 2, bias=False).eval()
@@ -108,26 +113,15 @@ def certify_proved(
     ...     run.radius.round(4).tolist(), run.rows[0].rival, run.broken()
     ([1.4142, 0.0], 1, [])
     """
-    job = describe_proved(
-        model, dataset, norm=norm, effort=effort, seconds=seconds, attack_steps=attack_steps, skip=skip, limit=limit,
-        stride=stride, name=name,
-    )  # fmt: skip
-    return start_proved(job, run_dir, progress=progress, retry_failed=retry_failed)
+    return start_proved(
+        describe_proved(model, dataset, **settings), run_dir, progress=progress, retry_failed=retry_failed
+    )
 
 
 def describe_proved(
-    model: Any,
-    dataset: Any,
-    *,
-    norm: Norm = "l2",
-    effort: Effort = "auto",
-    seconds: float | None = None,
-    attack_steps: int = 40,
-    skip: int = 0,
-    limit: int | None = None,
-    stride: int = 1,
-    name: str | None = None,
-) -> ProvedJob:
+    model: Any, dataset: Any, *, skip: int = 0, limit: int | None = None, stride: int = 1, name: str | None = None,
+    **settings: Unpack[AskedKeywords],
+) -> ProvedJob:  # fmt: skip
     """Check everything a run needs; nothing is written."""
     if isinstance(dataset, str | Path):
         raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
@@ -135,7 +129,7 @@ def describe_proved(
     positions = selection.positions(len(inputs), inputs.labels)
     classes = count_logits(ported, inputs, positions, "cpu")
     inputs.check_labels(positions, classes)
-    asked = Asked(classes, norm, effort, seconds, attack_steps)
+    asked = Asked(classes, **settings)
     manifest = ProvedManifest(
         {"source": ported.source, "hash": ported.hash},
         {"source": inputs.name, "fingerprint": inputs.fingerprint(positions), "inputs": len(inputs)},

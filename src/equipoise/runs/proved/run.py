@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 from collections import Counter
@@ -25,7 +24,7 @@ from equipoise.core.files import read_json, write_whole
 from equipoise.lipschitz.local import radius as methods
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.runs.inputs import Selection
-from equipoise.runs.manifest import versions
+from equipoise.runs.manifest import digest_identity, versions
 from equipoise.runs.proved.store import ProvedRow, ProvedStore
 from equipoise.runs.rows import InputId
 from equipoise.runs.store import AttackRow, locked
@@ -36,7 +35,16 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that changes the radii: norm of the ball, effort, seconds per input, and the attacks beside them."""
+    """Everything that changes the radii.
+
+    Args:
+        classes: number of logits.
+        norm: of the ball, `l2`, `linf` or `l1`.
+        effort: as in `eq.certified_radius`.
+        seconds: budget per input; the best radius proved so far counts when it ends.
+        attack_steps: of the ℓ2 attack beside each radius (at 0.99, 2, 4, 8 and 16 times it); 0: no attacks.
+        attack_seed: of its starts.
+    """
 
     classes: int
     norm: Norm = "l2"
@@ -79,7 +87,7 @@ class ProvedManifest:
 
     def digest(self) -> str:
         """sha256 of the identity."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+        return digest_identity(self.identity())
 
     def to_dict(self) -> dict[str, Any]:
         """What the file holds, without its digest."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from equipoise.norms.peers import reshapings
+
 if TYPE_CHECKING:
     from equipoise.train.terms import Context as Terms
     from equipoise.train.terms import Penalty
@@ -20,14 +22,8 @@ if TYPE_CHECKING:
 
 def singla(kernel: Tensor) -> Tensor:
     """`√(k₁k₂)` times the least of the norms of four reshapings (Singla and Feizi 2021)."""
-    co, ci, k1, k2 = kernel.shape
-    shapes = (
-        kernel.permute(0, 2, 1, 3).reshape(co * k1, ci * k2),
-        kernel.permute(0, 3, 1, 2).reshape(co * k2, ci * k1),
-        kernel.reshape(co, ci * k1 * k2),
-        kernel.permute(0, 2, 3, 1).reshape(co * k1 * k2, ci),
-    )
-    return math.sqrt(k1 * k2) * torch.stack([torch.linalg.matrix_norm(m, ord=2) for m in shapes]).min()
+    norms = [torch.linalg.matrix_norm(m, ord=2) for m in reshapings(kernel)]
+    return math.sqrt(math.prod(kernel.shape[2:])) * torch.stack(norms).min()
 
 
 def araujo(kernel: Tensor, samples: int = 10) -> Tensor:
