@@ -21,6 +21,15 @@ PART = ".part"
 LARGEST_TEXT = 16_000_000
 
 
+def make_folder(folder: str | Path) -> Path:
+    """Make a folder, with those above it, where it is not there yet."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot make {folder}: {getattr(error, 'strerror', None) or one_line(error)}") from error
+    return Path(folder)
+
+
 def open_regular(path: str | Path) -> BinaryIO:
     """A file opened for reading, if it is a plain one: a device, a pipe or a folder is refused, and never waited for."""
     path = Path(path)

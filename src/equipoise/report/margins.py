@@ -13,7 +13,7 @@ import numpy as np
 
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
-from equipoise.core.files import describing, read_json, write_whole
+from equipoise.core.files import describing, make_folder, read_json, write_whole
 from equipoise.report.data import Floats, Ints
 from equipoise.runs import AttackRow
 
@@ -39,8 +39,7 @@ class Margins:
 
     def save(self, folder: str | Path) -> Path:
         """Write `margins.json`, whole or not at all."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(folder)
         plain: dict[str, Any] = {
             "format": FORMAT, "model": dict(self.model), "data": self.data, "lipschitz": _plain(self.lipschitz),
             "ids": list(self.ids), "labels": self.labels.tolist(), "prediction": self.prediction.tolist(),
