@@ -50,13 +50,31 @@ VALID = [
     "curvature net --data data.npz --limit 4 --json",
     "report run -o page.html",
     "reproduce --list --json",
+    "reproduce dense-convergence --plan --scale desk --seed 1 -o results --json",
+    "reproduce -o results --page page.md",
     "selfcheck --minutes 0 --json",
+    "selfcheck networks --minutes 0 --seed 3 --scripts found",
     "bench norms --help",
+    "bench compare bench.json bench.json",
+    "audit net --at data.npz --radius 0.1 --limit 1 --seconds 1 --json",
+    "audit net.onnx --chain multipliers --html out.html",
+    "audit own:make --input-shape 3 --weights w.safetensors",
+    "certify net --data data.npz --deterministic --norm linf --effort fast --seconds 1 --attack-steps 2 --limit 1 --run sure",
+    "train recipe.yaml --plan --json",
+    "train recipe.yaml --show",
+    "train recipe.yaml --from net --method sr --distill 0.5 --run-dir further",
+    "scoreboard --data digits --small --minutes 0 --families bcop --losses la --seeds 1 --plan -o board --json",
+    "report run sure --audit net --alpha 0.01 --title t -o page.html --json",
+    "report run --watch --minutes 0 --port 0",
+    "norm parts --watch --seconds 0.1 --every 0.1",
+    "norm w.safetensors --padding circular --stride 2",
+    "demo --help",
 ]
 #: what takes the place of a word; no large counts, which would only take long
 WORDS = [
     "", "-1", "0", "nan", "inf", "-inf", "1e999", "0.5.1", "x", "ü", "--", "-", "---", "--no-such", "..", "/", "/dev/null",
     "nowhere", "a:b", "sys:exit", "os:getcwd", "torch.nn:Linear", ",", "1,2,,", "[]", "{}", "x" * 3000, "run", "net",
+    "net.onnx", "bench.json", "empty", "folder.pt2", "folder.npz", "text.onnx", "sure",
     "data.npz", "alone.npz", "names.txt", "photos", "parts", "pixels.pt2", "own:rows",
     "recipe.yaml", "w.safetensors", "digits#no", "softmax:0", "auto", "ray", "cuda:77", "meta", "True", "'", '"',
     "\\", "\n", "%s", "$HOME", "*",
@@ -84,6 +102,12 @@ def place(tmp_path_factory):
     torch.export.save(
         torch.export.export(pixels, (torch.zeros(2, 1, 4, 4),), dynamic_shapes=shapes), folder / "pixels.pt2"
     )
+    torch.onnx.export(pixels, (torch.zeros(1, 1, 4, 4),), folder / "net.onnx", dynamo=False)
+    (folder / "bench.json").write_text('{"rows": []}')
+    (folder / "empty").touch()
+    (folder / "text.onnx").write_text("text")
+    for name in ("folder.pt2", "folder.npz"):
+        (folder / name).mkdir()
     np.savez(folder / "alone.npz", x=np.zeros((3, 3), np.float32))
     np.savez(folder / "data.npz", x=np.random.default_rng(0).random((4, 3), np.float32), y=np.array([0, 1, 0, 1]))
     return folder

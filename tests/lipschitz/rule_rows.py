@@ -13,6 +13,7 @@ torch.manual_seed(1)
 W = torch.randn(5, 6)
 P = torch.rand(6) + 0.5
 T = torch.randn(3, 5)
+BILINEAR = torch.randn(4, 3, 3)
 INDEX = torch.tensor([[0, 2, 2, 1]])
 APART = torch.tensor([[3, 0, 1]])
 GRID = torch.rand(1, 4, 4, 2) * 2 - 1
@@ -87,6 +88,21 @@ WRITTEN_OUT = {
     "cdist": (lambda x: torch.cdist(x, torch.ones(2, 4, dtype=x.dtype)), (3, 4), 0.9, None),
     "cdist 1": (lambda x: torch.cdist(x, torch.ones(2, 4, dtype=x.dtype), p=1.0), (3, 4), 0.9, None),
     "lerp by a tensor": (lambda x: torch.lerp(x, x.flip(1), W[:1].to(x.dtype)), (6,), 0.3, None),
+    "bilinear on ball": (lambda x: F.bilinear(x[:, :3], x[:, 3:], BILINEAR.to(x.dtype)), (6,), 0.2, 2.0),
+    "bilinear with a constant": (
+        lambda x: F.bilinear(x, T[:1, :3].to(x.dtype).expand(len(x), -1), BILINEAR.to(x.dtype)),
+        (3,),
+        0.3,
+        None,
+    ),
+    "batched product summed": (
+        lambda x: torch.stack(
+            [torch.addbmm(s[0, :, :2], s, W[None, :4, :2].to(x.dtype).expand(2, 4, 2), alpha=2.0, beta=0.5) for s in x]
+        ),
+        (2, 3, 4),
+        0.4,
+        None,
+    ),
     "cross": (lambda x: torch.linalg.cross(x, torch.ones(1, 3, dtype=x.dtype)), (3,), 0.8, None),
 }
 
@@ -122,6 +138,9 @@ INDEXED = {
     "select scatter": (lambda x: torch.select_scatter(x, 2 * x[:, 0], 1, 3), (6,), 0.9, None),
     "slice scatter": (lambda x: torch.slice_scatter(x, 2 * x[:, :2], 1, 2, 4), (6,), 0.9, None),
     "diagonal of a vector": (lambda x: x.diag_embed(), (4,), 0.99, None),
+    "power pooling": (lambda x: F.lp_pool2d(x, 2.0, (3, 2), stride=1), (1, 4, 4), 0.6, None),
+    "power pooling apart": (lambda x: F.lp_pool1d(x, 4, 2, ceil_mode=True), (2, 6), 0.9, None),
+    "sum pooling": (lambda x: F.lp_pool2d(x, 1.0, 2, stride=1), (1, 4, 4), 0.6, None),
     "sampling": (
         lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), align_corners=False),
         (2, 5, 5),
@@ -212,6 +231,30 @@ DOMAINS = {
     "odd power on ball": (lambda x: x**3, (6,), 0.9, 2.0),
     "negative power": (lambda x: (1 + F.relu(x)) ** -0.5, (6,), 0.9, None),
     "logarithm on ball": (lambda x: torch.log(1 + x.exp()), (6,), 0.1, 1.0),
+    "exponential of what is not positive": (lambda x: torch.exp(-3 * F.relu(x)), (6,), 0.9, None),
+    "Gaussian of a distance": (lambda x: torch.exp(-0.5 * (1 + x.abs())), (6,), 0.9, None),
+    "power of 2": (lambda x: 2.0 ** torch.tanh(x), (6,), 0.3, None),
+    "power of a half": (lambda x: 0.5 ** F.relu(x), (6,), 0.9, None),
+    "exp2 on ball": (torch.exp2, (6,), 0.9, 2.0),
+    "sinh on ball": (torch.sinh, (6,), 0.9, 2.0),
+    "cosh on ball": (torch.cosh, (6,), 0.9, 2.0),
+    "tangent": (lambda x: torch.tan(torch.tanh(x)), (6,), 0.2, None),
+    "arcsine": (lambda x: torch.asin(0.9 * torch.tanh(x)), (6,), 0.3, None),
+    "arccosine": (lambda x: torch.acos(0.9 * torch.tanh(x)), (6,), 0.3, None),
+    "artanh": (lambda x: torch.atanh(x.clamp(-0.9, 0.9)), (6,), 0.2, None),
+    "logit": (lambda x: torch.logit(x, eps=0.1), (6,), 0.7, None),
+    "log2": (lambda x: torch.log2(x.abs() + 0.5), (6,), 0.8, None),
+    "log10": (lambda x: torch.log10(x.abs() + 0.5), (6,), 0.8, None),
+    "sinc": (torch.sinc, (6,), 0.9, None),
+    "erfc": (torch.erfc, (6,), 0.9, None),
+    "angle to the right": (lambda x: torch.atan2(x[:, :3], 0.5 + x[:, 3:].abs()), (6,), 0.5, None),
+    "angle above": (lambda x: torch.atan2(0.5 + x[:, :3].abs(), x[:, 3:]), (6,), 0.5, None),
+    "angle below a constant": (lambda x: torch.atan2(-P.to(x.dtype), x), (6,), 0.8, None),
+    "angle repeated": (lambda x: torch.atan2(x[:, :1], torch.ones_like(x)), (6,), 0.8, None),
+    "product on ball": (lambda x: x.prod(1), (4,), 0.7, 2.0),
+    "product of bounded entries": (lambda x: torch.sigmoid(x).prod(-1), (2, 3), 0.1, None),
+    "product of one": (lambda x: x[:, :1].prod(1), (4,), 0.99, None),
+    "running product on ball": (lambda x: x.cumprod(1), (4,), 0.5, 2.0),
     "expm1 on ball": (torch.expm1, (6,), 0.9, 1.0),
     "variance on ball": (lambda x: x.var(1), (6,), 0.8, 2.0),
     "normalize": (lambda x: F.normalize(x, dim=1, eps=0.5), (6,), 0.99, None),

@@ -20,7 +20,7 @@ Builder = Callable[..., nn.Module]
 class LayerCase:
     """A layer that claims to be 1-Lipschitz.
 
-    `build(kind, inputs, outputs, **options)` with kind in `kinds` (linear, conv1d, conv2d, transpose2d) makes it.
+    `build(kind, inputs, outputs, **options)` with kind in `kinds` (linear, conv1d, conv2d, conv3d, transpose2d) makes it.
     `square`: it needs as many outputs as inputs; `affine`: it is one affine map, so its operator can be materialised;
     `strides`, `paddings`, `groups`: what the convolution accepts; `strided_circle`: also a stride on a circle it does not divide.
     `orthogonal`: kinds that keep lengths, for `test_orthogonal_layers.py`; `lowest`: the smallest singular value that its
@@ -49,7 +49,13 @@ class LayerCase:
         return self.build(kind, inputs, outputs, **{**self.options, **options})
 
 
-_SUFFIX = {"linear": "Linear", "conv1d": "Conv1d", "conv2d": "Conv2d", "transpose2d": "ConvTranspose2d"}
+_SUFFIX = {
+    "linear": "Linear",
+    "conv1d": "Conv1d",
+    "conv2d": "Conv2d",
+    "conv3d": "Conv3d",
+    "transpose2d": "ConvTranspose2d",
+}
 
 
 def by_name(prefix: str) -> Builder:
@@ -58,15 +64,16 @@ def by_name(prefix: str) -> Builder:
 
 
 ALL_KINDS = tuple(_SUFFIX)
+FLAT = tuple(kind for kind in ALL_KINDS if kind != "conv3d")
 BOTH = ("linear", "conv2d")
 BLOCK: dict[str, Any] = {"square": True, "affine": False, "strides": (1,)}
 
 CASES: list[LayerCase] = [
-    LayerCase("sn", by_name("SN"), ALL_KINDS),
+    LayerCase("sn", by_name("SN"), FLAT),
     LayerCase("aol", by_name("AOL"), ALL_KINDS),
-    LayerCase("sr1", by_name("SR"), ALL_KINDS, options={"t": 1}),
-    LayerCase("sr2", by_name("SR"), ALL_KINDS, options={"t": 2}),
-    LayerCase("sr4", by_name("SR"), ALL_KINDS, options={"t": 4}),
+    LayerCase("sr1", by_name("SR"), FLAT, options={"t": 1}),
+    LayerCase("sr2", by_name("SR"), FLAT, options={"t": 2}),
+    LayerCase("sr4", by_name("SR"), FLAT, options={"t": 4}),
     LayerCase("aol-out", by_name("AOL"), ("linear",), options={"side": "output"}),
     LayerCase("sr2-out", by_name("SR"), ("linear",), options={"t": 2, "side": "output"}),
     LayerCase("rlb", by_name("RLB"), square=True, strides=(1,)),
@@ -77,7 +84,7 @@ CASES: list[LayerCase] = [
     LayerCase(
         "bcop", by_name("BCOP"), ALL_KINDS, strided_circle=False, orthogonal=BOTH, lowest=1 - 1e-5
     ),  # even circles there
-    LayerCase("rko", by_name("RKO"), ALL_KINDS, strided_circle=False, orthogonal=BOTH),
+    LayerCase("rko", by_name("RKO"), FLAT, strided_circle=False, orthogonal=BOTH),
     LayerCase("bjorck", by_name("Bjorck"), strided_circle=False, orthogonal=BOTH),
     LayerCase("soc", by_name("SOC"), strided_circle=False, orthogonal=BOTH, lowest=1 - 1.1e-3),
     # weights of these convolutions depend on the image size: attacked in test_orthogonal_layers.py
@@ -91,7 +98,7 @@ CASES: list[LayerCase] = [
 
 def inputs_for(kind: str, channels: int = 4, size: int = 6, batch: int = 3, dtype: torch.dtype = torch.float32):
     """A batch of random inputs for a layer of this kind."""
-    shape = {"linear": (), "conv1d": (size,)}.get(kind, (size, size + 1))
+    shape = {"linear": (), "conv1d": (size,), "conv3d": (size - 2, size - 2, size - 1)}.get(kind, (size, size + 1))
     return torch.randn(batch, channels, *shape, dtype=dtype)
 
 
@@ -104,7 +111,11 @@ def quick(case: LayerCase, kind: str) -> bool:
     """Whether the row belongs to the normal run: dense and convolution of each layer, one row of each other kind."""
     if case.name in ("sr1", "sr4", "sll-tanh"):
         return False
-    return kind in ("linear", "conv2d") or (case.name, kind) in {("aol", "conv1d"), ("sr2", "transpose2d")}
+    return kind in ("linear", "conv2d") or (case.name, kind) in {
+        ("aol", "conv1d"),
+        ("sr2", "transpose2d"),
+        ("bcop", "conv3d"),
+    }
 
 
 def marked_rows(few: tuple[tuple[str, str], ...] = ()) -> list[Any]:

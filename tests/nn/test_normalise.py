@@ -44,10 +44,12 @@ def test_batch_centering_in_evaluation_is_an_isometry_without_side_effects():
 
 
 def test_layer_centering_is_a_projection():
-    layer = LayerCentering()
-    assert jacobian_norm(layer, torch.randn(3, 2, 2, dtype=torch.float64)) == pytest.approx(1)
-    with pytest.raises(InputError, match="batch dimension"):
-        layer(torch.randn(3))
+    for layer in (LayerCentering(), LayerCentering(3, dtype=torch.float64), LayerCentering(3, bias=False)):
+        assert jacobian_norm(layer, torch.randn(3, 2, 2, dtype=torch.float64)) == pytest.approx(1)
+        with pytest.raises(InputError, match="batch dimension"):
+            layer(torch.randn(3))
+    with pytest.raises(InputError, match="pixels"):
+        LayerCentering(3)(torch.randn(2, 4, 5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

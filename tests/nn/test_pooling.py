@@ -12,6 +12,7 @@ from equipoise.nn.constants import known_constant
 from equipoise.nn.pooling import (
     DepthToSpace,
     FirstFeatures,
+    L2NormPool2d,
     MaxPool2d,
     PadChannels,
     ScaledAvgPool2d,
@@ -27,6 +28,8 @@ CASES = {  # layer, input shape, norm exactly 1
     "average 2": (ScaledAvgPool2d(2), (3, 6, 7), True),
     "average (2, 3)": (ScaledAvgPool2d((2, 3)), (2, 5, 9), True),
     "average 3 stride 4": (ScaledAvgPool2d(3, 4), (1, 9, 9), True),
+    "norm (2, 3)": (L2NormPool2d((2, 3)), (2, 5, 9), True),
+    "norm 2 stride 3": (L2NormPool2d(2, 3), (2, 5, 9), True),
     "global": (ScaledGlobalAvgPool2d(), (3, 5, 7), True),
     "space to depth": (SpaceToDepth(2), (3, 4, 6), True),
     "depth to space": (DepthToSpace(2), (8, 2, 3), True),
@@ -50,7 +53,13 @@ def test_norm(name):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: MaxPool2d(3, 2), lambda: MaxPool2d((2, 3), (2, 2)), lambda: ScaledAvgPool2d(3, 1)]
+    "make",
+    [
+        lambda: MaxPool2d(3, 2),
+        lambda: MaxPool2d((2, 3), (2, 2)),
+        lambda: ScaledAvgPool2d(3, 1),
+        lambda: L2NormPool2d(3, 2),
+    ],
 )
 def test_overlap_is_refused(make):
     with pytest.raises(Refused, match="overlaps"):

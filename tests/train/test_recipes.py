@@ -172,6 +172,10 @@ def test_missing_and_wrong_arguments(small):
         run_recipe(small(noise="gaussian"))
     with pytest.raises(InputError, match=r"takes no argument 'width'; did you mean 'widths'\?"):
         run_recipe(small("model.arguments.width=3"))
+    with pytest.raises(InputError, match=r"does not take the data's inputs of shape \(1, 8, 8\)"):
+        run_recipe(small("model.arguments.in_features=3"))
+    with pytest.raises(InputError, match="has 3 outputs, but the data 10 classes"):
+        run_recipe(small("model.arguments.num_classes=3"))
     with pytest.raises(InputError, match="no layer type 'Conv2'"):
         run_recipe(small(regularizers=[{"kind": "spectral", "only": "Conv2"}]))
     with pytest.raises(InputError, match="leaves one part empty"):

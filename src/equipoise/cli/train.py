@@ -64,6 +64,10 @@ def train(
         _list(as_json)
         return
     if source is not None:
+        if planned or show:
+            raise InputError(
+                "--plan and --show are about a recipe alone: leave out --from, or leave out --plan and --show"
+            )
         _robustify(source, recipe, changes or [], run_dir, cpu, method, data, distill, as_json)
         return
     if recipe is None:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from equipoise.core.errors import Refused, one_line
 from equipoise.lipschitz.memory import refuse_mutation
 from equipoise.lipschitz.places import where
-from equipoise.lipschitz.recognise import recognised, root_mean_square
+from equipoise.lipschitz.recognise import is_composition, recognised
 from equipoise.lipschitz.rules.registry import has_rule
 from equipoise.lipschitz.values import functional
 
@@ -32,6 +32,22 @@ _KNOWN = (
     _aten.aminmax, _aten.take, _aten.index_add, _aten.index_copy, _aten.index_fill, _aten.linalg_cross,
 
 )  # fmt: skip
+
+
+def _bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`a_i·W_oij·b_j`: one matrix product with the weight, one with b."""
+    outputs, left, right = weight.shape
+    rows = torch.matmul(a, weight.permute(1, 0, 2).reshape(left, outputs * right)).unflatten(-1, (outputs, right))
+    found = torch.matmul(rows, b.unsqueeze(-1)).squeeze(-1)
+    return found if bias is None else found + bias
+
+
+def _addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return beta * x + alpha * torch.bmm(a, b).sum(0)
+
+
+#: operations that PyTorch does not write out, and what they are
+_OWN: dict[Any, Callable[..., Tensor]] = {_aten.bilinear.default: _bilinear, _aten.addbmm.default: _addbmm}
 
 
 def _general(node: fx.Node, moving: set[fx.Node]) -> bool:
@@ -62,7 +78,7 @@ def written_out(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Written:
             if _is_composed(node, moving):
                 refuse_mutation(node, moving)
                 composed.append(node)
-    known = any(root_mean_square(node) is not None for node in graph.nodes)
+    known = any(is_composition(node) for node in graph.nodes)
     if not composed and not known:
         return Written(graph, {n: n for n in graph.nodes})
     copied = fx.Graph()
@@ -81,7 +97,7 @@ def _is_composed(node: fx.Node, moving: set[fx.Node]) -> bool:
     plain = functional(node.target)
     if has_rule(node):
         return plain in _BEYOND and _BEYOND[plain](node, moving)
-    return plain._can_decompose() or plain.overloadpacket in _KNOWN
+    return plain in _OWN or plain._can_decompose() or plain.overloadpacket in _KNOWN
 
 
 @functools.cache
@@ -105,7 +121,8 @@ def _replace(node: fx.Node, result: Written) -> None:
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    sources, operation = node.all_input_nodes, functional(node.target)
+    sources, plain = node.all_input_nodes, functional(node.target)
+    operation = _OWN.get(plain, plain)
 
     def run(*given: Any) -> Any:
         known = dict(zip(sources, given, strict=True))

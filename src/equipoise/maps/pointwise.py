@@ -189,6 +189,8 @@ TABLE: dict[str, Pointwise] = {
     "cos": Pointwise((-1.0, 1.0), torch.cos, 1.0, 1.0, 1.0),
     "atan": Pointwise((0.0, 1.0), torch.atan, 0.64952, peak=1.5707963267948968),
     "erf": Pointwise((0.0, 1.1283791670955128), torch.erf, 0.96789, peak=1.0),
+    "erfc": Pointwise((-1.1283791670955128, 0.0), torch.erfc, 0.96789, 1.0, 2.0),
+    "sinc": Pointwise((-1.37031, 1.37031), torch.sinc, at_zero=1.0, peak=1.0),  # π·max|d/du (sin u/u)| = 1.370307…
     "asinh": Pointwise((0.0, 1.0), torch.asinh, 0.38491),
     "softsign": Pointwise((0.0, 1.0), F.softsign, 2.0, peak=1.0),
     "tanhshrink": Pointwise((0.0, 1.0), F.tanhshrink, 0.76981),

@@ -35,7 +35,7 @@ class Change:
 def convert(model: nn.Module, method: str = "sr", **options: Any) -> tuple[nn.Module, tuple[Change, ...]]:
     """A deep copy of the model in which every layer that has a 1-Lipschitz form has it, and a row for every module.
 
-    * `nn.Linear`, `nn.Conv1d`, `nn.Conv2d`, `nn.ConvTranspose2d` → the layer of that method, starting from the same
+    * `nn.Linear`, `nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`, `nn.ConvTranspose2d` → the layer of that method, starting from the same
       weight;
     * batch norm → `BatchCentering`, with the scale `γ/√(var + ε)` dropped (it is what stretches) and the shift `β`
       divided by it: the means are re-estimated by a few batches in training mode;
@@ -183,7 +183,7 @@ def _disjoint(pool: nn.MaxPool2d) -> MaxPool2d | None:
 def _reason(module: nn.Module) -> str:
     if isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.InstanceNorm2d | nn.RMSNorm):
         return "dividing by a standard deviation has constant max|γ|/√ε; LayerCentering does not divide"
-    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d):
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d):
         return "this method has no such layer, or it is a subclass with a forward of its own"
     if isinstance(module, nn.PReLU):
         return "its slope is learned and not limited; use LeakyReLU"

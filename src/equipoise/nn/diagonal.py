@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import unit_roundoff
 from equipoise.nn import spectra
 
@@ -137,8 +137,18 @@ def _matrix_rows(W: Tensor, t: int, log_q: Tensor | None) -> tuple[tuple[Tensor,
     return _row_sums(G, log_q), log2.flatten(1).mT
 
 
+#: largest table of waves, in numbers: half a gigabyte
+_WAVES = 2**26
+
+
 def _kernel_rows(K: Tensor, t: int, log_q: Tensor | None) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Row sums over channels and offsets of the table of `(KᵀK)^(2^(t−1))`, likewise."""
+    points = math.prod([2**t * (k - 1) + 1 for k in K.shape[3:]]) // 2 + 1
+    if points**2 > _WAVES:
+        raise Refused(
+            f"{t} steps of spectral rescaling of a kernel of {tuple(K.shape[3:])} taps need a table of {points}² waves, "
+            f"more than {_WAVES}; use fewer steps t, or 'sn', 'aol' or 'bcop'"
+        )
     X, Y, reach = spectra.kernel_gram(K)
     A, log2 = spectra.offsets(X, Y, reach), K.new_zeros(1, K.shape[0], 1, 1)
     for step in range(t - 1):

@@ -140,7 +140,7 @@ class Weighted(Effective):
                 refuse_uneven(kernel, x.shape[-kernel.dims :])
             x = functional.pad(x, [p for pair in reversed(kernel.amount) for p in pair], mode="circular")
             padding = 0
-        convolve = functional.conv1d if kernel.dims == 1 else functional.conv2d
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[kernel.dims - 1]
         return convolve(x, weight, bias, kernel.stride, padding, kernel.dilation, kernel.groups)
 
     def export(self) -> nn.Module:
@@ -177,7 +177,7 @@ def kernel_of(plain: nn.Module) -> Geometry:
     """What a method has to know of a plain layer."""
     if not isinstance(plain, PLAIN):
         raise Refused(
-            f"{type(plain).__name__} has no 1-Lipschitz form here; Linear, Conv1d, Conv2d and ConvTranspose2d have"
+            f"{type(plain).__name__} has no 1-Lipschitz form here; Linear, Conv1d, Conv2d, Conv3d and ConvTranspose2d have"
         )
     return geometry_of(plain)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
+from equipoise.nn.transport import hkr, soft_hkr
 
 #: covers the rounding of a handful of float64 operations and of sums of squares over up to 2¹⁶ features
 _ABOVE = 1 + 2.0**-36
@@ -229,31 +230,6 @@ def logit_annealing(
     return (-temperature * (-torch.expm1(log_p)).clamp_min(0).pow(gamma) * log_p).mean().to(z.dtype)
 
 
-def hkr(z: Tensor, y: Tensor, alpha: float = 0.9, margin: float = 1.0) -> Tensor:
-    """Hinge–Kantorovich–Rubinstein for classes: `α·hinge − (1 − α)·KR`, class against the rest, uniform prior.
-
-    `KR = mean(z_y − mean_{k≠y} z_k)` (the dual of the Wasserstein distance between a class and the rest, for 1-Lipschitz
-    logits), `hinge = mean_k max(0, margin/2 − s_k·z_k)` with s_y = 1 and s_k = −1 else. Both are means over examples, so
-    that parts of a batch add up.
-
-    Reference: Serrurier et al. (2021), Achieving robustness in classification using optimal transport with hinge
-    regularization.
-
-    >>> z, y = torch.tensor([[2.0, -2.0]]), torch.tensor([0])
-    >>> round(float(hkr(z, y, alpha=0.5)), 4), round(float(hkr(-z, y, alpha=0.5)), 4)
-    (-2.0, 3.25)
-    """
-    _check(z, y)
-    if not 0 <= alpha <= 1 or not margin > 0:
-        raise InputError(f"hkr needs alpha in [0, 1] and a positive margin, got {alpha} and {margin}")
-    wide = _wide(z)
-    own = _one_hot(wide, y)
-    right = (wide * own).sum(1)
-    apart = right - (wide.sum(1) - right) / (z.shape[1] - 1)
-    hinge = functional.relu(margin / 2 - (2 * own - 1) * wide).mean(1)
-    return (alpha * hinge - (1 - alpha) * apart).mean().to(z.dtype)
-
-
 def _cooled(lifted: Tensor, y: Tensor, temperature: float) -> Tensor:
     """`t·CE(z/t, y)`."""
     _positive_temperature(temperature)
@@ -335,5 +311,6 @@ LOSSES = {
     "emma": emma,
     "la": logit_annealing,
     "hkr": hkr,
+    "soft_hkr": soft_hkr,
 }
 MARGIN_LOSSES = ("lmt", "gloro", "gloro_trades", "emma", "la")

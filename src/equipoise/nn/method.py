@@ -12,7 +12,7 @@ from equipoise.core.errors import Refused
 from equipoise.maps.geometry import Geometry, PaddingMode
 
 #: the plain layers that a method may have a layer for
-PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)
+PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 
 
 class Method(nn.Module):

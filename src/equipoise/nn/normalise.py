@@ -76,14 +76,32 @@ class BatchCentering(nn.Module):
 
 
 class LayerCentering(nn.Module):
-    """`x − mean(x)` over all entries of a sample: layer norm without the division, an orthogonal projection in both
-    modes.
+    """`x − mean(x)` of a sample: layer norm without the division, an orthogonal projection in both modes.
+
+    The mean is over all entries, or with `num_features` over those of each channel, with a learned shift per channel.
 
     >>> LayerCentering()(torch.tensor([[1.0, 3.0]]))
     tensor([[-1.,  1.]])
+    >>> LayerCentering(2)(torch.tensor([[[1.0, 3.0], [0.0, 4.0]]])).tolist()
+    [[[-1.0, 1.0], [-2.0, 2.0]]]
     """
 
     lipschitz_constant: ClassVar[float] = 1.0
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_features: int | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_features = num_features
+        shifted = num_features is not None and bias
+        shift = nn.Parameter(torch.zeros(num_features or 0, device=device, dtype=dtype)) if shifted else None
+        self.register_parameter("bias", shift)
 
     def forward(self, x: Tensor) -> Tensor:
         """The centred samples."""
@@ -91,7 +109,12 @@ class LayerCentering(nn.Module):
             raise InputError(
                 f"expected (batch, …), got {tuple(x.shape)}: without a batch dimension there are no samples"
             )
-        return x - x.mean(list(range(1, x.dim())), keepdim=True)
+        if self.num_features is None:
+            return x - x.mean(list(range(1, x.dim())), keepdim=True)
+        if x.dim() < 3 or x.shape[1] != self.num_features:
+            raise InputError(f"expected (batch, {self.num_features}, pixels…), got {tuple(x.shape)}")
+        centred = x - x.mean(list(range(2, x.dim())), keepdim=True)
+        return centred if self.bias is None else centred + self.bias.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
 class LastLayerNormalised(Effective):

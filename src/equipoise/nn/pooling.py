@@ -107,6 +107,36 @@ class ScaledAvgPool2d(nn.Module):
         return f"kernel_size={self.kernel_size}, stride={self.stride}"
 
 
+class L2NormPool2d(nn.Module):
+    """`y = ‖x‖₂` over windows that do not overlap: 1-Lipschitz, since a norm is, and it keeps the norm of the image.
+
+    The gradient at a window of zeros is 0.
+
+    >>> import torch
+    >>> L2NormPool2d(2)(torch.ones(1, 1, 4, 4)).flatten().tolist()
+    [2.0, 2.0, 2.0, 2.0]
+    """
+
+    @property
+    def lipschitz_constant(self) -> float:
+        """1; for a stride that was changed later, `√` of the number of windows that a pixel reaches."""
+        count = _reached(self.kernel_size, self.stride)
+        return 1.0 if count == 1 else up(math.sqrt(count))
+
+    def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
+        super().__init__()
+        self.kernel_size, self.stride = _windows(kernel_size, stride, "L2NormPool2d")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norms."""
+        (kh, kw), (sh, sw) = _pair(self.kernel_size, "kernel_size"), _pair(self.stride, "stride")
+        return torch.linalg.vector_norm(x.unfold(-2, kh, sh).unfold(-2, kw, sw), dim=(-2, -1))
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}"
+
+
 class ScaledGlobalAvgPool2d(nn.Module):
     """`(1/√(h·w))·Σ x` over all pixels, flattened to (batch, channels): norm exactly 1.
 

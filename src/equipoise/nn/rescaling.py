@@ -217,7 +217,7 @@ class RLB(SN):
         return super().forward(raw + identity)
 
 
-SNLinear, SNConv1d, SNConv2d, SNConvTranspose2d = layers_of(SN)
-AOLLinear, AOLConv1d, AOLConv2d, AOLConvTranspose2d = layers_of(AOL)
-SRLinear, SRConv1d, SRConv2d, SRConvTranspose2d = layers_of(SR)
+SNLinear, SNConv1d, SNConv2d, SNConv3d, SNConvTranspose2d = layers_of(SN)
+AOLLinear, AOLConv1d, AOLConv2d, AOLConv3d, AOLConvTranspose2d = layers_of(AOL)
+SRLinear, SRConv1d, SRConv2d, SRConv3d, SRConvTranspose2d = layers_of(SR)
 RLBLinear, RLBConv2d = layers_of(RLB)

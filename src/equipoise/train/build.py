@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, one_line
 from equipoise.core.imports import resolve
 from equipoise.optim.lookahead import add_lookahead
 from equipoise.optim.matrices import Muon
@@ -200,7 +200,24 @@ def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]
     net = load_factory(model.factory, arguments)
     if model.weights is not None:
         load_weights(net, fill_in(model.weights))
+    require_fit(net, source, model.factory)
     return net.train(), arguments
+
+
+def require_fit(net: nn.Module, source: Source, name: str) -> None:
+    """Refuse a network that does not take the data's inputs, or has too few outputs for its classes."""
+    x, _ = source.batch(torch.zeros(1, dtype=torch.int64))
+    device = next((p.device for p in net.parameters()), x.device)
+    try:
+        with torch.no_grad():
+            outputs = net.eval()(x.to(device))
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise InputError(
+            f"{name} does not take the data's inputs of shape {tuple(x.shape[1:])}: {one_line(error)[:200]}; "
+            "change model.arguments or the data"
+        ) from error
+    if isinstance(outputs, Tensor) and outputs.dim() == 2 and 1 < outputs.shape[1] < source.num_classes:
+        raise InputError(f"{name} has {outputs.shape[1]} outputs, but the data {source.num_classes} classes")
 
 
 def _facts(source: Source) -> dict[str, Any]:

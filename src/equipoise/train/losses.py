@@ -158,12 +158,26 @@ def hinge(epsilon: float = 1.0, lipschitz: float = 1.0) -> Classification:
 
 
 def hinge_transport(alpha: float = 0.9, margin: float = 1.0) -> Classification:
-    """`α·hinge − (1 − α)·KR`, `equipoise.nn.losses.hkr`."""
-    from equipoise.nn.losses import hkr
+    """`α·hinge − (1 − α)·KR`, `equipoise.nn.transport.hkr`."""
+    from equipoise.nn.transport import hkr
 
+    _transport(alpha, margin)
+    return Classification(lambda z, y: hkr(z, y, alpha, margin))
+
+
+def soft_hinge_transport(alpha: float = 0.9, margin: float = 1.0, temperature: float = 1.0) -> Classification:
+    """`hkr` with rivals weighted by how close they are, `equipoise.nn.transport.soft_hkr`."""
+    from equipoise.nn.transport import soft_hkr
+
+    _transport(alpha, margin)
+    if not temperature > 0:
+        raise InputError(f"loss.temperature must be positive, got {temperature}")
+    return Classification(lambda z, y: soft_hkr(z, y, alpha, margin, temperature))
+
+
+def _transport(alpha: float, margin: float) -> None:
     if not (0 <= alpha <= 1 and margin > 0):
         raise InputError(f"loss needs alpha in [0, 1] and margin > 0, got {alpha} and {margin}")
-    return Classification(lambda z, y: hkr(z, y, alpha, margin))
 
 
 def multi_margin(margin: float = 1.0) -> Classification:
@@ -189,6 +203,7 @@ LOSSES: dict[str, Callable[..., Task]] = {
     "emma": _at_radius("emma", temperature=1.0),
     "la": _at_radius("logit_annealing", epsilon=0.0, temperature=0.75, offset=2.0, gamma=5.0),
     "hkr": hinge_transport,
+    "soft-hkr": soft_hinge_transport,
     "multi-margin": multi_margin,
     "intent-slots": intent_slots,
     "next-token": NextToken,

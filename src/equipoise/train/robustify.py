@@ -20,7 +20,7 @@ from equipoise.core.files import read_json, write_whole
 from equipoise.core.precision import down
 from equipoise.nn.constants import known_constant
 from equipoise.nn.models import MODELS
-from equipoise.train.build import build_data
+from equipoise.train.build import build_data, require_fit
 from equipoise.train.losses import cross_entropy
 from equipoise.train.metrics import certified_bound, evaluate
 from equipoise.train.reading import read_recipe
@@ -129,7 +129,7 @@ def robustify(
         "model": {"factory": "equipoise.conversion:converted", "arguments": made, "weights": str(start)},
     }
     settled = read_recipe(document, changes)
-    before = _figures(model, settled, shape)
+    before = _figures(model, settled, shape, str(folder))
     result = run_recipe(settled, run_dir, cpu=cpu, progress=progress)
     final = result.final.get("test", result.final)
     after = {**{k: final.get(k) for k in ("accuracy", "certified_accuracy")}, "bound": result.final.get("bound")}
@@ -174,12 +174,13 @@ def _recipe(
     return document
 
 
-def _figures(model: nn.Module, recipe: Recipe, shape: tuple[int, ...]) -> dict[str, Any]:
+def _figures(model: nn.Module, recipe: Recipe, shape: tuple[int, ...], name: str) -> dict[str, Any]:
     """What the original reaches on the data that the result is measured on."""
     parts = build_data(recipe.data)
     part = parts.test if parts.test is not None else parts.validation
     if part is None:
         raise InputError("before and after are measured on a test split or a validation part: the recipe has neither")
+    require_fit(model, part.source, name)
     found = certified_bound(model, shape, recipe.metrics.rtol)
     asked = recipe.metrics
     device = torch.device("cpu")

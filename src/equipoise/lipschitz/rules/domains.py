@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from equipoise.core.precision import up
+from equipoise.core.precision import down, up
 from equipoise.lipschitz.rules.pointwise import pointwise
-from equipoise.lipschitz.rules.registry import Call, Step, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, rule
+from equipoise.lipschitz.values import functional
 from equipoise.maps.pointwise import TABLE, Pointwise
 
 _aten = torch.ops.aten
@@ -62,18 +64,131 @@ def _above(step: Step, low: float) -> Step:
     return replace(step, low=max(step.low, low))
 
 
-@rule("aten.exp.default", "aten.expm1.default")
+@rule("aten.exp.default", "aten.expm1.default", "aten.exp2.default")
 def exponential(call: Call) -> Step:
-    """`exp` on a bounded domain: exp(peak)."""
-    x = call.signal("self")
-    if not x.peak < 700:
-        call.refuse("exp is not Lipschitz on the whole space", BALL)
-    top = up(math.exp(x.peak))
-    if call.node.target in (_aten.expm1.default, _aten.expm1_.default):
-        curve = Pointwise((0.0, top), torch.expm1, peak=top, everywhere=False)
-        return pointwise(call, curve, "expm1")
-    curve = Pointwise((0.0, top), torch.exp, at_zero=1.0, peak=top, everywhere=False)
-    return pointwise(call, curve, "exp")
+    """`e^x` or `2^x` where x stays below some t: slope e^t."""
+    match functional(call.node.target):
+        case _aten.expm1.default:
+            return _growth(call, call.signal("self"), 1.0, -1.0, "expm1")
+        case _aten.exp2.default:
+            return _growth(call, call.signal("self"), math.log(2.0), 0.0, "exp2")
+    return _growth(call, call.signal("self"), 1.0, 0.0, "exp")
+
+
+@rule("aten.pow.Scalar")
+def exponential_of_base(call: Call) -> Step:
+    """`b^x = exp(x·log b)` for a constant b > 0."""
+    base = float(call.constant("self"))
+    if not base > 0:
+        call.refuse(f"powers of {base:g} are not real numbers, or jump at 0")
+    return _growth(call, call.signal("exponent"), math.log(base), 0.0, f"power of {base:g}")
+
+
+def _growth(call: Call, x: Signal, rate: float, shift: float, label: str) -> Step:
+    """`exp(rate·x) + shift`, continued by its value where rate·x is largest."""
+    end = min(x.peak, _highest(call, x) if rate > 0 else -x.low)
+    top = up(abs(rate) * end) if end > 0 else abs(rate) * end * (1 - 1e-12)
+    if not top < 700:
+        call.refuse("an exponential is not Lipschitz on the whole space", BALL)
+    steep = up(up(abs(rate) * (1 + 1e-12)) * up(math.exp(top)))
+    curve = Pointwise(
+        (0.0, steep) if rate >= 0 else (-steep, 0.0),
+        lambda t: (torch.expm1 if shift else torch.exp)((rate * t).clamp_max(top)),
+        at_zero=0.0 if shift else 1.0,
+        peak=max(up(math.exp(top)), -shift),
+        everywhere=False,
+    )
+    return _above(pointwise(call, curve, label), shift)
+
+
+def _highest(call: Call, x: Signal) -> float:
+    """Above which no entry lies, where x is a negative multiple of something that is bounded from below."""
+    target, args = functional(x.node.target), x.node.args
+    if target is _aten.neg.default:
+        factor, source = -1.0, args[0]
+    elif target is _aten.mul.Tensor and isinstance(args[1], int | float):
+        factor, source = float(args[1]), args[0]
+    else:
+        return math.inf
+    before = call.lookup(source) if isinstance(source, fx.Node) else None
+    known = isinstance(before, Signal) and math.isfinite(before.low) and factor < 0
+    return -lower(-factor * before.low) if known else math.inf  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class _Steep:
+    """A function on `[−limit, limit]` that is steepest at the ends, with its slope there."""
+
+    function: Callable[[Tensor], Tensor]
+    slope: Callable[[float], float]
+    limit: float
+    sign: int = 1
+    at_zero: float = 0.0
+
+
+_STEEP = {
+    "sinh": _Steep(torch.sinh, math.cosh, 700.0),
+    "cosh": _Steep(torch.cosh, math.sinh, 700.0, 0, 1.0),
+    "tan": _Steep(torch.tan, lambda t: 1 + math.tan(t) ** 2, 1.57),
+    "asin": _Steep(torch.asin, lambda t: ((1 - t) * (1 + t)) ** -0.5, 1.0),
+    "acos": _Steep(torch.acos, lambda t: ((1 - t) * (1 + t)) ** -0.5, 1.0, -1, 1.5707963267948968),
+    "atanh": _Steep(torch.atanh, lambda t: 1 / ((1 - t) * (1 + t)), 1.0),
+}
+
+
+def _steep(call: Call, *, row: _Steep, label: str) -> Step:
+    """A row of the table on a bounded domain, continued by its values at the ends."""
+    end = call.signal("self").peak
+    if not end < row.limit:
+        call.refuse(
+            f"its slope is bounded only where its argument stays within ±{row.limit:g}, and nothing keeps it there",
+            "clamp the argument, or " + BALL,
+        )
+    slope = up(row.slope(end) * (1 + 1e-12))
+    at = [abs(float(row.function(torch.tensor(v, dtype=torch.float64)))) for v in (-end, 0.0, end)]
+    curve = Pointwise(
+        (-slope if row.sign <= 0 else 0.0, slope if row.sign >= 0 else 0.0),
+        lambda t: row.function(t.clamp(-end, end)),
+        at_zero=row.at_zero,
+        peak=up(max(at) * (1 + 1e-12)),
+        everywhere=False,
+    )
+    return pointwise(call, curve, label)
+
+
+for _name, _row in _STEEP.items():
+    rule(f"aten.{_name}.default")(partial(_steep, row=_row, label=_name))
+
+
+@rule("aten.logit.default")
+def logit(call: Call) -> Step:
+    """`log(x/(1 − x))` of numbers clipped to [ε, 1 − ε]: 1/(ε(1 − ε))."""
+    eps = call["eps"]
+    if eps is None or not 0 < float(eps) < 0.5:
+        call.refuse(
+            "the logit is steep without bound near 0 and 1", "give it an ε between 0 and ½: torch.logit(x, eps=…)"
+        )
+    end = math.log((1 - eps) / eps) * (1 + 1e-12)
+    steep = up(1 / (eps * (1 - eps)) * (1 + 1e-12))
+    return pointwise(call, Pointwise((0.0, steep), partial(torch.logit, eps=eps), at_zero=end, peak=end), "logit")
+
+
+@rule("aten.atan2.default")
+def angle(call: Call) -> Step:
+    """The angle of (x, y) in a half-plane that is at least r away from 0 and from the cut: 1/r."""
+    y, x = call["self"], call["other"]
+    above = y.low if isinstance(y, Signal) else float(y.min())
+    right = x.low if isinstance(x, Signal) else float(x.min())
+    below = -math.inf if isinstance(y, Signal) else -float(y.max())
+    away = max(above, right, below)
+    if not away > 0:
+        call.refuse(
+            "an angle jumps where both coordinates may be 0 and across the negative half-axis",
+            "keep one coordinate above 0, e.g. by adding an ε to something that is not negative",
+        )
+    gain = up(1 / down(away))
+    gains = tuple((t, up(gain * copies(t, call.shape))) for t in (y, x) if isinstance(t, Signal))
+    return Step(gains, "angle", combine="root", peak=math.pi + 1e-15)
 
 
 def _continued(
@@ -128,6 +243,18 @@ def reciprocal(call: Call) -> Step:
 def logarithm(call: Call) -> Step:
     """`1/low`."""
     return _continued(call, torch.log, lambda low: 1 / low, "logarithm")
+
+
+@rule("aten.log2.default")
+def logarithm_to_2(call: Call) -> Step:
+    """`1/(low·log 2)`."""
+    return _continued(call, torch.log2, lambda low: 1 / (low * math.log(2)), "log2")
+
+
+@rule("aten.log10.default")
+def logarithm_to_10(call: Call) -> Step:
+    """`1/(low·log 10)`."""
+    return _continued(call, torch.log10, lambda low: 1 / (low * math.log(10)), "log10")
 
 
 @rule("aten.log1p.default")

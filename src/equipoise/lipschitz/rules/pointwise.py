@@ -165,7 +165,43 @@ def threshold(call: Call) -> Step:
     return pointwise(call, Pointwise((0.0, 1.0), lambda x: x.clamp_min(value), at_zero=max(0.0, value)), "threshold")
 
 
-@rule("aten.hardshrink.default", "aten.sign.default", "aten.round.default", "aten.floor.default")
+_JUMPS = (
+    "hardshrink",
+    "sign",
+    "sgn",
+    "round",
+    "floor",
+    "ceil",
+    "trunc",
+    "frac",
+    "floor_divide",
+    "heaviside",
+    "signbit",
+)
+
+
+@rule(*(f"aten.{_name}.default" for _name in _JUMPS))
+@rule("aten.round.decimals", "aten.fmod.Scalar", "aten.fmod.Tensor", "aten.remainder.Scalar", "aten.remainder.Tensor")
+@rule("aten.floor_divide.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.bernoulli.default")
 def jumps(call: Call) -> Step:
     """Discontinuous: no constant exists."""
     call.refuse("it is discontinuous, so no Lipschitz constant exists", "replace it, e.g. by softshrink or relu")
+
+
+_COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
+
+
+@rule(*(f"aten.{_name}.{_kind}" for _name in _COMPARISONS for _kind in ("Scalar", "Tensor")))
+@rule(
+    "aten.argmax.default",
+    "aten.argmin.default",
+    "aten.argsort.default",
+    "aten.logical_not.default",
+    "aten.isnan.default",
+)
+def decides(call: Call) -> Step:
+    """A decision: what follows jumps where it changes, unless both sides meet there, which is not looked at."""
+    call.refuse(
+        "a decision by comparing values of the input jumps where it changes",
+        "write it with relu, clamp, maximum or minimum, which have a constant",
+    )

@@ -206,3 +206,54 @@ def glu(call: Call) -> Step:
     return Step(
         ((x, up(math.sqrt(1 + (x.peak / 4) ** 2))),), "gated linear unit", offset=0.0, peak=x.peak, map=Product()
     )
+
+
+def _within(x: Signal, n: int, along_last: bool) -> float:
+    """The largest size of n numbers of equal size in one group: by the largest entry, or by the length of the group."""
+    length = min(x.norm, x.row if along_last else math.inf)
+    return min(x.peak, up(length / math.sqrt(max(1, n))))
+
+
+@rule("aten.prod.dim_int", "aten.prod.default")
+def product(call: Call) -> Step:
+    """`∏ x_i` over n entries: √n·m^(n−1) where every |x_i| ≤ m, or with m = R/√n where ‖x‖ ≤ R.
+
+    The gradient has entries `∏_{j≠i} x_j`; the sum of their squares is the elementary symmetric polynomial of degree n − 1 in
+    the squares, at most n·(R²/n)^(n−1) by Maclaurin's inequality.
+    """
+    x = call.signal("self")
+    dim = call.get("dim")
+    n = x.numel if dim is None else x.shape[dim]
+    size = _within(x, n, dim is None or dim % len(x.shape) == len(x.shape) - 1)
+    if n > 1 and not math.isfinite(size):
+        _unbounded(call, "a product of entries")
+    gain = 1.0 if n <= 1 else _power(call, size, n - 1, math.sqrt(n))
+    peak = x.peak if n == 1 else _power(call, size, n, 1.0)
+    low = 0.0 if x.low >= 0 else -math.inf
+    return Step(((x, gain),), "product of entries", offset=0.0 if n else math.inf, peak=peak, low=low, map=Product())
+
+
+@rule("aten.cumprod.default")
+def running_product(call: Call) -> Step:
+    """Running products: √(Σ_k k·m_k^(2(k−1))), the k-th as in `product`."""
+    x = call.signal("self")
+    dim = call["dim"] % max(1, len(x.shape))
+    n = x.shape[dim] if x.shape else 1
+    if n > 1 and not math.isfinite(x.peak):
+        _unbounded(call, "a running product")
+    sizes = [_within(x, k, dim == len(x.shape) - 1) for k in range(1, n + 1)]
+    parts = [_power(call, size, k - 1, math.sqrt(k)) for k, size in enumerate(sizes, 1)]
+    peak = max((_power(call, size, k, 1.0) if k > 1 else x.peak for k, size in enumerate(sizes, 1)), default=0.0)
+    low = 0.0 if x.low >= 0 else -math.inf
+    return Step(
+        ((x, up(math.hypot(*parts))),), "running product", offset=0.0, peak=peak, low=low, map=Product()
+    )  # fmt: skip
+
+
+def _power(call: Call, size: float, exponent: int, factor: float) -> float:
+    """`factor·size^exponent`, rounded up."""
+    if exponent * math.log(max(1.0, size)) > 600:
+        call.refuse(
+            f"a product of {exponent + 1} numbers up to {size:.3g} does not fit a float", "state a smaller ball"
+        )
+    return up(factor * size**exponent * (1 + 1e-12))

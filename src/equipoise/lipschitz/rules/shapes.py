@@ -157,7 +157,7 @@ def zeros(call: Call) -> Step:
 @rule("aten.ones_like.default", "aten.new_ones.default")
 def ones(call: Call) -> Step:
     """Takes the shape of the input only: constant."""
-    return Step((), "constant", offset=up(math.sqrt(math.prod(call.shape))), peak=1.0, map=Constant())
+    return Step((), "constant", offset=up(math.sqrt(math.prod(call.shape))), peak=1.0, low=1.0, map=Constant())
 
 
 @rule(

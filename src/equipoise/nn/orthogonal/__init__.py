@@ -7,6 +7,7 @@ from equipoise.nn.orthogonal.bcop import (
     AOCConvTranspose2d,
     BCOPConv1d,
     BCOPConv2d,
+    BCOPConv3d,
     BCOPConvTranspose2d,
     BCOPLinear,
 )
@@ -20,6 +21,7 @@ from equipoise.nn.orthogonal.rko import (
     BjorckLinear,
     RKOConv1d,
     RKOConv2d,
+    RKOConv3d,
     RKOConvTranspose2d,
     RKOLinear,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "AOCConvTranspose2d",
     "BCOPConv1d",
     "BCOPConv2d",
+    "BCOPConv3d",
     "BCOPConvTranspose2d",
     "BCOPLinear",
     "BROConv2d",
@@ -53,6 +56,7 @@ __all__ = [
     "HouseholderLinear",
     "RKOConv1d",
     "RKOConv2d",
+    "RKOConv3d",
     "RKOConvTranspose2d",
     "RKOLinear",
     "SOCConv2d",

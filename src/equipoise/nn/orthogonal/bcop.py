@@ -107,7 +107,7 @@ def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
     return torch.cat([kept, none], axis) + torch.cat([none, K - kept], axis)
 
 
-BCOPLinear, BCOPConv1d, BCOPConv2d, BCOPConvTranspose2d = layers_of(BCOP)
+BCOPLinear, BCOPConv1d, BCOPConv2d, BCOPConv3d, BCOPConvTranspose2d = layers_of(BCOP)
 #: the same layers under the name of Boissin et al. 2025: BCOP composed with a kernel that does not overlap, for stride, groups,
 #: dilation and transposition
 AOCConv1d, AOCConv2d, AOCConvTranspose2d = (

@@ -88,5 +88,5 @@ class Bjorck(RKO):
         self.steps = steps
 
 
-RKOLinear, RKOConv1d, RKOConv2d, RKOConvTranspose2d = layers_of(RKO)
+RKOLinear, RKOConv1d, RKOConv2d, RKOConv3d, RKOConvTranspose2d = layers_of(RKO)
 BjorckLinear, BjorckConv2d = layers_of(Bjorck)
