@@ -80,6 +80,16 @@ def test_a_matrix_that_is_not_finite_has_no_polar_factor_and_leaves_its_neighbou
     assert bool(found[1:].isnan().all())
 
 
+@pytest.mark.parametrize("kind", [o.CayleyLinear, o.BROLinear, o.CHORDLinear, o.HouseholderLinear])
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3)])
+def test_derivatives_do_not_miss_the_last_step(kind: type[nn.Module], shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    layer = kind(*shape, dtype=torch.float64)
+    raw = (layer.raw.detach() + 0.1 * torch.randn_like(layer.raw)).requires_grad_()
+    assert torch.autograd.gradcheck(layer.method, raw, atol=1e-5)
+    assert torch.autograd.gradgradcheck(layer.method, raw, atol=1e-4)
+
+
 def test_scaled_steps_converge_from_their_smallest_value_and_never_pass_one() -> None:
     sigma = torch.logspace(-4, 0, 500, dtype=torch.float64)
     for alpha in scaled_steps():

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from equipoise.nn.layers import layers_of
 from equipoise.nn.method import Method
-from equipoise.nn.orthogonal.polar import last_step
+from equipoise.nn.orthogonal.polar import settled
 
 
 class Householder(Method):
@@ -31,7 +31,7 @@ class Householder(Method):
         v = below + torch.eye(*tall.shape, dtype=raw.dtype, device=raw.device)
         tau = 2 / v.square().sum(-2)
         Q = torch.linalg.householder_product(v, tau)
-        W = last_step(Q.mT).mT
+        W = settled(Q.mT).mT
         return (W if raw.shape[0] >= raw.shape[1] else W.mT).to(raw.dtype)
 
 

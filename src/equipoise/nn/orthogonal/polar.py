@@ -161,3 +161,13 @@ def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     W, G = W / c2.sqrt(), G / c2
     margin = 1.5 * unit_roundoff(dtype) * math.sqrt(m) + (4 * n + 64) * m * unit_roundoff(torch.float64)
     return (1.5 * W - 0.5 * (G @ W)) * (1 - margin)
+
+
+def settled(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`last_step` of a W whose rows are orthonormal by construction, with the derivatives of W itself.
+
+    `f(W) = W` for all such W, so the derivatives of every order agree; the products of the step need not be differentiated.
+    """
+    value = last_step(W.detach(), dtype or W.dtype)
+    like = W.to(value.dtype)
+    return value + (like - like.detach())

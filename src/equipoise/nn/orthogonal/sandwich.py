@@ -40,7 +40,7 @@ from equipoise.nn.orthogonal.cayley import (
     transform,
 )
 from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
-from equipoise.nn.orthogonal.polar import last_step
+from equipoise.nn.orthogonal.polar import settled
 
 #: |log ψ| stays below this
 LOG_PSI = 8.0
@@ -135,7 +135,7 @@ class SandwichLinear(Effective):
         """(first, second, psi)."""
         dtype = self.raw.dtype
         X, Y = capped(self.square, self.raw, taps=1, channels=self.out_features)
-        C = last_step(torch.cat(cayley(X, Y)).mT).mT
+        C = settled(torch.cat(cayley(X, Y)).mT).mT
         C = C * (math.sqrt(2) * (1 - 4 * unit_roundoff(dtype) * math.sqrt(self.out_features)))
         psi = positive(self.log_psi)
         A, B = C[: self.out_features], C[self.out_features :]
