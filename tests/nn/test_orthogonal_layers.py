@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.core import InputError, Kind, Refused, as_upper
 from equipoise.nn import orthogonal as o
+from equipoise.nn.constants import known_constant
 from equipoise.nn.orthogonal.frame import SizedConv2d
 from equipoise.norms import spectral_norm
 from equipoise.norms.reference import operator_matrix
@@ -354,6 +355,18 @@ def test_what_a_construction_cannot_do_is_refused() -> None:
         o.SOCConv2d(3, 3, 3, terms=0)
     with pytest.raises(InputError, match="angle"):
         o.SOCConv2d(3, 3, 3, angle=-1.0)
+
+
+@pytest.mark.parametrize("cls", [o.CayleyConv2d, o.BROConv2d, o.CHORDConv2d, o.SandwichConv2d])
+def test_the_claim_of_a_convolution_is_believed_and_that_of_a_changed_one_is_not(cls: type[nn.Module]) -> None:
+    """Regression: a forward pass inherited from a common class made the claim void, so that bounds were √2 too large."""
+
+    class Changed(cls):  # type: ignore[misc, valid-type]
+        def compute_at(self, size: Any) -> Any:
+            return tuple(3 * t for t in super().compute_at(size))
+
+    assert known_constant(cls(2, 2, 3, padding=1)) == 1
+    assert known_constant(Changed(2, 2, 3, padding=1)) is None
 
 
 def test_one_layer_serves_many_sizes_without_mixing_them() -> None:

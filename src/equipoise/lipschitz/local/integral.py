@@ -126,21 +126,45 @@ class Case:
         return math.inf if found is None else found.bound
 
 
-def integrate(case: Case, k: int, outer: float, steps: int = 60) -> float:
-    """The largest radius up to `outer` within which margin k is proved positive."""
-    left, r = float(case.left(outer, case.margins)[k]), 0.0
+@dataclass(frozen=True)
+class Reach:
+    """How far one margin is proved positive, and the share of it that was spent at each radius on the way there."""
+
+    radius: float
+    spent: tuple[tuple[float, float], ...] = ()
+
+    def enough(self, r: float, R: float, margin: float, left: float) -> float:
+        """The constant between r and R with which a margin, `left` of it over at r, spends somewhat less of itself than this."""
+        for at, share in self.spent:
+            if at >= R:
+                return 0.95 * max(left - (1 - share) * margin, 0.0) / (R - r)
+        return left * (1 - 1e-6) / (self.radius - r) if self.radius > r else math.inf
+
+
+def integrate(case: Case, k: int, outer: float, steps: int = 60, other: Reach | None = None) -> Reach:
+    """The largest radius up to `outer` within which margin k is proved positive.
+
+    With `other`, constants need only be small enough to reach as far as that.
+    """
+    whole = left = float(case.left(outer, case.margins)[k])
+    r, spent = 0.0, list[tuple[float, float]]()
     if not left > 0:
-        return 0.0
+        return Reach(0.0)
     for share in SHARES:
         R = outer if share == 1 else down(share * outer)
         step = up(R - r)
-        L = case.constant(k, r, R, left * (1 - 1e-6) / step if share == 1 else 0.0, steps)
-        spent = up(L * step)
-        remaining = max(down(left) - spent if spent < left else -math.inf, float(case.left(outer, case.relaxed(R))[k]))
+        enough = left * (1 - 1e-6) / step if share == 1 else 0.0
+        if other is not None:
+            enough = other.enough(r, R, whole, left)
+        L = case.constant(k, r, R, enough, steps)
+        used = up(L * step)
+        remaining = max(down(left) - used if used < left else -math.inf, float(case.left(outer, case.relaxed(R))[k]))
         if not remaining > 0:
-            return max(r, min(R, (r + left / L * _DOWN) * _DOWN)) if 0 < L < math.inf else r
+            ends = max(r, min(R, (r + left / L * _DOWN) * _DOWN)) if 0 < L < math.inf else r
+            return Reach(ends, tuple(spent))
         left, r = remaining * _DOWN, R
-    return r
+        spent.append((R, 1 - left / whole))
+    return Reach(r, tuple(spent))
 
 
 def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
@@ -176,28 +200,25 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
     """The largest radius found, at least `base`, at which every margin is proved positive, and the rival that limits it.
 
     `base` is a radius proved already. The rival that the relaxation finds worst comes first; the others only have to
-    reach as far, most of them with the same multipliers.
+    reach as far, most of them with the same multipliers, and of the rest only the one that limits is looked at closer.
+    Whatever time is left, every rival is proved up to the radius returned.
     """
     outer = base * 1.28
     worst = int((case.relaxed(outer) / case.margins).argmin())
-    found = integrate(case, worst, outer)
-    again = outer * 1.08 if found >= outer else found * 1.012
-    if (found >= outer or again < 0.99 * outer) and again > base and time.monotonic() < case.deadline:
+    first = integrate(case, worst, outer)
+    again = outer * 1.08 if first.radius >= outer else first.radius * 1.012
+    if (first.radius >= outer or again < 0.99 * outer) and again > base and time.monotonic() < case.deadline:
         more = integrate(case, worst, again)
-        if more > found:
-            found, outer = more, again
-    if found <= base:
+        if more.radius > first.radius:
+            first, outer = more, again
+    if first.radius <= base:
         return base, worst
-    reached, limiting = found, worst
-    for k in torch.argsort(case.relaxed(outer) / case.margins).tolist():
-        if k == worst:
-            continue
-        for steps in (0, 60):
-            if time.monotonic() > case.deadline:
-                return base, worst
-            own = integrate(case, k, outer, steps)
-            if own >= reached:
-                break
-        if own < reached:
-            reached, limiting = own, k
-    return (reached, limiting) if reached > base else (base, limiting)
+    reached = {k: first.radius if k == worst else integrate(case, k, outer, 0).radius for k in range(len(case.margins))}
+    closer = {worst}
+    while True:
+        limiting = min(reached, key=lambda k: (reached[k], k != worst))
+        if limiting in closer or time.monotonic() > case.deadline:
+            break
+        reached[limiting] = max(reached[limiting], integrate(case, limiting, outer, other=first).radius)
+        closer.add(limiting)
+    return (reached[limiting], limiting) if reached[limiting] > base else (base, limiting)

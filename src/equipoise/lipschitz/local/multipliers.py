@@ -36,6 +36,10 @@ _U = 2.0**-53
 _NOISE = 1e8
 #: relative gap of τ at which Newton's method stops
 GAP = 1e-3
+#: ρ over the problem's size at the start, with multipliers given and without; its growth; Newton's decrement λ² at which it grows
+WARM, COLD, GROWTH, NEAR = 0.15, 0.1, 6.0, 1.0
+#: steps begin at this share of 1/(1 + λ), which keeps them in the cone most of the time
+AHEAD = 1.4
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ def best_multipliers(
     point = warm or _cold(problem)
     if point is None:
         return None
-    points, taken = _descend(problem, point, 1.0 if warm else 0.2, steps, gap, enough, deadline) if n else ([point], 0)
+    points, taken = (
+        _descend(problem, point, WARM if warm else COLD, steps, gap, enough, deadline) if n else ([point], 0)
+    )
     for point in reversed(points):  # the last is the best, but the closest to the edge of the cone
         found = _proved(maps, problem, point, taken)
         if found is not None:
@@ -202,6 +208,36 @@ def _newton(g: Tensor, H: Tensor) -> Tensor:
     return -g / own
 
 
+def _centred(problem: _Problem, point: _Point, weight: float) -> tuple[_Point, float]:
+    """The same multipliers with the best τ for them, and the least τ they allow.
+
+    `Σ λ_i/(τ − λ_i) = ρ`, λ those of the outputs' Schur complement. A step that lands close to the edge of the cone would else
+    take dozens to come back. Only the last rows change.
+    """
+    n, p = problem.n, problem.p
+    own = -(point.factor[n:, n:] @ point.factor[n:, n:].mT)
+    own.diagonal().add_(1)
+    values = torch.linalg.eigvalsh(own).clamp_min(0)
+    tau, top = float(point.theta[n]), float(values[-1])
+    low, high = top * (1 + 1 / weight), top * (1 + p / weight)
+    for _ in range(40 if p > 1 else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float((values / (middle - values)).sum()) > weight else (low, middle)
+    if not 0 < high < math.inf:
+        return point, tau
+    rest = own / -high
+    rest.diagonal().add_(1)
+    last, info = torch.linalg.cholesky_ex(rest)
+    if int(info):
+        return point, tau
+    theta, factor, A = point.theta.clone(), point.factor.clone(), point.A.clone()
+    theta[n] *= high
+    factor[n:, :n] /= math.sqrt(high)
+    factor[n:, n:] = last
+    A[n:] /= math.sqrt(high)
+    return _Point(theta, factor, A), top * tau
+
+
 def _descend(
     problem: _Problem, point: _Point, weight: float, steps: int, gap: float, enough: float, deadline: float
 ) -> tuple[list[_Point], int]:
@@ -211,9 +247,12 @@ def _descend(
     """
     n, size = problem.n, problem.n + problem.p
     weight *= size
-    path, best = [point], point
-    for step in range(steps):
-        if float(best.theta[n]) <= enough * enough * (1 - 1e-6) or time.monotonic() > deadline:
+    path, best, least = [point], point, math.inf
+    for step in range(steps + 1):
+        point, own = _centred(problem, point, weight)
+        if own < least:
+            best, least = point, own
+        if step == steps or least <= enough * enough * (1 - 1e-6) or time.monotonic() > deadline:
             return [*path, best], step
         g, H = _derivatives(problem, point)
         H.diagonal().add_(g)
@@ -223,26 +262,32 @@ def _descend(
         decrement = float(-g @ d)
         if not math.isfinite(decrement):
             return [*path, best], step
-        value = -2 * float(point.factor.diagonal().log().sum())
-        a, found = min(1.0, 4.0 / max(float(d.abs().max()), 1e-300)), None
-        while a > 1e-6:
-            found = problem.at(point.theta * torch.exp(a * d))
-            if found is not None:
-                new = weight * a * float(d[n]) - 2 * float(found.factor.diagonal().log().sum())
-                if new < value - 0.1 * a * decrement:
-                    break
-            a, found = a / 2, None
+        found, a = _line(problem, point, d, decrement, weight)
         if found is None:
             return [*path, best], step
         point = found
-        if float(point.theta[n]) < float(best.theta[n]):
-            best = point
-        if decrement < 0.25 and a == 1:
+        if decrement < NEAR and a == 1:
             if weight >= size / gap:
-                return [*path, best], step + 1
-            weight *= 6
+                point, own = _centred(problem, point, weight)
+                return [*path, point if own < least else best], step + 1
+            weight *= GROWTH
             path.append(point)
     return [*path, best], steps
+
+
+def _line(problem: _Problem, point: _Point, d: Tensor, decrement: float, weight: float) -> tuple[_Point | None, float]:
+    """A step along d that pays, and its length: `AHEAD/(1 + λ)`, halved until it does."""
+    n, value = problem.n, -2 * float(point.factor.diagonal().log().sum())
+    guess = AHEAD / (1 + math.sqrt(max(decrement, 0.0)))
+    a = min(1.0, 4.0 / max(float(d.abs().max()), 1e-300), guess)
+    while a > 1e-6:
+        found = problem.at(point.theta * torch.exp(a * d))
+        if found is not None:
+            new = weight * a * float(d[n]) - 2 * float(found.factor.diagonal().log().sum())
+            if new < value - 0.1 * a * decrement:
+                return found, a
+        a /= 2
+    return None, 0.0
 
 
 def _proved(maps: Reduced, problem: _Problem, point: _Point, taken: int) -> Multipliers | None:

@@ -24,8 +24,8 @@ from equipoise.lipschitz.local.reduced import Reduced, count_switching, reduced_
 
 #: most switching neurons of the common problem; a step of Newton's method takes some 8·n³ operations
 MOST = 2000
-#: outermost radii that are tried, as multiples of what is known
-GROWTH, TRIES = 1.45, 4
+#: outermost radii that are tried: the first as a multiple of what is known, its growth after that, and how many
+FIRST, GROWTH, TRIES = 1.45, 1.2, 3
 _ROOM = 1 - 1e-9
 
 
@@ -34,7 +34,7 @@ def together_radius(case: Case, base: float, most: int = MOST) -> float:
 
     `base` is a radius proved already. What rounding may take off a margin within the outer ball is taken off before.
     """
-    found, outer = base, base * GROWTH
+    found, outer = base, base * FIRST
     for _ in range(TRIES):
         if time.monotonic() > case.deadline:
             break

@@ -227,33 +227,7 @@ class SpectralConv2d(nn.Module):
         return _bound(torch.view_as_complex(self.weight))
 
 
-class FrequencyConv2d(SizedConv2d):
-    """A convolution by one matrix per frequency of the image at hand: `compute_at` makes them, as (weight,)."""
-
-    lipschitz_constant: ClassVar[float] = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The convolution, through Fourier space."""
-        dtype = next(self.parameters()).dtype
-        x = x.to(dtype) if torch.is_autocast_enabled(x.device.type) else x
-        size = self.frame.size((x.shape[-2], x.shape[-1]))
-        (weight,) = self.effective_at(size)
-        with uncast(x.device.type):
-            return _apply(self.frame, x, weight, self.bias, size)
-
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """The largest norm over the frequencies of this image size, from the effective weights."""
-        return _bound(self.effective_at(self.frame.size((input_shape[-2], input_shape[-1])))[0])
-
-    def export(self, input_size: int | Size | None = None) -> nn.Module:
-        """The plain module for one image size (by default the one this layer was evaluated at)."""
-        size = self.known_size(input_size)
-        with torch.no_grad():
-            (weight,) = self.effective_at(size)
-        return SpectralConv2d(self.frame, size, weight, self.bias).train(self.training)
-
-
-class CayleyConv2d(FrequencyConv2d):
+class CayleyConv2d(SizedConv2d):
     """`nn.Conv2d` that is orthogonal on the circle of the image at hand: Cayley transform at every frequency.
 
     Guarantee: 1-Lipschitz on every input size, for every raw weight. With circular padding and stride 1 all singular
@@ -265,6 +239,8 @@ class CayleyConv2d(FrequencyConv2d):
     >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
     True
     """
+
+    lipschitz_constant: ClassVar[float] = 1.0
 
     def build(self, plain: nn.Conv2d, **options: Any) -> None:
         """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""
@@ -290,8 +266,43 @@ class CayleyConv2d(FrequencyConv2d):
         (W,) = contracted(W)
         return (W.mT if wide else W,)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The convolution, through Fourier space."""
+        return evaluated(self, x)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The largest norm over the frequencies of this image size, from the effective weights."""
+        return frequency_bound(self, input_shape)
+
+    def export(self, input_size: int | Size | None = None) -> nn.Module:
+        """The plain module for one image size (by default the one this layer was evaluated at)."""
+        return exported(self, input_size)
+
 
 enter("cayley", nn.Conv2d, CayleyConv2d)
+
+
+def evaluated(layer: SizedConv2d, x: Tensor) -> Tensor:
+    """A layer with one matrix per frequency, on an image; each has a forward of its own, since a claim stands only beside one."""
+    dtype = next(layer.parameters()).dtype
+    x = x.to(dtype) if torch.is_autocast_enabled(x.device.type) else x
+    size = layer.frame.size((x.shape[-2], x.shape[-1]))
+    (weight,) = layer.effective_at(size)
+    with uncast(x.device.type):
+        return _apply(layer.frame, x, weight, layer.bias, size)
+
+
+def frequency_bound(layer: SizedConv2d, input_shape: tuple[int, ...]) -> Bound:
+    """The largest norm over the frequencies of this image size, from the effective weights."""
+    return _bound(layer.effective_at(layer.frame.size((input_shape[-2], input_shape[-1])))[0])
+
+
+def exported(layer: SizedConv2d, input_size: int | Size | None) -> nn.Module:
+    """The plain module of a layer with one matrix per frequency, for one image size."""
+    size = layer.known_size(input_size)
+    with torch.no_grad():
+        (weight,) = layer.effective_at(size)
+    return SpectralConv2d(layer.frame, size, weight, layer.bias).train(layer.training)
 
 
 def _apply(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None, size: Size) -> Tensor:

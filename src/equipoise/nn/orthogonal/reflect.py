@@ -15,17 +15,18 @@ for dense layers).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.bounds import Bound
 from equipoise.core.errors import InputError
 from equipoise.nn.effective import Tensors
 from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method
-from equipoise.nn.orthogonal.cayley import FrequencyConv2d, capped, contracted, symbol
-from equipoise.nn.orthogonal.frame import Size, frame_of
+from equipoise.nn.orthogonal.cayley import capped, contracted, evaluated, exported, frequency_bound, symbol
+from equipoise.nn.orthogonal.frame import Size, SizedConv2d, frame_of
 from equipoise.nn.orthogonal.polar import settled
 
 #: what is added to the Gram matrix, relative to the mean of its diagonal
@@ -141,7 +142,7 @@ class CHORD(Method):
 (CHORDLinear,) = layers_of(CHORD)
 
 
-class BROConv2d(FrequencyConv2d):
+class BROConv2d(SizedConv2d):
     """`nn.Conv2d` that is a block reflector at every frequency of the image at hand, `V` a kernel with `rank` columns.
 
     Guarantee: 1-Lipschitz on every input size, for every raw weight. With circular padding and stride 1 all singular values
@@ -152,6 +153,8 @@ class BROConv2d(FrequencyConv2d):
     >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
     True
     """
+
+    lipschitz_constant: ClassVar[float] = 1.0
 
     def build(self, plain: nn.Conv2d, rank: int | None = None, **options: Any) -> None:
         """The kernel of V."""
@@ -168,8 +171,20 @@ class BROConv2d(FrequencyConv2d):
         (W,) = contracted(W.to(torch.promote_types(self.raw.dtype, torch.complex64)))
         return (W if frame.out <= frame.ins else W.mH.resolve_conj(),)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """The convolution, through Fourier space."""
+        return evaluated(self, x)
 
-class CHORDConv2d(FrequencyConv2d):
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The largest norm over the frequencies of this image size, from the effective weights."""
+        return frequency_bound(self, input_shape)
+
+    def export(self, input_size: int | Size | None = None) -> nn.Module:
+        """The plain module for one image size (by default the one this layer was evaluated at)."""
+        return exported(self, input_size)
+
+
+class CHORDConv2d(SizedConv2d):
     """`nn.Conv2d` that is a residual `I + Q`, made orthogonal by Cholesky at every frequency of the image at hand.
 
     Guarantee: 1-Lipschitz on every input size, for every raw weight. With circular padding and stride 1 all singular values
@@ -180,6 +195,8 @@ class CHORDConv2d(FrequencyConv2d):
     >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
     True
     """
+
+    lipschitz_constant: ClassVar[float] = 1.0
 
     def build(self, plain: nn.Conv2d, **options: Any) -> None:
         """The kernel of Q, as in `nn.Conv2d` (on the coarse grid of a stride)."""
@@ -198,6 +215,18 @@ class CHORDConv2d(FrequencyConv2d):
         W = cholesky_columns(A.mH if wide else A)
         (W,) = contracted((W.mH if wide else W).resolve_conj().to(torch.promote_types(self.raw.dtype, torch.complex64)))
         return (W,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The convolution, through Fourier space."""
+        return evaluated(self, x)
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The largest norm over the frequencies of this image size, from the effective weights."""
+        return frequency_bound(self, input_shape)
+
+    def export(self, input_size: int | Size | None = None) -> nn.Module:
+        """The plain module for one image size (by default the one this layer was evaluated at)."""
+        return exported(self, input_size)
 
 
 enter("bro", nn.Conv2d, BROConv2d)

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from equipoise.core.precision import full_precision
 from equipoise.lab.experiments.experiment import Context, Row
 from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.local.measure import certified
 from equipoise.lipschitz.propagate import propagate
+from equipoise.lipschitz.zonotope import zonotope_bound
 from equipoise.norms.bracket import Cache
 
 Layers = list[tuple[Tensor, Tensor]]
@@ -103,6 +106,67 @@ def zonotope_radius(net: nn.Module, x: Tensor, largest: float, steps: int = 7) -
             else:
                 high = middle
     return low
+
+
+def switching_layers(
+    net: nn.Module, x: Tensor, radius: float, samples: int, rtol: float, zonotope: bool = True
+) -> tuple[float, list[Row]]:
+    """The zonotope's bound, and for every activation the neurons that may switch by boxes, by the zonotope, and as sampled.
+
+    `moved` is the largest movement of what enters the activation, per unit of the input's, that was met on `2·samples` points;
+    `bound` is that of the product of the layers.
+    """
+    cache, program = Cache(rtol), capture(net, x)
+    with torch.no_grad(), full_precision():
+        run = propagate(program, float(x.norm()) + radius, rtol, cache)
+        boxes = enclose(run, x, radius, cache)
+        upper, state = zonotope_bound(run, boxes, x, radius, cache) if zonotope else (math.inf, None)
+    before = {n: run.steps[n].gains[0][0].node for n in program.nodes if run.steps[n].curve is not None}
+    directions = _directions(net, x, radius, samples)
+    with torch.no_grad(), Entering() as centre:
+        net(x)
+    with torch.no_grad(), Entering() as around:
+        net(x + directions)
+    rows: list[Row] = []
+    for i, ((n, s), at, there) in enumerate(zip(before.items(), centre.found, around.found, strict=True)):
+        found = None if state is None else state.unstable.get(n)
+        rows.append({
+            "part": "resnet layers", "radius": radius, "layer": i + 1, "neurons": at.numel(), "boxes": _open(boxes[s]),
+            "zonotope": None if found is None else found[0], "seen": int(((there > 0) != (at > 0)).any(0).sum()),
+            "moved": float((there - at).flatten(1).norm(dim=1).max()) / radius, "bound": math.exp(boxes[s].log),
+        })  # fmt: skip
+    return upper, rows
+
+
+class Entering(TorchFunctionMode):
+    """Keeps what enters every ReLU of a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function; note what a ReLU is given."""
+        if func in (nn.functional.relu, torch.relu):
+            self.found.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _open(box: Box) -> int | None:
+    """Entries of either sign on the box."""
+    return None if box.mid is None or box.half is None else int((box.mid.abs() < box.half).sum())
+
+
+def _directions(net: nn.Module, x: Tensor, radius: float, samples: int) -> Tensor:
+    """Displacements of length `radius`: at random, and along gradients of random combinations of the outputs."""
+    g = torch.Generator().manual_seed(0)
+    d = torch.randn(samples, *x.shape[1:], generator=g)
+    d = radius * d / d.flatten(1).norm(dim=1).reshape(-1, *[1] * (x.dim() - 1))
+    at = (x + d).requires_grad_()
+    out = net(at)
+    (steepest,) = torch.autograd.grad((out * torch.randn(out.shape, generator=g)).sum(), at)
+    steepest = radius * steepest / steepest.flatten(1).norm(dim=1).clamp_min(1e-30).reshape(-1, *[1] * (x.dim() - 1))
+    return torch.cat([d, steepest])
 
 
 def eclipse(name: str, r: float, context: Context) -> Iterator[Row]:
