@@ -100,11 +100,9 @@ _HOME: dict[str, tuple[str, str]] = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        import difflib
+        from equipoise.core.errors import near
 
-        close = difflib.get_close_matches(name, _HOME, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise AttributeError(f"module 'equipoise' has no attribute {name!r}{hint}")
+        raise AttributeError(f"module 'equipoise' has no attribute {name!r}{near(name, _HOME)}")
     module, attribute = _HOME[name]
     value = importlib.import_module(module)
     return getattr(value, attribute) if attribute else value

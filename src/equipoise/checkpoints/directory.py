@@ -17,7 +17,7 @@ from torch import nn
 from equipoise.checkpoints.builders import build_registered, registered
 from equipoise.core.digests import digest_bytes, sealed, unsealed
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import parse_json, read_bounded, read_json, write_whole
+from equipoise.core.files import make_folder, parse_json, read_bounded, read_json, write_whole
 
 #: a weights file longer than this is not read
 LARGEST_WEIGHTS = 2**40
@@ -47,10 +47,7 @@ def save_checkpoint(
         )
     config = {"factory": factory, "arguments": dict(arguments or {}), "input_shape": input_shape, **(extra or {})}
     state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make {folder}: {error.strerror}") from error
+    make_folder(folder)
     weights = save(state)
     config["weights"] = digest_bytes(weights)
     config = sealed(config)

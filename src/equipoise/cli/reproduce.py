@@ -121,11 +121,9 @@ def _plan(chosen: list[Experiment], scale: str, seed: int, data: Path | None, ou
 def _require_folder(out: Path) -> None:
     """Minutes of measuring are not to be lost for want of a place to write to."""
     from equipoise.core.errors import InputError
+    from equipoise.core.files import make_folder
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make {out}: {error.strerror}") from error
+    make_folder(out)
     if not os.access(out, os.W_OK | os.X_OK):
         raise InputError(f"cannot write in {out}: check its permissions")
 

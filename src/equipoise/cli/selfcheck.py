@@ -52,6 +52,7 @@ def selfcheck(
       equipoise selfcheck files --minutes 10 --scripts found
     """
     from equipoise.core.errors import InputError
+    from equipoise.core.files import make_folder
     from equipoise.lab.selfcheck import SUITES, run
 
     if suite not in SUITES:
@@ -66,7 +67,7 @@ def selfcheck(
     else:
         show(report, results())
     if scripts is not None:
-        scripts.mkdir(parents=True, exist_ok=True)
+        make_folder(scripts)
         for number, text in enumerate(text for t in report.tallies for text in t.scripts):
             (scripts / f"violation-{number:03d}.py").write_text(text)
     if report.violations:

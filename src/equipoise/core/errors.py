@@ -6,6 +6,9 @@ escapes is a bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class EquipoiseError(Exception):
     """Base of every error that is meant to be read by a user."""
@@ -17,6 +20,16 @@ class InputError(EquipoiseError, ValueError):
 
 class Refused(EquipoiseError):
     """The input is fine but the guarantee asked for cannot be given; the message says why and what to try."""
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; did you mean …?` where a known word is much like this one, else nothing.
+
+    >>> near("sed", ["seed", "sigma"]), near("x", ["seed"])
+    ("; did you mean 'seed'?", '')
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def one_line(error: BaseException) -> str:

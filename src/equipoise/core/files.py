@@ -13,12 +13,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 
 #: how the names of temporary files end
 PART = ".part"
 #: a description (JSON, YAML) longer than this is not read
 LARGEST_TEXT = 16_000_000
+
+
+def make_folder(folder: str | Path) -> Path:
+    """Make a folder, with those above it, where it is not there yet."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot make {folder}: {getattr(error, 'strerror', None) or one_line(error)}") from error
+    return Path(folder)
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -34,6 +43,18 @@ def open_regular(path: str | Path) -> BinaryIO:
         os.close(handle)
         raise InputError(f"cannot read {path}: it is not a regular file but a folder, a device or a pipe")
     return os.fdopen(handle, "rb")
+
+
+@contextmanager
+def describing(path: Path, hint: str = "restore it from a copy") -> Iterator[None]:
+    """Inside, what a file says is read: a field that is missing or of another kind is said in a sentence with its name."""
+    try:
+        yield
+    except EquipoiseError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        said = f"{type(error).__name__}: {one_line(error)[:160]}"
+        raise InputError(f"{path} is damaged ({said}): {hint}") from error
 
 
 def read_bounded(path: str | Path, limit: int = LARGEST_TEXT) -> bytes:

@@ -7,7 +7,6 @@ checkpoints and recipes name registered builders only (`equipoise.checkpoints`).
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
@@ -16,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.core.errors import EquipoiseError, InputError, near, one_line
 
 #: what such a name looks like
 SPEC = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", re.ASCII)
@@ -89,6 +88,4 @@ def _member(owner: Any, part: str, module: str, attribute: str) -> Any:
         return getattr(owner, part)
     except AttributeError as error:
         names = [name for name in dir(owner) if not name.startswith("_")]
-        close = difflib.get_close_matches(part, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"{module!r} has no {attribute!r}{hint}") from error
+        raise InputError(f"{module!r} has no {attribute!r}{near(part, names)}") from error

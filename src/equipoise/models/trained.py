@@ -6,7 +6,6 @@ naive edits, no signature: `Trained.prove` computes the bounds again from the we
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.accuracy import percent
 from equipoise.core.digests import sealed, unsealed
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, near
 from equipoise.core.files import read_bounded, read_json, write_whole
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.effective import Effective
@@ -104,11 +103,9 @@ def load(name: str | Path) -> Trained:
     """
     folder = _HERE / str(name) if str(name) in bundled() else Path(name)
     if not (folder / "config.json").is_file():
-        near = difflib.get_close_matches(str(name), bundled(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(
             f"there is no trained network {str(name)!r} in the package (there are {', '.join(bundled())}), and no such "
-            f"folder{hint}"
+            f"folder{near(str(name), bundled())}"
         )
     model, shape = load_checkpoint(folder)
     certificate: Any = {}

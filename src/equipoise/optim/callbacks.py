@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import InputError
+from equipoise.core.files import make_folder
 from equipoise.optim.guard import SpectralGuard
 
 #: takes the scalars of one step
@@ -154,7 +155,7 @@ def save_guard(guard: SpectralGuard, folder: Path) -> Path:
     """Store the guard's state in a folder (tensors only, no pickle)."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     save_file({key: value.contiguous() for key, value in guard.state_dict().items()}, folder / FILE)
     return folder / FILE
 

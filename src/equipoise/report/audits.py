@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import read_json, write_whole
+from equipoise.core.files import describing, read_json, write_whole
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.norms.reference import operator_matrix
 from equipoise.report.data import Audit, Spectrum
@@ -131,7 +131,7 @@ def save_audit(audit: Audit, folder: str | Path) -> None:
 def load_audit(folder: str | Path) -> Audit:
     """Read `audit.json`."""
     path = Path(folder) / NAME
-    try:
+    with describing(path):
         plain = unsealed(read_json(path, 10**9), str(path))
         found = Audit(
             str(plain["model"]), plain["bound"],
@@ -146,10 +146,6 @@ def load_audit(folder: str | Path) -> Audit:
             float(found.bound[key])
         for row in found.bound["layers"]:
             float(row["share"]), str(row["name"])
-    except InputError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {one_line(error)})") from error
     return found
 
 

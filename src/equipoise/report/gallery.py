@@ -10,8 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from equipoise.core.errors import InputError
-from equipoise.core.files import read_json, write_whole
+from equipoise.core.files import describing, read_json, write_whole
 from equipoise.report.data import Picture
 
 NAME = "gallery.json"
@@ -30,11 +29,9 @@ def save_gallery(pictures: Iterable[Picture], folder: str | Path) -> None:
 def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
     """Read `gallery.json`; only PNG data addresses are accepted as images."""
     path = Path(folder) / NAME
-    try:
+    with describing(path):
         names = {f.name for f in fields(Picture)}
         found = tuple(_checked(Picture(**{k: v for k, v in p.items() if k in names})) for p in _list(path))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     return found
 
 

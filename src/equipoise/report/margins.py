@@ -13,7 +13,7 @@ import numpy as np
 
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
-from equipoise.core.files import read_json, write_whole
+from equipoise.core.files import describing, make_folder, read_json, write_whole
 from equipoise.report.data import Floats, Ints
 from equipoise.runs import AttackRow
 
@@ -39,8 +39,7 @@ class Margins:
 
     def save(self, folder: str | Path) -> Path:
         """Write `margins.json`, whole or not at all."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(folder)
         plain: dict[str, Any] = {
             "format": FORMAT, "model": dict(self.model), "data": self.data, "lipschitz": _plain(self.lipschitz),
             "ids": list(self.ids), "labels": self.labels.tolist(), "prediction": self.prediction.tolist(),
@@ -54,7 +53,7 @@ class Margins:
 def load_margins(folder: str | Path) -> Margins:
     """Read `margins.json`; what is damaged is refused with the file's name."""
     path = Path(folder) / NAME
-    try:
+    with describing(path):
         plain = unsealed(read_json(path, 10**9), str(path))
         if plain["format"] != FORMAT:
             raise InputError(f"{path} has format {plain['format']!r}, this version reads {FORMAT}")
@@ -64,10 +63,6 @@ def load_margins(folder: str | Path) -> Margins:
             np.array(plain["prediction"], dtype=np.int64), np.array([float(r) for r in plain["radius"]]),
             tuple(AttackRow(**a) for a in plain["attacks"]), PAIRS if plain.get("rule") == PAIRS else GLOBAL,
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if len({len(found.ids), len(found.labels), len(found.prediction), len(found.radius)}) != 1:
         raise InputError(f"{path} is damaged: its columns have different lengths")
     return found

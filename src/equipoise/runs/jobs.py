@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 
 from equipoise.core import EquipoiseError, InputError, Refused
+from equipoise.core.files import make_folder
 from equipoise.runs import store as store_file
 from equipoise.runs.engines import Execution, find_engine
 from equipoise.runs.inputs import Inputs, check_label
@@ -120,10 +121,7 @@ def start(
     """Run a job in a directory, or continue it there; a finished one is only opened."""
     execution, folder = execution or Execution(), Path(run_dir)
     work = find_engine(engine, execution)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make {folder}: {error.strerror}") from error
+    make_folder(folder)
     with locked(folder):
         manifest = _settle(job, folder)
         with Store(folder, identity=manifest.digest(), seal=manifest.seal(), writable=True) as store:

@@ -12,8 +12,7 @@ from typing import Any
 
 from equipoise.core import InputError, Refused, round_up
 from equipoise.core.digests import Digest, sealed, unsealed
-from equipoise.core.errors import one_line
-from equipoise.core.files import read_json, write_whole
+from equipoise.core.files import describing, read_json, write_whole
 from equipoise.runs.inputs import Selection
 from equipoise.runs.parameters import Parameters, parse_map
 from equipoise.smoothing import SimplexMap
@@ -132,14 +131,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / NAME
     if not is_run(folder):
         raise InputError(f"{folder} is not a run directory: no readable {NAME}")
-    try:
+    with describing(path, "restore it, or start a new run"):
         found = Manifest.from_dict(unsealed(read_json(path), str(path)))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{path} is damaged ({type(error).__name__}: {one_line(error)[:160]}): restore it, or start a new run"
-        ) from error
     _require_consistent(found, path)
     return found
 

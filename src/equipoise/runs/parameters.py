@@ -5,7 +5,6 @@ A field that changes numbers stands once, in `Sampling`, with its default and it
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -14,6 +13,7 @@ from typing import Any, Literal, Required, TypedDict
 import torch
 
 from equipoise.core import InputError, Refused
+from equipoise.core.errors import near
 from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.drawn import Drawn
@@ -181,8 +181,7 @@ class Settings(Sampling):
         known = [f.name for f in fields(cls)]
         for name in keywords:
             if name not in known:
-                close = difflib.get_close_matches(name, [*known, *others], n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = near(name, [*known, *others])
                 raise TypeError(f"certify() got an unexpected keyword argument {name!r}{hint}")
         if "sigma" not in keywords:
             raise TypeError("certify() needs sigma, the noise level in the units of the model's input")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory
 from equipoise.core.errors import InputError
@@ -83,11 +83,16 @@ def _without_data(recipe: Recipe) -> tuple[nn.Module, tuple[int, ...]]:
 def _seconds(
     model: nn.Module, task: Task, optimizer: torch.optim.Optimizer, shape: tuple[int, ...], count: int
 ) -> float:
-    """Processor seconds of a step, the smaller of two after one to warm up."""
     x = torch.rand(count, *shape, generator=torch.Generator().manual_seed(0))
-    y = torch.arange(count) % 2
+    return step_seconds(model, task, optimizer, x, torch.arange(count) % 2)
+
+
+def step_seconds(
+    model: nn.Module, task: Task, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int = 2
+) -> float:
+    """Processor seconds of a step, the smallest of several after one to warm up."""
     found = []
-    for _ in range(3):
+    for _ in range(steps + 1):
         began = time.process_time()
         optimizer.zero_grad()
         task.loss(model(x), y).backward()

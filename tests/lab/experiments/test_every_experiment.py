@@ -118,3 +118,35 @@ def test_committed_result(identifier: str):
     assert stored is not None, "the committed result has other settings: run `equipoise reproduce` again"
     assert stored.verdict.label is not Label.DRY
     assert experiment.draw(stored.rows).axes
+
+
+@pytest.mark.slow
+def test_imagenet_tables_with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Images of noise in the folders that are asked for, and a network without training: rows, verdicts and a figure."""
+    import sys
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    import torch
+    from torch import nn
+
+    image = pytest.importorskip("PIL.Image")
+    for name in ("n01", "n02"):
+        (tmp_path / "imagenet-val" / name).mkdir(parents=True)
+        for k in range(3):
+            image.effect_noise((8, 8), 60 + k).convert("RGB").save(tmp_path / "imagenet-val" / name / f"{k}.png")
+
+    def network(sigma: float) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, 1000))
+
+    stand_in = SimpleNamespace(denoised_vit=network, smooth_adversarial=network)
+    monkeypatch.setitem(sys.modules, "imagenet_networks", stand_in)
+    experiment = find("imagenet-tables")
+    settings = experiment.laptop
+    votes = replace(settings.votes, sampling=replace(settings.votes.sampling, n=40), temperatures=3)
+    small = replace(settings, votes=votes, inputs=3, calibration=2)
+    rows = list(experiment.run(small, Context(data=tmp_path)))
+    assert {row["network"] for row in rows} == set(settings.networks)
+    assert len(experiment.verdicts(rows)) == 2
+    assert len(experiment.draw(rows).axes) == 2

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import torch
 from torch import nn
 
 from equipoise.checkpoints import load_weights
 from equipoise.core.strides import fresh_strides
-from equipoise.core.timing import seconds
+from equipoise.core.timing import take_turns
 from equipoise.data import data_file
+from equipoise.lab.bench.smoothing import Row, row
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.peers import ryu_product
 from equipoise.nn.models import build
-
-Row = dict[str, Any]
 
 
 def imagenet_resnet(depth: int = 18) -> nn.Module:
@@ -55,21 +53,11 @@ def audit_row(depth: int = 18, goal: float = 10, repeats: int = 3, rtol: float =
     x = torch.randn(8, 3, 224, 224)
     with torch.no_grad():
         net(x)
-    ours, base = [], []
-    for _ in range(repeats):
-        ours.append(seconds(lambda: lipschitz_bound(net, x[:1], rtol=rtol)))
-        with torch.no_grad():
-            base.append(seconds(lambda: net(x)))
-    ratio = statistics.median(a / b for a, b in zip(ours, base, strict=True))
+        contest = take_turns({"ours": lambda: lipschitz_bound(net, x[:1], rtol=rtol), "base": lambda: net(x)}, repeats)
+    ratio = statistics.median(contest.ratios("ours", "base"))
     kind = ", scattered batch norms" if scattered else ""
     name = f"audit of ResNet-{depth} at 3×224×224 (rtol {rtol:g}{kind}), in forward passes of batch 8"
-    return {
-        "name": name,
-        "ours": statistics.median(ours),
-        "baseline": statistics.median(base),
-        "ratio": ratio,
-        "goal": goal,
-    }
+    return row(name, contest.seconds["ours"], contest.seconds["base"], ratio, goal)
 
 
 def ryu_rows(depths: tuple[int, ...] = (20, 56)) -> list[Row]:
@@ -80,7 +68,7 @@ def ryu_rows(depths: tuple[int, ...] = (20, 56)) -> list[Row]:
         report, ryu = lipschitz_bound(net, x), ryu_product(net, x)
         for name, ours in (("product", report.log_product), ("fused", report.log_upper)):
             title = f"log PUB of CIFAR ResNet-{depth}, {name}, relative to Ryu's"
-            found.append({"name": title, "ours": ours, "baseline": ryu, "ratio": math.exp(ours - ryu), "goal": 1.05})
+            found.append(row(title, ours, ryu, math.exp(ours - ryu), 1.05))
     return found
 
 
@@ -101,5 +89,5 @@ def local_rows(radii: tuple[float, ...] = (0.05, 0.25), samples: int = 2) -> lis
         upper = float(torch.as_tensor(bracket.upper).median())
         lower = float(torch.as_tensor(bracket.lower).median())
         name = f"local bound of ResNet-20 at radius {radius:g} (attack reaches {lower:.3g})"
-        found.append({"name": name, "ours": upper, "baseline": whole, "ratio": upper / whole, "goal": 0.1})
+        found.append(row(name, upper, whole, upper / whole, 0.1))
     return found

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from equipoise.core.timing import seconds
-from equipoise.lab.bench.smoothing import Row, interleaved, resnet, small_cnn
+from equipoise.lab.bench.smoothing import Row, interleaved, resnet, row, small_cnn
 from equipoise.runs import Execution, TaskSpec, describe, open_run, start
 from equipoise.runs.inputs import Selection
 from equipoise.runs.manifest import Manifest
@@ -71,7 +71,7 @@ def overhead_row(
             return smooth.certify(x, n=n, procedure=procedure)
 
         a, b, ratio = interleaved(ours, baseline, repeats)
-    return _row(f"run of {inputs} inputs, {name}, n = {n} / SmoothedClassifier.certify, seconds", a, b, ratio, "≤ 1.05")
+    return row(f"run of {inputs} inputs, {name}, n = {n} / SmoothedClassifier.certify, seconds", a, b, ratio, "≤ 1.05")
 
 
 def reading_row(inputs: int = 10_000, classes: int = 10, procedure: str = DEFAULT) -> Row:
@@ -86,7 +86,7 @@ def reading_row(inputs: int = 10_000, classes: int = 10, procedure: str = DEFAUL
 
         spent = seconds(read)
     name = f"open, re-derive ({procedure}) and summarise {inputs:,} inputs, seconds / {allowed:g} s"
-    return _row(name, spent, allowed, spent / allowed, "≤ 1")
+    return row(name, spent, allowed, spent / allowed, "≤ 1")
 
 
 def ray_row(
@@ -118,7 +118,7 @@ def ray_row(
     with ray_engine.connected(Execution(2), len(payload)):
         pairs = [(speed(2), speed(1)) for _ in range(repeats)]
     ours, baseline, ratio = (statistics.median(v) for v in zip(*((a, b, a / b) for a, b in pairs), strict=True))
-    return _row(f"two Ray workers / one, {inputs} inputs, n = {n}, inputs per second", ours, baseline, ratio, "≥ 1.6")
+    return row(f"two Ray workers / one, {inputs} inputs, n = {n}, inputs per second", ours, baseline, ratio, "≥ 1.6")
 
 
 def write_votes(folder: Path, inputs: int, classes: int, n: int = 100_000) -> None:
@@ -132,7 +132,3 @@ def write_votes(folder: Path, inputs: int, classes: int, n: int = 100_000) -> No
         first, second = (rng.multinomial(k, shares) for k in (100, n))
         stored = (StoredRow(i, i, 0, 100, n, first[i], second[i], seconds=1.0) for i in range(inputs))
         store.put_all(stored)
-
-
-def _row(name: str, ours: float, baseline: float, ratio: float, goal: str) -> Row:
-    return {"name": name, "ours": ours, "baseline": baseline, "ratio": ratio, "goal": goal}

@@ -1,8 +1,7 @@
 """What certification costs and what it gains, against the alternatives, side by side in one run.
 
 Every function returns plain rows `{"name", "ours", "baseline", "ratio", "goal"}`: medians of interleaved repeats, so
-that
-a busy machine slows both sides alike.
+that a busy machine slows both sides alike.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor, nn
 
-from equipoise.core.timing import seconds
+from equipoise.core.timing import take_turns
 from equipoise.lab.bench.rivals import OTHERS, Law, compare, rivals_map
+from equipoise.nn.models import build
 from equipoise.smoothing import (
     SimplexMap,
     SmoothedClassifier,
@@ -46,12 +46,8 @@ def rows(repeats: int = 5, n: int = 900) -> list[Row]:
 def interleaved(ours: Callable[[], Any], baseline: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
     """Median seconds of both, and the median of the ratios ours/baseline of each round."""
     ours(), baseline()
-    first, second = [], []
-    for _ in range(repeats):
-        first.append(seconds(ours))
-        second.append(seconds(baseline))
-    ratios = [a / b for a, b in zip(first, second, strict=True)]
-    return statistics.median(first), statistics.median(second), statistics.median(ratios)
+    contest = take_turns({"ours": ours, "baseline": baseline}, repeats)
+    return contest.seconds["ours"], contest.seconds["baseline"], statistics.median(contest.ratios("ours", "baseline"))
 
 
 def quantile_row(repeats: int = 5, values: int = 1_000_000) -> Row:
@@ -62,12 +58,11 @@ def quantile_row(repeats: int = 5, values: int = 1_000_000) -> Row:
     ours, base, ratio = interleaved(
         lambda: radius_multi_lipschitz(p1, p2, 0.5, 1.0), lambda: (ndtri(p1), ndtri(p2)), repeats
     )
-    return _row(f"radius_multi_lipschitz, {values:,} values / ndtri, seconds", ours, base, ratio, "≤ 8")
+    return row(f"radius_multi_lipschitz, {values:,} values / ndtri, seconds", ours, base, ratio, "≤ 8")
 
 
 def throughput_rows(repeats: int = 5, n: int = 900, chunk: int = 100) -> list[Row]:
-    """Throughput of `certify` against bare forward passes on the same batches, and against a plain loop as
-    published."""
+    """Throughput of `certify` against bare forward passes on the same batches, and against a plain loop."""
     model, x = resnet(), torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     smooth = SmoothedClassifier(model, 0.25, 10, chunk_size=chunk, seed=0)
     batch = x[0] + 0.25 * torch.randn(chunk, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -88,8 +83,8 @@ def throughput_rows(repeats: int = 5, n: int = 900, chunk: int = 100) -> list[Ro
     c, d, against = interleaved(ours, plain, repeats)
     draws = n0 + n
     return [
-        _row("certify, draws per second / bare forward passes", draws / a, draws / b, 1 / ratio, "≥ 0.95"),
-        _row("certify, draws per second / plain loop as published", draws / c, draws / d, 1 / against, "≥ 1"),
+        row("certify, draws per second / bare forward passes", draws / a, draws / b, 1 / ratio, "≥ 0.95"),
+        row("certify, draws per second / plain loop as published", draws / c, draws / d, 1 / against, "≥ 1"),
     ]
 
 
@@ -115,7 +110,7 @@ def grid_rows(repeats: int = 5, n: int = 900, chunk: int = 100) -> list[Row]:
             return votes
 
         a, b, ratio = interleaved(ours, plain, repeats)
-        found.append(_row(f"exact noise / float32 normals in place, {name}, seconds", a, b, ratio, goal))
+        found.append(row(f"exact noise / float32 normals in place, {name}, seconds", a, b, ratio, goal))
     return found
 
 
@@ -129,8 +124,8 @@ def rivals_rows() -> list[Row]:
     )
     best = max(worst.radii[k] for k in OTHERS)
     return [
-        _row("mean radius of rivals / CPM, c = 1000, p₁ = 0.3 … 0.5, n = 10³", ours, theirs, ours / theirs, "≥ 1.25"),
-        _row(
+        row("mean radius of rivals / CPM, c = 1000, p₁ = 0.3 … 0.5, n = 10³", ours, theirs, ours / theirs, "≥ 1.25"),
+        row(
             "mean radius of rivals / best other, worst of the map", worst.radii["rivals"], best, worst.ratio, "≥ 0.995"
         ),
     ]
@@ -144,7 +139,7 @@ def soft_row(repeats: int = 5, n: int = 10_000) -> Row:
     ours, base, ratio = interleaved(
         lambda: smooth.certify(x, n=n, procedure="lvm"), lambda: smooth.certify(x, n=n, procedure="cohen"), repeats
     )
-    return _row("LVM-RS seconds / Cohen seconds, n = 10⁴, 10 classes", ours, base, ratio, "≤ 1.10")
+    return row("LVM-RS seconds / Cohen seconds, n = 10⁴, 10 classes", ours, base, ratio, "≤ 1.10")
 
 
 def adaptive_row(inputs: int = 40, n_max: int = 10_000, epsilon: float = 0.25) -> Row:
@@ -159,7 +154,7 @@ def adaptive_row(inputs: int = 40, n_max: int = 10_000, epsilon: float = 0.25) -
     x[:, 0] = torch.linspace(0, 3 * epsilon, inputs)
     result = certify_adaptive(smooth, x, target_radius=epsilon, n_max=n_max)
     used = float(result.draws.mean())
-    return _row("adaptive draws per input / fixed n", used, n_max, used / n_max, "≤ 0.25")
+    return row("adaptive draws per input / fixed n", used, n_max, used / n_max, "≤ 0.25")
 
 
 def plain_certify(
@@ -184,17 +179,10 @@ def plain_certify(
     return (top, float(radius_mono(low, sigma))) if low > 0.5 else (-1, 0.0)
 
 
-def resnet(blocks: int = 3) -> nn.Module:
-    """A CIFAR-sized residual network with fixed random weights: the cost is what matters here."""
+def resnet() -> nn.Module:
+    """A ResNet-20 for CIFAR with fixed random weights: the cost is what matters here."""
     torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
-    width = 16
-    for stage in range(3):
-        for block in range(blocks):
-            out = 16 << stage
-            layers.append(_Block(width, out, 2 if block == 0 and stage > 0 else 1))
-            width = out
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)).eval()
+    return build("cifar_resnet20", mean=None, std=None).eval()
 
 
 def small_cnn() -> nn.Module:
@@ -206,18 +194,6 @@ def small_cnn() -> nn.Module:
     ).eval()  # fmt: skip
 
 
-class _Block(nn.Module):
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inner, outer, 3, stride, 1), nn.BatchNorm2d(outer), nn.ReLU(),
-            nn.Conv2d(outer, outer, 3, 1, 1), nn.BatchNorm2d(outer),
-        )  # fmt: skip
-        self.skip = nn.Identity() if stride == 1 and inner == outer else nn.Conv2d(inner, outer, 1, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.body(x) + self.skip(x))
-
-
-def _row(name: str, ours: float, baseline: float, ratio: float, goal: str) -> Row:
+def row(name: str, ours: float, baseline: float, ratio: float, goal: str | float) -> Row:
+    """One line of a table."""
     return {"name": name, "ours": ours, "baseline": baseline, "ratio": ratio, "goal": goal}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import make_folder, write_whole
 from equipoise.lab.experiments.experiment import Experiment, Label, Row, Verdict
 
 
@@ -53,10 +53,7 @@ def write(result: Result, folder: Path) -> None:
     """`result.json`, `rows.parquet` and the figure; JSON last, so that its presence means that all is there."""
     from equipoise.lab.experiments.figures import save
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make {folder}: {error.strerror}") from error
+    make_folder(folder)
     save(result.experiment.draw(result.rows), folder)
     write_whole(folder / "rows.parquet", parquet(result.rows))
     write_whole(folder / "result.json", _document(result.to_json()))

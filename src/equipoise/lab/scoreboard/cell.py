@@ -23,6 +23,7 @@ from equipoise.train.build import Parts, build_data, build_model, build_optimize
 from equipoise.train.losses import LOSSES as TASKS
 from equipoise.train.losses import cross_entropy
 from equipoise.train.metrics import certified_bound, evaluate
+from equipoise.train.plan import step_seconds
 from equipoise.train.task import fitted
 
 #: ε at which accuracy is certified: 36, 72 and 108 over 255 as in the literature
@@ -107,21 +108,14 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
     return read_recipe(document)
 
 
-def step_seconds(chosen: Recipe, parts: Parts, steps: int = 4) -> float:
-    """Processor seconds of a training step, the smallest of several after one to warm up."""
+def _step_seconds(chosen: Recipe, parts: Parts) -> float:
+    """Processor seconds of a training step of a recipe."""
     torch.manual_seed(chosen.seed)
     model, _ = build_model(chosen.model, parts.train.source)
     task = fitted(from_table(TASKS, chosen.loss, "loss"), model)
     optimizer = build_optimizer(chosen.optimizer, model)
     x, y = parts.train.batch(torch.arange(min(chosen.batch_size, len(parts.train))))
-    found = []
-    for _ in range(steps + 1):
-        began = time.process_time()
-        optimizer.zero_grad()
-        task.loss(model(x), y).backward()
-        optimizer.step()
-        found.append(time.process_time() - began)
-    return min(found[1:])
+    return step_seconds(model, task, optimizer, x, y, steps=4)
 
 
 def fitting(seconds: float, budget: Budget, count: int) -> tuple[int, int]:
@@ -161,7 +155,7 @@ def _measured(cell: Cell, budget: Budget, folder: Path) -> dict[str, Any]:
     if speed.exists():  # the plan of a cell that was stopped stays what it was
         seconds = float(read_json(speed)["seconds"])
     else:
-        seconds = step_seconds(first, whole)
+        seconds = _step_seconds(first, whole)
         write_whole(speed, json.dumps({"seconds": seconds}) + "\n")
     epochs, limit = fitting(seconds, budget, len(whole.train))
     began = time.process_time()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core import InputError
+from equipoise.core.files import make_folder
 from equipoise.runs.attacks.search import Known, Search, Searcher, Violation
 from equipoise.runs.attacks.summary import AttackSummary, summarise_attacks
 from equipoise.runs.attacks.target import Target, find_target
@@ -172,10 +173,7 @@ def _opened(target: Target) -> Iterator[Store | None]:
     if target.folder is None or target.manifest is None:
         yield None
         return
-    try:
-        target.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make {target.folder}: {error.strerror}") from error
+    make_folder(target.folder)
     with locked(target.folder):
         if target.new:
             target.manifest.write(target.folder)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.attacks import pgd
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.files import make_folder
 from equipoise.core.precision import full_precision
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.backward import ENTRIES, Norm
@@ -150,10 +151,7 @@ def start_proved(
     folder = Path(run_dir)
     if is_run(folder):
         raise Refused(f"{folder} holds a run of randomized smoothing: give another --run directory")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make {folder}: {error.strerror}") from error
+    make_folder(folder)
     with locked(folder):
         prover = Prover.of(job)
         manifest = _settle(replace(job.manifest, note=prover.note), folder)

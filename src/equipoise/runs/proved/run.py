@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from equipoise.core import InputError, Refused, round_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.core.digests import sealed, unsealed
-from equipoise.core.errors import one_line
-from equipoise.core.files import read_json, write_whole
+from equipoise.core.files import describing, read_json, write_whole
 from equipoise.lipschitz.local import radius as methods
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.runs.inputs import Selection
@@ -112,7 +111,7 @@ def read_proved(folder: str | Path) -> ProvedManifest:
     path = Path(folder) / NAME
     if not is_proved(folder):
         raise InputError(f"{folder} is not a deterministic run: no readable {NAME}")
-    try:
+    with describing(path, "restore it, or start a new run"):
         plain = unsealed(read_json(path), str(path))
         if plain["format"] != FORMAT:
             raise InputError(f"{path} has format {plain['format']!r}, this version reads {FORMAT}")
@@ -123,10 +122,6 @@ def read_proved(folder: str | Path) -> ProvedManifest:
             dict(plain["model"]), dict(plain["data"]), Selection(**plain["selection"]), plain["total"],
             Asked(**plain["asked"]), plain["note"], dict(plain["versions"]), str(plain["created"]),
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {one_line(error)[:160]})") from error
 
 
 def require_same(folder: Path, old: ProvedManifest, new: ProvedManifest) -> None:

@@ -212,5 +212,8 @@ EXPERIMENT = of_module(
         },
     ),
     power=lambda rows: power_of_mean(*mean_gain(rows, next(iter(gains(rows))))),
+    notes=(
+        "at desk scale ten seconds of one core train a network: the seeds that the power statement asks for take minutes",
+    ),
     needs=("cifar10.npz", "fashion_mnist.npz"),
 )

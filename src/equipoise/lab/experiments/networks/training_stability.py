@@ -109,7 +109,9 @@ EXPERIMENT = of_module(
     title="One BatchNorm and Lipschitz regularisation",
     claim="Spectral regularisation with a single BatchNorm costs little accuracy at a bound orders of magnitude smaller.",
     published="about 3 points below the baseline, product bound 10³ against 10⁹",
-    notes=("one network each: five seeds of both, some 40 minutes of two cores at this size, would give an interval",),
+    notes=(
+        "accuracy: one network each, so no interval; five seeds of both, 26 minutes of two cores at this size, would give one",
+    ),
     laptop=Settings("cifar10.npz", width=8, epochs=8, limit=6000),
     paper=Settings("cifar10-full.npz", width=64, epochs=200, limit=None),
     needs=("cifar10.npz",),
