@@ -74,7 +74,9 @@ def bounds(model: LipschitzGPT, tokens: int, width: int) -> tuple[float, float]:
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
-    """Every held constant is proved, by the product of the blocks; and accuracy grows with every constant."""
+    """Every held constant is proved, by the product of the blocks; accuracy grows with every constant; and it is what
+    was published for the smallest one.
+    """
     held = [r for r in rows if r["constant"] is not None]
     kept = all(r["proved"] <= r["constant"] and abs(r["proved"] / r["product"] - 1) < 1e-2 for r in held)
     grows = [a["accuracy"] < b["accuracy"] for a, b in pairwise(rows)]
@@ -87,7 +89,13 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
             "our own claim",
             "constant",
         ),
-        Verdict(graded(all(grows), any(grows)), price, EXPERIMENT.published, "price"),
+        Verdict(graded(all(grows), any(grows)), price, "our own claim", "price"),
+        Verdict(
+            graded(100 * rows[0]["accuracy"] >= REFERENCE[1]),
+            f"{100 * rows[0]['accuracy']:.1f} % at {rows[0]['proved']:.4g} with {rows[0]['parameters']:,} parameters",
+            EXPERIMENT.published,
+            "accuracy at the smallest constant",
+        ),
     )
 
 
@@ -114,6 +122,7 @@ EXPERIMENT = of_module(
     paper=Settings(recipe(128, 256, 4, 8, steps=20000, batch=64, lr=3e-3)),
     notes=(
         "the last constant is that of the network trained freely; one seed and a minute of one core each: not converged",
+        "the published accuracy is that of a network twenty times as large, trained to the end on a GPU",
         "the constant is that of the logits in the embeddings, whose rows have norm at most the root of the width",
     ),
     needs=(FILE,),
