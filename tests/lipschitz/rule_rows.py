@@ -253,6 +253,12 @@ DOMAINS = {
     "angle repeated": (lambda x: torch.atan2(x[:, :1], torch.ones_like(x)), (6,), 0.8, None),
     "product on ball": (lambda x: x.prod(1), (4,), 0.7, 2.0),
     "product of bounded entries": (lambda x: torch.sigmoid(x).prod(-1), (2, 3), 0.1, None),
+    "product of all rows": (
+        lambda x: torch.stack([F.normalize(s, dim=-1, eps=0.5).prod() for s in x]),
+        (2, 3),
+        0.01,
+        None,
+    ),
     "product of one": (lambda x: x[:, :1].prod(1), (4,), 0.99, None),
     "running product on ball": (lambda x: x.cumprod(1), (4,), 0.5, 2.0),
     "expm1 on ball": (torch.expm1, (6,), 0.9, 1.0),

@@ -224,7 +224,7 @@ def product(call: Call) -> Step:
     x = call.signal("self")
     dim = call.get("dim")
     n = x.numel if dim is None else x.shape[dim]
-    size = _within(x, n, dim is None or dim % len(x.shape) == len(x.shape) - 1)
+    size = _within(x, n, dim is not None and dim % max(1, len(x.shape)) == len(x.shape) - 1)
     if n > 1 and not math.isfinite(size):
         _unbounded(call, "a product of entries")
     gain = 1.0 if n <= 1 else _power(call, size, n - 1, math.sqrt(n))
