@@ -157,3 +157,16 @@ def test_a_struct_whose_bytes_are_none_is_refused(cell, tmp_path):
     pq.write_table(rows, tmp_path / "test.parquet")
     with pytest.raises(InputError, match="expected pictures or lists"):
         load_dataset(tmp_path / "test.parquet")
+
+
+def test_parquet_without_labels(tmp_path):
+    pixels = [[0.1 * i] * 4 for i in range(3)]
+    pq.write_table(pa.table({"x": pixels, "note": ["a", "b", "c"]}), tmp_path / "bare.parquet")
+    found = load_dataset(tmp_path / "bare.parquet", labelled=False)
+    assert (len(found), found.labelled, found.labels.tolist()) == (3, False, [-1, -1, -1])
+    with pytest.raises(InputError, match="has no labels"):
+        load_dataset(tmp_path / "bare.parquet")
+    pq.write_table(pa.table({"x": pixels, "row": [5, 6, 7]}), tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match="name the two to use"):  # integers that might be labels are not passed over
+        load_dataset(tmp_path / "rows.parquet", labelled=False)
+    assert not load_dataset(tmp_path / "rows.parquet", columns=("x", ""), labelled=False).labelled

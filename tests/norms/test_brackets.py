@@ -180,6 +180,7 @@ def _nan() -> Tensor:
         (lambda: spectral_norm(torch.zeros(0, 3)), InputError, "empty"),
         (lambda: spectral_norm(torch.zeros(3)), InputError, "shape"),
         (lambda: spectral_norm(torch.eye(2).long()), InputError, "floating-point"),
+        (lambda: spectral_norm(torch.eye(2).to_sparse()), InputError, "to_dense"),
         (lambda: spectral_norm(torch.eye(2), rtol=0), InputError, "rtol"),
         (lambda: spectral_norm(torch.eye(2), method="power"), InputError, "method"),
         (lambda: spectral_norm([[1.0]]), InputError, "tensor or a layer"),
@@ -196,3 +197,12 @@ def _nan() -> Tensor:
 def test_refusals_say_why(make: object, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
+
+
+@pytest.mark.parametrize("method", ["auto", "gram", "cholesky"])
+def test_a_norm_beyond_all_floats_has_a_finite_lower_end(method):
+    found = spectral_norm(torch.full((4, 4), 1e308, dtype=torch.float64), method=method)  # the norm is 4·10³⁰⁸
+    assert found.lower <= torch.finfo(torch.float64).max < found.upper
+    kernel = nn.Conv2d(1, 1, 3, bias=False).double()
+    nn.init.constant_(kernel.weight, 1e308)
+    assert spectral_norm(kernel).lower <= torch.finfo(torch.float64).max < spectral_norm(kernel).upper

@@ -22,6 +22,7 @@ from equipoise.report import (
     save_gallery,
 )
 from equipoise.report.collect import as_document, contradictions, joined
+from equipoise.report.data import ReportData
 from equipoise.report.page import render
 from equipoise.report.sections import cards, summary_table
 from equipoise.runs import AttackRow, certify
@@ -132,6 +133,15 @@ def test_the_data_is_named_and_the_headline_is_the_runs_own_procedure(tmp_path):
     )
     assert headline.count("average certified radius") == 1
     assert '<td data-key="my pictures">' in summary_table(data.series, 0.3)
+
+
+def test_every_network_has_a_card_and_what_is_left_is_counted(report_parts):
+    runs = tuple(report_parts.series(5, f"net {i // 3}", f"run {i}", own=True) for i in range(15))
+    headline = cards(ReportData("many", series=runs))
+    assert all(f"net {i}" in headline for i in range(5))
+    assert headline.count("average certified radius") == 8
+    assert ">7<" in headline
+    assert "more" not in cards(ReportData("few", series=runs[:8]))
 
 
 def test_inputs_without_labels_are_not_called_wrong(tmp_path):

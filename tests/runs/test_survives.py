@@ -322,7 +322,7 @@ def test_a_model_that_fails_in_the_middle_stops_the_run_and_keeps_it(tmp_path, x
     class Fails(runs_nets.Net):
         def forward(self, x):
             self._calls = getattr(self, "_calls", 0) + 1
-            if self._calls == 12:
+            if self._calls == 13:
                 raise RuntimeError("out of memory\nmany lines")
             return super().forward(x)
 

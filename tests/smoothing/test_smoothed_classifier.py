@@ -110,7 +110,7 @@ def test_memory_and_batches_are_constant_in_n():
     smooth = SmoothedClassifier(model, 0.5, 2, chunk_size=64)
     smooth.certify(_points(0.3), n0=64, n=6400, procedure="cohen")
     assert model.largest == 64
-    assert model.calls == 101
+    assert model.calls == 102  # one more beside the first: does a row depend on the others?
 
 
 def test_caller_is_left_outside_inference_mode(classifier):
@@ -244,6 +244,59 @@ def test_nan_is_refused_or_counted_as_a_miss(procedure):
     )
     assert counted.p_lower[0] < clean.p_lower[0]
     assert counted.draws[0] == 1000
+
+
+class _Mixing(nn.Module):
+    """A network whose rows see each other, in a way that a table names."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.plane = mix, Half()
+        self.register_buffer("calls", torch.zeros(1))
+        self.norm = nn.BatchNorm1d(3, track_running_stats=False)
+
+    def forward(self, x):
+        return self.plane(self.mix(self, x))
+
+
+def _counted(net, x):
+    net.calls += 1
+    return x * net.calls
+
+
+MIXING = {
+    "batch norm without statistics": (lambda net, x: net.norm(x), "other rows"),
+    "mean over the batch": (lambda net, x: x.mean(0, keepdim=True).expand_as(x), "other rows"),
+    "running sum over the batch": (lambda net, x: x.cumsum(0), "other rows"),
+    "sum that runs back": (lambda net, x: x.flip(0).cumsum(0).flip(0), "other rows"),
+    "a counter in a buffer": (_counted, "buffer 'calls'"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_that_see_each_other_are_refused(name):
+    """Votes of such a network are not independent: a mean over the batch had all of them for one class, and a radius."""
+    mix, words = MIXING[name]
+    smooth = SmoothedClassifier(_Mixing(mix).eval(), 0.5, 2)
+    with pytest.raises(Refused, match=words):
+        smooth.certify(_points(0.01), n=1000)
+    with pytest.raises(Refused, match=words):
+        smooth.predict(_points(0.01), n=1000)
+
+
+def test_chance_inside_the_network_is_no_mixing():
+    class Random(nn.Module):
+        def forward(self, x):
+            return Half()(x + torch.randn_like(x))
+
+    smooth = SmoothedClassifier(Random().eval(), 0.5, 2)
+    batch = torch.ones(4, 3)
+    smooth.rowwise.look(batch)
+    answers = smooth.model(batch)
+    state = torch.get_rng_state()
+    smooth.rowwise.require(smooth.model, answers)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert smooth.predict(_points(3.0), n=50).tolist() == [0]
 
 
 def test_refusals():

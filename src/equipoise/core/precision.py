@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -114,6 +115,32 @@ def rescaled(x: Tensor) -> tuple[Tensor, int]:
     e = int(power_of_two_scale(x.abs().amax()))
     half = e // 2
     return x * 2.0**-half * 2.0 ** -(e - half), e
+
+
+def ldexp_up(x: float, e: int) -> float:
+    """`x·2^e` or a little more: exact but for numbers below all normal ones, infinite beyond the largest.
+
+    >>> ldexp_up(1.5, -1074), ldexp_up(3.0, 2000), ldexp_up(3.0, 2)
+    (1e-323, inf, 12.0)
+    """
+    try:
+        found = math.ldexp(x, e)
+    except OverflowError:
+        return math.inf
+    return found if math.ldexp(found, -e) >= x else math.nextafter(found, math.inf)
+
+
+def ldexp_down(x: float, e: int) -> float:
+    """`x·2^e ≥ 0` or a little less: exact but for numbers below all normal ones, the largest float beyond it.
+
+    >>> ldexp_down(1.5, -1074), ldexp_down(3.0, 2000) < math.inf, ldexp_down(3.0, 2)
+    (5e-324, True, 12.0)
+    """
+    try:
+        found = math.ldexp(x, e)
+    except OverflowError:
+        return sys.float_info.max
+    return found if math.ldexp(found, -e) <= x else math.nextafter(found, 0.0)
 
 
 def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:

@@ -23,30 +23,43 @@ _KEPT = 4
 
 
 class Columns(NamedTuple):
-    """The names of the two columns, and the class names if the file tells."""
+    """The names of the two columns (None: there are no labels), and the class names if the file tells."""
 
     image: str
-    label: str
+    label: str | None
     classes: tuple[str, ...] | None
 
 
 def find_columns(schema: Any, features: Any, asked: tuple[str, str] | None, where: str) -> Columns:
-    """The columns asked for; else those of the features Image and ClassLabel; else the usual names."""
+    """The columns asked for; else those of the features Image and ClassLabel; else the usual names.
+
+    There are no labels where the second name asked for is empty, or where no other column could hold them.
+    """
     names, features = list(schema.names), features if isinstance(features, dict) else {}
     kinds = {n: f.get("_type") for n, f in features.items() if isinstance(f, dict) and n in names}
-    found = []
+    found: list[str] = []
     for position, (kind, usual) in enumerate((("Image", IMAGES), ("ClassLabel", LABELS))):
         if asked is not None:
             candidates = [asked[position]] if asked[position] in names else []
         else:
             typed = [name for name, its in kinds.items() if its == kind]
             candidates = [name for name in usual if name in (typed or names)] or (typed if len(typed) == 1 else [])
+        if not candidates and position == 1 and _unlabelled(schema, asked, found[0]):
+            return Columns(found[0], None, None)
         if not candidates:
             raise InputError(f"{where} has the columns {', '.join(names)}: name the two to use, columns=(image, label)")
         found.append(candidates[0])
     classes = features.get(found[1], {}).get("names") if isinstance(features.get(found[1]), dict) else None
     fine = isinstance(classes, list) and all(isinstance(name, str) for name in classes) and len(classes) > 0
     return Columns(found[0], found[1], tuple(classes) if fine and classes is not None else None)
+
+
+def _unlabelled(schema: Any, asked: tuple[str, str] | None, image: str) -> bool:
+    """Whether nothing but the inputs was asked for, or no other column holds integers."""
+    if asked is not None:
+        return asked[1] == ""
+    types = optional("pyarrow", "pyarrow", "Arrow data").types
+    return not any(types.is_integer(schema.field(name).type) for name in schema.names if name != image)
 
 
 def features_of(schema: Any) -> Any:
@@ -125,16 +138,11 @@ def column_dataset(
     blocks: Blocks, labels: Any, columns: Columns, name: str, *, size: tuple[int, int] | None, layout: Layout,
     num_classes: int | None,
 ) -> Dataset:  # fmt: skip
-    """A dataset over an Arrow column of inputs; shape and type are those of the first row."""
-    if labels.null_count:
-        row = int(np.argmax(labels.is_null().to_numpy(False)))
-        raise InputError(f"{name}: row {row} has no label")
-    pa = optional("pyarrow", "pyarrow", "Arrow data")
-    if not pa.types.is_integer(labels.type):
-        raise InputError(f"{name}: the column {columns.label!r} holds {labels.type}, expected integer labels")
-    numbers = labels.to_numpy()
-    if len(numbers) != blocks.starts[-1] or len(numbers) == 0:
-        raise InputError(f"{name} holds {int(blocks.starts[-1])} inputs and {len(numbers)} labels")
+    """A dataset over an Arrow column of inputs; shape and type are those of the first row. `labels=None`: there are none."""
+    numbers = None if labels is None else _label_numbers(labels, columns, name)
+    count = int(blocks.starts[-1])
+    if count == 0 or (numbers is not None and len(numbers) != count):
+        raise InputError(f"{name} holds {count} inputs and {0 if numbers is None else len(numbers)} labels")
     rules = Pictures(size=size)
     first = blocks.block(0).slice(0, 1)
     cell = cell_values(first, np.zeros(1, np.int64), name, rules, layout, None)
@@ -142,6 +150,16 @@ def column_dataset(
         rules = rules.like(cell[0])
     source = ColumnSource(blocks, name, rules, layout, cell.shape[1:], cell.dtype)
     return Dataset.from_source(source, numbers, name=name, num_classes=num_classes, classes=columns.classes)
+
+
+def _label_numbers(labels: Any, columns: Columns, name: str) -> NDArray[Any]:
+    if labels.null_count:
+        row = int(np.argmax(labels.is_null().to_numpy(False)))
+        raise InputError(f"{name}: row {row} has no label")
+    if not optional("pyarrow", "pyarrow", "Arrow data").types.is_integer(labels.type):
+        raise InputError(f"{name}: the column {columns.label!r} holds {labels.type}, expected integer labels")
+    found: NDArray[Any] = labels.to_numpy()
+    return found
 
 
 def is_picture(kind: Any) -> bool:

@@ -93,12 +93,12 @@ def _load_state(
                 raise InputError(f"{name}: {file.name} has another schema than {files[0].name}")
             if batch.num_rows:
                 counts.append(batch.num_rows)
-                labels.append(checked(batch.column(found.label), found.label, name))
-    if found is None or not labels:
+                labels += [checked(batch.column(found.label), found.label, name)] if found.label is not None else []
+    if found is None or len(counts) == 1:
         raise InputError(f"{name} holds no data")
     pa = optional("pyarrow", "pyarrow", "Arrow")
     blocks = Batches(tuple(files), found, np.cumsum(np.array(counts, dtype=np.int64)))
-    column = pa.chunked_array(labels).combine_chunks()
+    column = pa.chunked_array(labels).combine_chunks() if labels else None
     return column_dataset(blocks, column, found, name, size=size, layout=layout, num_classes=num_classes)
 
 

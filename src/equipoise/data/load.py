@@ -70,7 +70,8 @@ def load_dataset(
         num_classes: checked against the labels; by default what the source says, else the largest label + 1.
         layout: of arrays with three axes per input, "NHWC" or "NCHW"; by default bytes are NHWC and floats NCHW.
         size: (height, width) to which pictures are resized and cropped; by default they must agree.
-        columns: names of the columns of inputs and labels, for Parquet, Arrow and datasets whose rows are dictionaries.
+        columns: names of the columns of inputs and labels, for Parquet, Arrow and datasets whose rows are dictionaries; an
+            empty second name: there are no labels (Parquet, Arrow).
         max_bytes: an array (or row group) declared larger is refused.
         labelled: refuse data without labels.
 

@@ -80,12 +80,12 @@ def load_parquet(
             if about.num_rows:
                 groups.append((file, group))
                 counts.append(about.num_rows)
-        labels.append(_column(file, chosen.label, None))
+        labels += [_column(file, chosen.label, None)] if chosen.label is not None else []
     if not groups or chosen is None:
         raise InputError(f"{path} holds no data")
     blocks = RowGroups(tuple(groups), np.cumsum(np.array(counts, dtype=np.int64)), chosen.image)
-    column = pa.chunked_array(labels).combine_chunks()
-    if num_classes is None and chosen.classes is None:  # a part may lack the last class
+    column = pa.chunked_array(labels).combine_chunks() if labels else None
+    if num_classes is None and chosen.classes is None and chosen.label is not None:  # a part may lack the last class
         others = [_labels(file, chosen.label) for part in parts.values() for file in part if file not in files]
         num_classes = largest_label([_integers(column), *others])
     return column_dataset(

@@ -13,13 +13,14 @@ At every frequency `λ_max(G) ≤ τ` is proved by `norms.verify.below` in compl
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import frobenius, require_finite, rescaled, up
+from equipoise.core.precision import frobenius, ldexp_down, ldexp_up, require_finite, rescaled, up
 from equipoise.maps.geometry import Lattice, polyphase, zero_lattice
 from equipoise.maps.linear import Convolution
 from equipoise.norms.convolution import DENSE_ENTRIES, windowed_lower
@@ -138,8 +139,8 @@ def _lower(spec: Spectrum, index: int, v: Tensor, scale: Tensor | None) -> float
 
 
 def _bracket(spec: Spectrum, lower: float, upper: float, top: float, rtol: float, how: str) -> Bracket:
-    upper = up(up(math.ldexp(up(upper * spec.factor), spec.exponent)) * top)
-    lower = math.ldexp(lower, spec.exponent) * top * (1 - 1e-12)
+    upper = up(ldexp_up(up(upper * spec.factor), spec.exponent) * top)
+    lower = min(ldexp_down(lower, spec.exponent) * top * (1 - 1e-12), sys.float_info.max)
     note = "" if upper <= (1 + rtol) * lower else "upper end for an audit; a smaller rtol closes the bracket"
     return Bracket(min(lower, upper), upper, rtol, f"symbol, {how}", note)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import down, frobenius, gamma, require_finite, rescaled, up
+from equipoise.core.precision import down, frobenius, gamma, ldexp_down, ldexp_up, require_finite, rescaled, up
 from equipoise.maps.geometry import (
     Axis,
     Lattice,
@@ -57,7 +57,7 @@ def conv_bracket(conv: Convolution, rtol: float = 1e-3) -> Bracket:
         return Bracket(0.0, 0.0, rtol, "zero kernel")
     weight, e = rescaled(weight)
     bracket = _scaled_bracket(conv.with_weight(weight), rtol)
-    return replace(bracket, lower=math.ldexp(float(bracket.lower), e), upper=math.ldexp(float(bracket.upper), e))
+    return replace(bracket, lower=ldexp_down(float(bracket.lower), e), upper=ldexp_up(float(bracket.upper), e))
 
 
 def _scaled_bracket(conv: Convolution, rtol: float) -> Bracket:

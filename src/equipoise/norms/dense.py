@@ -16,7 +16,7 @@ from scipy.linalg import eigh_tridiagonal
 from scipy.linalg.lapack import dsterf
 from torch import Tensor
 
-from equipoise.core.precision import down, gamma, up
+from equipoise.core.precision import down, gamma, ldexp_down, ldexp_up, up
 from equipoise.norms.gram import scaled, wide
 from equipoise.norms.symmetric import gram_lower, narrow, symmetric_product
 from equipoise.norms.verify import below, verification_loss
@@ -125,9 +125,9 @@ def cholesky_bracket(
 
     if start is not None and enough > 0:
         v = quick(v)
-        value, tau = _quotient(exact, wide(v), size) - error, down(down(math.ldexp(enough, -e)) ** 2)
+        value, tau = _quotient(exact, wide(v), size) - error, down(down(ldexp_down(enough, -e)) ** 2)
         if value < tau < math.inf and proved(tau):
-            return math.ldexp(down(math.sqrt(max(value, lower, 0.0))), e), enough, v
+            return ldexp_down(down(math.sqrt(max(value, lower, 0.0))), e), enough, v
     while True:
         v = lanczos(quick, v, steps=100, settle=slack / 2)
         value = _quotient(exact, wide(v), size) - error
@@ -137,7 +137,7 @@ def cholesky_bracket(
         tau = (low * (1 + slack)) ** 2
         if tau >= size or proved(tau):
             upper = up(math.sqrt(up(min(tau, size))))
-            return math.ldexp(low, e), math.ldexp(upper, e), best
+            return ldexp_down(low, e), ldexp_up(upper, e), best
         rounds -= 1
         if rounds <= 0:
             slack *= 2

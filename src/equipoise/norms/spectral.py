@@ -75,6 +75,8 @@ def spectral_norm(
 
 def _computable(weight: Tensor) -> Tensor:
     """Weights that can be computed with: floating point, at least float32, finite, on a device with float64."""
+    if weight.layout is not torch.strided:
+        raise InputError(f"expected a dense tensor, got the layout {weight.layout}; call .to_dense() first")
     weight = weight.to(working_dtype(weight.dtype))
     if weight.device.type == "mps":  # no float64 there: the proof runs on the CPU
         weight = weight.cpu()
@@ -104,6 +106,8 @@ def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype |
         working_dtype(W.dtype, dtype)
         low, high, v = dense_bracket(wide(W) if min(W.shape[-2:]) < LARGE else W, rtol)
         used = "auto"
+    low = low.clamp_max(torch.finfo(torch.float64).max)  # a norm beyond all floats is still a number
+    low = torch.where(low < 2.0**-1000, torch.nextafter(low, torch.zeros_like(low)), low)  # rounded among the smallest
     note = ""
     if bool((high > (1 + rtol) * low).any()):
         reached = float((high / low.clamp_min(1e-300) - 1).max())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import frobenius, full_precision, gamma, require_finite, rescaled, up
+from equipoise.core.precision import frobenius, full_precision, gamma, ldexp_up, require_finite, rescaled, up
 
 #: entries an iterate may have
 MOST_ENTRIES = 20_000_000
@@ -63,9 +63,9 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
             A = torch.conv2d(swapped, swapped, padding=(k1 - 1, k2 - 1))
         A, e = rescaled(A)
         value = _read(A, readout)
-    value = up(math.ldexp(value, e))
+    value = up(ldexp_up(value, e))
     for e, error in reversed(history):
-        value = up(math.ldexp(up(math.sqrt(value + error)), e))
+        value = up(ldexp_up(up(math.sqrt(value + error)), e))
     return Bound(value, Kind.UPPER, f"norm2_toep, {readout}, t = {iterations}")
 
 

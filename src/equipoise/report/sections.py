@@ -51,6 +51,10 @@ def card(title: str, number: str, below: str, tone: str = "") -> str:
     )
 
 
+#: cards of bounds and of runs at most; how many are left is said
+AUDITS, RUNS = 3, 8
+
+
 def cards(data: ReportData) -> str:
     """The headline numbers: whether attacks contradicted a certificate, bounds, and for each run the procedure it was made for.
 
@@ -68,11 +72,12 @@ def cards(data: ReportData) -> str:
                 tone,
             )
         )
-    for audit in data.audits[:3]:
+    for audit in data.audits[:AUDITS]:
         log = audit.bound.get("log_upper")
         number = "unknown" if log is None else show_log(float(log))
         shown.append(card("Lipschitz constant at most", number, audit.model))
-    for s in [s for s in data.series if s.own][:4]:
+    own = [s for s in data.series if s.own]
+    for s in _headline(own):
         beside = sum(other.run == s.run and other.model == s.model for other in data.series) - 1
         more = f"; {beside} more curve{'s' if beside > 1 else ''} of this run below" if beside else ""
         said = (
@@ -80,7 +85,18 @@ def cards(data: ReportData) -> str:
         )
         title = "average certified radius" + ("" if s.labelled else ", any answer")
         shown.append(card(title, round_down(s.average_radius, 3), said))
+    left = len(own) - len(_headline(own)) + max(0, len(data.audits) - AUDITS)
+    if left:
+        shown.append(card("more", str(left), "further bounds and runs are in the tables below"))
     return f'<div class="cards">{"".join(shown)}</div>' if shown else ""
+
+
+def _headline(own: Sequence[Series]) -> list[Series]:
+    """The first run of every network and procedure, then the others, in their order, up to the number of cards."""
+    first = {(s.model, s.procedure): s for s in reversed(own)}
+    ahead = [s for s in own if first[s.model, s.procedure] is s]
+    kept = [*ahead, *(s for s in own if first[s.model, s.procedure] is not s)][:RUNS]
+    return [s for s in own if any(s is other for other in kept)]
 
 
 def levels(end: float) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ from equipoise.smoothing.partitions import Ints
 from equipoise.smoothing.planning import Plan
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.ramp import Floats
+from equipoise.smoothing.rowwise import Rowwise
 from equipoise.smoothing.simplex import SimplexMap
 
 Ids = Sequence[int | str]
@@ -37,7 +38,7 @@ class SmoothedClassifier:
     order or on a restart. Memory does not grow with n (with `interval="betting"`: one score per bucket and draw).
 
     Args:
-        model: maps (batch, *shape) to logits (batch, num_classes); must be in evaluation mode.
+        model: maps (batch, *shape) to logits (batch, num_classes), every row by itself; must be in evaluation mode.
         sigma: noise level, in the units of the model's input (put normalisation inside the model); a list has one level per
             channel: the radii are then ℓ2 by the smallest, and an ellipsoid is certified (see `levels`).
         num_classes: number of logits.
@@ -78,6 +79,7 @@ class SmoothedClassifier:
         self.noise, self.asked = noise, noise
         self.cells: float | None = None
         self.noise_dtype, self.nonfinite = noise_dtype, nonfinite
+        self.rowwise = Rowwise()
 
     # ---- sampling -------------------------------------------------------------------------------------------------
 
@@ -94,12 +96,15 @@ class SmoothedClassifier:
             key = noise_key(self.seed, input_id, stream, chunk)
             with torch.inference_mode():  # not around the yield: the mode would leak into the caller
                 noisy = law.fill(buffer, x, key).to(x.dtype)
+                self.rowwise.look(noisy)
                 out = self.model(noisy)
             if out.shape != (self.chunk_size, self.num_classes):
                 wanted = (self.chunk_size, self.num_classes)
                 raise InputError(f"the model returned shape {tuple(out.shape)}, expected {wanted}")
             if out.untyped_storage().data_ptr() == noisy.untyped_storage().data_ptr():
                 out = out.clone()  # the model handed its input back, and the buffer is about to be overwritten
+            with torch.inference_mode():
+                self.rowwise.require(self.model, out)
             rows = min(self.chunk_size, n - chunk * self.chunk_size)
             yield self._finite(out[:rows], input_id)
 
@@ -300,6 +305,7 @@ class SmoothedClassifier:
         """The same classifier as another kind, or with some settings changed."""
         made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **(self.settings() | changes))
         made.cells, made.chosen = (self.cells if made.noise == self.noise else None), self.chosen
+        made.rowwise = self.rowwise
         return made
 
     def floating(self) -> SmoothedClassifier:

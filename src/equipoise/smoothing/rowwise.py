@@ -1,0 +1,70 @@
+"""Whether a network answers every row of a batch by itself: votes are independent draws only then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import Refused
+
+
+class Rowwise:
+    """One more call of the model beside its first: same generator, other rows but one, and that one must get the same answer.
+
+    Batch norm without running statistics, a mean over the batch or a forward pass that changes buffers make all draws of a
+    batch agree, and a binomial bound of such votes means nothing. A check on one batch, not a proof.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.batch, self.states = torch.empty(0), _generators(torch.device("cpu"))
+
+    def look(self, batch: Tensor) -> None:
+        """Keep the first batch and the generator's state before it is answered."""
+        if not self.done:
+            self.batch, self.states = batch.clone(), _generators(batch.device)
+
+    def require(self, model: nn.Module, answers: Tensor) -> None:
+        """Refuse a model whose answer to the middle row of the batch changes with the other rows, or that changes itself."""
+        if not self.done:
+            self._compare(model, answers)
+            self.done, self.batch = True, torch.empty(0)
+
+    def _compare(self, model: nn.Module, answers: Tensor) -> None:
+        held = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        row, kept = len(self.batch) // 2, answers.clone()
+        changed = 3 * self.batch.flip(0) + 1
+        changed[row] = self.batch[row]
+        after = _generators(self.batch.device)
+        try:
+            _restore(self.batch.device, self.states)
+            again = model(changed)
+        finally:
+            _restore(self.batch.device, after)
+        for name, buffer in model.named_buffers():
+            if name in held and not torch.equal(buffer.nan_to_num(), held[name].nan_to_num()):
+                raise Refused(
+                    f"the forward pass changes the buffer {name!r} in evaluation mode, so that no two draws see the same "
+                    "network; fix its state before certifying"
+                )
+        one, other = kept[row].double(), again[row].double()
+        size = float(one.nan_to_num(posinf=0, neginf=0).abs().max())
+        room = 1e-4 * float((one - one.mean()).abs().max().nan_to_num()) + 100 * torch.finfo(kept.dtype).eps * size
+        if bool(((one - other).abs() > room).any()):
+            raise Refused(
+                "the model's answer to one row depends on the other rows of its batch (batch norm without running statistics, "
+                "or a mean over dimension 0?), so its votes are not independent draws and certify nothing"
+            )
+
+
+def _generators(device: torch.device) -> Sequence[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
+
+
+def _restore(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
