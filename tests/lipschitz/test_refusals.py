@@ -116,7 +116,7 @@ def test_the_message_names_node_module_line_and_remedy():
     text = str(error.value)
     assert "special_bessel_j0" in text
     assert "module 1" in text
-    assert "test_refusals.py line" in text
+    assert "lipschitz_nets.py line" in text
     assert "register_rule" in text
 
 
