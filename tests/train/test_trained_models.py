@@ -79,3 +79,19 @@ def test_a_certificate_of_other_weights_and_unknown_names_are_refused(tmp_path):
         load(edited(tmp_path, weights="sha256:0"))
     with pytest.raises(InputError, match="did you mean 'digits'"):
         load("digit")
+
+
+def test_the_cifar_network_reaches_its_figures_where_the_images_are(data_dir):
+    found = load("cifar10")
+    test = load_dataset(str(data_dir / "cifar10.npz"), "test")
+    x, y = test.batch(range(200))
+    _, pairs = found.prove()
+    with torch.no_grad():
+        z = found.model(x)
+    radius = torch.from_numpy(radius_pairs(z, y, pairs))
+    figures = found.certificate["figures"]
+    assert float((z.argmax(1) == y).double().mean()) == pytest.approx(figures["accuracy"], abs=0.12)
+    sure = radius > 36 / 255
+    assert float(sure.double().mean()) == pytest.approx(figures["certified_accuracy"][f"{36 / 255}"], abs=0.13)
+    attacked = pgd(found.model, x[sure][:16], y[sure][:16], radius[sure][:16].float() * 0.999, steps=10)
+    assert not bool(attacked.success.any())

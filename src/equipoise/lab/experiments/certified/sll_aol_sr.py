@@ -193,7 +193,7 @@ EXPERIMENT = of_module(
         data=("cifar10.npz",),
         networks={"tiny": {"factory": "equipoise.nn.models:sll", "arguments": TINY}},
         recipe=small(2000, 3),
-        seeds=4,
+        seeds=20,
         batch=64,
     ),
     paper=Settings(
