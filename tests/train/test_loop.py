@@ -36,7 +36,7 @@ def row(kind):
 
 
 ROWS = [
-    *({"loss": row(k)} for k in LOSSES if k != "intent-slots"),
+    *({"loss": row(k)} for k in LOSSES if k not in ("intent-slots", "next-token")),
     *({"regularizers": [row(k)]} for k in REGULARIZERS),
     *({"projections": [row(k)]} for k in ("norm", "clip")),
     *({"noise": row(k)} for k in OBJECTIVES),

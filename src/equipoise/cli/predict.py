@@ -11,7 +11,7 @@ import typer
 from equipoise.cli import options
 from equipoise.cli.certify import CHUNK, channels, noise_levels
 from equipoise.cli.consoles import emit_json, progress, results, table
-from equipoise.cli.options import read_data
+from equipoise.cli.datasets import read_data
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
