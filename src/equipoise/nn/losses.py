@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
-from equipoise.nn.transport import hkr, soft_hkr
+from equipoise.nn.transport import check_logits, hkr, one_hot, soft_hkr, widened
 
 #: covers the rounding of a handful of float64 operations and of sums of squares over up to 2¹⁶ features
 _ABOVE = 1 + 2.0**-36
@@ -37,9 +37,9 @@ def offset_cross_entropy(
     >>> float(offset_cross_entropy(z, torch.tensor([0]))) < float(offset_cross_entropy(z, torch.tensor([1])))
     True
     """
-    _check(z, y)
-    wide = _wide(z)
-    return _cooled(wide - offset * lipschitz * _one_hot(wide, y), y, temperature).to(z.dtype)
+    check_logits(z, y)
+    wide = widened(z)
+    return _cooled(wide - offset * lipschitz * one_hot(wide, y), y, temperature).to(z.dtype)
 
 
 def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor | float = 1.0) -> Tensor:
@@ -48,8 +48,8 @@ def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor |
     >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
     0.0
     """
-    _check(z, y)
-    return functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(_wide(z), y)).mean().to(z.dtype)
+    check_logits(z, y)
+    return functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(widened(z), y)).mean().to(z.dtype)
 
 
 def margin(z: Tensor, y: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ def margin(z: Tensor, y: Tensor) -> Tensor:
     >>> margin(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]))
     tensor([1.])
     """
-    _check(z, y)
-    own = _one_hot(z, y).bool()
+    check_logits(z, y)
+    own = one_hot(z, y).bool()
     return z.gather(1, y[:, None])[:, 0] - z.masked_fill(own, -math.inf).amax(1)
 
 
@@ -74,9 +74,9 @@ def pair_constants(
     tensor([[2.8284, 0.0000]], dtype=torch.float64)
     """
     if isinstance(lipschitz, Tensor):
-        lipschitz = _wide(lipschitz)
+        lipschitz = widened(lipschitz)
     if weight is not None:
-        weight = _wide(weight)
+        weight = widened(weight)
         own = functional.one_hot(y, len(weight)).bool()
         seen, place = y.unique(return_inverse=True)  # a batch has fewer classes than examples: every pair once
         distance = _lengths(weight[seen][:, None, :] - weight[None])[place]
@@ -85,7 +85,7 @@ def pair_constants(
         raise InputError("pair_constants needs the number of classes or the last layer's weight")
     own = functional.one_hot(y, classes).bool()
     every = math.sqrt(2) * (
-        lipschitz if isinstance(lipschitz, Tensor) else _wide(torch.ones(1, device=y.device)) * lipschitz
+        lipschitz if isinstance(lipschitz, Tensor) else widened(torch.ones(1, device=y.device)) * lipschitz
     )
     return every.expand(len(y), classes).masked_fill(own, 0.0) * _ABOVE
 
@@ -107,8 +107,8 @@ def lipschitz_margin(
     >>> bool(lipschitz_margin(z, y, 0.5) > functional.cross_entropy(z, y))
     True
     """
-    _check(z, y)
-    lifted = _wide(z) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
+    check_logits(z, y)
+    lifted = widened(z) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
     return _cooled(lifted, y, temperature).to(z.dtype)
 
 
@@ -121,13 +121,13 @@ def gloro_logits(z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, wei
     >>> gloro_logits(torch.tensor([[3.0, 0.0]]), 1.0).argmax(1), gloro_logits(torch.tensor([[1.0, 0.0]]), 1.0).argmax(1)
     (tensor([0]), tensor([2]))
     """
-    return _rounded_up(_with_bottom(_wide(z), epsilon, lipschitz, weight), z.dtype)
+    return _rounded_up(_with_bottom(widened(z), epsilon, lipschitz, weight), z.dtype)
 
 
 def _with_bottom(z: Tensor, epsilon: float, lipschitz: Tensor | float, weight: Tensor | None) -> Tensor:
     j = z.argmax(1)
     lifted = z + epsilon * pair_constants(j, lipschitz, weight, z.shape[1])
-    bottom = lifted.masked_fill(_one_hot(z, j).bool(), -math.inf).amax(1, keepdim=True)
+    bottom = lifted.masked_fill(one_hot(z, j).bool(), -math.inf).amax(1, keepdim=True)
     above = torch.nextafter(bottom.detach(), bottom.new_tensor(math.inf))  # the sum was rounded, perhaps down
     return torch.cat([z, bottom + (above - bottom.detach())], 1)
 
@@ -141,8 +141,8 @@ def gloro(
     >>> float(gloro(torch.tensor([[9.0, 0.0]]), torch.tensor([0]), 1.0)) < 0.01
     True
     """
-    _check(z, y)
-    return functional.cross_entropy(_with_bottom(_wide(z), epsilon, lipschitz, weight), y).to(z.dtype)
+    check_logits(z, y)
+    return functional.cross_entropy(_with_bottom(widened(z), epsilon, lipschitz, weight), y).to(z.dtype)
 
 
 def gloro_trades(
@@ -161,8 +161,8 @@ def gloro_trades(
     >>> bool(gloro_trades(z, y, 0.5) > functional.cross_entropy(z, y))
     True
     """
-    _check(z, y)
-    wide = _wide(z)
+    check_logits(z, y)
+    wide = widened(z)
     log_p = wide.log_softmax(1)
     log_q = _with_bottom(wide, epsilon, lipschitz, weight).log_softmax(1)[:, :-1]
     divergence = (log_p.exp() * (log_p - log_q)).sum(1).mean()
@@ -189,8 +189,8 @@ def emma(
     >>> torch.allclose(emma(z, y, 1.0), functional.cross_entropy(z, y))  # a wrong class that wins is not lifted
     True
     """
-    _check(z, y)
-    K, wide = pair_constants(y, lipschitz, weight, z.shape[1]), _wide(z)
+    check_logits(z, y)
+    K, wide = pair_constants(y, lipschitz, weight, z.shape[1]), widened(z)
     with torch.no_grad():
         reached = (wide.gather(1, y[:, None]) - wide) / K.clamp_min(torch.finfo(K.dtype).tiny)
         radius = reached.clamp(0, epsilon)
@@ -219,12 +219,12 @@ def logit_annealing(
     >>> bool(logit_annealing(z, y) < 1e-3 * logit_annealing(-z, y))
     True
     """
-    _check(z, y)
+    check_logits(z, y)
     _positive_temperature(temperature)
     if not gamma >= 0:
         raise InputError(f"gamma must not be negative, got {gamma}")
-    wide = _wide(z)
-    lifted = wide + offset * (1 - _one_hot(wide, y))
+    wide = widened(z)
+    lifted = wide + offset * (1 - one_hot(wide, y))
     lifted = lifted + epsilon * pair_constants(y, lipschitz, weight, z.shape[1]) if epsilon else lifted
     log_p = (lifted / temperature).log_softmax(1).gather(1, y[:, None])[:, 0]
     return (-temperature * (-torch.expm1(log_p)).clamp_min(0).pow(gamma) * log_p).mean().to(z.dtype)
@@ -262,11 +262,6 @@ class OffsetCrossEntropy(nn.Module):
         return f"temperature={self.temperature}, offset={self.offset:.6g}, lipschitz={self.lipschitz}"
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In float64, where the device has it."""
-    return x if x.device.type == "mps" else x.double()
-
-
 def _lengths(x: Tensor) -> Tensor:
     """‖x‖₂ over the last axis, scaled so that no square vanishes or overflows; the gradient at equal rows is 0."""
     largest = x.detach().abs().amax(-1, keepdim=True)
@@ -286,18 +281,6 @@ def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     short = (last.to(x.dtype) < x.detach()[:, -1:]) & torch.isfinite(last)
     step = torch.nextafter(last, last.new_tensor(math.inf)) - last
     return torch.cat([y[:, :-1], y[:, -1:] + torch.where(short, step, torch.zeros_like(step))], 1)
-
-
-def _one_hot(z: Tensor, y: Tensor) -> Tensor:
-    return functional.one_hot(y, z.shape[1]).to(z.dtype)
-
-
-def _check(z: Tensor, y: Tensor) -> None:
-    if z.dim() != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or y.is_floating_point():
-        raise InputError(
-            f"expected logits (batch, classes ≥ 2) and integer labels (batch,), got {tuple(z.shape)} and "
-            f"{tuple(y.shape)} {y.dtype}"
-        )
 
 
 #: losses by the name that recipes use; those in MARGIN_LOSSES take `epsilon`, `lipschitz` and `weight`

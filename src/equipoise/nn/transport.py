@@ -29,7 +29,7 @@ def kr(z: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
     Reference: Arjovsky, Chintala & Bottou (2017); Serrurier et al. (2021).
     """
     if _one_score(z):
-        signs, score = _signs(z, y), _wide(z).flatten()
+        signs, score = _signs(z, y), widened(z).flatten()
         up, down = signs > 0, signs < 0
         share = up.double() / up.sum().clamp_min(1) - down.double() / down.sum().clamp_min(1)
         parts = score * share.to(score) * len(score) * (up.any() & down.any())
@@ -49,7 +49,7 @@ def hinge(z: Tensor, y: Tensor, margin: float = 1.0, reduction: Reduction = "mea
     """
     _positive(margin)
     if _one_score(z):
-        parts = functional.relu(margin / 2 - _signs(z, y) * _wide(z).flatten())
+        parts = functional.relu(margin / 2 - _signs(z, y) * widened(z).flatten())
     else:
         own, score = _classes(z, y)
         parts = functional.relu(margin / 2 - (2 * own - 1) * score).mean(1)
@@ -117,7 +117,7 @@ def tau_bce(z: Tensor, y: Tensor, tau: float = 1.0, reduction: Reduction = "mean
     _positive(tau, "tau")
     if not _one_score(z):
         raise InputError(f"tau_bce takes one score per example, got {tuple(z.shape)}; cross-entropy is for classes")
-    return _reduced(functional.softplus(-tau * _signs(z, y) * _wide(z).flatten()) / tau, reduction).to(z.dtype)
+    return _reduced(functional.softplus(-tau * _signs(z, y) * widened(z).flatten()) / tau, reduction).to(z.dtype)
 
 
 def _one_score(z: Tensor) -> bool:
@@ -128,7 +128,7 @@ def _signs(z: Tensor, y: Tensor) -> Tensor:
     """Labels as ±1."""
     if y.numel() != len(z) or not len(z):
         raise InputError(f"expected one label per score, got scores {tuple(z.shape)} and labels {tuple(y.shape)}")
-    labels = y.flatten().to(_wide(z).dtype)
+    labels = y.flatten().to(widened(z).dtype)
     if not bool(((labels == 1) | (labels == 0) | (labels == -1)).all()) or bool(
         (labels == 0).any() & (labels == -1).any()
     ):
@@ -136,19 +136,30 @@ def _signs(z: Tensor, y: Tensor) -> Tensor:
     return labels.masked_fill(labels == 0, -1)
 
 
-def _classes(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The label as one-hot rows, and the scores, in float64 where the device has it."""
+def check_logits(z: Tensor, y: Tensor) -> None:
+    """Refuse what is not one row of logits and one label for each example."""
     if z.dim() != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or y.is_floating_point():
         raise InputError(
-            f"expected scores (batch, classes ≥ 2) and integer labels (batch,), got {tuple(z.shape)} and "
+            f"expected logits (batch, classes ≥ 2) and integer labels (batch,), got {tuple(z.shape)} and "
             f"{tuple(y.shape)} {y.dtype}"
         )
-    score = _wide(z)
-    return functional.one_hot(y, z.shape[1]).to(score.dtype), score
 
 
-def _wide(x: Tensor) -> Tensor:
+def one_hot(z: Tensor, y: Tensor) -> Tensor:
+    """The labels as rows like those of z."""
+    return functional.one_hot(y, z.shape[1]).to(z.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float64, where the device has it."""
     return x if x.device.type == "mps" else x.double()
+
+
+def _classes(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The labels as one-hot rows, and the scores."""
+    check_logits(z, y)
+    score = widened(z)
+    return one_hot(score, y), score
 
 
 def _positive(value: float, name: str = "margin") -> None:
