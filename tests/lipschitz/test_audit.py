@@ -253,3 +253,14 @@ def test_audit_around_single_inputs(tmp_path, monkeypatch):
     stored = json.loads(CliRunner().invoke(app, [*args, "--json"]).stdout)
     assert all(0 <= row["lower"] <= row["upper"] <= stored["upper"] * 1.001 for row in stored["local"])
     assert CliRunner().invoke(app, args[:5]).exit_code != 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_audit_of_a_program_around_single_inputs(tmp_path, batch):
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 6), torch.nn.ReLU(), torch.nn.Linear(6, 10)).eval()
+    path = tmp_path / "net.pt2"
+    torch.export.save(torch.export.export(net, (torch.zeros(batch, 1, 8, 8),)), path)
+    shown = CliRunner().invoke(app, [str(path), "--at", "digits", "--radius", "0.05", "--limit", "1"])
+    assert (shown.exit_code == 0) == (batch == 1), shown.output
+    assert ("balls of radius 0.05" in shown.output) == (batch == 1)
+    assert batch == 1 or "a batch of 2 inputs" in shown.output

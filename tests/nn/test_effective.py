@@ -241,6 +241,17 @@ def test_writing_into_the_weight_does_not_change_the_layer(case, kind):
     torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
 
 
+@ROWS
+def test_writing_into_the_effective_tensors_does_not_change_the_layer(case, kind):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    before = layer(x)
+    own = [p.data_ptr() for p in layer.parameters()]
+    for value in layer.effective():
+        if value.data_ptr() not in own:
+            value.detach().mul_(3)
+    torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+
+
 def test_kept_weight_follows_the_device_and_dtype():
     layer = eqn.SRLinear(4, 4).eval()
     layer(torch.zeros(1, 4))

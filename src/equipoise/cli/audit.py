@@ -64,7 +64,7 @@ def audit(
         return typer.echo(report.to_json() if json else str(report))
     from equipoise.cli.audit_local import local_rows, local_table
 
-    rows = local_rows(loaded.model, at, radius, limit, seconds)
+    rows = local_rows(loaded, at, radius, limit, seconds)
     if json:
         return emit_json({**loads(report.to_json()), "radius": radius, "local": rows})
     typer.echo(f"{report}\n{local_table(rows, radius, report.upper)}")

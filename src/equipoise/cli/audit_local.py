@@ -9,27 +9,29 @@ from equipoise.core.bounds import round_down, round_up
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.export import ExportedProgram
+    from torch import Tensor
+
+    from equipoise.checkpoints import Loaded
 
 
-def local_rows(
-    net: nn.Module | ExportedProgram, data: str, radius: float, limit: int, seconds: float | None
-) -> list[dict[str, Any]]:
+def local_rows(loaded: Loaded, data: str, radius: float, limit: int, seconds: float | None) -> list[dict[str, Any]]:
     """Bracket of the local constant, certified radius, rival and method of the first inputs of the data."""
     import numpy as np
     import torch
-    from torch.export import ExportedProgram
 
     from equipoise.data.load import load_dataset
     from equipoise.lipschitz import certified_radius, local_lipschitz
+    from equipoise.runs.models import portable
 
     if limit < 1:
         raise InputError(f"--limit must be at least 1, got {limit}")
-    if isinstance(net, ExportedProgram):
+    network = portable(loaded)
+    if network.batch is not None and network.batch != 1:
         raise InputError(
-            "a saved program cannot be attacked; --at needs the network: a checkpoint directory, an ONNX file or a factory"
+            f"{loaded.source} was exported with a batch of {network.batch} inputs, and --at looks at one; export it with a "
+            "batch of one or with a dynamic batch dimension"
         )
+    net = network.build()
     dataset = load_dataset(data)
     x, labels = dataset.batch(np.arange(min(limit, len(dataset))))
     x = x.to(next(net.parameters(), torch.zeros(())).dtype)

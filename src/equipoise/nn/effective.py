@@ -21,6 +21,7 @@ class Effective(nn.Module):
     * Training mode: `g` is computed in every forward pass, with its graph.
     * Evaluation mode: `g` is computed once and kept with a copy of θ. The copy is compared bit for bit before each
       use, so that no way of changing θ (an optimizer, `load_state_dict`, `.data`, a file, a transfer) leaves a stale value.
+      What was kept is dropped when somebody wrote into it.
       Gradients flow all the same: the backward pass computes `g` again with its graph.
     * Inside `torch.compile`, `torch.export` and `torch.func` transforms `g` is traced like any other code.
 
@@ -30,7 +31,7 @@ class Effective(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: tuple[Tensors, Tensors] | None = None
+        self._kept: tuple[Tensors, Tensors, tuple[int, ...]] | None = None
 
     def compute(self) -> Tensors:
         """The effective tensors as a differentiable, traceable function of this module's parameters and buffers."""
@@ -48,12 +49,13 @@ class Effective(nn.Module):
         if self.training or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self._computed()
         kept = self._kept
-        if kept is None or not _same(kept[0], raw):
+        if kept is None or not _same(kept[0], raw) or kept[2] != _versions(kept[1]):
             with torch.inference_mode(False), torch.no_grad():
                 copies = tuple(tensor.detach().clone() for tensor in raw)
-                kept = copies, tuple(value.detach() for value in self._computed())
-            if not any(tensor.is_inference() for tensor in (*kept[0], *kept[1])):
-                self._kept = kept
+                values = tuple(value.detach() for value in self._computed())
+            if any(tensor.is_inference() for tensor in (*copies, *values)):
+                return values
+            self._kept = kept = copies, values, _versions(values)
         parameters = tuple(p for p in self.parameters() if p.requires_grad)
         if torch.is_grad_enabled() and parameters:
             return _Recomputed.apply(self, kept[1], *parameters)
@@ -72,6 +74,11 @@ def _same(kept: Tensors, raw: Tensors) -> bool:
     return len(kept) == len(raw) and all(
         a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) for a, b in zip(kept, raw, strict=True)
     )
+
+
+def _versions(values: Tensors) -> tuple[int, ...]:
+    """How often each was written into."""
+    return tuple(value._version for value in values)
 
 
 class _Recomputed(torch.autograd.Function):
