@@ -169,7 +169,9 @@ def _check(node: fx.Node, step: Step) -> None:
     if not isinstance(step, Step):
         raise InputError(f"{where(node)}: its rule must return a Step, got {type(step).__name__}")
     if not step.gains and not isinstance(step.map, Constant):
-        raise Refused(f"{where(node)}: its rule names no input; name those it depends on, or answer map=operations.Constant()")
+        raise Refused(
+            f"{where(node)}: its rule names no input; name those it depends on, or answer map=operations.Constant()"
+        )
     for _, gain in step.gains:
         if math.isnan(gain) or gain < 0 or gain == math.inf:
             raise Refused(
