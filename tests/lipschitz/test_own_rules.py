@@ -11,6 +11,7 @@ from torch import nn
 
 from equipoise.core import Bound, Bracket, InputError, Kind, Refused
 from equipoise.lipschitz import Step, induced_bound, known_operations, lipschitz_bound, local_lipschitz, register_rule
+from equipoise.lipschitz.operations import Copy
 from equipoise.lipschitz.rules import registry
 
 #: what our own rules call things: a label must never be taken for the thing
@@ -104,6 +105,7 @@ POOR = {
     "a negative gain": (lambda x: Step(((x, -2.0),), "linear"), "gives the constant -2"),
     "no number": (lambda x: Step(((x, float("nan")),), "linear"), "gives the constant nan"),
     "no input": (lambda x: Step((), "constant", offset=0.0), "names no input"),
+    "a stretched identity": (lambda x: Step(((x, 2.0),), "doubled", map=Copy(same=True)), "have the gain 1"),
     "no step": (lambda x: 2.0, "must return a Step, got float"),
 }
 
