@@ -35,36 +35,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ActivationDecay",
-    "Bound",
-    "Bracket",
-    "EquipoiseError",
-    "InputError",
-    "Kind",
-    "Refused",
-    "attacks",
-    "certified_radius",
-    "certify",
-    "curvature",
-    "data",
-    "export",
-    "functional",
-    "lipschitz",
-    "lipschitz_bound",
-    "local_lipschitz",
-    "make_lipschitz",
-    "models",
-    "nn",
-    "norms",
-    "open_run",
-    "optim",
-    "regularizers",
-    "report",
-    "runs",
-    "smoothing",
-    "spectral_norm",
-    "train",
-]
+    "ActivationDecay", "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "attacks",
+    "certified_radius", "certify", "curvature", "data", "export", "functional", "lipschitz", "lipschitz_bound",
+    "local_lipschitz", "make_lipschitz", "models", "nn", "norms", "open_run", "optim", "regularizers", "report",
+    "runs", "smoothing", "spectral_norm", "train",
+]  # fmt: skip
 
 #: where each public name lives; an empty attribute is the module itself
 _HOME: dict[str, tuple[str, str]] = {

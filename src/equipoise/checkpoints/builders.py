@@ -195,10 +195,5 @@ def _requested(func: Any, args: Any) -> int:
 
 
 __all__ = [
-    "BUILDERS",
-    "build_registered",
-    "check_arguments",
-    "find_builder",
-    "register_model",
-    "registered",
-]
+    "BUILDERS", "build_registered", "check_arguments", "find_builder", "register_model", "registered",
+]  # fmt: skip

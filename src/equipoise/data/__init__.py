@@ -8,12 +8,6 @@ from equipoise.data.folder import data_file
 from equipoise.data.load import load_dataset
 
 __all__ = [
-    "Augmentation",
-    "Dataset",
-    "as_dataset",
-    "data_file",
-    "fresh_strides",
-    "load_dataset",
-    "random_crop",
+    "Augmentation", "Dataset", "as_dataset", "data_file", "fresh_strides", "load_dataset", "random_crop",
     "random_flip",
-]
+]  # fmt: skip
