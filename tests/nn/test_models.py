@@ -12,7 +12,7 @@ from nn_parts import worst_ratio
 from equipoise.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from equipoise.conversion import export
 from equipoise.core.errors import InputError
-from equipoise.data.digits import load_digits
+from equipoise.data.load import load_digits
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.constants import known_constant
 from equipoise.nn.losses import offset_cross_entropy

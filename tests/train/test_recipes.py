@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.train import bundled, read_recipe, run_recipe
 from equipoise.train.build import build_data, from_table
+from equipoise.train.loop import factor
 from equipoise.train.losses import LOSSES
 from equipoise.train.objective import OBJECTIVES
 from equipoise.train.reading import fill_in, parse
 from equipoise.train.recipe import Schedule
-from equipoise.train.schedule import factor
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS
 
 GOOD = """
