@@ -99,8 +99,10 @@ def _over(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     found = dict(base)
     for key, value in new.items():
         old = found.get(key)
-        parts = isinstance(old, dict) and isinstance(value, dict)
-        found[key] = _over(old, value) if parts and value.get("kind", old.get("kind")) == old.get("kind") else value
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            found[key] = _over(old, value)
+        else:
+            found[key] = value
     return found
 
 
