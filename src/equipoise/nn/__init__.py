@@ -7,9 +7,11 @@ add through the entry points `equipoise.layers`.
 import warnings
 from typing import Any
 
+from equipoise.core.modules import by_construction
 from equipoise.nn import models
 from equipoise.nn.activations import BetaAbs, Contracted, GroupSort, HouseholderActivation, MaxMin
 from equipoise.nn.attention import L2Attention
+from equipoise.nn.constants import known_constant
 from equipoise.nn.effective import Effective
 from equipoise.nn.layers import Weighted as _Weighted
 from equipoise.nn.layers import layer_named, layers_of, methods
@@ -146,6 +148,7 @@ __all__ = [
     "SpatialShift",
     "BetaAbs",
     "Mirrored",
+    "by_construction",
     "certified_accuracy",
     "certified_radius",
     "emma",
@@ -154,6 +157,7 @@ __all__ = [
     "gloro_trades",
     "hinge",
     "hkr",
+    "known_constant",
     "kr",
     "layers_of",
     "lipschitz_margin",
