@@ -35,77 +35,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ActivationDecay",
-    "Bound",
-    "Bracket",
-    "EquipoiseError",
-    "InputError",
-    "Kind",
-    "Refused",
-    "attacks",
-    "certified_radius",
-    "certify",
-    "curvature",
-    "data",
-    "export",
-    "functional",
-    "lipschitz",
-    "lipschitz_bound",
-    "local_lipschitz",
-    "make_lipschitz",
-    "models",
-    "nn",
-    "norms",
-    "open_run",
-    "optim",
-    "regularizers",
-    "report",
-    "runs",
-    "smoothing",
-    "spectral_norm",
-    "train",
-]
+    "ActivationDecay", "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "attacks",
+    "certified_radius", "certify", "curvature", "data", "export", "functional", "lipschitz", "lipschitz_bound",
+    "local_lipschitz", "make_lipschitz", "models", "nn", "norms", "open_run", "optim", "regularizers", "report",
+    "runs", "smoothing", "spectral_norm", "train",
+]  # fmt: skip
 
-#: where each public name lives; an empty attribute is the module itself
-_HOME: dict[str, tuple[str, str]] = {
-    **{
-        name: ("equipoise.core", name)
-        for name in ("Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused")
-    },
-    "ActivationDecay": ("equipoise.regularizers", "ActivationDecay"),
-    "attacks": ("equipoise.attacks", ""),
-    "certified_radius": ("equipoise.lipschitz", "certified_radius"),
-    "certify": ("equipoise.runs", "certify"),
-    "curvature": ("equipoise.curvature", ""),
-    "data": ("equipoise.data", ""),
-    "export": ("equipoise.conversion", "export"),
-    "functional": ("equipoise.norms.functional", ""),
-    "lipschitz": ("equipoise.lipschitz", ""),
-    "lipschitz_bound": ("equipoise.lipschitz", "lipschitz_bound"),
-    "local_lipschitz": ("equipoise.lipschitz", "local_lipschitz"),
-    "make_lipschitz": ("equipoise.conversion", "make_lipschitz"),
-    "models": ("equipoise.models", ""),
-    "nn": ("equipoise.nn", ""),
-    "norms": ("equipoise.norms", ""),
-    "open_run": ("equipoise.runs", "open_run"),
-    "optim": ("equipoise.optim", ""),
-    "regularizers": ("equipoise.regularizers", ""),
-    "report": ("equipoise.report", ""),
-    "runs": ("equipoise.runs", ""),
-    "smoothing": ("equipoise.smoothing", ""),
-    "spectral_norm": ("equipoise.norms", "spectral_norm"),
-    "train": ("equipoise.train", ""),
+#: where the names live that are no modules themselves
+_NAMES = {
+    "conversion": ("export", "make_lipschitz"),
+    "core": ("Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused"),
+    "lipschitz": ("certified_radius", "lipschitz_bound", "local_lipschitz"),
+    "norms": ("functional", "spectral_norm"),
+    "regularizers": ("ActivationDecay",),
+    "runs": ("certify", "open_run"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        from equipoise.core.errors import near
+    if name in _HOME:
+        return getattr(importlib.import_module(f"equipoise.{_HOME[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"equipoise.{name}")
+    from equipoise.core.errors import near
 
-        raise AttributeError(f"module 'equipoise' has no attribute {name!r}{near(name, _HOME)}")
-    module, attribute = _HOME[name]
-    value = importlib.import_module(module)
-    return getattr(value, attribute) if attribute else value
+    raise AttributeError(f"module 'equipoise' has no attribute {name!r}{near(name, __all__)}")
 
 
 def __dir__() -> list[str]:

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,12 +82,32 @@ def test_smoothed_linear_model(chosen):
     assert (result.distance <= torch.tensor([0.9, 1.3], dtype=torch.float64)).all()
 
 
-def test_autoattack_is_optional():
-    try:
-        import autoattack as package  # noqa: F401
-    except ImportError:
-        with pytest.raises(Refused, match="not installed"):
-            autoattack(_linear(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), 0.5)
+#: packages that have AutoAttack, and what stands in for them here: an attack that leaves the ball
+STAND_INS = {
+    "autoattack": "def run_standard_evaluation(self, x, y, bs): return x - 9.0",
+    "torchattacks": "def __call__(self, x, y): return (x - 9.0).requires_grad_()",
+}
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_autoattack_finds_is_put_back_into_the_ball(name, tmp_path, monkeypatch):
+    begun = "class AutoAttack:\n    def __init__(self, model, **options): pass\n    "
+    (tmp_path / f"{name}.py").write_text(begun + STAND_INS[name] + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("equipoise.attacks.auto.PACKAGES", (name,))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    x, y = torch.tensor([[0.6, 0.8], [0.1, 0.1]]), torch.tensor([0, 0])
+    found = autoattack(_linear(), x, y, 0.5, batch_size=1)
+    monkeypatch.delitem(sys.modules, name)
+    assert (found.distance <= 0.5).all()
+    assert found.success.tolist() == [False, True]
+    assert not found.adversarial.requires_grad
+
+
+def test_autoattack_is_optional(monkeypatch):
+    monkeypatch.setattr("equipoise.attacks.auto.PACKAGES", ("no_package_of_this_name",))
+    with pytest.raises(Refused, match="not installed"):
+        autoattack(_linear(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), 0.5)
 
 
 def test_bad_input_is_refused():

@@ -134,8 +134,9 @@ def test_a_full_disk_gets_one_sentence():
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """The line as a shell runs it; `python -m equipoise` is the command, whether or not its script is installed."""
     return subprocess.run(
-        ["bash", "-c", line.replace("equipoise", f"{sys.executable} -c 'from equipoise.cli import main; main()'")],
+        ["bash", "-c", line.replace("equipoise", f"{sys.executable} -m equipoise")],
         capture_output=True, text=True,
     )  # fmt: skip
 

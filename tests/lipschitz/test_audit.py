@@ -257,7 +257,9 @@ def test_audit_around_single_inputs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_audit_of_a_program_around_single_inputs(tmp_path, batch):
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 6), torch.nn.ReLU(), torch.nn.Linear(6, 10)).eval()
+    net = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 6), torch.nn.ReLU(), torch.nn.Linear(6, 10)
+    ).eval()
     path = tmp_path / "net.pt2"
     torch.export.save(torch.export.export(net, (torch.zeros(batch, 1, 8, 8),)), path)
     shown = CliRunner().invoke(app, [str(path), "--at", "digits", "--radius", "0.05", "--limit", "1"])

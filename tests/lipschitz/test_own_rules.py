@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.core import InputError, Refused
+from equipoise.core import Bound, Bracket, InputError, Kind, Refused
 from equipoise.lipschitz import Step, induced_bound, known_operations, lipschitz_bound, local_lipschitz, register_rule
+from equipoise.lipschitz.operations import Copy
 from equipoise.lipschitz.rules import registry
 
 #: what our own rules call things: a label must never be taken for the thing
@@ -94,6 +95,40 @@ def test_a_label_is_only_shown(label, slopes, rules):
 def test_slopes_are_of_one_tensor():
     with pytest.raises(InputError, match="entry by entry"):
         Step((), "nothing", slopes=(0.0, 1.0))
+
+
+#: answers of a rule for `2x` that are refused, with what is said
+POOR = {
+    "another way to combine": (lambda x: Step(((x, 2.0),), "sum", combine="Sum"), "'sum' or 'root'"),
+    "an estimate": (lambda x: Step(((x, Bound(2.0, Kind.ESTIMATE)),), "linear"), "only estimate"),
+    "a lower bound": (lambda x: Step(((x, Bound(2.0, Kind.LOWER)),), "linear"), "only lower"),
+    "a negative gain": (lambda x: Step(((x, -2.0),), "linear"), "gives the constant -2"),
+    "no number": (lambda x: Step(((x, float("nan")),), "linear"), "gives the constant nan"),
+    "no input": (lambda x: Step((), "constant", offset=0.0), "names no input"),
+    "a stretched identity": (lambda x: Step(((x, 2.0),), "doubled", map=Copy(same=True)), "have the gain 1"),
+    "no step": (lambda x: 2.0, "must return a Step, got float"),
+}
+
+
+@pytest.mark.parametrize("name", POOR)
+def test_a_poor_answer_is_refused(name, rules):
+    answer, said = POOR[name]
+    register_rule("ownrules.doubled.default")(lambda call: answer(call.signal("x")))
+    _, x, program = captured(doubled)
+    with pytest.raises((InputError, Refused), match=said):
+        lipschitz_bound(program, x)
+
+
+@pytest.mark.parametrize("gain", [Bound(2.0, Kind.UPPER), Bracket(1.9, 2.0)])
+def test_a_gain_may_be_a_bound(gain, rules):
+    _, x, program = captured(doubled)
+    found = []
+    for value in (gain, 2.0):
+        register_rule("ownrules.doubled.default", override=True)(
+            lambda call, value=value: Step(((call.signal("x"), value),), "doubled")
+        )
+        found.append(lipschitz_bound(program, x).upper)
+    assert found[0] == found[1]
 
 
 class _Entry:

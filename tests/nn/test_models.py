@@ -12,7 +12,7 @@ from nn_parts import worst_ratio
 from equipoise.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from equipoise.conversion import export
 from equipoise.core.errors import InputError
-from equipoise.data.digits import load_digits
+from equipoise.data.load import load_digits
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.constants import known_constant
 from equipoise.nn.losses import offset_cross_entropy
@@ -73,7 +73,8 @@ SMALL = {
         "head": "sr",
     },
 }
-LARGE = {"sll_small", "sll_medium"}  # checked by their number of blocks only
+SMALL["bronet"] = {**SMALL["liresnet"], "rank": 0.25}
+LARGE = {"sll_small", "sll_medium", "sll_large", "sll_xlarge"}  # checked by their number of blocks only
 
 
 def example(name, batch=2):
@@ -162,10 +163,17 @@ def test_two_hundred_blocks_train_without_normalisation():
 
 
 def test_sizes_of_the_published_sll_networks():
-    small, medium = build("sll_small", input_size=8), build("sll_medium", input_size=8)
-    for net, conv, dense in ((small, 20, 7), (medium, 30, 10)):
+    for size, conv, dense, channels in (
+        ("small", 20, 7, 45),
+        ("medium", 30, 10, 60),
+        ("large", 50, 10, 90),
+        ("xlarge", 70, 15, 120),
+    ):
+        with torch.device("meta"):
+            net = build(f"sll_{size}", input_size=8)
         names = [type(m).__name__ for m in net]
         assert (names.count("SLLConv2d"), names.count("SLLLinear")) == (conv, dense)
+        assert net[1].raw.shape[-4] == channels or channels in net[1].raw.shape
 
 
 def test_plain_networks_have_the_published_sizes():

@@ -11,7 +11,9 @@ from nn_parts import jacobian_norm, worst_ratio
 from torch import nn
 
 from equipoise.conversion import export
+from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import by_construction
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn import SNLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import Contracted, MaxMin
@@ -131,6 +133,71 @@ def stretched_pool():
 def test_a_changed_forward_does_not_inherit_the_claim(make):
     assert known_constant(make()) is None
     assert known_constant(nn.Sequential(MaxMin(), make())) is None
+
+
+class Half(nn.Module):
+    lipschitz_upper = by_construction(0.5)
+
+    def forward(self, x):
+        return x / 2
+
+
+class Both(Half):
+    """A claim by construction and a measured one, on one attribute."""
+
+    def forward(self, x):
+        return x / 4
+
+    @by_construction(lambda self: None if self.training else 0.25)
+    def lipschitz_upper(self, input_shape):
+        """A quarter."""
+        return Bound(0.25, Kind.UPPER, "measured")
+
+
+def test_one_attribute_states_both_claims():
+    assert known_constant(Half()) == 0.5
+    assert not hasattr(Half(), "lipschitz_upper")  # nothing is known of the weights it has now
+    both = Both()
+    assert known_constant(both) is None
+    assert known_constant(both.eval()) == 0.25
+    assert both.lipschitz_upper((3,)).value == 0.25
+    assert lipschitz_bound(nn.Sequential(both, nn.ReLU()).eval(), torch.zeros(1, 3)).layers[0].kind == "Both"
+
+
+#: modules that claim what their calls do not keep, or in no number
+VOID = {
+    "another forward": lambda: type("Other", (Half,), {"forward": lambda self, x: 9 * x})(),
+    "another constant": lambda: type("Other", (Half,), {"lipschitz_upper": by_construction(0.1)})(),
+    "the earlier name over it": lambda: type("Other", (Half,), {"lipschitz_constant": 0.1})(),
+    "another part of the class": lambda: type("Other", (MaxPool2d,), {"_constant": lambda self: 0.1})(2),
+    "a method for the weights only": lambda: type(
+        "Other",
+        (Half,),
+        {"forward": lambda self, x: 9 * x, "lipschitz_upper": lambda self, shape: Bound(9.0, Kind.UPPER)},
+    )(),
+}
+
+
+@pytest.mark.parametrize("name", VOID)
+def test_a_claim_holds_for_the_class_that_makes_it(name):
+    assert known_constant(VOID[name]()) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, Bound(1.0, Kind.LOWER), Bound(1.0, Kind.ESTIMATE)])
+def test_a_constant_by_construction_is_an_upper_bound(value):
+    module = type("Odd", (nn.Module,), {"forward": lambda self, x: x, "lipschitz_upper": by_construction(value)})()
+    with pytest.raises((InputError, Refused)):
+        known_constant(module)
+
+
+def test_the_earlier_name_is_read_for_one_release():
+    own = type("Own", (nn.Module,), {"forward": lambda self, x: 2 * x, "lipschitz_constant": 2.0})()
+    over = type("Over", (Half,), {"forward": lambda self, x: 2 * x, "lipschitz_constant": 2.0})()
+    for module in (own, over):
+        with pytest.warns(DeprecationWarning, match="by_construction"):
+            assert known_constant(module) == 2.0
+    with pytest.warns(DeprecationWarning, match="known_constant"):
+        assert SRLinear(2, 2).lipschitz_constant == 1.0
 
 
 def test_a_contracted_activation_that_is_changed_later_voids_the_constant():

@@ -22,7 +22,7 @@ from equipoise.runs import AttackRow, certify, open_run
 from equipoise.runs.export import FORMATS
 from equipoise.runs.merge import merge_runs
 from equipoise.runs.rows import Row, Soft
-from equipoise.runs.store import Store
+from equipoise.runs.store import Attacked, Store
 from equipoise.smoothing import SimplexMap, read_log
 
 counts = st.lists(st.integers(0, 2**40), min_size=2, max_size=5).map(lambda v: np.array(v, dtype=np.int64))
@@ -238,3 +238,9 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_no
     write_whole(path, "two")
     assert sorted(tmp_path.iterdir()) == [other, path]
     assert path.read_text() == "two"
+
+
+def test_an_attack_is_on_the_network_or_its_smoothed_version():
+    with pytest.raises(InputError, match="'Smoothed'"):
+        AttackRow(0, "Smoothed", 0.5, True, 0.1, 20, 1, 0)  # it would be held against no certificate
+    assert AttackRow(0, "smoothed", 0.5, True, 0.1, 20, 1, 0).kind is Attacked.SMOOTHED

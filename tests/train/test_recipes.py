@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.train import bundled, read_recipe, run_recipe
 from equipoise.train.build import build_data, from_table
+from equipoise.train.loop import factor
 from equipoise.train.losses import LOSSES
 from equipoise.train.objective import OBJECTIVES
 from equipoise.train.reading import fill_in, parse
 from equipoise.train.recipe import Schedule
-from equipoise.train.schedule import factor
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS
 
 GOOD = """
@@ -278,3 +278,38 @@ def test_the_earlier_spelling_is_accepted_with_a_hint(old: str, new: str) -> Non
     assert recipe == read_recipe({**document, new: value})
     with pytest.raises(InputError, match=new):
         read_recipe({**document, old: value, new: value})
+
+
+def test_a_recipe_extends_a_bundled_one(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: sll-sr-small-cifar10\nepochs: 3\noptimizer: {lr: 0.5}\nmodel: {arguments: {hidden: 8}}\n")
+    base, mine = read_recipe("sll-sr-small-cifar10"), read_recipe(path)
+    assert (mine.name, mine.epochs, mine.optimizer.lr) == ("mine", 3, 0.5)
+    assert mine.optimizer.betas == base.optimizer.betas
+    assert mine.model.arguments == {**base.model.arguments, "hidden": 8}
+    assert base.published
+    assert not mine.published  # figures of another network
+    assert not mine.description
+
+
+def test_a_part_of_another_kind_keeps_nothing_of_the_old_one(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: bcop-cifar10\nloss: {kind: ce}\nschedule: {kind: cosine}\ndata: {augment: []}\n")
+    mine = read_recipe(path)
+    assert mine.loss.arguments == {}
+    assert (mine.schedule.kind, mine.data.augment) == ("cosine", [])
+
+
+@pytest.mark.parametrize("named", ["nothing-like-it", "[a]", "../recipe.yaml", "3"])
+def test_only_bundled_recipes_are_extended(tmp_path, named):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: {named}\nepochs: 3\n")
+    with pytest.raises(InputError, match="extends takes the name of a bundled recipe"):
+        read_recipe(path)
+
+
+def test_code_in_a_recipe_that_extends_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: sll-sr-digits\nmodel: {factory: 'os:system'}\n")
+    with pytest.raises(EquipoiseError, match="code that would be run"):
+        read_recipe(path)

@@ -121,7 +121,7 @@ def smooth_pgd(
     voter.drawn(x)  # fixes the law of the noise by the inputs, not by the attacked points
 
     def broken(z: Tensor) -> Tensor:
-        if chosen.name == "hardmax":
+        if chosen.votes:
             answer = torch.from_numpy(voter.predict(z, check_draws, alpha)).to(y.device)
             return (answer >= 0) & (answer != y)
         return overtaken(voter, z, y, chosen, check_draws, alpha)
@@ -163,7 +163,7 @@ def soft_votes(logits: Tensor, chosen: SimplexMap) -> Tensor:
     >>> votes.tolist(), torch.autograd.grad(votes[0, 0], z)[0].abs().sum().item() > 0
     ([[1.0, 0.0]], True)
     """
-    if chosen.name != "hardmax":
+    if not chosen.votes:
         return chosen(logits) / chosen.mass
     soft = torch.softmax(logits, dim=-1)
     return chosen(logits) / chosen.mass + soft - soft.detach()

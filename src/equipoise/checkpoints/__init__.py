@@ -6,15 +6,6 @@ from equipoise.checkpoints.program import inspect_program, load_program
 from equipoise.checkpoints.sources import Loaded, load_factory, load_model
 
 __all__ = [
-    "BUILDERS",
-    "Loaded",
-    "inspect_program",
-    "load_checkpoint",
-    "load_factory",
-    "load_model",
-    "load_program",
-    "load_weights",
-    "register_model",
-    "registered",
-    "save_checkpoint",
-]
+    "BUILDERS", "Loaded", "inspect_program", "load_checkpoint", "load_factory", "load_model", "load_program",
+    "load_weights", "register_model", "registered", "save_checkpoint",
+]  # fmt: skip

@@ -178,6 +178,10 @@ class _Budget(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+#: factory functions that make up to n·m numbers of arguments n and m
+_SQUARE = (torch.ops.aten.eye, torch.ops.aten.tril_indices, torch.ops.aten.triu_indices)
+
+
 def _requested(func: Any, args: Any) -> int:
     """How many numbers a factory function is asked for; 0 for operations on tensors that are there."""
     if any(isinstance(a, torch.Tensor) for a in args):
@@ -186,14 +190,10 @@ def _requested(func: Any, args: Any) -> int:
     if isinstance(first, list | tuple) and all(isinstance(n, int) for n in first):
         return math.prod(first)
     numbers = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
-    return max((abs(n) for n in numbers), default=0) ** (2 if "eye" in str(func) else 1)
+    square = getattr(func, "overloadpacket", None) in _SQUARE
+    return max((abs(n) for n in numbers), default=0) ** (2 if square else 1)
 
 
 __all__ = [
-    "BUILDERS",
-    "build_registered",
-    "check_arguments",
-    "find_builder",
-    "register_model",
-    "registered",
-]
+    "BUILDERS", "build_registered", "check_arguments", "find_builder", "register_model", "registered",
+]  # fmt: skip

@@ -7,6 +7,7 @@ import errno
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -33,60 +34,24 @@ class Command:
     summary: str = ""
 
 
-#: every command of the application; a new one is a new row
-COMMANDS: tuple[Command, ...] = (
-    Command("demo", "equipoise.cli.demo", "demo"),
-    Command("norm", "equipoise.cli.norm", "norm"),
-    Command(
-        "audit",
-        "equipoise.cli.audit",
-        "audit",
-        optional=True,
-        summary="A proved Lipschitz bound of a saved network, layer by layer.",
-    ),
-    Command("train", "equipoise.cli.train", "train", optional=True, summary="Train a network from a recipe."),
-    Command(
-        "scoreboard",
-        "equipoise.cli.scoreboard",
-        "scoreboard",
-        optional=True,
-        summary="Families of 1-Lipschitz layers under one budget, with proved certificates.",
-    ),
-    Command(
-        "certify",
-        "equipoise.cli.certify",
-        "certify",
-        optional=True,
-        summary="Certify a dataset by randomized smoothing; runs survive being killed.",
-    ),
-    Command(
-        "predict",
-        "equipoise.cli.predict",
-        "predict",
-        optional=True,
-        summary="Answers of the smoothed classifier as it is deployed.",
-    ),
-    Command(
-        "attack",
-        "equipoise.cli.attack",
-        "attack",
-        optional=True,
-        summary="Attack a network or its smoothed version; no certificate may break.",
-    ),
-    Command(
-        "curvature",
-        "equipoise.cli.curvature",
-        "curvature",
-        optional=True,
-        summary="Hessian eigenvalue, trace, density and sharpness of a saved network.",
-    ),
-    Command(
-        "report", "equipoise.cli.report", "report", optional=True, summary="One HTML page from certification runs."
-    ),
-    Command("reproduce", "equipoise.cli.reproduce", "reproduce"),
-    Command("selfcheck", "equipoise.cli.selfcheck", "selfcheck"),
-    Command("bench", "equipoise.cli.bench", "bench"),
-)
+#: every command in the order of the help, with what the list says of those that are loaded only when they are wanted ("": at
+#: once); a new one is a new row here and a function of that name in a module of that name
+_TABLE = {
+    "demo": "",
+    "norm": "",
+    "audit": "A proved Lipschitz bound of a saved network, layer by layer.",
+    "train": "Train a network from a recipe.",
+    "scoreboard": "Families of 1-Lipschitz layers under one budget, with proved certificates.",
+    "certify": "Certify a dataset by randomized smoothing; runs survive being killed.",
+    "predict": "Answers of the smoothed classifier as it is deployed.",
+    "attack": "Attack a network or its smoothed version; no certificate may break.",
+    "curvature": "Hessian eigenvalue, trace, density and sharpness of a saved network.",
+    "report": "One HTML page from certification runs.",
+    "reproduce": "",
+    "selfcheck": "",
+    "bench": "",
+}
+COMMANDS = tuple(Command(name, f"equipoise.cli.{name}", name, bool(text), text) for name, text in _TABLE.items())
 
 #: click's class of mistakes in a command line; typer has its own copy of click in later versions
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -247,11 +212,5 @@ def _unavailable(command: Command, reason: str) -> Callable[[], None]:
 
 def _verbatim(text: str) -> str:
     """Help text whose line breaks are kept (`\\b` marks a paragraph that is not to be re-wrapped)."""
-    paragraphs = _dedent(text).strip().split("\n\n")
+    paragraphs = inspect.cleandoc(text).strip().split("\n\n")
     return "\n\n".join("\b\n" + p for p in paragraphs)
-
-
-def _dedent(text: str) -> str:
-    import inspect
-
-    return inspect.cleandoc(text)

@@ -100,9 +100,8 @@ def _show(data: ReportData, console: Console) -> None:
         shares = [f"{percent(float(s.accuracy(e)), 1)} %" for e in levels]
         shown.add_row(s.model, s.procedure, *shares, round_down(s.average_radius, 3))
     for attack in data.attacks:
-        if attack.run.endswith(("margin", "votes")):
-            shares = [f"{100 * float(attack.accuracy(e)):.1f} %" for e in levels]
-            shown.add_row(attack.model, f"under attack ({attack.kind}), at most", *shares, "")
+        shares = [f"{100 * float(attack.accuracy(e)):.1f} %" for e in levels]
+        shown.add_row(attack.model, f"under attack ({attack.kind}, {attack.run}), at most", *shares, "")
     console.print(shown, markup=False)
 
 

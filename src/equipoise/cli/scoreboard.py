@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def scoreboard(
-    data: Annotated[str, typer.Option(help="digits, or a file or folder as in a recipe.")] = "digits",
+    data: Annotated[str, typer.Option(help="digits, or a file or folder, here or in EQUIPOISE_DATA.")] = "digits",
     minutes: Annotated[float, typer.Option(help="Processor minutes of training for every cell.")] = 1.0,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the cells and the result.")] = Path("scoreboard"),
     families: Annotated[
@@ -25,6 +25,9 @@ def scoreboard(
     all_losses: Annotated[str, typer.Option(help="Families that are played with every loss.")] = "",
     seeds: Annotated[int, typer.Option(help="Seeds of every cell.")] = 1,
     workers: Annotated[int, typer.Option(help="0: one cell after the other; else so many at once, on Ray.")] = 0,
+    autoattack: Annotated[
+        int, typer.Option(help="So many test inputs are attacked by AutoAttack too, where it is installed.")
+    ] = 0,
     small: Annotated[bool, typer.Option("--small", help="A network for 8×8 images (digits).")] = False,
     listed: Annotated[bool, typer.Option("--plan", help="Say what would be played, and play nothing.")] = False,
     as_json: Json = False,
@@ -32,8 +35,9 @@ def scoreboard(
     """Which layer should I take? Families × losses × seeds, each trained for the same processor time.
 
     Clean accuracy, accuracy certified by proved bounds (by pairs of classes), accuracy under PGD
-    and the cost of a step; means over seeds with intervals. Writes OUT/index.html, README.md and
-    scoreboard.json; stopped anywhere, the same command goes on.
+    (and AutoAttack, if you ask for it) and the cost of a step; means over seeds with intervals.
+    Writes OUT/index.html, README.md and scoreboard.json; stopped anywhere, the same command goes
+    on, and another one with the same budget adds its cells.
 
     Examples:
 
@@ -58,12 +62,14 @@ def scoreboard(
             results().print("\n".join(c.name for c in cells), markup=False)
             results().print(f"{len(cells)} cells, {total:g} processor minutes of training", markup=False)
         return
-    board = play(cells, budget, out, workers=workers, tell=None if as_json else _tell)
+    board = play(cells, budget, out, workers=workers, tell=None if as_json else _tell, autoattack=autoattack)
     if as_json:
         emit_json({"budget": board.budget, "cells": board.cells, "out": str(out)})
     else:
         results().print(board.markdown(), markup=False, soft_wrap=True)
         results().print(f"written: {out / 'index.html'}", markup=False)
+    if all("refused" in cell for cell in board.cells):
+        raise typer.Exit(1)
 
 
 def _names(text: str) -> list[str]:

@@ -6,15 +6,6 @@ from equipoise.core.precision import full_precision
 from equipoise.core.strides import fresh_strides
 
 __all__ = [
-    "Bound",
-    "Bracket",
-    "EquipoiseError",
-    "InputError",
-    "Kind",
-    "Refused",
-    "as_upper",
-    "fresh_strides",
-    "full_precision",
-    "round_down",
-    "round_up",
-]
+    "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "as_upper", "fresh_strides",
+    "full_precision", "round_down", "round_up",
+]  # fmt: skip

@@ -1,20 +1,110 @@
 """What a module claims of itself, and whether the module at hand still is what its class describes.
 
-A module states a Lipschitz constant in ℓ2 in one of two forms, next to its `forward`, in the same class:
+A module states a Lipschitz constant in ℓ2 by one attribute, next to its `forward`, in the same class:
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound     # for this input shape and the weights it has now
-    lipschitz_constant: float                                            # the short form: for all shapes and all weights
 
-`stands` says whether such a claim is about the map that a call performs.
+and where its construction proves a constant for all shapes and all weights, in exact arithmetic, it says so there:
+`@by_construction(1.0)` above the method, or `lipschitz_upper = by_construction(1.0)` without one. `stands` says whether such a
+claim is about the map that a call performs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Self, overload
 
 from torch import nn
 from torch.nn.modules import module as _modules
+
+from equipoise.core.bounds import Bound, as_upper
+
+Measured = Callable[[Any, tuple[int, ...]], Bound]
+
+
+class by_construction:
+    """What the construction of a module proves whatever its weights and input shape are: a number, or a function of the module.
+
+    A claim of whoever writes it. A function may answer None where the module is no longer what was constructed. Without a
+    method below it, the module has a constant by construction and no bound of its own for the weights it has now.
+
+    >>> class Half(nn.Module):
+    ...     lipschitz_upper = by_construction(0.5)
+    ...     def forward(self, x):
+    ...         return x / 2
+    >>> constructed(Half()), hasattr(Half(), "lipschitz_upper")
+    (0.5, False)
+    """
+
+    def __init__(self, constant: float | Callable[[Any], float | None]) -> None:
+        self.constant = constant
+        self.measured: Measured | None = None
+
+    def __call__(self, measured: Measured) -> Self:
+        """As a decorator: the method that bounds the module for the weights it has now."""
+        self.measured = measured
+        functools.update_wrapper(self, measured)
+        return self
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        if "lipschitz_constant" not in vars(owner):
+            owner.lipschitz_constant = _Earlier(self)  # type: ignore[attr-defined]
+
+    @overload
+    def __get__(self, module: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, module: nn.Module, owner: type) -> Callable[[tuple[int, ...]], Bound]: ...
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Self | Callable[[tuple[int, ...]], Bound]:
+        if module is None:
+            return self
+        if self.measured is None:
+            raise AttributeError(
+                f"{owner.__name__} has a constant by construction only: equipoise.lipschitz_bound measures it"
+            )
+        return functools.partial(self.measured, module)
+
+    def of(self, module: nn.Module) -> float | None:
+        """The constant of this module."""
+        found = self.constant(module) if callable(self.constant) else self.constant
+        return None if found is None else as_upper(found)
+
+
+class _Earlier:
+    """`lipschitz_constant`, the earlier name of the same claim, for one release."""
+
+    def __init__(self, claim: by_construction) -> None:
+        self.claim = claim
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        warnings.warn("lipschitz_constant is now equipoise.nn.known_constant(module)", DeprecationWarning, stacklevel=2)
+        return self.claim.of(module)
+
+
+def constructed(module: nn.Module) -> float | None:
+    """The constant that the module's class states by construction; None without one, or where it is not about its calls."""
+    claim = next((vars(c)["lipschitz_upper"] for c in type(module).__mro__ if "lipschitz_upper" in vars(c)), None)
+    if isinstance(claim, by_construction) and stands(module, "lipschitz_upper"):
+        return claim.of(module)
+    stated = next(
+        (vars(c)["lipschitz_constant"] for c in type(module).__mro__ if "lipschitz_constant" in vars(c)), None
+    )
+    own = vars(module).get("lipschitz_constant")
+    if own is None and (stated is None or isinstance(stated, _Earlier) or not stands(module, "lipschitz_constant")):
+        return None
+    warnings.warn(
+        f"{type(module).__name__}.lipschitz_constant: write lipschitz_upper = equipoise.nn.by_construction(…) next to forward",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    found: Any = own if own is not None else module.lipschitz_constant
+    return None if found is None else as_upper(found)
 
 
 def changed(module: nn.Module, owner: type) -> bool:

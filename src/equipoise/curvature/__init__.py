@@ -9,23 +9,7 @@ from equipoise.curvature.smoothed import last_layer_constants, smoothed_curvatur
 from equipoise.curvature.traces import TraceEstimate, trace, trace_of
 
 __all__ = [
-    "Eigenvalue",
-    "HessianBoundReport",
-    "LayerRow",
-    "LossHessian",
-    "Sharpness",
-    "SpectralDensity",
-    "TraceEstimate",
-    "density_of",
-    "hessian_bound_report",
-    "last_layer_constants",
-    "sharpness",
-    "sharpness_of",
-    "smoothed_curvature",
-    "smoothed_loss_bound",
-    "spectral_density",
-    "top_eigenvalue",
-    "top_of",
-    "trace",
-    "trace_of",
-]
+    "Eigenvalue", "HessianBoundReport", "LayerRow", "LossHessian", "Sharpness", "SpectralDensity", "TraceEstimate",
+    "density_of", "hessian_bound_report", "last_layer_constants", "sharpness", "sharpness_of", "smoothed_curvature",
+    "smoothed_loss_bound", "spectral_density", "top_eigenvalue", "top_of", "trace", "trace_of",
+]  # fmt: skip

@@ -4,16 +4,10 @@ from equipoise.core.strides import fresh_strides
 from equipoise.data.augment import Augmentation, random_crop, random_flip
 from equipoise.data.dataset import Dataset
 from equipoise.data.factories import as_dataset
-from equipoise.data.folder import data_file
 from equipoise.data.load import load_dataset
+from equipoise.data.reading import data_file
 
 __all__ = [
-    "Augmentation",
-    "Dataset",
-    "as_dataset",
-    "data_file",
-    "fresh_strides",
-    "load_dataset",
-    "random_crop",
+    "Augmentation", "Dataset", "as_dataset", "data_file", "fresh_strides", "load_dataset", "random_crop",
     "random_flip",
-]
+]  # fmt: skip

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from equipoise.core.errors import InputError, one_line
 from equipoise.core.files import open_regular
 from equipoise.data.dataset import Dataset
-from equipoise.data.reading import read_exactly
+from equipoise.data.reading import choose_split, read_exactly
 from equipoise.data.sources import MAX_BYTES, Layout, array_source, largest_label
-from equipoise.data.splits import choose_split
 
 _INPUTS, _LABELS = ("x", "images", "inputs", "data"), ("y", "labels", "targets")
 #: what NumPy's reader of headers raises for a damaged one

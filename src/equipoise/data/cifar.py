@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from equipoise.core import InputError
 from equipoise.core.files import read_bounded
 from equipoise.data.dataset import Dataset
+from equipoise.data.reading import choose_split
 from equipoise.data.sources import MAX_BYTES, array_source
-from equipoise.data.splits import choose_split
 
 _PIXELS = 3 * 32 * 32
 _PICKLES = ("data_batch_1", "test_batch", "batches.meta")

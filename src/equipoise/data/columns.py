@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from equipoise.core import InputError
 from equipoise.data.dataset import Dataset
-from equipoise.data.extras import optional
 from equipoise.data.pictures import Pictures, stack
+from equipoise.data.reading import optional
 from equipoise.data.sources import Ints, Layout, channels_first, default_scale, require_dtype
 
 #: what the columns of inputs and labels are usually called

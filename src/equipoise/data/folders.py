@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from equipoise.core import InputError
 from equipoise.data.dataset import Dataset
 from equipoise.data.pictures import SUFFIXES, Pictures, as_size, stack
-from equipoise.data.reading import name_of
+from equipoise.data.reading import choose_split, name_of
 from equipoise.data.sources import Ints
-from equipoise.data.splits import choose_split
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,11 +12,9 @@ from equipoise.core.errors import InputError, one_line
 from equipoise.core.files import open_regular
 from equipoise.data.columns import Columns, column_dataset, features_of, find_columns
 from equipoise.data.dataset import Dataset
-from equipoise.data.extras import optional
 from equipoise.data.pictures import as_size
-from equipoise.data.reading import inside, name_of, read_json
+from equipoise.data.reading import choose_split, inside, name_of, optional, read_json
 from equipoise.data.sources import Ints, Layout
-from equipoise.data.splits import choose_split
 
 #: the end of an Arrow stream; without it, a stream cut between two batches would look whole
 _END = b"\xff\xff\xff\xff\0\0\0\0"

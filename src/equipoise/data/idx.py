@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError, one_line
 from equipoise.data.dataset import Dataset
-from equipoise.data.reading import DAMAGED, name_of, open_plain_or_gzip, read_exactly
+from equipoise.data.reading import DAMAGED, choose_split, name_of, open_plain_or_gzip, read_exactly
 from equipoise.data.sources import MAX_BYTES, Layout, array_source, largest_label
-from equipoise.data.splits import choose_split
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _IMAGES = re.compile(r"^(?P<family>.*?)(?P<part>train|t10k|test)(?P<kind>-images[-.]idx)[234]-ubyte(\.gz)?$")

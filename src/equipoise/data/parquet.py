@@ -14,11 +14,9 @@ from equipoise.core.errors import InputError, one_line
 from equipoise.core.files import open_regular
 from equipoise.data.columns import column_dataset, features_of, find_columns
 from equipoise.data.dataset import Dataset
-from equipoise.data.extras import optional
 from equipoise.data.pictures import as_size
-from equipoise.data.reading import name_of
+from equipoise.data.reading import choose_split, name_of, optional
 from equipoise.data.sources import MAX_BYTES, Ints, Layout, largest_label
-from equipoise.data.splits import choose_split
 
 _SHARD = re.compile(r"^(?P<split>[A-Za-z_]\w*?)(-\d+-of-\d+.*)?$")
 _USUAL = ("train", "test", "validation", "valid", "val", "dev")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError, one_line
-from equipoise.data.extras import optional
+from equipoise.data.reading import optional
 
 #: only these readers of pillow are used
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "WEBP")

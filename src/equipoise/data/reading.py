@@ -1,14 +1,16 @@
-"""Bytes from files that may lie about their size: read what was promised, in pieces, and notice when it is not there."""
+"""What readers of data share: bytes of files that may lie about their size, parts, optional packages, the user's folder."""
 
 from __future__ import annotations
 
 import gzip
+import importlib
+import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from equipoise.core import files
-from equipoise.core.errors import InputError
+from equipoise.core import InputError, files
 from equipoise.core.files import open_regular
 
 _PIECE = 2**20
@@ -57,3 +59,41 @@ def inside(folder: Path, name: Any, where: str) -> Path:
 def name_of(path: Path) -> str:
     """The last part of a path, also of `.` and `..`."""
     return path.name if path.name not in ("", "..") else path.resolve().name
+
+
+def choose_split(split: str | None, available: Sequence[str], name: str) -> str:
+    """The split asked for; without one, `test` if there is one, else the only one.
+
+    >>> choose_split(None, ["train", "test"], "digits")
+    'test'
+    """
+    if split is None:
+        if "test" in available:
+            return "test"
+        if len(available) == 1:
+            return available[0]
+        raise InputError(f"{name} has the splits {', '.join(available)}: say which one")
+    if split not in available and list(available) == ["all"]:
+        raise InputError(f"{name} is not divided into splits, so there is no {split!r}: leave the split out")
+    if split not in available:
+        raise InputError(f"{name} has no split {split!r}; it has {', '.join(available)}")
+    return split
+
+
+def optional(module: str, package: str, purpose: str) -> Any:
+    """An optional package, imported when it is needed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"{purpose} needs {package}: pip install 'equipoise[data]'") from error
+
+
+def data_file(name: str) -> Path:
+    """A file of the folder that `EQUIPOISE_DATA` names; one sentence where it is not there."""
+    folder = os.environ.get("EQUIPOISE_DATA")
+    if not folder:
+        raise InputError(f"{name} is not bundled: set EQUIPOISE_DATA to the folder that holds it")
+    path = Path(folder) / name
+    if not path.exists():
+        raise InputError(f"{name} is not in the folder EQUIPOISE_DATA names, {folder}")
+    return path

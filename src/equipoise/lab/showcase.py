@@ -34,6 +34,7 @@ from equipoise.report.png import data_uri
 from equipoise.runs import AttackRow, Run, certify
 from equipoise.runs.models import hash_module
 from equipoise.runs.rows import Row
+from equipoise.runs.store import Attacked
 from equipoise.smoothing import SmoothedClassifier
 from equipoise.smoothing.procedures import DEFAULT
 from equipoise.train import run_recipe
@@ -228,12 +229,12 @@ def margins(
     def attack(x: Tensor, y: Tensor, epsilon: Tensor, seed: int) -> AttackResult:
         return pgd(network.model, x, y, epsilon, s.attack_steps, seed=seed)
 
-    rows = inside(attack, "base", x, y, prediction.numpy(), radius, ids, (s.attack_steps, s.seed))
+    rows = inside(attack, Attacked.BASE, x, y, prediction.numpy(), radius, ids, (s.attack_steps, s.seed))
     tell(what, 1, s.attack_rounds + 1)
     found = closest_adversarial(
         attack, x, y, s.reach, s.attack_rounds, s.seed, lambda i: tell(what, i + 1, s.attack_rounds + 1)
     )
-    rows += _rows(found, "base", ids, s.reach, (s.attack_steps, s.seed))
+    rows += _rows(found, Attacked.BASE, ids, s.reach, (s.attack_steps, s.seed))
     model = {"source": network.title, "hash": hash_module(network.model)}
     return Margins(
         model, "digits", upper, tuple(str(i) for i in ids), y.numpy().astype(np.int64), prediction.numpy().astype(np.int64),
@@ -269,19 +270,19 @@ def attack_run(network: Network, run: Run, x: Tensor, y: Tensor, s: Settings, te
             seed=seed,
         )
 
-    rows = inside(attack, "smoothed", x, y, run.labels, radius, ids, (s.smooth_steps, s.seed))
+    rows = inside(attack, Attacked.SMOOTHED, x, y, run.labels, radius, ids, (s.smooth_steps, s.seed))
     if run.manifest.map is None:
         close = closest_adversarial(
             attack, x, y, s.reach, s.smooth_rounds, s.seed, lambda i: tell(what, i, s.smooth_rounds)
         )
-        rows += _rows(close, "smoothed", ids, s.reach, (s.smooth_steps, s.seed))
+        rows += _rows(close, Attacked.SMOOTHED, ids, s.reach, (s.smooth_steps, s.seed))
     run.add_attacks(rows)
     tell(what, 1, 1)
 
 
 def inside(
     attack: Attack,
-    kind: str,
+    kind: Attacked,
     x: Tensor,
     y: Tensor,
     prediction: Any,
@@ -331,7 +332,9 @@ def closest_adversarial(
     return AttackResult(points, best < torch.inf, best)
 
 
-def _rows(found: AttackResult, kind: str, ids: Sequence[int], reach: float, used: tuple[int, int]) -> list[AttackRow]:
+def _rows(
+    found: AttackResult, kind: Attacked, ids: Sequence[int], reach: float, used: tuple[int, int]
+) -> list[AttackRow]:
     return [
         AttackRow(i, kind, reach, bool(hit), float(d) if hit else None, used[0], 1, used[1])
         for i, hit, d in zip(ids, found.success, found.distance, strict=True)

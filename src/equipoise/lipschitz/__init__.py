@@ -11,21 +11,7 @@ from equipoise.lipschitz.sdp import sdp_bound
 from equipoise.norms.induced import induced_norm
 
 __all__ = [
-    "Call",
-    "Program",
-    "Radii",
-    "Report",
-    "Row",
-    "Signal",
-    "Step",
-    "capture",
-    "certified_radius",
-    "chain_bound",
-    "induced_bound",
-    "induced_norm",
-    "known_operations",
-    "lipschitz_bound",
-    "local_lipschitz",
-    "register_rule",
+    "Call", "Program", "Radii", "Report", "Row", "Signal", "Step", "capture", "certified_radius", "chain_bound",
+    "induced_bound", "induced_norm", "known_operations", "lipschitz_bound", "local_lipschitz", "register_rule",
     "sdp_bound",
-]
+]  # fmt: skip

@@ -127,7 +127,7 @@ class Normalised:
 
 @dataclass(frozen=True)
 class Constant:
-    """Reads nothing but the shape."""
+    """Does not depend on the input: reads nothing of it but the shape."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.errors import Refused
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
-from equipoise.lipschitz.operations import Copy, Opaque, Piece, Pieces, Sum
+from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
 from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.residual import residual_bound
@@ -166,6 +166,12 @@ def _centering(call: Call, step: Step) -> Region | None:
 
 
 def _check(node: fx.Node, step: Step) -> None:
+    if not isinstance(step, Step):
+        raise InputError(f"{where(node)}: its rule must return a Step, got {type(step).__name__}")
+    if not step.gains and not isinstance(step.map, Constant):
+        raise Refused(
+            f"{where(node)}: its rule names no input; name those it depends on, or answer map=operations.Constant()"
+        )
     for _, gain in step.gains:
         if math.isnan(gain) or gain < 0 or gain == math.inf:
             raise Refused(

@@ -6,19 +6,6 @@ from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.reading import geometry_of, module_kind, read
 
 __all__ = [
-    "Adjoint",
-    "Axis",
-    "Convolution",
-    "Diagonal",
-    "Geometry",
-    "Linear",
-    "Matrix",
-    "Padding",
-    "PaddingMode",
-    "add",
-    "compose",
-    "convolution",
-    "geometry_of",
-    "module_kind",
-    "read",
-]
+    "Adjoint", "Axis", "Convolution", "Diagonal", "Geometry", "Linear", "Matrix", "Padding", "PaddingMode", "add",
+    "compose", "convolution", "geometry_of", "module_kind", "read",
+]  # fmt: skip

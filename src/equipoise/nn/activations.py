@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import down, up
 from equipoise.maps.pointwise import read_activation
 
@@ -26,7 +27,7 @@ class MaxMin(nn.Module):
     tensor([[3., 5., 1., 4.]])
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
@@ -57,8 +58,6 @@ class BetaAbs(nn.Module):
     tensor([[ 1.,  5., -3.,  4.]])
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
-
     def __init__(self, beta: float = 0.5, dim: int = 1) -> None:
         super().__init__()
         if not 0 <= beta <= 1:
@@ -73,6 +72,7 @@ class BetaAbs(nn.Module):
         folded, kept = x.split([count, x.shape[self.dim] - count], self.dim)
         return torch.cat([folded.abs(), kept], self.dim)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """1: every entry keeps its place and its size."""
         return Bound(1.0, Kind.UPPER, "entries keep their size")
@@ -93,7 +93,7 @@ class GroupSort(nn.Module):
     tensor([[1., 2., 3., 7., 8., 9.]])
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     def __init__(self, size: int | None = 2, dim: int = 1) -> None:
         super().__init__()
@@ -131,8 +131,6 @@ class HouseholderActivation(nn.Module):
     tensor([[3., 5., 1., 4.]], grad_fn=<RoundBackward1>)
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
-
     def __init__(
         self, channels: int, dim: int = 1, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -154,6 +152,7 @@ class HouseholderActivation(nn.Module):
         t = 2 * (s * a + c * b).clamp(max=0)
         return torch.cat([a - t * s, b - t * c], self.dim)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`max(1, 2‖v‖² − 1)` with v as it was rounded: 1 up to a few units in the last place."""
         half = self.theta.detach() / 2
@@ -175,11 +174,12 @@ class Contracted(nn.Module):
     True
     """
 
-    @property
-    def lipschitz_constant(self) -> float | None:
+    def _constant(self) -> float | None:
         """1, as long as the activation is what it was; else what follows from the one that is there now."""
         found = slopes(self)
         return None if found is None else max(1.0, *map(abs, found))
+
+    lipschitz_upper = by_construction(_constant)
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()

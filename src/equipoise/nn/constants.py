@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.core.modules import hooked, stands
+from equipoise.core.modules import constructed, hooked
 from equipoise.core.precision import up
 from equipoise.nn.activations import slopes
 
@@ -23,7 +23,7 @@ def known_constant(module: nn.Module) -> float | None:
     None.
 
     It is read off the construction: equipoise's layers have 1, compositions multiply, activations and pooling come
-    from tables. A module of yours can state its own in an attribute `lipschitz_constant`; that is your claim. Plain
+    from tables. A module of yours can state its own, `lipschitz_upper = by_construction(…)`; that is your claim. Plain
     weights, batch norm, modules with hooks and other forwards give None: `equipoise.lipschitz_bound` bounds those,
     for the weights they have now.
 
@@ -34,12 +34,9 @@ def known_constant(module: nn.Module) -> float | None:
     """
     if hooked(module):
         return None
-    if "lipschitz_constant" in vars(module):
-        return float(vars(module)["lipschitz_constant"])
-    if any("lipschitz_constant" in vars(kind) for kind in type(module).__mro__):
-        # a subclass with another forward does not inherit the claim
-        stated = module.lipschitz_constant if stands(module, "lipschitz_constant") else None
-        return None if stated is None else float(stated)  # type: ignore[arg-type]
+    stated = constructed(module)
+    if stated is not None:
+        return stated
     if type(module) is nn.Sequential:
         total = 1.0
         for part in module:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import changed
+from equipoise.core.modules import by_construction, changed
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
@@ -159,11 +159,11 @@ class Weighted(Effective):
         kind, method = self.method_type, self._modules.get("method")
         return type(method) is kind and isinstance(method, Method) and not changed(method, kind) and method.certified
 
-    @property
-    def lipschitz_constant(self) -> float | None:
+    def _constant(self) -> float | None:
         """1, where the method proves it."""
         return 1.0 if self.certified else None
 
+    @by_construction(_constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """Upper bound of the norm for inputs of this shape (without the batch), from the weight the forward pass uses."""
         return Bound(upper_near_one(self.export(), input_shape), Kind.UPPER, "norm of the effective weight")

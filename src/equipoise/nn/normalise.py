@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Number
 from equipoise.core.errors import InputError
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import row_lengths, up
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 
@@ -37,7 +37,7 @@ class BatchCentering(nn.Module):
     tensor([0.2000, 0.4000])
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     running_mean: Tensor
     bias: nn.Parameter | None
@@ -86,7 +86,7 @@ class LayerCentering(nn.Module):
     [[[-1.0, 1.0], [-2.0, 2.0]]]
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     bias: nn.Parameter | None
 
@@ -134,10 +134,11 @@ class LastLayerNormalised(Effective):
 
     bias: nn.Parameter | None
 
-    @property
-    def lipschitz_constant(self) -> float:
+    def _constant(self) -> float:
         """`√classes`, for every value of the weights; `lipschitz()` measures those that are there."""
         return up(math.sqrt(len(self.raw)))
+
+    lipschitz_upper = by_construction(_constant)
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import down, up
 
 Sizes = int | tuple[int, int]
@@ -53,11 +53,12 @@ class MaxPool2d(nn.Module):
     windows, ...
     """
 
-    @property
-    def lipschitz_constant(self) -> float:
+    def _constant(self) -> float:
         """1; for a stride that was changed later, `√` of the number of windows that a pixel reaches."""
         count = _reached(self.kernel_size, self.stride)
         return 1.0 if count == 1 else up(math.sqrt(count))
+
+    lipschitz_upper = by_construction(_constant)
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False
@@ -86,12 +87,13 @@ class ScaledAvgPool2d(nn.Module):
     [2.0, 2.0, 2.0, 2.0]
     """
 
-    @property
-    def lipschitz_constant(self) -> float | None:
+    def _constant(self) -> float | None:
         """1; not known once its attributes were changed."""
         kernel = _pair(self.kernel_size, "kernel_size")
         built = _reached(kernel, self.stride) == 1 and self.scale == _root(math.prod(kernel))
         return 1.0 if built else None
+
+    lipschitz_upper = by_construction(_constant)
 
     def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
         super().__init__()
@@ -117,11 +119,12 @@ class L2NormPool2d(nn.Module):
     [2.0, 2.0, 2.0, 2.0]
     """
 
-    @property
-    def lipschitz_constant(self) -> float:
+    def _constant(self) -> float:
         """1; for a stride that was changed later, `√` of the number of windows that a pixel reaches."""
         count = _reached(self.kernel_size, self.stride)
         return 1.0 if count == 1 else up(math.sqrt(count))
+
+    lipschitz_upper = by_construction(_constant)
 
     def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
         super().__init__()
@@ -145,7 +148,7 @@ class ScaledGlobalAvgPool2d(nn.Module):
     [[3.0, 3.0]]
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
@@ -177,7 +180,7 @@ class SpaceToDepth(_Blocks):
     torch.Size([1, 12, 4, 4])
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """The rearranged image."""
@@ -193,7 +196,7 @@ class DepthToSpace(_Blocks):
     True
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """The rearranged image."""
@@ -208,7 +211,7 @@ class PadChannels(nn.Module):
     tensor(12.)
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -241,8 +244,6 @@ class SpatialShift(nn.Module):
     [[15.0, 16.0, 17.0], [9.0, 10.0, 11.0], [12.0, 13.0, 14.0]]
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
-
     def __init__(self, directions: int = 5, padding_mode: str = "circular") -> None:
         super().__init__()
         if directions not in (1, 5, 9) or padding_mode not in ("circular", "zeros"):
@@ -265,6 +266,7 @@ class SpatialShift(nn.Module):
         padded = functional.pad(x, [1, 1, 1, 1])
         return padded[..., 1 - down : 1 - down + h, 1 - right : 1 - right + w]
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """1: every entry is moved to a place of its own, or forgotten."""
         return Bound(1.0, Kind.UPPER, "entries are moved")
@@ -286,7 +288,7 @@ class FirstFeatures(nn.Module):
     tensor([[0., 1.]])
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
+    lipschitz_upper = by_construction(1.0)
 
     def __init__(self, features: int) -> None:
         super().__init__()

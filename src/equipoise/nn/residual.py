@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import up
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
@@ -42,7 +43,6 @@ class Residual(Effective):
     (torch.Size([2, 4, 6, 6]), 1.0)
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
     bias: nn.Parameter | None
     log_q: nn.Parameter | None
 
@@ -124,6 +124,7 @@ class Residual(Effective):
             padding = 0
         return functional.conv2d(x, weight, bias, 1, padding, kernel.dilation, kernel.groups)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`max(1, 2‖U‖² − 1)` with ‖U‖ bounded for this input, from the weights the forward pass uses."""
         return self.export().lipschitz_upper(input_shape)

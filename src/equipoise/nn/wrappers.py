@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import down, up
 from equipoise.nn.constants import known_constant
 
@@ -47,14 +48,15 @@ class Lipschitz(nn.Module):
         self.scale = float(constant) if known <= 1 else down(constant / known)
         self.module = module
 
-    @property
-    def lipschitz_constant(self) -> float | None:
+    def _constant(self) -> float | None:
         """The constant, as long as the module is what it was; else what follows from the module that is there now."""
         known = known_constant(self.module) if self.inner is None else self.inner
         if known is None:
             return None
         now = abs(self.scale) if known <= 1 else up(abs(self.scale) * known)
         return self.constant if now <= up(self.constant) else now
+
+    lipschitz_upper = by_construction(_constant)
 
     def forward(self, x: Tensor) -> Tensor:
         """The scaled map."""
@@ -91,8 +93,7 @@ class ConvexResidual(nn.Module):
         assert self.fixed is not None
         return self.fixed
 
-    @property
-    def lipschitz_constant(self) -> float | None:
+    def _constant(self) -> float | None:
         """`max(1, Lip(f))`, which bounds every convex combination; None where Lip(f) is not known."""
         inner = known_constant(self.module)
         if inner is not None and self.fixed is not None and not 0 <= self.fixed <= 1:  # set by hand: not convex
@@ -100,6 +101,8 @@ class ConvexResidual(nn.Module):
         if inner is None or inner <= 1:
             return None if inner is None else 1.0
         return inner if self.fixed is None else up(self.fixed + (1 - self.fixed) * inner)
+
+    lipschitz_upper = by_construction(_constant)
 
     def forward(self, x: Tensor) -> Tensor:
         """The combination."""
@@ -129,10 +132,11 @@ class Mirrored(nn.Module):
         super().__init__()
         self.module = module
 
-    @property
-    def lipschitz_constant(self) -> float | None:
+    def _constant(self) -> float | None:
         """That of the module."""
         return known_constant(self.module)
+
+    lipschitz_upper = by_construction(_constant)
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean over both images, or the module itself while training."""

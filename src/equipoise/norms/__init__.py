@@ -8,13 +8,6 @@ from equipoise.norms.spectral import spectral_norm
 from equipoise.norms.toeplitz import norm2_toep
 
 __all__ = [
-    "PEERS",
-    "dominant_eigenpair",
-    "dominant_pair",
-    "functional",
-    "gram_norm_plain",
-    "norm2_toep",
-    "operator_matrix",
-    "reference_norm",
-    "spectral_norm",
-]
+    "PEERS", "dominant_eigenpair", "dominant_pair", "functional", "gram_norm_plain", "norm2_toep",
+    "operator_matrix", "reference_norm", "spectral_norm",
+]  # fmt: skip

@@ -15,15 +15,6 @@ from equipoise.optim.matrices import Muon
 from equipoise.optim.newton_schulz import newton_schulz_gain
 
 __all__ = [
-    "GuardLogger",
-    "Muon",
-    "SpectralGuard",
-    "add_lookahead",
-    "lightning_callback",
-    "load_guard",
-    "newton_schulz_gain",
-    "save_guard",
-    "tensorboard_sink",
-    "trainer_callback",
-    "wandb_sink",
-]
+    "GuardLogger", "Muon", "SpectralGuard", "add_lookahead", "lightning_callback", "load_guard",
+    "newton_schulz_gain", "save_guard", "tensorboard_sink", "trainer_callback", "wandb_sink",
+]  # fmt: skip

@@ -9,25 +9,7 @@ from equipoise.report.page import plotly_source, render, write_report
 from equipoise.report.png import data_uri, png
 
 __all__ = [
-    "Attacks",
-    "Audit",
-    "Checked",
-    "Margins",
-    "Picture",
-    "ReportData",
-    "Series",
-    "Spectrum",
-    "audit_network",
-    "audit_source",
-    "collect",
-    "data_uri",
-    "load_audit",
-    "load_gallery",
-    "load_margins",
-    "plotly_source",
-    "png",
-    "render",
-    "save_audit",
-    "save_gallery",
-    "write_report",
-]
+    "Attacks", "Audit", "Checked", "Margins", "Picture", "ReportData", "Series", "Spectrum", "audit_network",
+    "audit_source", "collect", "data_uri", "load_audit", "load_gallery", "load_margins", "plotly_source", "png",
+    "render", "save_audit", "save_gallery", "write_report",
+]  # fmt: skip

@@ -20,6 +20,7 @@ from equipoise.report.data import Attacks, Audit, Checked, Floats, Ints, Picture
 from equipoise.runs import AttackRow, Run, open_run
 from equipoise.runs.manifest import is_run, versions
 from equipoise.runs.proved import ProvedRun, is_proved, open_proved
+from equipoise.runs.store import Attacked
 from equipoise.smoothing import read_log
 
 
@@ -128,7 +129,7 @@ def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
     left = manifest.total - len(run.rows)
     notes = (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
     key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', name)}"
-    attacks, tested = closest(model, name, ids, rows), contradictions(series, rows, "smoothed", key)
+    attacks, tested = closest(model, name, ids, rows), contradictions(series, rows, Attacked.SMOOTHED, key)
     return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), about, tested, notes)
 
 
@@ -139,10 +140,8 @@ def _ways(run: Run) -> dict[str, dict[str, Any]]:
         return {"adaptive": {}}
     if run.manifest.lipschitz is not None and p.soft:
         return {f"{p.procedure} + Lipschitz": {}, p.procedure: {"lipschitz": math.inf}}
-    return {
-        p.procedure: {},
-        **({"cohen": {"procedure": "cohen"}} if p.procedure in ("rivals", "cpm", "bonferroni") else {}),
-    }
+    plainer = {} if p.soft else {"cohen": {"procedure": "cohen"}}
+    return {p.procedure: {}, **plainer}
 
 
 def _deterministic(name: str, found: margin_file.Margins) -> _Part:
@@ -170,7 +169,7 @@ def _deterministic(name: str, found: margin_file.Margins) -> _Part:
         "procedure": "deterministic margin", "lipschitz": f"{constant}, computed by equipoise.lipschitz_bound",
     }  # fmt: skip
     rows, key = found.attacks, f"{found.model.get('hash', name)} {found.data} network"
-    attacks, tested = closest(model, name, found.ids, rows), contradictions(series, rows, "base", key)
+    attacks, tested = closest(model, name, found.ids, rows), contradictions(series, rows, Attacked.BASE, key)
     return _Part(model, found.model.get("hash", ""), tuple(series), tuple(attacks), described, tested)
 
 
@@ -203,7 +202,7 @@ def _proved(name: str, run: ProvedRun) -> _Part:
     notes = (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
     attacks = closest(model, name, ids, run.attacks)
     key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', '')} network"
-    tested = contradictions(series if asked.norm != "l1" else (), run.attacks, "base", key)
+    tested = contradictions(series if asked.norm != "l1" else (), run.attacks, Attacked.BASE, key)
     return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), described, tested, notes)
 
 
@@ -225,8 +224,8 @@ def _published(name: str, path: Path) -> _Part:
 
 def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow]) -> list[Attacks]:
     """For each kind of attack the distance of the closest misclassified point found, ∞ where none was."""
-    kinds: dict[str, dict[str, float]] = {}
-    settings: dict[str, set[str]] = {}
+    kinds: dict[Attacked, dict[str, float]] = {}
+    settings: dict[Attacked, set[str]] = {}
     for row in rows:
         best, key = kinds.setdefault(row.kind, {}), str(row.id)
         reached = (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
@@ -239,7 +238,7 @@ def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow])
     ]  # fmt: skip
 
 
-def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: str, key: str = "") -> Checked:
+def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: Attacked, key: str = "") -> Checked:
     """How many inputs were attacked strictly inside a certified radius, by the kind it speaks of, and which certificates broke.
 
     An input counts once, however many curves certify it; `key` tells inputs of other data apart.
@@ -269,8 +268,8 @@ def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: st
     return Checked(len(tried), len(fallen), tuple(broken), frozenset(tried), frozenset(fallen))
 
 
-def _verdict(kind: str, distance: float) -> str:
-    if kind == "base":
+def _verdict(kind: Attacked, distance: float) -> str:
+    if kind == Attacked.BASE:
         return f"broken at {distance:.6g}"
     return f"suspected at {distance:.6g}: `equipoise attack` confirms or withdraws it"
 

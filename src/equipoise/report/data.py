@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError
+from equipoise.runs.store import Attacked
 from equipoise.smoothing import average_certified_radius, certified_accuracy
 
 Floats = NDArray[np.float64]
@@ -93,12 +94,12 @@ class Series:
 class Attacks:
     """The closest misclassified point an attack found for each input: `distance` is ∞ where it found none.
 
-    `kind` is "base" (the network itself) or "smoothed". Accuracy under attack is an upper bound of the true robust accuracy.
+    Accuracy under attack is an upper bound of the true robust accuracy.
     """
 
     model: str
     run: str
-    kind: str
+    kind: Attacked
     ids: tuple[str, ...]
     distance: Floats
     settings: str = ""

@@ -12,6 +12,7 @@ import numpy as np
 from equipoise.core.bounds import round_down, round_up
 from equipoise.lipschitz.logs import exp_up
 from equipoise.report.data import Attacks, Audit, Floats, Series
+from equipoise.runs.store import Attacked
 
 Figure = dict[str, Any]
 
@@ -29,7 +30,7 @@ COLOURS = {
 }
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#7A7A7A")
 DASHES = ("solid", "dash", "dot", "dashdot")
-ATTACK_DASH = {"base": "dot", "smoothed": "dash"}
+ATTACK_DASH = {Attacked.BASE: "dot", Attacked.SMOOTHED: "dash"}
 #: points of one drawn curve at most
 POINTS = 240
 
@@ -100,14 +101,14 @@ def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> 
         x, y = certified_curve(s, end)
         line = {"color": colour, "width": 2.4, "dash": dash, "shape": "vh"}
         traces.append(_line(plot_text(name), x, y, line, "ε = %{x:.3f}<br>at least %{y:.1%} certified"))
-    merged: dict[str, list[Attacks]] = {}
+    merged: dict[Attacked, list[Attacks]] = {}
     for a in attacks:
         merged.setdefault(a.kind, []).append(a)
     for kind, found in merged.items():
         for a in found:
             x, y = attack_curve(a, end)
-            line = {"color": "#7A7A7A", "width": 1.6, "dash": ATTACK_DASH.get(kind, "dashdot"), "shape": "hv"}
-            name = f"attacked: {'network' if kind == 'base' else kind}"
+            line = {"color": "#7A7A7A", "width": 1.6, "dash": ATTACK_DASH[kind], "shape": "hv"}
+            name = f"attacked: {'network' if kind == Attacked.BASE else kind}"
             name += f" ({a.run})" if len(found) > 1 else ""
             trace = _line(plot_text(name), x, y, line, "ε = %{x:.3f}<br>at most %{y:.1%} withstand")
             traces.append({**trace, "meta": "attack"})

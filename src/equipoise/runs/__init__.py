@@ -11,20 +11,6 @@ from equipoise.runs.summary import Summary
 from equipoise.runs.tasks import TaskSpec, Worker
 
 __all__ = [
-    "ENGINES",
-    "AttackRow",
-    "AttackSummary",
-    "Engine",
-    "Execution",
-    "Job",
-    "Run",
-    "Settings",
-    "Summary",
-    "TaskSpec",
-    "Worker",
-    "attack_run",
-    "certify",
-    "describe",
-    "open_run",
-    "start",
-]
+    "ENGINES", "AttackRow", "AttackSummary", "Engine", "Execution", "Job", "Run", "Settings", "Summary", "TaskSpec",
+    "Worker", "attack_run", "certify", "describe", "open_run", "start",
+]  # fmt: skip

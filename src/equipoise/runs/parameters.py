@@ -119,7 +119,7 @@ class Sampling:
             return
         if self.lipschitz != "auto" and not (math.isfinite(self.lipschitz) and self.lipschitz >= 0):
             raise InputError(f"lipschitz must be a non-negative number or 'auto', got {self.lipschitz!r}")
-        if not self.row.soft or self.adaptive or (fixed is not None and fixed.name == "hardmax"):
+        if not self.row.soft or self.adaptive or (fixed is not None and fixed.votes):
             raise InputError(
                 "votes have no Lipschitz constant: --lipschitz goes with soft scores, --procedure rivals, lvm or direct"
             )

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -53,22 +54,36 @@ _SESSION = ("started", "engine", "device", "versions")
 _LARGEST = 1 << 26  # bytes of one array
 
 
+class Attacked(StrEnum):
+    """What an attack was on: the network itself, or its smoothed version."""
+
+    BASE = "base"
+    SMOOTHED = "smoothed"
+
+
 @dataclass(frozen=True)
 class AttackRow:
     """One attack on one input: whether some x' with ‖x' − x‖₂ ≤ epsilon was misclassified, and at what distance.
 
-    `kind` is "base" (the plain network) or "smoothed". The key is everything but the outcome, so that repeating an attack
+    The key is everything but the outcome, so that repeating an attack
     replaces its row and changing it adds one.
     """
 
     id: InputId
-    kind: str
+    kind: Attacked
     epsilon: float
     success: bool
     distance: float | None
     steps: int
     restarts: int
     seed: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in tuple(Attacked):
+            raise InputError(
+                f"an attack is on the network ('base') or on its smoothed version ('smoothed'), not {self.kind!r}"
+            )
+        object.__setattr__(self, "kind", Attacked(self.kind))
 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
@@ -238,7 +253,7 @@ class Table(Generic[R]):
     def put_attacks(self, rows: Iterable[AttackRow]) -> None:
         """Store attack results in one transaction."""
         with self._translated(), self._transaction():
-            self._insert("attacks", _ATTACK, [astuple(row) for row in rows])
+            self._insert("attacks", _ATTACK, [(row.id, row.kind.value, *astuple(row)[2:]) for row in rows])
 
     def attacks(self) -> list[AttackRow]:
         """Every stored attack, by kind, epsilon and id."""

@@ -75,7 +75,7 @@ class Worker:
             )
         if p.adaptive:
             return self._stopped(item, x)
-        if not p.soft or (self.spec.map is not None and self.spec.map.name == "hardmax"):
+        if not p.soft or (self.spec.map is not None and self.spec.map.votes):
             first = self.classifier.counts(x, p.n0, input_id=item.id, stream=Stream.SELECTION)
             second = self.classifier.counts(x, p.n, input_id=item.id, stream=Stream.ESTIMATION)
             return Row(item.position, item.id, item.label, p.n0, p.n, first, second)
@@ -91,7 +91,7 @@ class Worker:
                 logits, p.n, p.sigma, p.alpha, procedure=p.procedure, lipschitz=network, per_input=True
             )  # fmt: skip
             chosen = found[0]
-        if chosen.name == "hardmax":
+        if chosen.votes:
             tally.counts(x, p.n, input_id=item.id, stream=Stream.ESTIMATION)
             soft = None
         else:

@@ -148,7 +148,7 @@ class SmoothedClassifier:
         variation v the n draws differ from n exact ones with probability at most `n·v`, which is taken off alpha; there
         the answer is that of the classifier that rounds its input to the grid first, as certificates have it.
         """
-        if self.map is not None and self.map.name != "hardmax":
+        if self.map is not None and not self.map.votes:
             raise Refused(f"predict tests votes, but this classifier smooths {self.map}: use certify")
         rows = [self.counts(xi, n, input_id=i, stream=Stream.PREDICTION) for xi, i in self.inputs(x, ids)]
         return predict_counts(np.stack(rows), alpha, n * self.drawn(x).variation)
@@ -243,7 +243,7 @@ class SmoothedClassifier:
         network: float | None, interval: Literal["bernstein", "betting"],
     ) -> Votes | Scores:  # fmt: skip
         """The estimation sample of one input under a map."""
-        if chosen.name == "hardmax":
+        if chosen.votes:
             votes = self.counts(x, n, input_id=name, stream=Stream.ESTIMATION)[None].astype(np.float64)
             return Votes(apply_map(chosen, logits).sum(axis=1), votes, np.array([float(n)]))
         moments, kept = self.moments(x, n, plan, 0, chosen, input_id=name, keep=interval == "betting")

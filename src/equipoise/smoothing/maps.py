@@ -50,7 +50,7 @@ def plan_map(
     scores."""
     row = find_procedure(procedure)
     scores = apply_map(chosen, logits)
-    if chosen.name == "hardmax":
+    if chosen.votes:
         return plan_counts(row, scores.sum(axis=1), n, noise, alpha)
     return plan_scores(row, scores, n, noise, alpha, map_smoothness(chosen, logits.shape[-1], lipschitz))
 
@@ -115,7 +115,7 @@ def _plan_group(
     group: list[SimplexMap], logits: Floats, procedure: str, n: int, noise: Gaussian, alpha: float, lipschitz: Any
 ) -> Floats:
     """Hoped radii (maps, N) of maps of one kind: temperatures become one more batch axis."""
-    if group[0].name == "hardmax":
+    if group[0].votes:
         return np.stack([plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in group])
     inputs, draws, classes = logits.shape
     effective = np.array([m.temperature * m.mass for m in group])

@@ -68,7 +68,7 @@ def plan_counts(row: Procedure, selection: Floats, n: int, noise: Gaussian, alph
     else:
         kept, place = np.unique(ranked, axis=0, return_inverse=True)
         best, hoped = _cross_validated(options, kept, n, noise, alpha)
-        singles = np.stack([o.partition(kept).singles for o in options])[best, np.arange(len(kept))]
+        singles = np.stack([o.buckets(kept).singles for o in options])[best, np.arange(len(kept))]
     place = np.reshape(place, -1)
     partition = Partition(order, singles[place])
     return _plan(options, best[place], partition, hoped[place], None)
@@ -88,16 +88,16 @@ def plan_scores(
     ratings = np.zeros((len(options), len(scores)))
     for seen, left_out in halves:
         for rating, option in zip(ratings, options, strict=True):
-            partition = option.partition(_keep_top(seen.sum(axis=1), mass))
+            partition = option.buckets(_keep_top(seen.sum(axis=1), mass))
             moments = Moments.of(bucket_scores(left_out, partition)).scaled(n)
-            top, rival = (alpha * s for s in option.share(partition))
+            top, rival = (alpha * s for s in option.shares(partition))
             if option.direct:
                 found = margin_bounds(moments, partition, noise, np.full(len(mass), alpha), smoothness)
             else:
                 found = moment_bounds(moments, partition, noise, top, rival, smoothness)
             rating += _rating(found) / len(halves)
     best, rows = ratings.argmax(axis=0), np.arange(len(mass))
-    each = [o.partition(mass) for o in options]
+    each = [o.buckets(mass) for o in options]
     singles = np.stack([p.singles for p in each])[best, rows]
     return _plan(options, best, Partition(each[0].order, singles), ratings[best, rows], scores)
 
@@ -112,7 +112,7 @@ def _told_apart(row: Procedure) -> list[Option]:
 
 
 def _plan(options: Sequence[Option], best: Ints, partition: Partition, hoped: Floats, scores: Floats | None) -> Plan:
-    shares = [np.stack(np.broadcast_arrays(*o.share(partition))) for o in options]
+    shares = [np.stack(np.broadcast_arrays(*o.shares(partition))) for o in options]
     top, rival = np.stack(shares)[best, :, np.arange(len(best))].T
     direct = np.array([o.direct for o in options])[best]
     shape = (len(hoped), int(partition.buckets.max(initial=1)))
@@ -166,7 +166,7 @@ def _promise(option: Option, p1: Floats, p2: Floats, n: int, noise: Gaussian, al
         up = 1 - low
     else:
         example = Partition(np.arange(classes)[None], np.array([_FIXED[option.partition](classes)]))
-        top, rival = (alpha * float(s[0]) for s in option.share(example))
+        top, rival = (alpha * float(s[0]) for s in option.shares(example))
         low = betaincinv(np.maximum(n * p1, 1e-9), n * (1 - p1) + 1, top)
         up = 1 - low
         if int(example.buckets[0]) > 2:
@@ -196,11 +196,11 @@ def _cross_validated(
 def _rate_counts(
     option: Option, seen: Floats, expected: Floats, total: Floats, noise: Gaussian, alpha: float
 ) -> Floats:
-    partition = option.partition(seen)
+    partition = option.buckets(seen)
     if option.direct:
         moments = Moments.of_counts(partition.gather(expected), np.maximum(total, 2))
         return _rating(margin_bounds(moments, partition, noise, np.full(len(total), alpha)))
-    top, rival = (alpha * s for s in option.share(partition))
+    top, rival = (alpha * s for s in option.shares(partition))
     return _rating(count_bounds(expected, total, partition, noise, top, rival))
 
 

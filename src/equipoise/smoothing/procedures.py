@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
-from equipoise.core import InputError
+from equipoise.core import InputError, Refused
 from equipoise.smoothing.partitions import Build, Partition, class_partition, every_class, one_against_rest
 from equipoise.smoothing.ramp import Floats
 
@@ -60,6 +60,30 @@ class Option:
     direct: bool = False
     joint: bool = False
 
+    def buckets(self, selection: Floats) -> Partition:
+        """The partition, refused where it loses a class: a rival that no bound speaks of."""
+        found = self.partition(selection)
+        classes = np.arange(selection.shape[1])
+        whole = found.order.shape == selection.shape and bool((np.sort(found.order, axis=1) == classes).all())
+        if not whole or found.singles.min(initial=0) < 0 or found.singles.max(initial=0) >= len(classes):
+            raise InputError(
+                f"{self.partition} must list every class of every input once, with 0 to c − 1 of them by themselves"
+            )
+        return found
+
+    def shares(self, partition: Partition) -> tuple[Floats, Floats]:
+        """Shares of α for the class and for each other bucket, refused where they spend more than α.
+
+        Two buckets have one bound; with more, that of the class and that of the true runner-up must hold.
+        """
+        top, rival = self.share(partition)
+        spent = np.where(partition.buckets > 2, np.add(top, rival), np.maximum(top, rival))
+        if not bool(((np.minimum(top, rival) >= 0) & (spent <= 1 + 2.0**-40)).all()):
+            raise Refused(
+                f"{self.share} spends {float(np.max(spent)):g}·α on the class and one rival: at most 1·α is sound"
+            )
+        return top, rival
+
 
 @dataclass(frozen=True)
 class Procedure:
@@ -82,7 +106,7 @@ class Procedure:
     def stored(self, partition: Partition, direct: bool) -> tuple[Floats, Floats]:
         """Shares for buckets that were fixed when sampling: those of the first option of that kind."""
         option = next((o for o in self.options if o.direct == direct), self.options[0])
-        return option.share(partition)
+        return option.shares(partition)
 
     @property
     def margins(self) -> bool:

@@ -7,6 +7,7 @@ temperature T certifies exactly what mass 1 at temperature r·T does; the mass m
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,7 +76,27 @@ class _Sparsemax(torch.autograd.Function):
         return torch.where(support, inside - mean, torch.zeros_like(grad))
 
 
-_MAPS = {"softmax": softmax, "sparsemax": sparsemax, "hardmax": hardmax}
+@dataclass(frozen=True)
+class _Row:
+    """What a map is at T = 1 and r = 1, with the sharp constants of a component, of a difference of two, and of the whole."""
+
+    run: Callable[[Tensor, float, float], Tensor]
+    component: Callable[[int], float]
+    pair: float
+    vector: float
+
+
+_MAPS = {
+    "softmax": _Row(softmax, lambda classes: 1 / (2 * math.sqrt(2)), math.sqrt(2) / 2, 0.5),
+    "sparsemax": _Row(sparsemax, lambda classes: math.sqrt((classes - 1) / classes), math.sqrt(2), 1.0),
+    "hardmax": _Row(hardmax, lambda classes: math.inf, math.inf, math.inf),
+}
+
+
+def _find(name: str) -> _Row:
+    if name not in _MAPS:
+        raise InputError(f"unknown simplex map {name!r}: expected one of {', '.join(_MAPS)}")
+    return _MAPS[name]
 
 
 @dataclass(frozen=True)
@@ -92,17 +113,21 @@ class SimplexMap:
     mass: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.name not in _MAPS:
-            raise InputError(f"unknown simplex map {self.name!r}: expected one of {', '.join(_MAPS)}")
+        _find(self.name)
         _check(self.temperature, self.mass)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Scores of mass `mass` over the last axis."""
-        return _MAPS[self.name](logits, self.temperature, self.mass)
+        return _find(self.name).run(logits, self.temperature, self.mass)
+
+    @property
+    def votes(self) -> bool:
+        """Whether every draw is one vote: scores are 0 or the mass, and counts say all about a sample."""
+        return _find(self.name).run is hardmax
 
     def __str__(self) -> str:
-        if self.name == "hardmax":
-            return "hardmax"
+        if self.votes:
+            return self.name
         tail = "" if self.mass == 1 else f", mass {self.mass:g}"
         return f"{self.name} at temperature {self.temperature:g}{tail}"
 
@@ -112,8 +137,7 @@ class SimplexMap:
 
     def pair_constant(self) -> float:
         """Upper bound of `Lip(z → τ_y(z) − τ_k(z))`: softmax √2/(2T), sparsemax √2/T, hardmax ∞."""
-        table = {"softmax": math.sqrt(2) / 2, "sparsemax": math.sqrt(2), "hardmax": math.inf}
-        return table[self.name] / self.temperature * _UP
+        return _find(self.name).pair / self.temperature * _UP
 
     def component_lipschitz(self, network: Any, classes: int) -> float:
         """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need."""
@@ -132,13 +156,7 @@ def component_constant(name: str, classes: int) -> float:
     """
     if classes < 2:
         raise InputError(f"a classifier has at least two classes, got {classes}")
-    if name == "softmax":
-        return 1 / (2 * math.sqrt(2)) * _UP
-    if name == "sparsemax":
-        return math.sqrt((classes - 1) / classes) * _UP
-    if name == "hardmax":
-        return math.inf
-    raise InputError(f"unknown simplex map {name!r}: expected one of {', '.join(_MAPS)}")
+    return _find(name).component(classes) * _UP
 
 
 def vector_constant(name: str) -> float:
@@ -147,10 +165,7 @@ def vector_constant(name: str) -> float:
     >>> vector_constant("softmax")
     0.5
     """
-    table = {"softmax": 0.5, "sparsemax": 1.0, "hardmax": math.inf}
-    if name not in table:
-        raise InputError(f"unknown simplex map {name!r}: expected one of {', '.join(_MAPS)}")
-    return table[name]
+    return _find(name).vector
 
 
 def _product(network: float, constant: float) -> float:

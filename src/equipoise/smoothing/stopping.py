@@ -69,7 +69,7 @@ def certify_adaptive(
     if not 0 < alpha < 1 or not 0 < hopeless < 1:
         raise InputError(f"alpha and hopeless must lie strictly between 0 and 1, got {alpha} and {hopeless}")
     chosen = map or classifier.map or SimplexMap("hardmax")
-    hard = chosen.name == "hardmax"
+    hard = chosen.votes
     if relative is not None and (not hard or lipschitz is not None or not 0 < relative < 1):
         raise InputError("relative needs a share strictly between 0 and 1, the majority vote and no Lipschitz constant")
     if hard and lipschitz is not None:

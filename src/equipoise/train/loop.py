@@ -7,6 +7,7 @@ Every process takes its share of the same global batch. With n of B examples on 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Parts
 from equipoise.train.keys import in_blocks, random_states, set_random_states
 from equipoise.train.objective import Objective, Place
-from equipoise.train.recipe import Recipe
-from equipoise.train.schedule import factor
+from equipoise.train.recipe import Recipe, Schedule
 from equipoise.train.state import State, optimizer_state, prefixed, restore_optimizer
 from equipoise.train.task import Task
 from equipoise.train.terms import Augment, Guarding, Penalty
@@ -268,3 +268,35 @@ class Trainer:
         """The loss of the last step on this process (for a progress line)."""
         value = self.losses[self.batch - 1].item() if self.batch else math.nan
         return value * self.world
+
+
+def factor(schedule: Schedule, step: int, steps: int) -> float:
+    """The factor of the learning rate at `step` of `steps` (the first step is 0).
+
+    >>> [round(factor(Schedule(kind="cosine", warmup=0.2), s, 10), 3) for s in (0, 1, 2, 5, 9)]
+    [0.5, 1.0, 1.0, 0.691, 0.038]
+    """
+    warm = 0.3 if schedule.kind == "one-cycle" and schedule.warmup == 0 else schedule.warmup
+    rising = round(warm * steps)
+    if step < rising:
+        return (step + 1) / rising
+    t = (step - rising) / max(1, steps - rising)
+    if schedule.kind in ("cosine", "one-cycle"):
+        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * t)) / 2
+    if schedule.kind == "linear":
+        return schedule.final + (1 - schedule.final) * (1 - t)
+    if schedule.kind == "piecewise":
+        return _between(schedule.points, step / steps)
+    if schedule.kind == "step":
+        return schedule.gamma ** sum(step >= round(m * steps) for m in schedule.milestones)
+    return 1.0
+
+
+def _between(points: list[tuple[float, float]], t: float) -> float:
+    """Linear interpolation, constant outside the points."""
+    if t <= points[0][0]:
+        return points[0][1]
+    for (a, low), (b, high) in itertools.pairwise(points):
+        if t <= b:
+            return low + (high - low) * (t - a) / (b - a)
+    return points[-1][1]

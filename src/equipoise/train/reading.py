@@ -25,6 +25,7 @@ _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _LARGEST = 1_000_000  # bytes of a recipe
 _DEEPEST = 50
+_EXTENDED = 8  # recipes that extend one another
 Lines = dict[tuple[str | int, ...], int]
 
 
@@ -45,6 +46,7 @@ def read_recipe(
     """A checked recipe from a bundled name, a YAML file, plain data or a recipe, with `key.key=value` overrides on top.
 
     A file names registered models and data only; `allow_code` lets it name `package.module:factory` of your own, which is run.
+    `extends: NAME` starts from a bundled recipe: what is given is put over it, key by key (`extended`).
 
     >>> read_recipe("sll-sr-digits", ["epochs=2", "optimizer.lr=1e-2"]).epochs
     2
@@ -64,11 +66,44 @@ def read_recipe(
             document.setdefault("name", _plain(Path(where).stem))
     if not isinstance(document, dict):
         raise InputError(f"{where} must hold `key: value` pairs, got {_kind(document)}")
-    document = _american(document)
+    document = extended(_american(document), where)
     for item in overrides:
         head, dot, rest = item.partition(".")
         document = _override(document, f"{_BRITISH.get(head, head)}{dot}{rest}")
     return check(document, where, lines)
+
+
+def extended(document: dict[str, Any], where: str, depth: int = 0) -> dict[str, Any]:
+    """A recipe that `extends` a bundled one, written out: parts are merged key by key, the rest is replaced.
+
+    A part that names another `kind` is another thing, so nothing of the old one is kept; neither are the description and the
+    published figures, which speak of the other recipe.
+
+    >>> extended({"extends": "sll-sr-digits", "epochs": 1}, "the recipe")["epochs"]
+    1
+    """
+    if "extends" not in document:
+        return document
+    name, known = document["extends"], bundled()
+    if not isinstance(name, str) or name not in known or depth > _EXTENDED:
+        raise InputError(
+            f"{where}: extends takes the name of a bundled recipe, got {name!r}{nearest(str(name), known)}"
+        )
+    base = extended(parse(known[name], name)[0], name, depth + 1)
+    for key in ("description", "published", "name"):
+        base.pop(key, None)
+    return _over(base, {key: value for key, value in document.items() if key != "extends"})
+
+
+def _over(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    found = dict(base)
+    for key, value in new.items():
+        old = found.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            found[key] = _over(old, value)
+        else:
+            found[key] = value
+    return found
 
 
 def _require_no_code(document: Any, where: str) -> None:

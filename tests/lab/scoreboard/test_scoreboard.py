@@ -1,12 +1,15 @@
 """The scoreboard: what it plays, that it goes on where it stopped, that its figures are proved ones, and its pages."""
 
 import json
+from dataclasses import asdict
 
 import pytest
+import torch
 
-from equipoise.core.errors import InputError
+from equipoise.attacks import AttackResult
+from equipoise.core.errors import InputError, Refused
 from equipoise.lab.scoreboard import Budget, Cell, plan, play, read_board
-from equipoise.lab.scoreboard.cell import LOSSES, fitting
+from equipoise.lab.scoreboard.cell import LOSSES, fitting, located
 from equipoise.nn.models.families import families
 
 TINY = Budget("digits", 0.001, (4,), (1,), 8, 64, 5e-3, 0.4, 40, flip=False)
@@ -78,3 +81,45 @@ def test_the_steps_fit_the_budget(seconds, count):
     assert steps == 1 or steps * seconds <= 60
     assert steps == 1 or steps * seconds > 60 * (1 - 1 / max(1, count // 64)) - seconds * epochs
     assert 1 <= limit <= count
+
+
+def test_a_board_grows_and_can_be_gone_on_with_elsewhere(board, tmp_path, monkeypatch):
+    folder, cells, before = board
+    (tmp_path / "scoreboard.json").write_text((folder / "scoreboard.json").read_text())
+    refuse = lambda cell, *_: {"asked": {"cell": asdict(cell)}, "refused": cell.name}  # noqa: E731
+    monkeypatch.setattr("equipoise.lab.scoreboard.board.play_cell", refuse)
+    grown = play([Cell("bcop"), Cell("sr")], TINY, tmp_path)
+    assert [c for c in grown.cells if "refused" not in c] == [c for c in before.cells if "refused" not in c]
+    assert [c["refused"] for c in grown.cells if "refused" in c] == ["sr.lmt.0"]
+    with pytest.raises(InputError, match="another budget"):
+        play(cells, Budget("digits", 0.002, (4,), (1,), 8, 64), tmp_path)
+
+
+def test_data_that_cannot_be_read_are_refused_once(tmp_path, monkeypatch):
+    monkeypatch.delenv("EQUIPOISE_DATA", raising=False)
+    with pytest.raises(InputError, match=r"no 'absent\.npz'"):
+        play([Cell("bcop"), Cell("aol")], Budget("absent.npz", 1.0), tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("EQUIPOISE_DATA", str(tmp_path))
+    (tmp_path / "there.npz").touch()
+    assert located("there.npz") == "${EQUIPOISE_DATA}/there.npz"
+    assert located("absent.npz") == "absent.npz"
+
+
+def test_autoattack_is_added_to_cells_that_were_played(board, monkeypatch):
+    folder, cells, _ = board
+    broken = AttackResult(torch.empty(0), torch.tensor(True), torch.empty(0))
+    monkeypatch.setattr("equipoise.lab.scoreboard.board.require_autoattack", lambda: "here")
+    monkeypatch.setattr("equipoise.lab.scoreboard.cell.autoattack", lambda *_: broken)
+    found = play(cells[:1], TINY, folder, autoattack=7)
+    (cell,) = [c for c in found.cells if "autoattack" in c]
+    assert (cell["autoattack"], cell["autoattack_samples"]) == (0.0, 7)
+    assert "AutoAttack" in found.markdown()
+    monkeypatch.setattr("equipoise.lab.scoreboard.cell._measured", lambda *_: pytest.fail("attacked again"))
+    assert play(cells[:1], TINY, folder, autoattack=7).cells == found.cells
+
+
+def test_without_the_package_autoattack_is_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("equipoise.attacks.auto.PACKAGES", ())
+    with pytest.raises(Refused, match="not installed"):
+        play([Cell("bcop")], TINY, tmp_path, autoattack=5)

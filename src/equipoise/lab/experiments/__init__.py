@@ -5,16 +5,6 @@ from equipoise.lab.experiments.experiment import Context, Experiment, Label, Pow
 from equipoise.lab.experiments.runner import Outcome, reproduce, reproduce_all
 
 __all__ = [
-    "Context",
-    "Experiment",
-    "Label",
-    "Outcome",
-    "Power",
-    "Row",
-    "Verdict",
-    "catalogue",
-    "every",
-    "find",
-    "reproduce",
-    "reproduce_all",
-]
+    "Context", "Experiment", "Label", "Outcome", "Power", "Row", "Verdict", "catalogue", "every", "find",
+    "reproduce", "reproduce_all",
+]  # fmt: skip

@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from equipoise.attacks.auto import require_autoattack
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
 from equipoise.core.files import read_json, write_whole
 from equipoise.lab.experiments.intervals import Mean, mean_of
-from equipoise.lab.scoreboard.cell import LOSSES, Budget, Cell, play_cell
+from equipoise.lab.scoreboard.cell import LOSSES, Budget, Cell, play_cell, recipe, tested
+from equipoise.train.build import build_data
 
 Tell = Callable[[Cell, dict[str, Any]], None]
 
@@ -43,6 +45,8 @@ class Board:
             row["accuracy"] = mean_of([100 * c["accuracy"] for c in good])
             row["certified"] = {e: mean_of([100 * c["certified"][e] for c in good]) for e in radii}
             row["attacked"] = mean_of([100 * c["attacked"] for c in good])
+            if all("autoattack" in c for c in good):
+                row["autoattack"] = mean_of([100 * c["autoattack"] for c in good])
             row |= {k: sum(c[k] for c in good) / len(good) for k in ("step_seconds", "steps", "processor_seconds")}
             row |= {
                 "parameters": good[0]["parameters"],
@@ -57,23 +61,17 @@ class Board:
         """The table."""
         rows = self.rows()
         radii = next((list(r["certified"]) for r in rows if "certified" in r), [])
-        head = [
-            "family",
-            "loss",
-            "clean",
-            *(f"ε = {float(e):.3f}" for e in radii),
-            "attacked",
-            "s/step",
-            "steps",
-            "parameters",
-        ]
+        auto = any("autoattack" in r for r in rows)
+        head = ["family", "loss", "clean", *(f"ε = {float(e):.3f}" for e in radii), "attacked"]
+        head += [*(["AutoAttack"] if auto else []), "s/step", "steps", "parameters"]
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for r in rows:
             if "refused" in r:
                 lines.append(f"| {r['family']} | {r['loss']} | refused: {r['refused']} |" + " |" * (len(head) - 3))
                 continue
             cells = [r["family"], r["loss"], _show(r["accuracy"]), *(_show(m) for m in r["certified"].values())]
-            cells += [_show(r["attacked"]), f"{r['step_seconds']:.3f}", f"{r['steps']:.0f}", f"{r['parameters']:,}"]
+            cells += [_show(r["attacked"]), *([_show(r["autoattack"]) if "autoattack" in r else "–"] if auto else [])]
+            cells += [f"{r['step_seconds']:.3f}", f"{r['steps']:.0f}", f"{r['parameters']:,}"]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join([f"# {self.title}", "", *self.about(), "", *lines, ""])
 
@@ -86,12 +84,16 @@ class Board:
         """What the figures are."""
         good = [c for c in self.cells if "refused" not in c]
         samples = good[0]["samples"] if good else 0
-        return [
+        said = [
             "Per cent of test inputs, mean over seeds (± 95 % interval where there are several). Certified: proved Lipschitz "
             f"bounds, by pairs of classes, on {samples:,} inputs. Attacked: right under PGD within {self.budget['epsilon']:.4g} "
             "(ℓ2) on the first 500, at least the certified share of them. The same network, data, optimizer and budget of "
             "processor time for every row; a cheaper layer takes more steps.",
         ]
+        counts = [c["autoattack_samples"] for c in good if "autoattack" in c]
+        if counts:
+            said.append(f"AutoAttack: right under PGD and its four attacks, on the first {min(counts)} inputs or more.")
+        return said
 
     def page(self) -> str:
         """A self-contained HTML page with the table and certified accuracy against the cost of a step."""
@@ -113,31 +115,59 @@ def plan(families: Sequence[str], losses: Sequence[str], seeds: int, all_losses:
 
 
 def play(
-    cells: Iterable[Cell], budget: Budget, folder: str | Path, *, workers: int = 0, tell: Tell | None = None
+    cells: Iterable[Cell],
+    budget: Budget,
+    folder: str | Path,
+    *,
+    workers: int = 0,
+    tell: Tell | None = None,
+    autoattack: int = 0,
 ) -> Board:
     """Play what is not played yet and write `scoreboard.json`, `README.md` and `index.html`; stopped anywhere, it goes on.
 
-    `workers = 0` plays one after the other in this process; otherwise Ray plays so many at once, on a core each.
+    `workers = 0` plays one after the other in this process; otherwise Ray plays so many at once, on a core each. What the
+    folder's `scoreboard.json` holds of the same budget was played and stays on the board, so a board grows by further calls,
+    and one that came from elsewhere can be gone on with. `autoattack` inputs are attacked by AutoAttack too.
     """
-    folder = Path(folder)
-    found = []
-    for cell, figures in (_in_turn if workers == 0 else _on_ray)(list(cells), budget, folder, workers):
-        found.append(figures)
+    if autoattack > 0:
+        require_autoattack()
+    cells, folder = list(cells), Path(folder)
+    asked = json.loads(json.dumps(asdict(budget)))
+    found = _before(folder, asked)
+    left = [cell for cell in cells if cell not in found or (autoattack and (folder / "cells" / cell.name).exists())]
+    if left:
+        tested(build_data(recipe(left[0], budget).data))  # data that cannot be read are refused once, not in every cell
+    for cell, figures in (_in_turn if workers == 0 else _on_ray)(left, budget, folder, workers, autoattack):
+        found[cell] = figures
         if tell is not None:
             tell(cell, figures)
-    board = Board(json.loads(json.dumps(asdict(budget))), sorted(found, key=lambda c: json.dumps(c["asked"])))
+    board = Board(asked, [found[cell] for cell in sorted(found)])
     write_whole(folder / "scoreboard.json", json.dumps(sealed(asdict(board)), indent=1, allow_nan=False) + "\n")
     write_whole(folder / "README.md", board.markdown())
     write_whole(folder / "index.html", board.page())
     return board
 
 
-def _in_turn(cells: list[Cell], budget: Budget, folder: Path, workers: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def _before(folder: Path, budget: dict[str, Any]) -> dict[Cell, dict[str, Any]]:
+    """The cells on the folder's board, refused ones apart; a board of another budget is not gone on with."""
+    if not (folder / "scoreboard.json").exists():
+        return {}
+    board = read_board(folder)
+    if board.budget != budget:
+        raise InputError(f"{folder} was played with another budget: choose another folder, or remove this one")
+    return {Cell(**c["asked"]["cell"]): c for c in board.cells if "refused" not in c}
+
+
+def _in_turn(
+    cells: list[Cell], budget: Budget, folder: Path, workers: int, auto: int
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
     for cell in cells:
-        yield cell, play_cell(cell, budget, folder / "cells" / cell.name)
+        yield cell, play_cell(cell, budget, folder / "cells" / cell.name, auto)
 
 
-def _on_ray(cells: list[Cell], budget: Budget, folder: Path, workers: int) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def _on_ray(
+    cells: list[Cell], budget: Budget, folder: Path, workers: int, auto: int
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
     try:
         import ray
     except ImportError as error:
@@ -145,7 +175,8 @@ def _on_ray(cells: list[Cell], budget: Budget, folder: Path, workers: int) -> It
     ray.init(num_cpus=workers, include_dashboard=False, ignore_reinit_error=True)
     try:
         remote = ray.remote(num_cpus=1)(play_cell)
-        pending = {remote.remote(cell, budget, (folder / "cells" / cell.name).resolve()): cell for cell in cells}
+        homes = {cell: (folder / "cells" / cell.name).resolve() for cell in cells}
+        pending = {remote.remote(cell, budget, home, auto): cell for cell, home in homes.items()}
         while pending:
             (done,), _ = ray.wait(list(pending), num_returns=1)
             yield pending.pop(done), ray.get(done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from equipoise.attacks import pgd
+from equipoise.attacks import autoattack, pgd
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import read_json, write_whole
@@ -19,7 +21,7 @@ from equipoise.lab.scoreboard.peers import PEERS, baked
 from equipoise.nn.losses import MARGIN_LOSSES
 from equipoise.nn.models.families import families
 from equipoise.train import Recipe, read_recipe, run_recipe
-from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table
+from equipoise.train.build import Part, Parts, build_data, build_model, build_optimizer, from_table
 from equipoise.train.losses import LOSSES as TASKS
 from equipoise.train.losses import cross_entropy
 from equipoise.train.metrics import certified_bound, evaluate
@@ -28,7 +30,7 @@ from equipoise.train.task import fitted
 
 #: ε at which accuracy is certified: 36, 72 and 108 over 255 as in the literature
 EPSILONS = (36 / 255, 72 / 255, 108 / 255)
-#: how many inputs are attacked, and with how many steps
+#: how many inputs are attacked by PGD, and with how many steps
 ATTACKED, STEPS = 500, 20
 
 #: losses by name: arguments of a recipe's `loss`, ε being the radius that certificates are wanted at
@@ -85,6 +87,17 @@ class Budget:
             raise InputError(f"the budget must be a positive number of minutes, got {self.minutes}")
 
 
+def located(data: str) -> str:
+    """The data as named where that can be read from here; else the file of that name in the folder `EQUIPOISE_DATA`.
+
+    >>> located("digits")
+    'digits'
+    """
+    folder = os.environ.get("EQUIPOISE_DATA")
+    beside = folder and not Path(data).exists() and (Path(folder) / data).exists()
+    return f"${{EQUIPOISE_DATA}}/{data}" if beside else data
+
+
 def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None) -> Recipe:
     """The training of a cell; only family, loss and seed differ between cells of one board."""
     model: dict[str, Any] = {
@@ -99,7 +112,7 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
     augment = [{"kind": "pad-crop", "padding": 3}, "flip"] if budget.flip else []
     document = {
         "name": cell.name, "model": model, "loss": loss, "seed": cell.seed,
-        "data": {"path": budget.data, "augment": augment, "limit": limit, "test_limit": budget.test_limit},
+        "data": {"path": located(budget.data), "augment": augment, "limit": limit, "test_limit": budget.test_limit},
         "optimizer": {"kind": "nadam", "lr": budget.lr, "clip": 3.0},
         "schedule": {"kind": "piecewise", "points": [[0, 0.05], [0.05, 1], [0.5, 1], [1, 0]]},
         "epochs": epochs, "batch_size": budget.batch_size, "checkpoint_steps": 50,
@@ -130,25 +143,29 @@ def fitting(seconds: float, budget: Budget, count: int) -> tuple[int, int]:
     return epochs, min(count, max(1, steps // epochs) * budget.batch_size)
 
 
-def play_cell(cell: Cell, budget: Budget, folder: Path) -> dict[str, Any]:
-    """Train, certify and attack; a cell that was played is read, one that was stopped goes on."""
+def play_cell(cell: Cell, budget: Budget, folder: Path, autoattack: int = 0) -> dict[str, Any]:
+    """Train, certify and attack; a cell that was played is read, one that was stopped goes on.
+
+    `autoattack`: how many inputs AutoAttack gets too; a cell that was played without it is attacked again.
+    """
     result = folder / "result.json"
     asked = json.loads(json.dumps({"cell": asdict(cell), "budget": asdict(budget)}))
     if result.exists():
         found: dict[str, Any] = unsealed(read_json(result), str(result))
         if found.get("asked") != asked:
             raise InputError(f"{folder} was played with another budget: choose another folder, or remove this one")
-        return found
+        if found.get("autoattack_samples", 0) >= min(autoattack, found["attacked_samples"]):
+            return found
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        figures = _measured(cell, budget, folder)
+        figures = _measured(cell, budget, folder, autoattack)
     except EquipoiseError as error:  # a row with the reason, the others go on; the next time it is tried again
         return {"asked": asked, "refused": str(error)}
     write_whole(result, json.dumps(sealed({"asked": asked, **figures}), indent=1, allow_nan=False) + "\n")
     return {"asked": asked, **figures}
 
 
-def _measured(cell: Cell, budget: Budget, folder: Path) -> dict[str, Any]:
+def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict[str, Any]:
     first = recipe(cell, budget)
     whole = build_data(first.data)
     speed = folder / "step.json"
@@ -160,8 +177,7 @@ def _measured(cell: Cell, budget: Budget, folder: Path) -> dict[str, Any]:
     epochs, limit = fitting(seconds, budget, len(whole.train))
     began = time.process_time()
     done = run_recipe(recipe(cell, budget, epochs, limit), folder / "run", cpu=True, allow_code=True)
-    test = whole.test
-    assert test is not None
+    test = tested(whole)
     model, final = done.model, done.final
     if cell.family in PEERS:  # measured again as the fixed network that is certified
         model = baked(model)
@@ -173,11 +189,33 @@ def _measured(cell: Cell, budget: Budget, folder: Path) -> dict[str, Any]:
     certified = final.get("certified_accuracy")
     if final.get("bound") is None or certified is None:
         raise EquipoiseError(f"no certificate: {final.get('bound_reason') or 'the bound was refused'}")
-    x, y = test.batch(torch.arange(min(ATTACKED, len(test))))
-    attacked = pgd(model, x, y, budget.epsilon, steps=STEPS)
     return {
         "accuracy": final["accuracy"], "certified": certified, "bound": final["bound"], "samples": len(test),
-        "attacked": 1 - float(attacked.success.double().mean()), "attacked_samples": len(x),
+        **attacks(model, test, budget.epsilon, autoattack),
         "parameters": sum(p.numel() for p in done.model.parameters()), "step_seconds": seconds, "steps": final["step"],
         "epochs": epochs, "examples": limit, "processor_seconds": round(time.process_time() - began, 1),
     }  # fmt: skip
+
+
+def tested(data: Parts) -> Part:
+    """The test split; data without one are refused."""
+    if data.test is None:
+        raise InputError("the scoreboard certifies test inputs, and these data have no test split")
+    return data.test
+
+
+def attacks(model: nn.Module, test: Part, epsilon: float, auto: int = 0) -> dict[str, Any]:
+    """The share of the first test inputs that stay right under PGD, and of the first `auto` of them under AutoAttack too.
+
+    AutoAttack goes at those that PGD left standing: 5 to 30 seconds of processor time each.
+    """
+    x, y = test.batch(torch.arange(min(ATTACKED, len(test))))
+    broken = pgd(model, x, y, epsilon, steps=STEPS).success
+    found = {"attacked": 1 - float(broken.double().mean()), "attacked_samples": len(x)}
+    if auto < 1:
+        return found
+    broken = broken[:auto].clone()
+    standing = (~broken).nonzero().flatten()
+    if len(standing):
+        broken[standing] = autoattack(model, x[standing], y[standing], epsilon).success
+    return {**found, "autoattack": 1 - float(broken.double().mean()), "autoattack_samples": len(broken)}

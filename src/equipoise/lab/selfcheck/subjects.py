@@ -25,6 +25,7 @@ from equipoise.data import load_dataset
 from equipoise.norms.files import weight_norms
 from equipoise.report.margins import Margins, load_margins
 from equipoise.runs import AttackRow, certify, open_run
+from equipoise.runs.store import Attacked
 from equipoise.smoothing import read_log
 from equipoise.train.state import MetricsFile, RunDirectory, State, read_state
 
@@ -79,7 +80,7 @@ def make_run(folder: Path) -> None:
         "lipschitz": 3.0,
     }
     run = certify(_network(), (x, y), run_dir=folder / "run", **settings)
-    run.add_attacks([AttackRow(i, "base", 0.5, i == 1, 0.25, 10, 1, 0) for i in (0, 1)])
+    run.add_attacks([AttackRow(i, Attacked.BASE, 0.5, i == 1, 0.25, 10, 1, 0) for i in (0, 1)])
 
 
 def open_run_of(folder: Path) -> str:

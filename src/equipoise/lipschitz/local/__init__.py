@@ -5,13 +5,5 @@ from equipoise.lipschitz.local.measure import Effort, certified, local_lipschitz
 from equipoise.lipschitz.local.radius import Radii, certified_radius
 
 __all__ = [
-    "Effort",
-    "Radii",
-    "attacked",
-    "certified",
-    "certified_radius",
-    "local_lipschitz",
-    "project",
-    "stretch",
-    "unit",
-]
+    "Effort", "Radii", "attacked", "certified", "certified_radius", "local_lipschitz", "project", "stretch", "unit",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, up
-from equipoise.lipschitz.operations import Average, Copy, Own
+from equipoise.lipschitz.operations import Average, Constant, Copy, Own
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule
 from equipoise.norms import spectral_norm
 
@@ -160,7 +160,8 @@ def overwritten(call: Call) -> Step:
 def overwrite(call: Call) -> Step:
     """One tensor in the place of another, with broadcasting."""
     if not isinstance(call["src"], Signal):
-        return Step((), "constant", offset=up(norm_of(torch.broadcast_to(call["src"], call.shape))))
+        size = up(norm_of(torch.broadcast_to(call["src"], call.shape)))
+        return Step((), "constant", offset=size, map=Constant())
     x = call.signal("src")
     return Step(((x, copies(x, call.shape)),), "copy", offset=0.0, peak=x.peak, low=x.low)
 

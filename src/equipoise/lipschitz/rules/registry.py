@@ -13,10 +13,10 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.bounds import Bracket
+from equipoise.core.bounds import Bound, Bracket, as_upper
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.precision import down, frobenius, up
-from equipoise.lipschitz.operations import Map, Opaque, Padded, Scaled, Sum, Weighted
+from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Sum, Weighted
 from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.values import flat_tensors, functional
 from equipoise.maps.linear import Linear
@@ -73,8 +73,14 @@ class Step:
     note: str = ""
 
     def __post_init__(self) -> None:
+        if self.combine not in ("sum", "root"):
+            raise InputError(f"{self.label}: gains are combined by 'sum' or 'root', got {self.combine!r}")
+        if any(isinstance(gain, Bound | Bracket) for _, gain in self.gains):
+            object.__setattr__(self, "gains", tuple((s, as_upper(gain, "gain")) for s, gain in self.gains))
         if isinstance(self.map, Sum) and len(self.map.weights) != len(self.gains):
             raise InputError(f"{self.label}: a sum of {len(self.map.weights)} terms with {len(self.gains)} gains")
+        if isinstance(self.map, Copy) and self.map.same and any(gain != 1 for _, gain in self.gains):
+            raise InputError(f"{self.label}: entries that stay what and where they are have the gain 1")
         if isinstance(self.map, Pointwise):
             object.__setattr__(self, "slopes", self.map.slopes)
         elif self.slopes is not None:

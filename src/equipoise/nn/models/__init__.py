@@ -12,14 +12,17 @@ from equipoise.core.errors import InputError
 from equipoise.nn.models.families import lipschitz_cnn
 from equipoise.nn.models.gpt import LipschitzGPT, lipschitz_gpt
 from equipoise.nn.models.lipschitz import (
+    bronet,
     liresnet,
     orthogonal_cnn,
     sandwich_cnn,
     sandwich_mlp,
     sll,
+    sll_large,
     sll_medium,
     sll_small,
     sll_tiny,
+    sll_xlarge,
 )
 from equipoise.nn.models.plain import cnn, mlp, mlp_mixer, vgg16, vgg19
 from equipoise.nn.models.resnets import (
@@ -57,6 +60,9 @@ LIPSCHITZ: dict[str, Builder] = {
     "sll_tiny": sll_tiny,
     "sll_small": sll_small,
     "sll_medium": sll_medium,
+    "sll_large": sll_large,
+    "sll_xlarge": sll_xlarge,
+    "bronet": bronet,
     "liresnet": liresnet,
     "lipschitz_cnn": lipschitz_cnn,
     "orthogonal_cnn": orthogonal_cnn,

@@ -14,6 +14,7 @@ from equipoise.nn.activations import MaxMin
 from equipoise.nn.models.parts import Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
 from equipoise.nn.orthogonal.bcop import BCOPConv2d
+from equipoise.nn.orthogonal.reflect import BROConv2d, BROLinear, CHORDConv2d, CHORDLinear
 from equipoise.nn.orthogonal.rko import RKOLinear
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
 from equipoise.nn.pooling import FirstFeatures, PadChannels, ScaledAvgPool2d, SpaceToDepth
@@ -22,6 +23,7 @@ from equipoise.nn.residual import Residual, SLLConv2d, SLLLinear
 from equipoise.nn.wrappers import Lipschitz
 
 Head = Literal["sr", "aol", "lln", "first"]
+Block = Literal["rlb", "bro", "chord"]
 
 
 def head(kind: str, features: int, num_classes: int) -> nn.Module:
@@ -125,6 +127,8 @@ sll_tiny = partial(sll, depth=4, channels=16, dense_depth=2, hidden=128)
 #: the sizes of Araujo et al.
 sll_small = partial(sll, depth=20, channels=45, kernel_size=5, dense_depth=7, hidden=2048)
 sll_medium = partial(sll, depth=30, channels=60, kernel_size=5, dense_depth=10, hidden=2048)
+sll_large = partial(sll, depth=50, channels=90, kernel_size=5, dense_depth=10, hidden=2048)
+sll_xlarge = partial(sll, depth=70, channels=120, kernel_size=5, dense_depth=15, hidden=2048)
 
 
 def _halved(input_size: Size, times: int) -> tuple[int, int]:
@@ -228,14 +232,20 @@ def liresnet(
     hidden: int = 512,
     head: Head = "lln",
     constant: float = 1.0,
+    block: Block = "rlb",
+    dense: Block = "rlb",
+    rank: float = 0.5,
 ) -> nn.Module:
     """LiResNet: a strided stem, `depth` linear residual blocks with MaxMin, a strided neck, dense residual blocks, a
     last layer.
 
-    A block is `(I + Q)x/‖I + Q‖`, whose norm is taken of the whole map. The default head has rows of norm 1: certify
-    by pairs.
+    A block is `(I + Q)x/‖I + Q‖`, whose norm is taken of the whole map (`rlb`), the same made orthogonal (`chord`), or a block
+    reflector whose rank is this share of the width (`bro`): `bronet` has reflectors and CHORD dense layers. The default head
+    has rows of norm 1: certify by pairs.
 
-    Reference: Hu, Zou, Wang, Leino, Fredrikson (2023), Unlocking deterministic robustness certification on ImageNet.
+    Reference: Hu, Zou, Wang, Leino, Fredrikson (2023), Unlocking deterministic robustness certification on ImageNet; Hu, Leino,
+    Wang, Fredrikson (2024), A recipe for improved certifiable robustness (CHORD); Lai, Huang, Kung, Chen (2025), Enhancing
+    certified robustness via block reflector orthogonal layers and logit annealing loss (BRONet).
 
     >>> import torch
     >>> liresnet(in_channels=1, input_size=8, channels=8, depth=2, hidden=16)(torch.zeros(2, 1, 8, 8)).shape
@@ -245,10 +255,34 @@ def liresnet(
     if height % 4 or width % 4:
         raise InputError(f"LiResNet halves the image twice: sizes must be divisible by 4, got {height}×{width}")
     layers: list[nn.Module] = [SNConv2d(in_channels, channels, 5, stride=2, padding=2), MaxMin()]
+    conv, _ = _blocks(block, rank, channels)
+    _, linear = _blocks(dense, rank, hidden)
     for _ in range(depth):
-        layers += [RLBConv2d(channels, channels, 3, padding=1), MaxMin()]
+        layers += [conv(channels, channels, 3, padding=1), MaxMin()]
     layers += [SNConv2d(channels, channels, 2, stride=2), MaxMin(), nn.Flatten()]
     layers += [SNLinear(channels * (height // 4) * (width // 4), hidden), MaxMin()]
     for _ in range(dense_depth):
-        layers += [RLBLinear(hidden, hidden), MaxMin()]
+        layers += [linear(hidden, hidden), MaxMin()]
     return _scaled(constant, [*layers, _head(head, hidden, num_classes)])
+
+
+#: BRONet: block reflectors, and CHORD dense layers
+bronet = partial(liresnet, block="bro", dense="chord")
+
+
+#: blocks of a LiResNet: (convolution, dense layer)
+_BLOCKS: dict[str, tuple[Any, Any]] = {
+    "rlb": (RLBConv2d, RLBLinear),
+    "chord": (CHORDConv2d, CHORDLinear),
+    "bro": (BROConv2d, BROLinear),
+}
+
+
+def _blocks(kind: str, rank: float, width: int) -> tuple[Any, Any]:
+    """(convolution, dense layer) of this kind; reflectors of the share `rank` of the width."""
+    if kind not in _BLOCKS:
+        raise InputError(f"a block is one of {', '.join(_BLOCKS)}, got {kind!r}")
+    if kind != "bro":
+        return _BLOCKS[kind]
+    conv, dense = _BLOCKS[kind]
+    return partial(conv, rank=max(1, round(rank * width))), partial(dense, rank=max(1, round(rank * width)))

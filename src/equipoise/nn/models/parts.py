@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import up
 from equipoise.nn.activations import activation
 
@@ -33,10 +34,11 @@ class Normalise(nn.Module):
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor([float(v) for v in values]).reshape(1, -1, 1, 1), persistent=False)
 
-    @property
-    def lipschitz_constant(self) -> float:
+    def _constant(self) -> float:
         """`1/min std`."""
         return up(1 / float(self.std.min())) if float(self.std.min()) != 1 else 1.0
+
+    lipschitz_upper = by_construction(_constant)
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised images."""

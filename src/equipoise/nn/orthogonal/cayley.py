@@ -18,13 +18,14 @@ References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import gamma, unit_roundoff
 from equipoise.nn.effective import Tensors, uncast
 from equipoise.nn.layers import enter, layers_of
@@ -240,8 +241,6 @@ class CayleyConv2d(SizedConv2d):
     True
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
-
     def build(self, plain: nn.Conv2d, **options: Any) -> None:
         """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""
         self.frame = frame_of(plain, embed=True)
@@ -270,6 +269,7 @@ class CayleyConv2d(SizedConv2d):
         """The convolution, through Fourier space."""
         return evaluated(self, x)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """The largest norm over the frequencies of this image size, from the effective weights."""
         return frequency_bound(self, input_shape)

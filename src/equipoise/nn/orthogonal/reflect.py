@@ -15,13 +15,14 @@ for dense layers).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound
 from equipoise.core.errors import InputError
+from equipoise.core.modules import by_construction
 from equipoise.nn.effective import Tensors
 from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method
@@ -154,8 +155,6 @@ class BROConv2d(SizedConv2d):
     True
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
-
     def build(self, plain: nn.Conv2d, rank: int | None = None, **options: Any) -> None:
         """The kernel of V."""
         self.frame = frame_of(plain, embed=True)
@@ -175,6 +174,7 @@ class BROConv2d(SizedConv2d):
         """The convolution, through Fourier space."""
         return evaluated(self, x)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """The largest norm over the frequencies of this image size, from the effective weights."""
         return frequency_bound(self, input_shape)
@@ -195,8 +195,6 @@ class CHORDConv2d(SizedConv2d):
     >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
     True
     """
-
-    lipschitz_constant: ClassVar[float] = 1.0
 
     def build(self, plain: nn.Conv2d, **options: Any) -> None:
         """The kernel of Q, as in `nn.Conv2d` (on the coarse grid of a stride)."""
@@ -220,6 +218,7 @@ class CHORDConv2d(SizedConv2d):
         """The convolution, through Fourier space."""
         return evaluated(self, x)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """The largest norm over the frequencies of this image size, from the effective weights."""
         return frequency_bound(self, input_shape)

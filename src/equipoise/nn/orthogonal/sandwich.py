@@ -17,13 +17,14 @@ Reference: Wang & Manchester 2023, Theorem 3.2 and §4.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import unit_roundoff
 from equipoise.nn.activations import unit_slopes
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
@@ -96,7 +97,6 @@ class SandwichLinear(Effective):
     (torch.Size([2, 3]), True)
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
     bias: nn.Parameter | None
 
     def __init__(
@@ -150,6 +150,7 @@ class SandwichLinear(Effective):
         with uncast(x.device.type):
             return functional.linear(self.activation(functional.linear(x, first, self.bias)), second)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`‖[A B]‖²` from the effective weights."""
         monotone(self.activation)
@@ -210,8 +211,6 @@ class SandwichConv2d(SizedConv2d):
     (torch.Size([2, 4, 6, 6]), True)
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
-
     def build(self, plain: nn.Conv2d, *, activation: nn.Module | None = None, **options: Any) -> None:
         """Raw kernels of X (out, out) and Y (in, out), and log ψ per output channel."""
         self.frame = frame_of(plain, embed=True)
@@ -245,6 +244,7 @@ class SandwichConv2d(SizedConv2d):
         with uncast(x.device.type):
             return _apply(self.frame, x, first, second, self.bias, self.activation, size)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`‖[A B]‖²` over the frequencies of this image size, from the effective weights."""
         monotone(self.activation)

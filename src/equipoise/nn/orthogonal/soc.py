@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import full_precision
 from equipoise.maps.linear import convolution
 from equipoise.nn.effective import Tensors, uncast
@@ -185,8 +185,6 @@ class SOCConv2d(FramedConv2d):
     True
     """
 
-    lipschitz_constant: ClassVar[float] = 1.0
-
     def build(self, plain: nn.Conv2d, *, terms: int = 4, angle: float = 1.0) -> None:
         """One raw kernel `(groups, c, c, *taps)`, c the larger number of channels."""
         self.frame = frame_of(plain, embed=False)
@@ -211,6 +209,7 @@ class SOCConv2d(FramedConv2d):
         with uncast(x.device.type):
             return _apply(A, self.coefficients, self.frame, x, self.bias)
 
+    @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """From the effective kernel: its proved norm and the modulus of the polynomial."""
         with torch.no_grad():

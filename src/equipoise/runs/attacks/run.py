@@ -16,12 +16,12 @@ from equipoise.runs.attacks.summary import AttackSummary, summarise_attacks
 from equipoise.runs.attacks.target import Target, find_target
 from equipoise.runs.rows import InputId, Item
 from equipoise.runs.run import open_run
-from equipoise.runs.store import AttackRow, Store, locked
+from equipoise.runs.store import Attacked, AttackRow, Store, locked
 
 __all__ = ["AttackSummary", "Search", "Violation", "attack_run"]
 
 #: what `kind` may be, and which classifiers it attacks
-KINDS: dict[str, tuple[str, ...]] = {"base": ("base",), "smoothed": ("smoothed",), "both": ("base", "smoothed")}
+KINDS: dict[str, tuple[Attacked, ...]] = {**{str(kind): (kind,) for kind in Attacked}, "both": tuple(Attacked)}
 
 #: called after every block of inputs with the number of attacked inputs and of all inputs
 Progress = Callable[[int, int], None]
@@ -133,19 +133,19 @@ class _Memory:
     def __init__(self, rows: Sequence[AttackRow], certified: dict[InputId, Known]) -> None:
         self.doubts = [r for r in rows if r.id in certified and certified[r.id].broken_by(r)]
         names = {(r.id, r.kind) for r in self.doubts}
-        self.rows: dict[tuple[InputId, str, float], AttackRow] = {}
+        self.rows: dict[tuple[InputId, Attacked, float], AttackRow] = {}
         self.add(r for r in rows if (r.id, r.kind) not in names)
 
     def add(self, rows: Iterable[AttackRow]) -> None:
         self.rows |= {(r.id, r.kind, r.epsilon): r for r in rows}
 
-    def doubted(self, names: Sequence[InputId], kind: str, levels: Sequence[float]) -> list[AttackRow]:
+    def doubted(self, names: Sequence[InputId], kind: Attacked, levels: Sequence[float]) -> list[AttackRow]:
         return [r for r in self.doubts if r.kind == kind and r.id in names and r.epsilon in levels]
 
-    def lacks(self, name: InputId, kind: str, levels: Sequence[float]) -> bool:
+    def lacks(self, name: InputId, kind: Attacked, levels: Sequence[float]) -> bool:
         return any((name, kind, e) not in self.rows for e in levels)
 
-    def reached(self, items: Sequence[Item], kind: str) -> list[float]:
+    def reached(self, items: Sequence[Item], kind: Attacked) -> list[float]:
         """The distance at which each item is known to be broken, ∞ if it is not."""
         wanted = {item.id: np.inf for item in items}
         for (name, k, _), row in self.rows.items():
@@ -190,11 +190,11 @@ def _levels(epsilons: Sequence[float]) -> list[float]:
     return levels
 
 
-def _kinds(kind: str | None, target: Target) -> tuple[str, ...]:
+def _kinds(kind: str | None, target: Target) -> tuple[Attacked, ...]:
     if kind is None:
         kind = "base" if target.parameters is None else "both"
     if kind not in KINDS:
         raise InputError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if target.parameters is None and kind != "base":
+    if target.parameters is None and Attacked.SMOOTHED in KINDS[kind]:
         raise InputError("a smoothed attack needs the noise level: give --sigma, or --run of a certification run")
     return KINDS[kind]

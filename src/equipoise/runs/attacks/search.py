@@ -16,7 +16,7 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.inputs import Inputs, check_label
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import InputId, Item
-from equipoise.runs.store import AttackRow
+from equipoise.runs.store import Attacked, AttackRow
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, noise_key
 from equipoise.smoothing.partitions import Ints
 
@@ -58,7 +58,12 @@ class Known:
 
     def broken_by(self, row: AttackRow) -> bool:
         """Whether an outcome contradicts it: the smoothed answer changed strictly inside the radius."""
-        return row.kind == "smoothed" and row.success and row.distance is not None and self.contradicts(row.distance)
+        return (
+            row.kind == Attacked.SMOOTHED
+            and row.success
+            and row.distance is not None
+            and self.contradicts(row.distance)
+        )
 
     def contradicts(self, distance: float) -> bool:
         """Whether a change of the answer at this distance would contradict it."""
@@ -102,15 +107,15 @@ class Searcher:
             yield item
 
     def attack(
-        self, kind: str, items: Sequence[Item], levels: Sequence[float], known: Sequence[float]
+        self, kind: Attacked, items: Sequence[Item], levels: Sequence[float], known: Sequence[float]
     ) -> list[AttackRow]:
         """One row per item and radius; `known` are distances at which items are broken already."""
         groups: dict[SimplexMap | None, list[int]] = {}
         for i, item in enumerate(items):
-            if kind == "smoothed" and self._mapless(item):
+            if kind == Attacked.SMOOTHED and self._mapless(item):
                 self.failures[item.id] = "the run chooses a map at each input, and has not certified this one yet"
                 continue
-            groups.setdefault(self._map(item) if kind == "smoothed" else None, []).append(i)
+            groups.setdefault(self._map(item) if kind == Attacked.SMOOTHED else None, []).append(i)
         rows = []
         for chosen, members in groups.items():
             part, reached = [items[i] for i in members], [known[i] for i in members]
@@ -138,7 +143,7 @@ class Searcher:
         return self._own_maps and item.id not in self.certified
 
     def _group(
-        self, kind: str, items: list[Item], levels: Sequence[float], known: list[float], chosen: SimplexMap | None
+        self, kind: Attacked, items: list[Item], levels: Sequence[float], known: list[float], chosen: SimplexMap | None
     ) -> list[AttackRow]:
         """All at once; if the network refuses one of them (NaN logits), one by one."""
         try:
@@ -157,7 +162,7 @@ class Searcher:
         ]
 
     def _rows(
-        self, kind: str, items: list[Item], levels: Sequence[float], known: list[float], chosen: SimplexMap | None
+        self, kind: Attacked, items: list[Item], levels: Sequence[float], known: list[float], chosen: SimplexMap | None
     ) -> list[AttackRow]:
         x = torch.stack([item.x for item in items]).to(self.device)
         y = torch.tensor([item.label for item in items], device=self.device)
@@ -178,29 +183,29 @@ class Searcher:
             rows += [self._row(item, kind, epsilon, d) for item, d in zip(items, reached.tolist(), strict=True)]
         return rows
 
-    def _row(self, item: Item, kind: str, epsilon: float, reached: float) -> AttackRow:
+    def _row(self, item: Item, kind: Attacked, epsilon: float, reached: float) -> AttackRow:
         h, success = self.how, reached <= epsilon
         return AttackRow(
             item.id, kind, epsilon, success, reached if success else None, h.steps, h.restarts, h.seed
         )  # fmt: skip
 
-    def _wrong(self, kind: str, x: Tensor, y: Tensor, chosen: SimplexMap | None) -> Tensor:
+    def _wrong(self, kind: Attacked, x: Tensor, y: Tensor, chosen: SimplexMap | None) -> Tensor:
         """Which inputs are misclassified as they are."""
-        if kind == "base":
+        if kind == Attacked.BASE:
             with torch.no_grad():
                 out: Tensor = self.module(x)
             if not bool(torch.isfinite(out).all()):
                 raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
             return (out.argmax(dim=1) != y).cpu()
         judge = self._classifier(chosen, self.how.seed + 2)
-        if chosen is not None and chosen.name != "hardmax":
+        if chosen is not None and not chosen.votes:
             return overtaken(judge, x, y, chosen, self.how.votes, self.how.alpha).cpu()
         answer = torch.from_numpy(judge.predict(x, self.how.votes, self.how.alpha))
         return (answer >= 0) & (answer != y.cpu())
 
-    def _search(self, kind: str, x: Tensor, y: Tensor, epsilon: float, chosen: SimplexMap | None) -> AttackResult:
+    def _search(self, kind: Attacked, x: Tensor, y: Tensor, epsilon: float, chosen: SimplexMap | None) -> AttackResult:
         h = self.how
-        if kind == "base":
+        if kind == Attacked.BASE:
             return pgd(self.module, x, y, epsilon, h.steps, restarts=h.restarts, seed=h.seed)
         classifier = self._classifier(chosen, h.seed)
         return smooth_pgd(
@@ -220,11 +225,11 @@ class Searcher:
         return made
 
     def _examine(
-        self, kind: str, items: list[Item], which: Tensor, points: Tensor, reached: Tensor, epsilon: float,
+        self, kind: Attacked, items: list[Item], which: Tensor, points: Tensor, reached: Tensor, epsilon: float,
         chosen: SimplexMap | None,
     ) -> None:  # fmt: skip
         """Test successes inside certified radii again: note violations, withdraw the rest (distance ∞ again)."""
-        if kind != "smoothed":
+        if kind != Attacked.SMOOTHED:
             return
         for i, z in zip(which.tolist(), points, strict=True):
             item, distance = items[i], float(reached[i])
@@ -241,7 +246,7 @@ class Searcher:
         """Whether fresh draws show, at level `CONFIRMED`, a class above the label at z."""
         fresh = noise_key(self.how.seed, f"confirm/{item.id}/{epsilon!r}", Stream.PREDICTION, 0)
         judge = self._classifier(chosen, fresh)
-        if chosen is not None and chosen.name != "hardmax":
+        if chosen is not None and not chosen.votes:
             y = torch.tensor([item.label], device=z.device)
             return bool(overtaken(judge, z[None], y, chosen, self.how.confirm, CONFIRMED)[0])
         counts = judge.counts(z, self.how.confirm, input_id=item.id, stream=Stream.PREDICTION)

@@ -11,7 +11,7 @@ from equipoise.core.accuracy import certified_at
 from equipoise.runs.attacks.search import Known, Searcher, Violation
 from equipoise.runs.attacks.target import Target
 from equipoise.runs.rows import InputId
-from equipoise.runs.store import AttackRow
+from equipoise.runs.store import Attacked, AttackRow
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class AttackSummary:
 
     folder: Path | None
     inputs: int
-    accuracy: dict[str, dict[float, float]]
+    accuracy: dict[Attacked, dict[float, float]]
     certified: dict[float, float]
     certified_inputs: int
     tried: int
@@ -84,8 +84,8 @@ class AttackSummary:
 def summarise_attacks(
     target: Target,
     levels: Sequence[float],
-    kinds: Sequence[str],
-    rows: Mapping[tuple[InputId, str, float], AttackRow],
+    kinds: Sequence[Attacked],
+    rows: Mapping[tuple[InputId, Attacked, float], AttackRow],
     searcher: Searcher,
     certified: Mapping[InputId, Known],
 ) -> AttackSummary:
@@ -97,7 +97,9 @@ def summarise_attacks(
     accuracy = {k: {e: sum(not rows[i, k, e].success for i in whole) / count for e in levels} for k in kinds}
     known = [certified[i] for i in whole if i in certified]
     proved = {e: sum(certified_at(c.radius, c.right, e) for c in known) / len(known) for e in levels} if known else {}
-    tried = sum(r.kind == "smoothed" and r.id in certified and certified[r.id].contradicts(r.epsilon) for r in kept)
+    tried = sum(
+        r.kind == Attacked.SMOOTHED and r.id in certified and certified[r.id].contradicts(r.epsilon) for r in kept
+    )
     unique = {(v.id, v.distance): v for v in reversed(searcher.violations)}
     alpha = None if target.parameters is None else target.parameters.alpha
     failures = {str(i): reason for i, reason in searcher.failures.items()}

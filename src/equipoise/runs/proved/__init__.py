@@ -5,14 +5,6 @@ from equipoise.runs.proved.run import Asked, ProvedManifest, ProvedRun, is_prove
 from equipoise.runs.proved.store import ProvedRow
 
 __all__ = [
-    "Asked",
-    "ProvedJob",
-    "ProvedManifest",
-    "ProvedRow",
-    "ProvedRun",
-    "certify_proved",
-    "describe_proved",
-    "is_proved",
-    "open_proved",
-    "start_proved",
-]
+    "Asked", "ProvedJob", "ProvedManifest", "ProvedRow", "ProvedRun", "certify_proved", "describe_proved",
+    "is_proved", "open_proved", "start_proved",
+]  # fmt: skip

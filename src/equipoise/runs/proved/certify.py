@@ -38,7 +38,7 @@ from equipoise.runs.proved.run import (
 )
 from equipoise.runs.proved.store import ProvedRow, ProvedStore, failed_row
 from equipoise.runs.rows import Item
-from equipoise.runs.store import AttackRow, locked
+from equipoise.runs.store import Attacked, AttackRow, locked
 from equipoise.smoothing.partitions import Ints
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
@@ -281,7 +281,7 @@ class Prover:
                 return rows  # a network that cannot be differentiated has no attacks beside its proofs
             success = bool(found.success[0])
             distance = float(found.distance[0]) if success else None
-            rows.append(AttackRow(item.id, "base", epsilon, success, distance, steps, 1, seed))
+            rows.append(AttackRow(item.id, Attacked.BASE, epsilon, success, distance, steps, 1, seed))
             if success:
                 break
         return rows

@@ -20,7 +20,7 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     prepared,
     under_noise,
 )
-from equipoise.smoothing import SimplexMap, betting, empirical_bernstein, hoeffding, map_grid, radius_multi
+from equipoise.smoothing import SimplexMap, betting, empirical_bernstein, hoeffding, radius_multi
 from equipoise.smoothing.maps import apply_map
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     network = prepared(under_noise(settings.recipe, settings.sigma), context)
     classifier = network.classifier(settings.sigma)
     largest = Sampling(max(settings.draws), settings.n0, settings.alpha)
-    grid = [m for m in map_grid(np.geomspace(0.01, 50, settings.temperatures).tolist()) if m.name == "softmax"]
+    grid = [SimplexMap("softmax", t) for t in np.geomspace(0.01, 50, settings.temperatures).tolist()]
     n0 = context.steps_of(settings.n0)
     chosen: SimplexMap = classifier.calibrate(network.calibration, n0=n0, n=largest.n, alpha=settings.alpha, grid=grid)
     context.tell(f"{chosen}")

@@ -161,7 +161,7 @@ def certify_logits(
     `lipschitz` bounds the network's constant; the map's own is multiplied in. `procedure` takes votes and scores;
     without one it is LVM-RS as in the thesis, and CPM for votes.
     """
-    if chosen.name == "hardmax":
+    if chosen.votes:
         return certify_counts(votes(first), votes(second), sigma, alpha, procedure or "cpm")
     component = pair = None
     if lipschitz is not None:
