@@ -110,16 +110,17 @@ class Symbol:
         """Bound per group on the Frobenius error of `at`."""
         return up((gamma(2 * self.taps + 8, torch.float64) + self.phase_error()) * 2 * self.size)
 
-    def gram(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Real and imaginary part of `E*E(ω)` `(F, c, c)` in a real `dtype`, each row for its own group."""
+    def gram(self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1) -> tuple[Tensor, Tensor]:
+        """Real and imaginary part of `±E*E(ω)` `(F, c, c)` in a real `dtype`, each row for its own group."""
         if self.correlations is None:
             E = self.at(groups, omega)
             re, im = E.real, E.imag
             cross = re.mT @ im
-            return (re.mT @ re + im.mT @ im).to(dtype), (cross - cross.mT).to(dtype)
+            X, Y = (re.mT @ re + im.mT @ im).to(dtype), (cross - cross.mT).to(dtype)
+            return (X, Y) if sign > 0 else (-X, -Y)
         c = self.kernel.shape[2]
         angle = omega @ self.offsets.mT  # (F, B)
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        cos, sin = angle.cos().mul_(sign).to(dtype), angle.sin().mul_(sign).to(dtype)
         weights = (cos, sin) if not self.kernel.is_complex() else (torch.cat([cos, sin], 1),) * 2
         X, Y = (_combine(w, p, groups) for w, p in zip(weights, self._parts(dtype), strict=True))
         return X.reshape(-1, c, c), Y.reshape(-1, c, c)
@@ -128,7 +129,7 @@ class Symbol:
         """`±gram` as complex matrices, written in one pass where offsets and columns are few."""
         c = self.kernel.shape[2]
         if self.correlations is None or len(self.offsets) > INTERLEAVED or c > WHOLE_UP_TO:
-            return sign * torch.complex(*self.gram(groups, omega, dtype))
+            return torch.complex(*self.gram(groups, omega, dtype, sign))
         if dtype not in self._interleaved:
             real, imag = self._parts(dtype)
             if not self.kernel.is_complex():  # cosines make the real part, sines the imaginary one
