@@ -105,7 +105,7 @@ def reproduce(
 def _plan(chosen: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from equipoise.lab.experiments.plan import plan
+    from equipoise.lab.experiments.runner import plan
 
     found = plan(chosen, scale, seed, data, out)
     if as_json:

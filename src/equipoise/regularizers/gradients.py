@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
-from equipoise.core.strides import fresh_strides
+from equipoise.core.modules import fresh_strides
 
 
 def input_gradient_penalty(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
-from equipoise.core.strides import fresh_strides
+from equipoise.core.modules import fresh_strides
 
 Model = nn.Module | Callable[[Tensor], Tensor]
 

@@ -242,7 +242,7 @@ def cover(size: int = 8, p: float = 1.0, value: float = 0.0) -> Augment:
 
 def random_operations(operations: int = 2, strength: float = 0.3) -> Augment:
     """RandAugment: a few operations from a table per image."""
-    from equipoise.data.randaugment import randaugment
+    from equipoise.data.augment import randaugment
 
     return lambda x, source: randaugment(x, source, operations, strength)
 
