@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.core import InputError
 from equipoise.smoothing.betting import betting
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, randomized_binomial
 from equipoise.smoothing.moments import Moments
 from equipoise.smoothing.partitions import Partition
-from equipoise.smoothing.radii import radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
+from equipoise.smoothing.radii import positive, radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
 from equipoise.smoothing.ramp import Floats
 
 
@@ -42,6 +43,11 @@ class Gaussian:
 
     sigma: Any
     variation: Any = 0.0
+
+    def __post_init__(self) -> None:
+        positive(self.sigma, "sigma")
+        if not bool(np.all(np.asarray(self.variation, dtype=np.float64) >= 0)):
+            raise InputError(f"a total variation is a non-negative number, got {self.variation!r}")
 
     def below(self, lower: Floats) -> Floats:
         """A lower bound under the drawn law → one under the Gaussian."""
