@@ -15,7 +15,7 @@ from equipoise.lab.experiments.generalisation.reg_accuracy import WEIGHT_DECAY, 
 from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import merged, train
 from equipoise.norms.spectral import spectral_norm
-from equipoise.regularizers.operators import input_shapes
+from equipoise.regularizers.selection import input_shapes
 
 METHODS: Mapping[str, Mapping[str, object]] = {
     "none": {},
