@@ -1,7 +1,5 @@
 """AutoAttack, where a package that has it is installed: `autoattack` by its authors, or `torchattacks`."""
 
-from __future__ import annotations
-
 import importlib
 from importlib.util import find_spec
 

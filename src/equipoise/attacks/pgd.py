@@ -1,7 +1,5 @@
 """Projected gradient attacks in the ℓ2 ball, on a network and on its smoothed version; the ball is kept in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

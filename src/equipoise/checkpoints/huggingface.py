@@ -5,8 +5,6 @@
 counted on torch's meta device before memory is taken, and every name in the files must have its place in the model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

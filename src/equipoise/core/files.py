@@ -1,7 +1,5 @@
 """Files: written whole or not at all, read in bounded amounts from regular files only, JSON without surprises."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

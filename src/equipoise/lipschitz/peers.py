@@ -1,7 +1,5 @@
 """The network bound that others report: the same product, with norms estimated by power iteration. Not a bound."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Where a node of a captured graph comes from: its module and its line, for messages and reports."""
 
-from __future__ import annotations
-
 from torch import fx
 
 

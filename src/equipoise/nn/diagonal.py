@@ -21,8 +21,6 @@ grid of that many frequencies nothing wraps around, so the table is exact up to 
 symbol `X + iY` is a symmetric X and a skew-symmetric Y, and the half of the grid that conjugation does not give is left out.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

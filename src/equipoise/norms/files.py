@@ -12,8 +12,6 @@ of the ungrouped stride-1 convolution over all input sizes, `sup_ω ‖E(ω)‖�
 The **lower** end belongs to stride 1 and groups 1. Reflect and replicate padding copy pixels and are not covered.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import time

@@ -6,8 +6,6 @@ digest of `run.json`, so that a flipped bit, an edit or a row from elsewhere is 
 naive edits, not a signature. Files of the first release have none of this and open as far as they make sense.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import zlib

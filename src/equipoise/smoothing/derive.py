@@ -4,8 +4,6 @@ A sample is what is left of the draws: votes, moments of soft scores, or votes t
 classifier, stored runs and adaptive sampling all end here, so equal statistics give equal certificates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

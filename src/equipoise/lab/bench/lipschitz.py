@@ -3,8 +3,6 @@
 Every function returns plain rows `{"name", "ours", "baseline", "ratio", "goal"}`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 

@@ -4,8 +4,6 @@ Every function returns plain rows `{"name", "ours", "baseline", "ratio", "goal"}
 that a busy machine slows both sides alike.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

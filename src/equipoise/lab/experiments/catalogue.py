@@ -4,8 +4,6 @@ A module has a constant `EXPERIMENT`, or `EXPERIMENTS` where several share their
 point group `equipoise.experiments`, whose name is the identifier and whose object is an `Experiment`.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import pkgutil

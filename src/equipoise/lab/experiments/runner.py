@@ -1,7 +1,5 @@
 """Run experiments one after the other: stored results are kept, a failure of one does not lose the others."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The board: cells one after the other or on Ray, means over seeds with intervals, a page, a table and JSON."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

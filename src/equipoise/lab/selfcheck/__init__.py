@@ -3,8 +3,6 @@
 `SUITES` is the table of what is tested; a later floor adds its guarantees as a row.
 """
 
-from __future__ import annotations
-
 from equipoise.lab.selfcheck import convolutions, files, matrices, networks, trained
 from equipoise.lab.selfcheck.runner import REFERENCE_ROUNDING, Check, Report, Tally, run
 

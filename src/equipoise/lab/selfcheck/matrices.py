@@ -1,7 +1,5 @@
 """Dense matrices of every kind the rounding analysis could get wrong, against the float64 SVD."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

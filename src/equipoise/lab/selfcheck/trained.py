@@ -4,8 +4,6 @@ Random operators hardly ever come near the worst case of a bound; gradient ascen
 gradient, so the ascent follows a smooth stand-in for the upper end and every step is judged by the real bracket.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ Roots, logarithms and reciprocals need entries bounded away from 0 (`Signal.low`
 are. Such a function is continued by its value at the lowest entry, so that it is Lipschitz everywhere.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

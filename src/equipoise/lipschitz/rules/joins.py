@@ -1,7 +1,5 @@
 """Concatenations: root of the sum of squares, and 1 where a maximum stands next to the minimum of the same entries."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable

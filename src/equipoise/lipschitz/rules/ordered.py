@@ -1,7 +1,5 @@
 """Order statistics, running sums and maxima, distances: operations that contract, or stretch by a known root."""
 
-from __future__ import annotations
-
 import math
 
 import torch

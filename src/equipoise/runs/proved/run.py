@@ -1,7 +1,5 @@
 """`proved.json` and the run it describes: what is kept of an input, what was asked for, opened again, summed up, exported."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

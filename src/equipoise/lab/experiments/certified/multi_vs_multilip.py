@@ -6,8 +6,6 @@ correctly to begin with. Beside them stand the certificates of hard votes (`riva
 without any noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """`rivals` against every other way to bound votes, over a map of laws; and its risk, counted at the worst of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The product bound of whole networks relative to the same product with power iteration's norms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ comparisons.
 Noise is drawn once per input and all methods are rated on the same draws, so differences between methods are paired.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
