@@ -4,6 +4,8 @@ A checkpoint's `config.json` (or a recipe) is only ever data. The name in it is 
 Third parties add rows through the entry point group `equipoise.models`: an entry is loaded only if its very name is asked for.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import inspect

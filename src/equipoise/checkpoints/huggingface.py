@@ -5,6 +5,8 @@
 counted on torch's meta device before memory is taken, and every name in the files must have its place in the model.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +18,8 @@ from torch import Tensor, nn
 from equipoise.checkpoints.builders import check_arguments
 from equipoise.checkpoints.directory import fill
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.files import read_json
+from equipoise.core.files import WeightFile, read_json
 from equipoise.core.imports import guarded
-from equipoise.core.weights import WeightFile
 
 #: fields of a config that would bring other code or other weights than the files of the folder
 _FOREIGN = {

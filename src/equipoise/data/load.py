@@ -1,5 +1,7 @@
 """What `DATA` means on the command line: one function from a name to a dataset."""
 
+from __future__ import annotations
+
 import difflib
 import re
 from collections.abc import Callable

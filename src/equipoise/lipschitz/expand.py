@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from equipoise.core.errors import Refused, one_line
 from equipoise.lipschitz.modes import refuse_mutation
-from equipoise.lipschitz.places import where
+from equipoise.lipschitz.operations import where
 from equipoise.lipschitz.rules.registry import has_rule
 from equipoise.lipschitz.values import functional
 

@@ -1,5 +1,7 @@
 """Layers whose weight is a function of raw parameters: computed when needed, cached without ever being stale."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from typing import Any

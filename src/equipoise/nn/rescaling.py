@@ -1,5 +1,7 @@
 """The rescaling family as methods: SN divides by a bound of the norm, AOL and SR rescale each input channel."""
 
+from __future__ import annotations
+
 import math
 from typing import ClassVar, Literal, get_args
 

@@ -1,5 +1,7 @@
 """A proof of a convolution's norm that is carried from step to step while the layer trains."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -4,6 +4,8 @@ Upper end: the operator is a submatrix of a circulant one whose norm is the maxi
 size known), or is bounded by the supremum over all frequencies. Lower end: a Rayleigh quotient of the operator itself.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import replace

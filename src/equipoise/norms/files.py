@@ -25,8 +25,8 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.files import WeightFile
 from equipoise.core.precision import full_precision, require_finite, working_dtype
-from equipoise.core.weights import WeightFile
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import convolution
 from equipoise.norms.convolution import conv_bracket

@@ -4,6 +4,8 @@
 before, because one Cholesky factorisation proves that they lie below that value (`norms.verify`).
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

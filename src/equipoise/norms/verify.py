@@ -9,6 +9,8 @@ The constant used is twice the textbook one, which leaves room for blocked facto
 Off the CPU the factorisation is not trusted: the residual `M − R*R` is computed and added instead.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import torch
 from scipy.linalg import get_lapack_funcs

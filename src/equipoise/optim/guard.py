@@ -1,5 +1,7 @@
 """`SpectralGuard`: the spectral norms of chosen layers held at a radius while any optimizer trains them, proved at every step."""
 
+from __future__ import annotations
+
 import copy
 import math
 from collections import Counter

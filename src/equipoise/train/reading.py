@@ -1,5 +1,7 @@
 """Recipes from files: YAML with line numbers, overrides `key.key=value`, and errors that say what was expected where."""
 
+from __future__ import annotations
+
 import difflib
 import os
 import re

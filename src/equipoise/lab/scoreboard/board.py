@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from equipoise.attacks.auto import require_autoattack
+from equipoise.attacks.pgd import require_autoattack
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
 from equipoise.core.files import read_json, write_whole

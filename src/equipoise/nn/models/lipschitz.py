@@ -1,5 +1,7 @@
 """Networks whose constant follows from their construction, 1 or the argument `constant`: SLL, LiResNet, orthogonal, Sandwich."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal

@@ -13,6 +13,8 @@ we have `|f(σ)| ≤ 1`, with f(1) = 1 and f'(1) = 0. Two things follow:
 References: Björck & Bowie 1971; Anil et al. 2019; Chen & Chow 2014 (scaling of Newton–Schulz); Higham 2008, chapter 8.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
