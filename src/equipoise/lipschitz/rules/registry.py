@@ -23,6 +23,9 @@ from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
 
+#: what to try where an operation has a constant on bounded inputs only
+BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
+
 
 @dataclass(frozen=True, eq=False)
 class Signal:
