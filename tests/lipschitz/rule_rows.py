@@ -18,6 +18,7 @@ T = torch.randn(3, 5)
 BILINEAR = torch.randn(4, 3, 3)
 INDEX = torch.tensor([[0, 2, 2, 1]])
 APART = torch.tensor([[3, 0, 1]])
+KEPT = torch.arange(24).reshape(4, 6) % 5 == 0
 GRID = torch.rand(1, 4, 4, 2) * 2 - 1
 SPECTRUM = torch.randn(4, dtype=torch.complex128)
 MIXING = torch.randn(2, 2, 3, dtype=torch.complex128) / 2
@@ -139,6 +140,12 @@ INDEXED = {
     "index fill": (lambda x: x.index_fill(1, INDEX[0], 3.0), (6,), 0.99, None),
     "select scatter": (lambda x: torch.select_scatter(x, 2 * x[:, 0], 1, 3), (6,), 0.9, None),
     "slice scatter": (lambda x: torch.slice_scatter(x, 2 * x[:, :2], 1, 2, 4), (6,), 0.9, None),
+    "masked scatter of copies": (
+        lambda x: torch.masked_scatter(x[:, None], KEPT, torch.ones(len(x), 24, dtype=x.dtype)),
+        (6,),
+        0.7,
+        None,
+    ),
     "diagonal of a vector": (lambda x: x.diag_embed(), (4,), 0.99, None),
     "power pooling": (lambda x: F.lp_pool2d(x, 2.0, (3, 2), stride=1), (1, 4, 4), 0.6, None),
     "power pooling apart": (lambda x: F.lp_pool1d(x, 4, 2, ceil_mode=True), (2, 6), 0.9, None),
@@ -164,6 +171,12 @@ INDEXED = {
 }
 
 ORDERED = {
+    "mean in a named type": (
+        lambda x: F.linear(x.mean(-1, dtype=x.dtype), T.mT.to(x.dtype)),
+        (3, 5),
+        0.9,
+        None,
+    ),
     "running sum": (lambda x: x.cumsum(1), (6,), 0.999, None),
     "running sum of rows": (lambda x: x.cumsum(-1), (3, 5), 0.999, None),
     "running maximum": (lambda x: x.cummax(1)[0], (6,), 0.5, None),
@@ -200,6 +213,12 @@ ORDERED = {
         None,
     ),
     "max and max": (lambda x: torch.cat([x.amax(1, True), x.amax(1, True)], 1), (6,), 0.99, None),
+    "max, min and the same max": (
+        lambda x: (lambda top, low: torch.cat([top, low, top], 1))(x.amax(1, True), x.amin(1, True)),
+        (2,),
+        0.99,
+        None,
+    ),
     "max and min of one": (lambda x: torch.cat([x[..., :1].amax(1), x[..., :1].amin(1)], 1), (1, 4), 0.99, None),
 }
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import up
-from equipoise.curvature.eigenvalues import top_of
 from equipoise.curvature.hessian import Data, LossHessian
+from equipoise.curvature.spectrum import top_of
 from equipoise.maps.pointwise import read_activation
 from equipoise.norms.spectral import spectral_norm
 

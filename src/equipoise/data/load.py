@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from equipoise.core.errors import InputError, one_line
-from equipoise.data.archives import load_archive
-from equipoise.data.cifar import find_cifar, load_cifar
+from equipoise.data.binary import find_cifar, find_idx, is_idx, load_cifar, load_idx
+from equipoise.data.columns import find_parquet, load_parquet
 from equipoise.data.dataset import Dataset
 from equipoise.data.factories import load_object
-from equipoise.data.folders import load_folder
 from equipoise.data.huggingface import is_saved, load_saved
-from equipoise.data.idx import find_idx, is_idx, load_idx
-from equipoise.data.parquet import find_parquet, load_parquet
+from equipoise.data.pictures import load_folder
+from equipoise.data.reading import load_archive
 from equipoise.data.sources import MAX_BYTES, Layout
 
 #: the grey value that stands for 1

@@ -26,11 +26,9 @@ from equipoise.lipschitz.logs import exp_up
 from equipoise.models import load
 from equipoise.report.audits import audit_network, effective, save_audit
 from equipoise.report.collect import collect
-from equipoise.report.data import Audit, Picture, ReportData
-from equipoise.report.gallery import save_gallery
-from equipoise.report.margins import GLOBAL, PAIRS, Margins
+from equipoise.report.data import GLOBAL, PAIRS, Audit, Margins, Picture, ReportData
+from equipoise.report.gallery import data_uri, save_gallery
 from equipoise.report.page import plotly_source, write_report
-from equipoise.report.png import data_uri
 from equipoise.runs import AttackRow, Run, certify
 from equipoise.runs.models import hash_module
 from equipoise.runs.rows import Row

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from equipoise.core.strides import fresh_strides
+from equipoise.core.modules import fresh_strides
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix, Padding
 
 Act = Callable[[Tensor], Tensor]

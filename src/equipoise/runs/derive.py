@@ -21,8 +21,8 @@ from equipoise.smoothing.bounds import Smoothness
 from equipoise.smoothing.derive import Scores, Setting, Stopped, Votes, joined, stored_plan
 from equipoise.smoothing.derive import derive as derive_sample
 from equipoise.smoothing.drawn import tie_breaks
-from equipoise.smoothing.maps import map_smoothness
 from equipoise.smoothing.procedures import Procedure, find_procedure
+from equipoise.smoothing.simplex import map_smoothness
 
 
 def derive(

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from equipoise.core import EquipoiseError, fresh_strides
 from equipoise.runs.inputs import in_turn
-from equipoise.runs.job import Job
+from equipoise.runs.jobs import Job
 from equipoise.runs.models import Batched
+from equipoise.smoothing.moments import Ints
 from equipoise.smoothing.noise import Stream, noise_key
-from equipoise.smoothing.partitions import Ints
 
 #: inputs looked at, and how many at a time
 LOOKED = 200

@@ -20,9 +20,9 @@ from torch.export import ExportedProgram
 from equipoise.checkpoints import Loaded
 from equipoise.core import InputError, Refused
 from equipoise.core.digests import Digest
-from equipoise.nn.models.parts import Normalise
+from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing.denoised import Denoised
+from equipoise.smoothing.rowwise import Denoised
 
 #: arguments by which operators are told that they are in training
 _TRAINING = frozenset({"train", "training"})

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from equipoise.core import EquipoiseError, InputError
-from equipoise.runs.job import Job
+from equipoise.runs.jobs import Job
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Item
 from equipoise.runs.tasks import classifier_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused
-from equipoise.runs.job import Job
+from equipoise.runs.jobs import Job
 from equipoise.runs.rows import InputId
 from equipoise.runs.tasks import classifier_of
 

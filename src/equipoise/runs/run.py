@@ -14,12 +14,11 @@ from equipoise.core import InputError
 from equipoise.runs.derive import derive
 from equipoise.runs.export import export
 from equipoise.runs.manifest import Manifest, read_manifest
-from equipoise.runs.reasons import explain
+from equipoise.runs.reasons import Summary, explain, summarise
 from equipoise.runs.rows import InputId, Row
 from equipoise.runs.store import AttackRow, Store, locked
-from equipoise.runs.summary import Summary, summarise
 from equipoise.smoothing import Certificates
-from equipoise.smoothing.partitions import Ints
+from equipoise.smoothing.moments import Ints
 
 
 class Run:

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from equipoise.core import files
 from equipoise.core.digests import Digest
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.runs.connections import connect, explain
-from equipoise.runs.rows import InputId, Row, Soft
+from equipoise.runs.rows import InputId, Row, Soft, connect, explain
 from equipoise.smoothing import SimplexMap
 
 NAME = "store.sqlite"

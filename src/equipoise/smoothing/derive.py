@@ -28,8 +28,7 @@ from equipoise.smoothing.bounds import (
 )
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
 from equipoise.smoothing.joint import joint_radius
-from equipoise.smoothing.moments import Moments, bucket_scores
-from equipoise.smoothing.partitions import Partition, ranking
+from equipoise.smoothing.moments import Moments, Partition, bucket_scores, ranking
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.radii import radius_multi

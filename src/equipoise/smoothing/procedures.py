@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 import numpy as np
 
 from equipoise.core import InputError, Refused
-from equipoise.smoothing.partitions import Build, Partition, class_partition, every_class, one_against_rest
+from equipoise.smoothing.moments import Build, Partition, class_partition, every_class, one_against_rest
 from equipoise.smoothing.ramp import Floats
 
 #: partition → (share of α for the class's own bound, share for the bound of each other bucket), valid for any partition

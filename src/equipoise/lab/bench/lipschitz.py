@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from equipoise.checkpoints import load_weights
-from equipoise.core.strides import fresh_strides
+from equipoise.core.modules import fresh_strides
 from equipoise.core.timing import take_turns
 from equipoise.data import data_file
 from equipoise.lab.bench.smoothing import Row, row

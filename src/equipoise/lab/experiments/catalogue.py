@@ -1,8 +1,7 @@
-"""All experiments by chapter: every module of a chapter's folder is one, and installed packages may add theirs.
+"""All experiments by chapter: those of every module of a chapter's folder, and those that installed packages add.
 
-The identifier is the module's name with hyphens, and the module has a constant `EXPERIMENT`. A package adds one through the entry
-point group `equipoise.experiments`, whose name is the identifier and whose object is an `Experiment`. Modules are loaded when
-their experiment is asked for.
+A module has a constant `EXPERIMENT`, or `EXPERIMENTS` where several share their methods. A package adds one through the entry
+point group `equipoise.experiments`, whose name is the identifier and whose object is an `Experiment`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
-from functools import partial
-from importlib.metadata import entry_points
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from equipoise.core.errors import InputError
@@ -21,26 +19,23 @@ from equipoise.lab.experiments.experiment import CHAPTERS, Experiment
 GROUP = "equipoise.experiments"
 
 
-def catalogue() -> dict[str, Callable[[], object]]:
-    """What loads each experiment, by identifier, in the order of the chapters; those of other packages come last.
+def catalogue() -> dict[str, Experiment | EntryPoint]:
+    """Experiments by identifier in the order of the chapters; those of other packages come last, loaded when asked for.
 
     >>> "readouts" in catalogue()
     True
     """
-    found: dict[str, Callable[[], object]] = {}
+    found: dict[str, Experiment | EntryPoint] = {}
     for chapter in CHAPTERS:
         for module in pkgutil.iter_modules([str(Path(__file__).parent / chapter)]):
-            path = f"{__package__}.{chapter}.{module.name}"
-            found[module.name.replace("_", "-")] = partial(_constant, path)
+            home = importlib.import_module(f"{__package__}.{chapter}.{module.name}")
+            for experiment in getattr(home, "EXPERIMENTS", None) or (home.EXPERIMENT,):
+                found[experiment.id] = experiment
     for entry in entry_points(group=GROUP):
         if entry.name in found:
             raise InputError(f"the experiment {entry.name!r} of {entry.value} has the name of another one; rename it")
-        found[entry.name] = entry.load
+        found[entry.name] = entry
     return found
-
-
-def _constant(path: str) -> object:
-    return importlib.import_module(path).EXPERIMENT
 
 
 def find(identifier: str) -> Experiment:
@@ -50,7 +45,9 @@ def find(identifier: str) -> Experiment:
         near = difflib.get_close_matches(identifier, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`equipoise reproduce --list` shows all"
         raise InputError(f"there is no experiment {identifier!r}; {hint}")
-    found = known[identifier]()
+    found = known[identifier]
+    if isinstance(found, EntryPoint):
+        found = found.load()
     if not isinstance(found, Experiment) or found.id != identifier:
         raise InputError(f"the experiment {identifier!r} must be an Experiment with that id, got {found!r:.80}")
     return found

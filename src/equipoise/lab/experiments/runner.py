@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.lab.experiments import results
-from equipoise.lab.experiments.cells import Cells
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Cells, Context, Experiment, Label, Row, Verdict
 
 
 @dataclass(frozen=True)
@@ -70,3 +70,37 @@ def reproduce_all(
             yield reproduce(experiment, scale, context, folder / experiment.id, again=again)
         except EquipoiseError as error:
             yield Outcome(experiment, None, failure=str(error))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One experiment: whether it would run, what it lacks, and the seconds of its stored result if there is one."""
+
+    id: str
+    scale: str
+    stored: bool
+    missing: tuple[str, ...]
+    seconds: float | None
+    settings: dict[str, Any]
+    power: str = ""  # what the seeds of a stored result, at whatever scale, could detect
+
+    @property
+    def action(self) -> str:
+        """What would happen."""
+        if self.stored:
+            return "keep the stored result"
+        return f"cannot run: {', '.join(self.missing)} not found" if self.missing else "run"
+
+
+def plan(experiments: Iterable[Experiment], scale: str, seed: int, data: Path | None, folder: Path) -> list[Planned]:
+    """What `reproduce` would do with these experiments; nothing is run and nothing is written."""
+    found = []
+    for experiment in experiments:
+        old = results.read(experiment, folder / experiment.id)
+        same = old is not None and (old.scale, old.seed) == (scale, seed)
+        missing = tuple(name for name in experiment.needs if data is None or not (data / name).exists())
+        settings = dict(experiment.describe(scale)["settings"])
+        seconds = None if old is None or old.scale != scale else old.seconds
+        power = "" if old is None or experiment.power is None else str(experiment.power(old.rows))
+        found.append(Planned(experiment.id, scale, same, () if same else missing, seconds, settings, power))
+    return found

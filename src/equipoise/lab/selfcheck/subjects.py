@@ -23,7 +23,7 @@ from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
 from equipoise.norms.files import weight_norms
-from equipoise.report.margins import Margins, load_margins
+from equipoise.report.data import Margins, load_margins
 from equipoise.runs import AttackRow, certify, open_run
 from equipoise.runs.store import Attacked
 from equipoise.smoothing import read_log

@@ -59,24 +59,25 @@ _SMALLER = {_aten.minimum.default, _aten.min.other}
 
 def _sorted_pairs(call: Call, parts: list[Signal]) -> list[tuple[Signal, float]]:
     """Maxima and minima of the same two tensors, or of the same groups of entries, together hold each entry at most once."""
-    by_pair: dict[Any, list[Signal]] = {}
-    for part in parts:
+    by_pair: dict[Any, list[int]] = {}
+    for i, part in enumerate(parts):
         if part.node.target in _LARGER | _SMALLER:
             pair = frozenset(_identity(call, n) for n in part.node.args)
             if len(pair) == 2:
-                by_pair.setdefault(pair, []).append(part)
-    taken: set[Signal] = set()
+                by_pair.setdefault(pair, []).append(i)
+    taken: set[int] = set()  # positions: one tensor may be joined twice
     gains: list[tuple[Signal, float]] = []
     for found in by_pair.values():
-        inputs = [call.lookup(n) for n in found[0].node.args if isinstance(n, fx.Node)]
-        both = len(found) == 2 and len({p.node.target in _LARGER for p in found}) == 2
-        if both and len(inputs) == 2 and all(isinstance(s, Signal) and s.shape == found[0].shape for s in inputs):
+        first = parts[found[0]]
+        inputs = [call.lookup(n) for n in first.node.args if isinstance(n, fx.Node)]
+        both = len(found) == 2 and len({parts[i].node.target in _LARGER for i in found}) == 2
+        if both and len(inputs) == 2 and all(isinstance(s, Signal) and s.shape == first.shape for s in inputs):
             taken.update(found)
             gains += [(s, 1.0) for s in inputs]
-    for one, other in _extremes(call, [p for p in parts if p not in taken]):
+    for one, other in _extremes(call, {i: p for i, p in enumerate(parts) if i not in taken}):
         taken |= {one, other}
-        gains.append((call.lookup(_reduced(one)[0]), 1.0))  # type: ignore[index]
-    return gains + [(p, 1.0) for p in parts if p not in taken]
+        gains.append((call.lookup(_reduced(parts[one])[0]), 1.0))  # type: ignore[index]
+    return gains + [(p, 1.0) for i, p in enumerate(parts) if i not in taken]
 
 
 def _identity(call: Call, argument: Any, depth: int = 3) -> Any:
@@ -109,11 +110,11 @@ def _reduced(part: Signal) -> tuple[fx.Node, Any, bool] | None:
     return (node.args[0], dims, node.target in _TOP) if math.prod(source.shape[d] for d in dims) > 1 else None
 
 
-def _extremes(call: Call, parts: list[Signal]) -> list[tuple[Signal, Signal]]:
-    """Pairs of the maximum and the minimum of the same groups of two or more entries."""
-    found: dict[Any, dict[bool, Signal]] = {}
-    for part in parts:
+def _extremes(call: Call, parts: dict[int, Signal]) -> list[tuple[int, int]]:
+    """Pairs, by position, of the maximum and the minimum of the same groups of two or more entries."""
+    found: dict[Any, dict[bool, int]] = {}
+    for i, part in parts.items():
         key = _reduced(part)
         if key is not None:
-            found.setdefault((_identity(call, key[0]), key[1]), {}).setdefault(key[2], part)
+            found.setdefault((_identity(call, key[0]), key[1]), {}).setdefault(key[2], i)
     return [(both[True], both[False]) for both in found.values() if len(both) == 2]

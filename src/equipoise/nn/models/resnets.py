@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
-from equipoise.nn.models.parts import IMAGENET_MEAN, IMAGENET_STD, Size, normalising, pair
+from equipoise.nn.models.plain import IMAGENET_MEAN, IMAGENET_STD, Size, normalising, pair
 
 
 def _conv(i: int, o: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:

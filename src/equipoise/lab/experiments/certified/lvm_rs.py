@@ -47,7 +47,7 @@ from equipoise.smoothing import (
     map_grid,
     radius_multi,
 )
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 COHEN, HARD, SOFT = "Cohen", "hard votes, rivals", "soft votes, rivals"
 OWN, PRINTED = "soft votes, map per input", "as printed (no certificate)"

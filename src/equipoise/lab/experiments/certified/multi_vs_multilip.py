@@ -40,7 +40,7 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
 )
 from equipoise.lab.experiments.shared.training import merged
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, map_grid, radius_global
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 MULTI, LIP, HARD, PLAIN = "R_mult", "R_multiLip", "hard votes", "the network itself"
 CERTIFIED = (MULTI, LIP, HARD, PLAIN)

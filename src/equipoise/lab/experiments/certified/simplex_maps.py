@@ -22,7 +22,7 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     votes,
 )
 from equipoise.smoothing import SimplexMap, certify_counts, certify_scores
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 HARD, HARD_BERNSTEIN, COHEN = "hardmax (Clopper–Pearson)", "hardmax (Bernstein)", "hardmax (Cohen)"
 SOFT = ("softmax", "sparsemax")

@@ -16,7 +16,7 @@ from equipoise.lab.experiments.intervals import Mean, mean_of
 from equipoise.lab.experiments.shared.smoothed_networks import Rated, Sampling, curves, logits, pick, prepared, votes
 from equipoise.lab.experiments.shared.training import merged
 from equipoise.smoothing import Certificates, SimplexMap, certify_counts, certify_scores
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 PROVED, COHEN, RIVALS, SOFT, AWARE = "deterministic", "cohen", "rivals", "soft votes", "soft votes and L"
 METHODS = (PROVED, COHEN, RIVALS, SOFT, AWARE)

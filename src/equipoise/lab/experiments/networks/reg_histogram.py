@@ -11,12 +11,11 @@ from torch import nn
 
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas
-from equipoise.lab.experiments.generalisation.reg_accuracy import WEIGHT_DECAY, regularized, resnet18
+from equipoise.lab.experiments.generalisation.reg_accuracy import WEIGHT_DECAY, regularized, resnet18, rivals
 from equipoise.lab.experiments.intervals import graded
-from equipoise.lab.experiments.shared.rival_norms import rivals
 from equipoise.lab.experiments.shared.training import merged, train
 from equipoise.norms.spectral import spectral_norm
-from equipoise.regularizers.operators import input_shapes
+from equipoise.regularizers.selection import input_shapes
 
 METHODS: Mapping[str, Mapping[str, object]] = {
     "none": {},

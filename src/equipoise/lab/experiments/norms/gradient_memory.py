@@ -15,7 +15,7 @@ from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.nn.models import build
 from equipoise.norms.functional import conv_norm
 from equipoise.norms.peers import complex_gram
-from equipoise.regularizers.operators import input_shapes
+from equipoise.regularizers.selection import input_shapes
 
 MODELS = {"ResNet-18": "resnet18", "ResNet-34": "resnet34", "ResNet-50": "resnet50"}
 

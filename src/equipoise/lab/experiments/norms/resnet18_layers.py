@@ -12,7 +12,7 @@ from torch import Tensor
 from equipoise.core.timing import take_turns
 from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
-from equipoise.lab.experiments.shared.conv_sweep import NAMES, contestants
+from equipoise.lab.experiments.norms.conv_sweep import NAMES, contestants
 
 FILE = "resnet18-imagenet-partial.npz"
 

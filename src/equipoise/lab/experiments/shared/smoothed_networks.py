@@ -21,7 +21,7 @@ from equipoise.lab.experiments.figures import Axes, line
 from equipoise.lab.experiments.intervals import Mean, mean_of
 from equipoise.lab.experiments.shared.training import Plain, merged, train
 from equipoise.smoothing import Certificates, SimplexMap, SmoothedClassifier, Stream, certify_counts, certify_scores
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
