@@ -142,7 +142,9 @@ def _signed(scaled: fx.Node) -> fx.Node | None:
 
 def is_composition(node: fx.Node) -> bool:
     """Whether the node ends a composition that is one operation."""
-    return node.op == "call_function" and any(find(node) is not None for find in (root_mean_square, power_pooling, idiom))
+    return node.op == "call_function" and any(
+        find(node) is not None for find in (root_mean_square, power_pooling, idiom)
+    )
 
 
 def recognised(graph: fx.Graph, added: set[fx.Node]) -> None:
