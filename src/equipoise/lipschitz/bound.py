@@ -17,7 +17,8 @@ from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
 from equipoise.lipschitz.local.whole import whole_bound
 from equipoise.lipschitz.logs import log_product, log_root, log_up
-from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted, module_path
+from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted
+from equipoise.lipschitz.places import module_path
 from equipoise.lipschitz.propagate import Propagation, combined, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Block, Report, Row, pair_constants

@@ -24,7 +24,7 @@ from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.lipschitz.batches import flat_outputs, settled
 from equipoise.lipschitz.expand import Written, written_out
 from equipoise.lipschitz.modes import asked_about, ordinary_answers, refuse_mutation, written_arguments
-from equipoise.lipschitz.operations import where
+from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 from equipoise.lipschitz.values import evaluate, flat_tensors, in_float64, is_mutable, perform
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.errors import Refused, one_line
+from equipoise.lipschitz.idioms import idiom
 from equipoise.lipschitz.modes import refuse_mutation
-from equipoise.lipschitz.operations import where
+from equipoise.lipschitz.places import where
 from equipoise.lipschitz.rules.registry import has_rule
 from equipoise.lipschitz.values import functional
 
@@ -36,16 +37,29 @@ def root_mean_square(node: fx.Node) -> tuple[fx.Node, int, float] | None:
     if node.op != "call_function" or node.kwargs or len(node.args) != 2:
         return None
     pairs = [node.args, node.args[::-1]] if node.target in _MUL else [node.args] if node.target in _DIV else []
-    inverse = _aten.rsqrt.default if node.target in _MUL else _aten.sqrt.default
     for x, size in pairs:
-        if not isinstance(x, fx.Node) or not isinstance(size, fx.Node) or size.target is not inverse:
+        inner: Any = _under_root(size, -0.5 if node.target in _MUL else 0.5)
+        if not isinstance(x, fx.Node) or not isinstance(inner, fx.Node) or inner.target not in _ADD or inner.kwargs:
             continue
-        inner: Any = size.args[0]
-        if inner.target not in _ADD or inner.kwargs or not isinstance(inner.args[1], float) or not inner.args[1] > 0:
+        if not isinstance(inner.args[1], float) or not inner.args[1] > 0:
             continue
         mean, value = inner.args[0], x.meta.get("val")
         if isinstance(mean, fx.Node) and isinstance(value, torch.Tensor) and value.dim() and _mean_of_squares(mean, x):
             return x, int(value.shape[-1]), inner.args[1]
+    return None
+
+
+def _under_root(node: Any, power: float) -> Any:
+    """v, where the node is v^power for power ±½, however it is written."""
+    match node.target if isinstance(node, fx.Node) and not node.kwargs else None, power:
+        case (_aten.sqrt.default, 0.5) | (_aten.rsqrt.default, -0.5):
+            return node.args[0]
+        case _aten.pow.Tensor_Scalar, _ if node.args[1] == power:
+            return node.args[0]
+        case _aten.reciprocal.default, -0.5:
+            return _under_root(node.args[0], 0.5)
+        case _aten.mul.Tensor, -0.5 if node.args[1] == 1:  # 1/√v is exported as a reciprocal times 1
+            return _under_root(node.args[0], power)
     return None
 
 
@@ -126,7 +140,9 @@ def _signed(scaled: fx.Node) -> fx.Node | None:
 
 def is_composition(node: fx.Node) -> bool:
     """Whether the node ends a composition that is one operation."""
-    return node.op == "call_function" and (root_mean_square(node) is not None or power_pooling(node) is not None)
+    return node.op == "call_function" and any(
+        find(node) is not None for find in (root_mean_square, power_pooling, idiom)
+    )
 
 
 def recognised(graph: fx.Graph, added: set[fx.Node]) -> None:
@@ -135,7 +151,7 @@ def recognised(graph: fx.Graph, added: set[fx.Node]) -> None:
         if not is_composition(node):
             continue
         with graph.inserting_before(node):
-            made = _normalised(graph, node) or _pooled(graph, node)
+            made = _normalised(graph, node) or _activated(graph, node) or _pooled(graph, node)
         made[-1].meta = dict(node.meta)
         node.replace_all_uses_with(made[-1])
         added.update(made)
@@ -147,6 +163,15 @@ def _normalised(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
         return []
     x, size, eps = found
     return [graph.call_function(_aten.rms_norm.default, (x, [size], None, eps))]
+
+
+def _activated(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The operations of a written-out activation, one after the other; all have its shape."""
+    made: list[fx.Node] = []
+    for target, args in idiom(node) or ():
+        made.append(graph.call_function(target, tuple(made[-1] if a is None and made else a for a in args)))
+        made[-1].meta = dict(node.meta)
+    return made
 
 
 def _pooled(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:

@@ -25,8 +25,8 @@ from equipoise.lipschitz.operations import (
     Sorted,
     Sum,
     Weighted,
-    where,
 )
+from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import propagate
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.rules.registry import shape_of

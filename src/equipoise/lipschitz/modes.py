@@ -21,7 +21,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from equipoise.core.errors import Refused
-from equipoise.lipschitz.operations import where
+from equipoise.lipschitz.places import where
 
 #: packages whose own branches do not change the map
 _TRUSTED = frozenset({"torch", "equipoise"})

@@ -16,7 +16,8 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
-from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum, module_path, where
+from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
+from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.residual import residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule

@@ -29,7 +29,8 @@ from equipoise.lipschitz.batches import as_examples
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import activated
 from equipoise.lipschitz.logs import exp_up
-from equipoise.lipschitz.operations import Copy, Largest, Scaled, Sorted, Sum, where
+from equipoise.lipschitz.operations import Copy, Largest, Scaled, Sorted, Sum
+from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from equipoise.onnx.operators import Fixed, bounded, integers, number, operator
-from equipoise.onnx.reading import DTYPES, Spec
+from equipoise.onnx.reading import Spec
+from equipoise.onnx.tensors import DTYPES
 
 
 @operator("Constant")

@@ -14,12 +14,11 @@ from torch import Tensor, fx
 
 from equipoise.core.precision import down, up
 from equipoise.lipschitz.rules.pointwise import pointwise
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, rule
+from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, rule
 from equipoise.lipschitz.values import functional
 from equipoise.maps.pointwise import TABLE, Pointwise
 
 _aten = torch.ops.aten
-BALL = "state an input ball: lipschitz_bound(..., ball=R)"
 AWAY = "keep its argument away from 0, e.g. by adding an ε to something that is not negative"
 
 

@@ -14,11 +14,15 @@ from torch import Tensor, fx
 from equipoise.core.bounds import Bound, Bracket, as_upper
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.precision import down, frobenius, up
-from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Sum, Weighted, module_path, where
+from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Sum, Weighted
+from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.values import flat_tensors, functional
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
+
+#: what to try where an operation has a constant on bounded inputs only
+BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
 
 
 @dataclass(frozen=True, eq=False)
