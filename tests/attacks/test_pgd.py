@@ -94,7 +94,7 @@ def test_what_autoattack_finds_is_put_back_into_the_ball(name, tmp_path, monkeyp
     begun = "class AutoAttack:\n    def __init__(self, model, **options): pass\n    "
     (tmp_path / f"{name}.py").write_text(begun + STAND_INS[name] + "\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("equipoise.attacks.pgd.PACKAGES", (name,))
+    monkeypatch.setattr("equipoise.attacks.auto.PACKAGES", (name,))
     monkeypatch.delitem(sys.modules, name, raising=False)
     x, y = torch.tensor([[0.6, 0.8], [0.1, 0.1]]), torch.tensor([0, 0])
     found = autoattack(_linear(), x, y, 0.5, batch_size=1)
@@ -105,7 +105,7 @@ def test_what_autoattack_finds_is_put_back_into_the_ball(name, tmp_path, monkeyp
 
 
 def test_autoattack_is_optional(monkeypatch):
-    monkeypatch.setattr("equipoise.attacks.pgd.PACKAGES", ("no_package_of_this_name",))
+    monkeypatch.setattr("equipoise.attacks.auto.PACKAGES", ("no_package_of_this_name",))
     with pytest.raises(Refused, match="not installed"):
         autoattack(_linear(), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), 0.5)
 

@@ -120,6 +120,6 @@ def test_autoattack_is_added_to_cells_that_were_played(board, monkeypatch):
 
 
 def test_without_the_package_autoattack_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("equipoise.attacks.pgd.PACKAGES", ())
+    monkeypatch.setattr("equipoise.attacks.auto.PACKAGES", ())
     with pytest.raises(Refused, match="not installed"):
         play([Cell("bcop")], TINY, tmp_path, autoattack=5)

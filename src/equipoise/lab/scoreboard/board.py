@@ -1,5 +1,7 @@
 """The board: cells one after the other or on Ray, means over seeds with intervals, a page, a table and JSON."""
 
+from __future__ import annotations
+
 import html
 import json
 import math
@@ -8,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from equipoise.attacks.pgd import require_autoattack
+from equipoise.attacks.auto import require_autoattack
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
 from equipoise.core.files import read_json, write_whole

@@ -1,0 +1,54 @@
+"""AutoAttack, where a package that has it is installed: `autoattack` by its authors, or `torchattacks`."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.attacks.pgd import AttackResult, inside_ball
+from equipoise.core import Refused, fresh_strides
+
+#: packages that have it, the authors' own first
+PACKAGES = ("autoattack", "torchattacks")
+
+
+def require_autoattack() -> str:
+    """The name of the installed package that has AutoAttack; refused where there is none."""
+    for name in PACKAGES:
+        if find_spec(name) is not None:
+            return name
+    raise Refused(
+        "AutoAttack is optional and not installed: pip install torchattacks, get the authors' package from "
+        "https://github.com/fra31/auto-attack, or use equipoise.attacks.pgd"
+    )
+
+
+def autoattack(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, *, batch_size: int = 250) -> AttackResult:
+    """The standard ℓ2 version of AutoAttack (Croce & Hein 2020) on inputs in [0, 1]; its result is projected back into the
+    ball, then judged.
+
+    Taken from the authors' package `autoattack` where it is installed, else from `torchattacks`.
+    """
+    found = _found(model, fresh_strides(x), y, epsilon, batch_size).detach()
+    radius = torch.full((len(x),), float(epsilon), dtype=torch.float64, device=x.device)
+    stored = inside_ball(x, found.double(), radius)
+    with torch.no_grad():
+        success = model(stored).argmax(dim=1) != y
+    return AttackResult(stored, success, (stored.double() - x.double()).flatten(1).norm(dim=1))
+
+
+def _found(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, batch_size: int) -> Tensor:
+    """The inputs that the package found."""
+    name = require_autoattack()
+    package = importlib.import_module(name)
+    if name == "autoattack":
+        attack = package.AutoAttack(model, norm="L2", eps=epsilon, version="standard", verbose=False)
+        found: Tensor = attack.run_standard_evaluation(x, y, bs=batch_size)
+        return found
+    with torch.no_grad():
+        classes = model(x[:1]).shape[1]
+    attack = package.AutoAttack(model, norm="L2", eps=epsilon, version="standard", n_classes=classes)
+    return torch.cat([attack(a, b) for a, b in zip(x.split(batch_size), y.split(batch_size), strict=True)])
