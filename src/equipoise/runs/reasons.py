@@ -57,8 +57,8 @@ def _votes(manifest: Manifest, rows: list[Row], certificates: Certificates, labe
     if favourite[common] >= 0.6 * len(rows) and len(rows) > 3:
         return (
             f"little is certified because under noise of sigma {p.sigma:g} the network answers {word!r} for "
-            f"{favourite[common] / len(rows):.0%} of the inputs: it was not trained under such noise "
-            f"(eq.regularizers.add_noise(x, {p.sigma:g})), or sigma is too large for it"
+            f"{favourite[common] / len(rows):.0%} of the inputs: it was not trained, or not under such "
+            f"noise (eq.regularizers.add_noise(x, {p.sigma:g})), or sigma is too large for it"
         )
     return (
         f"little is certified because the commonest answer under the noise is the label for {right:.0%} of the inputs: are the "
