@@ -5,6 +5,8 @@ name: (module or function, shape, fraction of the bound an attack reaches, ball)
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -297,6 +299,17 @@ DOMAINS = {
         2.0,
     ),
     "rms norm by hand": (lambda x: _rms(x, P), (3, 6), 0.9, None),
+    "rms norm by reciprocals": (lambda x: x * (1 / torch.sqrt((x * x).mean(-1, True) + 0.3)), (6,), 0.9, None),
+    "rms norm by a power": (lambda x: x * (x.pow(2).mean(-1, True) + 0.3) ** -0.5, (6,), 0.9, None),
+    "swish by hand": (lambda x: x * torch.sigmoid(x), (6,), 0.99, None),
+    "quick gelu": (lambda x: torch.sigmoid(1.702 * x) * x, (6,), 0.99, None),
+    "swish of a negative": (lambda x: 2 * x * torch.sigmoid(-x / 3), (6,), 0.99, None),
+    "gelu by hand": (lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))), (6,), 0.99, None),
+    "gelu of another width": (lambda x: x * (0.5 * (1.0 + torch.erf(3 * x))), (6,), 0.99, None),
+    "mish by hand": (lambda x: x * torch.tanh(F.softplus(x)), (6,), 0.99, None),
+    "softplus by hand": (lambda x: torch.where(x > 20, x, F.softplus(x)), (6,), 0.9, None),
+    "log of a sigmoid": (lambda x: torch.log(torch.sigmoid(x)), (6,), 0.9, None),
+    "log of a softmax": (lambda x: torch.log(torch.softmax(x, -1)), (6,), 0.3, None),
     "rms norm by division": (lambda x: x / torch.sqrt((x * x).mean(-1, True) + 0.3), (6,), 0.9, None),
     "attention after rms norm": (
         lambda x: F.scaled_dot_product_attention(_rms(x), 2 * _rms(x), _rms(x)),

@@ -18,8 +18,7 @@ from equipoise.smoothing import (
     radius_mono,
     radius_multi,
 )
-from equipoise.smoothing.moments import bucket_scores
-from equipoise.smoothing.partitions import every_class, one_against_rest
+from equipoise.smoothing.moments import bucket_scores, every_class, one_against_rest
 
 HARD = [name for name, row in PROCEDURES.items() if row.hard and not row.ties]
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.core.modules import fresh_strides
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 
 def unit(g: Tensor) -> Tensor:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from equipoise.checkpoints.builders import Budget, check_arguments
 from equipoise.checkpoints.directory import fill
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.files import read_json
+from equipoise.core.files import WeightFile, read_json
 from equipoise.core.imports import guarded
-from equipoise.core.weights import WeightFile
 
 #: fields of a config that would bring other code or other weights than the files of the folder
 _FOREIGN = {

@@ -37,10 +37,9 @@ from equipoise.core.precision import (
     up,
     working_dtype,
 )
-from equipoise.norms.dense import cholesky_bracket
+from equipoise.norms.dense import cholesky_bracket, gram_lower
 from equipoise.norms.gram import gram_error, small_side
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.symmetric import gram_lower
 from equipoise.norms.verify import below
 
 #: columns of the basis that is followed, at first and at most

@@ -4,8 +4,6 @@ A sample is what is left of the draws: votes, moments of soft scores, or votes t
 classifier, stored runs and adaptive sampling all end here, so equal statistics give equal certificates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,8 +26,7 @@ from equipoise.smoothing.bounds import (
 )
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
 from equipoise.smoothing.joint import joint_radius
-from equipoise.smoothing.moments import Moments, bucket_scores
-from equipoise.smoothing.partitions import Partition, ranking
+from equipoise.smoothing.moments import Moments, Partition, bucket_scores, ranking
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.radii import radius_multi

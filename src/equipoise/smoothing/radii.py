@@ -5,8 +5,6 @@ every other one; arrays broadcast; the result is rounded down and is 0 where not
 the prediction is the same at every x' with ‖x' − x‖₂ < R.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -18,8 +18,8 @@ from equipoise.checkpoints.builders import registered
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import read_bounded
 from equipoise.core.imports import SPEC
-from equipoise.train.readers import READERS
 from equipoise.train.recipe import Recipe
+from equipoise.train.text import READERS
 
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")

@@ -1,7 +1,5 @@
 """Training on wrong labels: accuracy and the trace of the Hessian over σ of activation decay."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
