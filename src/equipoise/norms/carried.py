@@ -39,10 +39,9 @@ from equipoise.core.precision import (
 )
 from equipoise.norms.carried_deflated import deflated_bracket, deflated_gram, proved_below, rest_bound, ritz_lower
 from equipoise.norms.carried_single import mixed, serial, single_bracket, single_loss
-from equipoise.norms.dense import cholesky_bracket
+from equipoise.norms.dense import cholesky_bracket, gram_lower
 from equipoise.norms.gram import gram_error, small_side
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.symmetric import gram_lower
 
 #: columns of the basis that is followed, at first and at most
 FIRST, MOST = 8, 32

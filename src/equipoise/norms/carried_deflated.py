@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
+from equipoise.norms.dense import gram_lower
 from equipoise.norms.gram import gram_error
-from equipoise.norms.symmetric import gram_lower
 from equipoise.norms.verify import below
 
 #: where β is tried between the Ritz value of the last column and the target

@@ -18,10 +18,17 @@ from equipoise.core.precision import down, frobenius, unit_roundoff, up, working
 from equipoise.maps.reading import module_kind
 from equipoise.norms.carried import Asked, CarriedMatrix, bracket_all
 from equipoise.norms.carried_convolution import CarriedConvolution
-from equipoise.optim.ranks import agreed, leads, shared
-from equipoise.optim.restoring import RESTORES, How, check_how, write
-from equipoise.regularizers.operators import input_shapes, zero_image
-from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, name_matches, plain_weight, select_layers
+from equipoise.optim.restoring import RESTORES, How, agreed, check_how, leads, shared, write
+from equipoise.regularizers.selection import (
+    LINEAR_MAPS,
+    Names,
+    Types,
+    input_shapes,
+    name_matches,
+    plain_weight,
+    select_layers,
+    zero_image,
+)
 
 Radius = float | Mapping[str, float]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.core.timing import take_turns
-from equipoise.lab.bench import control, layers, norms, smoothing
+from equipoise.lab.bench import layers, norms, smoothing, training
 from equipoise.lab.experiments.results import machine
 from equipoise.norms.differentiable import conv_norm
 from equipoise.norms.spectral import spectral_norm
@@ -142,7 +142,7 @@ def guarded(device: torch.device, quick: bool) -> tuple[Work, Work]:
     """A step of a small GPT under guard, every layer at its radius, against the same step without."""
     works = []
     for hold in (True, False):
-        model, x, y = control.gpt(32, 1, 16, 2) if quick else control.gpt(256, 4, 128, 16)
+        model, x, y = training.gpt(32, 1, 16, 2) if quick else training.gpt(256, 4, 128, 16)
         model, x, y = model.to(device), x.to(device), y.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         if hold:

@@ -1,6 +1,4 @@
-"""Shared by both gradient figures: a smoothed probit model on a line, its gradient, and three bounds on it."""
-
-from __future__ import annotations
+"""The gradient of a smoothed probit model on a line, and of its quantile, against bounds by noise and Lipschitz constant."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,7 +8,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.smoothing import Probit, component_bound
 from equipoise.smoothing.weierstrass import lipschitz_local_bound, range_bound
@@ -73,3 +71,43 @@ def draw(rows: Sequence[Row], names: dict[str, str], ylabel: str) -> Figure:
     axes.set_ylim(top=1.45 * max(row[key] for row in rows for key in names))  # room for the legend
     legend(axes)
     return figure
+
+
+BOTH = "the bound with both σ and L hugs the gradient (σ = {}, L = 1)"
+NAMES = {
+    "gradient": "gradient of F̃",
+    "both": "σ and L together",
+    "local": "σ, L and the value F̃(x)",
+    "range": "σ alone",
+    "lipschitz": "L alone",
+}
+QUANTILE_NAMES = {"gradient": "gradient of Φ⁻¹∘F̃", "local": NAMES["local"], "range": "σ alone: 1/σ"}
+
+EXPERIMENTS = (
+    of_module(
+        __name__,
+        id="weierstrass-gradient",
+        place="Figure 4.11",
+        title="Gradient of a smoothed model",
+        claim="Knowing both the noise and the Lipschitz constant bounds the smoothed gradient more tightly than either.",
+        published=BOTH.format(0.2),
+        laptop=Settings(sigma=0.2),
+        paper=Settings(sigma=0.2, points=1001),
+        run=plain_rows,
+        judge=lambda rows: judge(rows, "both", ("range", "lipschitz"), BOTH.format(0.2)),
+        draw=lambda rows: draw(rows, NAMES, "|F̃'(x)| and bounds"),
+    ),
+    of_module(
+        __name__,
+        id="quantile-gradient",
+        place="Figure 4.12",
+        title="Gradient of the quantile of a smoothed model",
+        claim="With the Lipschitz constant the quantile's gradient has a bound far below 1/σ, near the gradient itself.",
+        published=BOTH.format(0.1),
+        laptop=Settings(sigma=0.1, reach=1.2),
+        paper=Settings(sigma=0.1, reach=1.2, points=1001),
+        run=quantile_rows,
+        judge=lambda rows: judge(rows, "local", ("range",), BOTH.format(0.1)),
+        draw=lambda rows: draw(rows, QUANTILE_NAMES, "|(Φ⁻¹∘F̃)'(x)| and bounds"),
+    ),
+)
