@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -125,7 +124,7 @@ def test_measurements_are_stored_and_compared(equipoise, tmp_path):
     assert ran.code == 0, ran.error
     assert len({row["name"] for row in read_json(both)["measured"]}) == 6
     again.write_text(file.read_text().replace('"rounds": 2', '"rounds": 3'))
-    assert "measured elsewhere" in equipoise("bench", "merge", str(file), str(again)).error
+    assert "measured elsewhere" in equipoise("bench", "merge", str(file), str(again)).err
     file.write_text("{}")
     assert equipoise("bench", "compare", str(file), str(file)).code == 2
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import gamma, unit_roundoff
+from equipoise.norms.dense import gram_lower
 from equipoise.norms.gram import adjoint
-from equipoise.norms.symmetric import gram_lower
 
 #: from this many columns one rank-k update per frequency beats a batch of full products
 SYRK_FROM = 48

@@ -10,8 +10,6 @@ convolution; where that grid is finer than needed, a coarse one with half-widths
 At every frequency `λ_max(G) ≤ τ` is proved by `norms.verify.below` in complex64, with the rounding of G as its error.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import dataclass

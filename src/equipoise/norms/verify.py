@@ -79,9 +79,8 @@ def below_formed(
     """`below` where `negative(rows)` forms −G of some rows, to be overwritten: chunk by chunk, in the cache."""
     count = len(tau)
     one = n * n * torch.finfo(dtype).bits // (4 if dtype.is_complex else 8)
-    per = max(
-        1, CHUNK_BYTES // one, min(16, 8 * CHUNK_BYTES // one)
-    )  # forming many at once is cheaper, where it is a product
+    # forming many at once is cheaper, where that is one product
+    per = max(1, CHUNK_BYTES // one, min(16, 8 * CHUNK_BYTES // one))
     proved = torch.zeros(count, dtype=torch.bool, device=tau.device)
     for first in range(0, count, per):
         rows = slice(first, first + per)

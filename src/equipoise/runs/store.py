@@ -6,8 +6,6 @@ digest of `run.json`, so that a flipped bit, an edit or a row from elsewhere is 
 naive edits, not a signature. Files of the first release have none of this and open as far as they make sense.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import zlib
@@ -24,8 +22,7 @@ from numpy.typing import NDArray
 from equipoise.core import files
 from equipoise.core.digests import Digest
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.runs.connections import connect, explain
-from equipoise.runs.rows import InputId, Row, Soft
+from equipoise.runs.rows import InputId, Row, Soft, connect, explain
 from equipoise.smoothing import SimplexMap
 
 NAME = "store.sqlite"

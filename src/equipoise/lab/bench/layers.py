@@ -6,8 +6,6 @@ where they are installed. Cayley and Sandwich run with zero padding (a larger ci
 what their authors' layers do.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

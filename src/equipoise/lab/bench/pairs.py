@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.core.timing import take_turns
-from equipoise.lab.bench import control, layers, lipschitz, norms, smoothing
+from equipoise.lab.bench import layers, lipschitz, norms, smoothing, training
 from equipoise.lab.experiments.results import machine
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.norms.differentiable import conv_norm
@@ -189,7 +189,7 @@ def guarded(device: torch.device, quick: bool) -> tuple[Work, Work]:
     """A step of a small GPT under guard, every layer at its radius, against the same step without."""
     works = []
     for hold in (True, False):
-        model, x, y = control.gpt(32, 1, 16, 2) if quick else control.gpt(256, 4, 128, 16)
+        model, x, y = training.gpt(32, 1, 16, 2) if quick else training.gpt(256, 4, 128, 16)
         model, x, y = model.to(device), x.to(device), y.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         if hold:

@@ -1,7 +1,5 @@
 """The summary page: every stored result next to what was published, as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

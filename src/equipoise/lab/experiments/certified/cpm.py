@@ -4,8 +4,6 @@ Beside them `rivals`, which needs no partition: the largest upper bound fails on
 does, so no risk is shared among the rivals at all (erratum 23).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ that take `sigma` and return a network from images in [0, 1] to 1000 logits, suc
 around a denoiser and a classifier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

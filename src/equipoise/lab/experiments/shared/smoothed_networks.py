@@ -4,8 +4,6 @@ comparisons.
 Noise is drawn once per input and all methods are rated on the same draws, so differences between methods are paired.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +19,7 @@ from equipoise.lab.experiments.figures import Axes, line
 from equipoise.lab.experiments.intervals import Mean, mean_of
 from equipoise.lab.experiments.shared.training import Plain, merged, train
 from equipoise.smoothing import Certificates, SimplexMap, SmoothedClassifier, Stream, certify_counts, certify_scores
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
