@@ -102,8 +102,8 @@ class CarriedMatrix:
     ) -> tuple[float, float]:
         """`(lower, upper)` of σ₁(W), with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`.
 
-        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser. Where `loose` is no smaller
-        than rtol, a proof in float32 may take its place if it is that tight.
+        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser. Where `loose` is no
+        smaller than rtol, a proof in float32 may take its place if it is that tight.
         """
         return bracket_all([Asked(self, W, enough, rtol, what, renew, loose)])[0]
 
