@@ -18,8 +18,8 @@ from torch import Tensor
 
 from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
 
-#: from this many columns SciPy's LAPACK, matrix by matrix, is faster than torch's batch (which is a loop as well)
-LAPACK_FROM = 24
+#: from this many columns, by the bits of a number, SciPy's LAPACK, matrix by matrix, is faster than torch's batch
+LAPACK_FROM = {32: 96, 64: 48}
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
@@ -74,7 +74,8 @@ def _positive(M: Tensor, s: Tensor, usable: Tensor, tau: Tensor, error: Tensor) 
     n, u = M.shape[-1], unit_roundoff(M.dtype)
     torch.diagonal(M, dim1=-2, dim2=-1).add_(s[:, None].to(M.dtype))
     if M.device.type == "cpu":
-        return usable & (factorised(M, usable) if n >= LAPACK_FROM else _completed(*torch.linalg.cholesky_ex(M)))
+        large = n >= LAPACK_FROM[torch.finfo(M.dtype).bits]
+        return usable & (factorised(M, usable) if large else _completed(*torch.linalg.cholesky_ex(M)))
     R, info = torch.linalg.cholesky_ex(M)
     residual = frobenius(torch.tril(M - R @ R.mH)) * 2**0.5 + gamma(2 * n + 4, M.dtype) * frobenius(R).square()
     return usable & _completed(R, info) & (up(s.double() + residual + 4 * u * s.double() + error) <= tau)
