@@ -26,6 +26,8 @@ from equipoise.nn.effective import plainly_called
 _WAVES = 2**26
 #: products `rows·columns²` from which the Gram matrix of float32 parameters is computed in float32
 _LARGE = 2**29
+#: largest share of the row sums of orthonormal columns that the error of a Gram matrix in float32 may have
+MOST = 1e-2
 #: rows of one piece of a Gram matrix in float32
 _PIECE = 256
 #: from this many columns a Gram matrix is computed as a block triangle
@@ -239,13 +241,15 @@ def symmetric_gram(W: Tensor, piece: int | None = None) -> Tensor:
 
 
 def _gram32(W: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`(Ĝ, d)` with `|WᵀW − Ĝ|_ij ≤ d_i·d_j`, Ĝ from products in float32; None where columns are too unequal for it.
+    """`(Ĝ, d)` with `|WᵀW − Ĝ|_ij ≤ d_i·d_j`, Ĝ from products in float32; None where columns are too unequal or too many.
 
     A piece of p rows is off by `γ_p·|w_i|·|w_j|`, summing the pieces by as many roundings more; products that underflow by 2^-126
     each. So `‖w_i‖²·(1 − γ) ≤ Ĝ_ii`.
     """
-    G = symmetric_gram(W, _PIECE).double()
     g = gamma(_PIECE + W.shape[-2] // _PIECE + 8, torch.float32)
+    if W.shape[-1] * g > MOST:
+        return None
+    G = symmetric_gram(W, _PIECE).double()
     squares = torch.diagonal(G, dim1=-2, dim2=-1)
     largest = squares.amax(-1, keepdim=True)
     if not bool(((squares >= 2.0**-60 * largest) & (largest > 2.0**-60) & (largest < 2.0**80)).all()):
