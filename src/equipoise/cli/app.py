@@ -1,7 +1,5 @@
 """The application: one table of commands, one way to report errors."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -5,8 +5,6 @@ folder that nothing installed shares its name with, because typing it is asking 
 checkpoints and recipes name registered builders only (`equipoise.checkpoints`).
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

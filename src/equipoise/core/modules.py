@@ -9,8 +9,6 @@ and where its construction proves a constant for all shapes and all weights, in 
 claim is about the map that a call performs.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Iterator

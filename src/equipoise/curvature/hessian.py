@@ -4,8 +4,6 @@
 calls agree to the bit. Losses are means over the data, whatever the batches: each knows how many terms a batch holds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ The thesis bounds `‖∇²L‖` by sensitivities of the penultimate activations
 So here J is the Jacobian of the *logits* with respect to *all* weights, and the bound is one of the Gauss–Newton matrix.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -4,8 +4,6 @@ The bound of the smoothed curvature needs the gradient to be small *everywhere* 
 for `L = ½H·θ²` the gradient vanishes at 0, yet smoothing leaves the curvature H as it is.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The spectrum of a loss Hessian: its top eigenvalue with the residual that says how far it can be trusted, and its density."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -6,8 +6,6 @@ The draws come from the generator's own device, so a CPU generator gives the sam
 Reference: Cubuk, Zoph, Shlens, Le (2020), RandAugment.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Binary formats of a fixed layout: CIFAR-10 and CIFAR-100 (records of label and colour bytes), and IDX, that of MNIST."""
 
-from __future__ import annotations
-
 import math
 import re
 import struct

@@ -1,7 +1,5 @@
 """Arrow columns to inputs and labels: which column is which, and what a cell may hold; Parquet files, one row group at a time."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import OrderedDict

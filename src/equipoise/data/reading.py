@@ -1,7 +1,5 @@
 """What readers of data share (bytes of files that may lie about their size, parts, the user's folder), and NumPy archives."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import math

@@ -4,8 +4,6 @@ Two networks: a 1-Lipschitz one, certified by its margin, and one trained under 
 both ways, attacked inside every certificate, and a success there is an error.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ written out. Constants that only the written-out operations compute are kept in 
 operation itself and not for a rounded way to compute it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

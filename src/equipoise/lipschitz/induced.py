@@ -1,7 +1,5 @@
 """Product bounds of whole networks in ℓ1 and ℓ∞, from the norms of their layers in `norms.induced`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -6,8 +6,6 @@ network is captured, for all code but PyTorch's and this package's own, by whate
 and inference mode are another matter, since both answers are ordinary: `asked_about` tells what a network wants to know.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator

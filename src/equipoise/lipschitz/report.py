@@ -1,7 +1,5 @@
 """What a network's bound says, layer by layer; and constants by pairs of classes where it ends in a linear layer."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

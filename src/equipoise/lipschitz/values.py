@@ -6,8 +6,6 @@ is another function beyond rounding: `softplus` returns x above `βx = threshold
 hides from gradients what it does, by the identity that it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

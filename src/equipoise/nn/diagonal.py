@@ -13,107 +13,18 @@ of norm at most `δ·‖(WᵀW)^p‖` (`rounding`), so `(1 + δ)D + δ·max_i Σ
 the parameters' dtype of unit roundoff u, moves the norm by at most `u·√(taps·min(m, n))`: the result is shrunk by that.
 
 References: Prach & Lampert 2022 (AOL); Delattre et al. 2024 (spectral rescaling); Miyato et al. 2018 (spectral normalisation).
-
-Powers of a convolution's Gram operator: `(KᵀK)^(2^(t−1))` as a finite table of matrices, one per spatial offset.
-
-The Gram operator of a kernel with k taps has 2(k − 1) + 1 offsets and each squaring doubles their reach: `2^t(k − 1) + 1`. On a
-grid of that many frequencies nothing wraps around, so the table is exact up to rounding. Real arithmetic throughout: a Hermitian
-symbol `X + iY` is a symmetric X and a skew-symmetric Y, and the half of the grid that conjugation does not give is left out.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import unit_roundoff
-
-Reach = tuple[int, ...]
-Table = tuple[np.ndarray, np.ndarray]
-
-
-def kernel_gram(K: Tensor) -> tuple[Tensor, Tensor, Reach]:
-    """`(X, Y, reach)`: the symbol `E(ω)*E(ω) = X + iY` of the kernel `K (g, co, ci, *k)` on its own grid.
-
-    X and Y are (frequencies, g, ci, ci).
-    """
-    reach = tuple(k - 1 for k in K.shape[3:])
-    cos, sin = _waves("taps", reach, K)
-    flat = K.flatten(3).movedim(3, 0)
-    B, C = torch.tensordot(cos, flat, 1), torch.tensordot(sin, flat, 1)
-    cross = C.mT @ B
-    return B.mT @ B + C.mT @ C, cross - cross.mT, reach
-
-
-def offsets(X: Tensor, Y: Tensor, reach: Reach) -> Tensor:
-    """The table `A_b` for b = 0 and the positive offsets: the inverse transform. The others are `A_{−b} = A_bᵀ`."""
-    cos, sin = _waves("back", reach, X)
-    return torch.tensordot(cos, X, 1) - torch.tensordot(sin, Y, 1)
-
-
-def refine(A: Tensor, reach: Reach) -> tuple[Tensor, Tensor, Reach]:
-    """The symbol of the table on the grid of twice the reach, where its square has room."""
-    cos, sin = _waves("finer", reach, A)
-    return torch.tensordot(cos, A + A.mT, 1), torch.tensordot(sin, A.mT - A, 1), tuple(2 * h for h in reach)
-
-
-def square(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
-    """`(X + iY)²` of Hermitian matrices in three real products."""
-    cross = X @ Y
-    return X @ X + Y.mT @ Y, cross - cross.mT
-
-
-def _waves(kind: str, reach: Reach, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a transform, as constants."""
-    cos, sin = {"taps": _at_taps, "back": _back, "finer": _finer}[kind](tuple(int(h) for h in reach))
-    return torch.from_numpy(cos).to(like), torch.from_numpy(sin).to(like)
-
-
-#: what `torch.compiler.assume_constant_result` does, without two seconds of importing the compiler
-vars(_waves)["_dynamo_marked_constant"] = True
-
-
-@functools.lru_cache(maxsize=64)
-def _at_taps(reach: Reach) -> Table:
-    """Grid ω × taps 0 … h: `Σ_a K_a e^{iω·a}`."""
-    taps = np.stack(np.meshgrid(*[np.arange(h + 1.0) for h in reach], indexing="ij"))
-    return _trigonometry(_half_grid(reach), taps.reshape(len(reach), -1).T, reach, 1.0)
-
-
-@functools.lru_cache(maxsize=64)
-def _back(reach: Reach) -> Table:
-    """Offsets × grid: the inverse transform; every frequency but the first stands for ±."""
-    grid = _half_grid(reach)
-    return _trigonometry(grid, grid, reach, _copies(grid) / (2 * len(grid) - 1))
-
-
-@functools.lru_cache(maxsize=64)
-def _finer(reach: Reach) -> Table:
-    """Grid of twice the reach × offsets; every offset but the first stands for ±, and the matrices come doubled."""
-    finer, points = tuple(2 * h for h in reach), _half_grid(reach)
-    return _trigonometry(_half_grid(finer), points, finer, _copies(points) / 2)
-
-
-def _half_grid(reach: Reach) -> np.ndarray:
-    """Zero and the lexicographically positive points of `Π [−h_j, h_j]`, as (points, dims)."""
-    points = np.stack(np.meshgrid(*[np.arange(-h, h + 1.0) for h in reach], indexing="ij")).reshape(len(reach), -1).T
-    return points[len(points) // 2 :]
-
-
-def _copies(points: np.ndarray) -> np.ndarray:
-    return np.where(np.arange(len(points)) == 0, 1.0, 2.0)
-
-
-def _trigonometry(f: np.ndarray, b: np.ndarray, reach: Reach, weight: np.ndarray | float) -> Table:
-    """`weight·cos` and `weight·sin` of ω·b with ω = 2πf/(2h + 1)."""
-    angle = (f * [2 * math.pi / (2 * h + 1) for h in reach]) @ b.T
-    return np.cos(angle) * weight, np.sin(angle) * weight
-
+from equipoise.nn import spectra
 
 #: largest |log q|: the ratio of two entries of q stays far from overflow
 LOG_Q = 40.0
@@ -238,11 +149,11 @@ def _kernel_rows(K: Tensor, t: int, log_q: Tensor | None) -> tuple[tuple[Tensor,
             f"{t} steps of spectral rescaling of a kernel of {tuple(K.shape[3:])} taps need a table of {points}² waves, "
             f"more than {_WAVES}; use fewer steps t, or 'sn', 'aol' or 'bcop'"
         )
-    X, Y, reach = kernel_gram(K)
-    A, log2 = offsets(X, Y, reach), K.new_zeros(1, K.shape[0], 1, 1)
+    X, Y, reach = spectra.kernel_gram(K)
+    A, log2 = spectra.offsets(X, Y, reach), K.new_zeros(1, K.shape[0], 1, 1)
     for step in range(t - 1):
-        X, Y, reach = refine(A, reach)
-        A, log2 = offsets(*square(X, Y), reach), 2 * log2
+        X, Y, reach = spectra.refine(A, reach)
+        A, log2 = spectra.offsets(*spectra.square(X, Y), reach), 2 * log2
         if step > 0:  # entries of K are at most 1, so the first powers cannot overflow
             A, log2 = _tamed(A, log2)
     return _row_sums(A, log_q), log2.flatten(1).mT

@@ -1,7 +1,5 @@
 """Modules around modules: a chosen constant for the whole, skip connections that do not add up to 2; the last layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Gram matrices by half: symmetric rank-k updates and products of SciPy's BLAS, wh
 On other devices and for complex numbers the full products of torch serve instead; the results mean the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

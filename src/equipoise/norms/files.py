@@ -12,8 +12,6 @@ of the ungrouped stride-1 convolution over all input sizes, `sup_ω ‖E(ω)‖�
 The **lower** end belongs to stride 1 and groups 1. Reflect and replicate padding copy pixels and are not covered.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import time
@@ -27,8 +25,8 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.files import WeightFile
 from equipoise.core.precision import full_precision, require_finite, working_dtype
-from equipoise.core.weights import WeightFile
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import convolution
 from equipoise.norms.convolution import conv_bracket

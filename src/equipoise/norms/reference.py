@@ -6,8 +6,6 @@
 norms of the iterates bound σ₁ as in the dense case. The kernel size doubles, `k_t = 2^t(k − 1) + 1`, so memory grows like 4^t.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Literal

@@ -3,8 +3,6 @@
 `σ = ‖Av‖ ≤ σ₁` for any unit v: tight once v has settled, and with v held fixed its gradient is that of σ₁ there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """ONNX operators that read from and write to places: gather, scatter, order statistics, running sums, sampling."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

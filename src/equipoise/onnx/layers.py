@@ -1,7 +1,5 @@
 """ONNX operators with weights or windows: products, convolutions, pooling, normalization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

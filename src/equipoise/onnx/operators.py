@@ -4,8 +4,6 @@ A function takes the node's record and its inputs (None where one is left out) a
 ONNX's operator documents for the file's opset; an attribute that is not understood is refused, never ignored.
 """
 
-from __future__ import annotations
-
 import operator as python_operator
 from collections.abc import Callable
 from typing import Any

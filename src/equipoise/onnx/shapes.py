@@ -1,7 +1,5 @@
 """ONNX operators that move, select, repeat and resample entries."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -12,8 +12,6 @@ followed space, and proves the weight anew where that is not enough; to verify t
 cost as much as that proof.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a weight whose norm is too large is brought back (a row of `RESTORES` each), and what ranks of a run agree on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, get_args
 

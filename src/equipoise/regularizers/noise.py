@@ -6,8 +6,6 @@ With a simplex map τ and M noisy copies, `F̂(x) = mean_i τ(f(x + δ_i))` esti
 goes through map and temperature. Estimates, not bounds: they are for training; certificates come from `equipoise.smoothing`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

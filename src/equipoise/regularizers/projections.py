@@ -1,7 +1,5 @@
 """Penalties on the weights alone, and what is done to them after a step: projection onto norm balls, clipping, normalisation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Which layers a regularizer speaks of, by module type and name pattern; a layer as an operator on inputs of the size it sees."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Spectral-norm regularisation: a penalty on the norms of chosen layers, or on their product."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

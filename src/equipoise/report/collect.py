@@ -1,7 +1,5 @@
 """From folders to a report: smoothing runs, margin certificates, and the audits and pictures that lie beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """What a report is about, as plain data: curves, attacks, audits, pictures; and margin certificates in a folder."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Pictures of inputs with the closest adversarial example found, in a run's folder as `gallery.json`; PNG files by hand."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -6,8 +6,6 @@ planned when sampling: α, the shares and the constant may change, the buckets n
 it admits anytime-valid bounds only. Each derivation keeps its own α; looking at many and publishing the best is not covered.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

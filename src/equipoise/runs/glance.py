@@ -4,8 +4,6 @@ Nothing here is a guarantee: shares of a few inputs, on noise of their own that 
 hours would end in, and why: a network that was never trained, labels in another order, noise it has not seen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

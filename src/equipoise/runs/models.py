@@ -1,7 +1,5 @@
 """A model on its way to workers: rebuilt in another process, and hashed so that a changed one is noticed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

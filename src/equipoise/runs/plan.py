@@ -1,7 +1,5 @@
 """What a run will cost, estimated from a few timed batches before anything is written."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """Answers of a smoothed classifier as it is deployed: the majority vote, or none where the draws do not tell."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

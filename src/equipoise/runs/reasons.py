@@ -1,7 +1,5 @@
 """What a run says: certified accuracy at each ε, what it rests on, and why nothing is certified at some radius."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

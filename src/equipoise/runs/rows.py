@@ -1,7 +1,5 @@
 """What is stored of one input: the sufficient statistics of its draws, never a radius; and how the file is opened."""
 
-from __future__ import annotations
-
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path

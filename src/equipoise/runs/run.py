@@ -1,7 +1,5 @@
 """A run directory opened for reading: ids, labels, certificates at any α, a summary, attacks, exports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from equipoise.core import InputError
 from equipoise.smoothing.intervals import OneSide, Pair, Side, clopper_pearson, empirical_bernstein, randomized_binomial
 from equipoise.smoothing.moments import Moments, Partition
-from equipoise.smoothing.radii import radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
+from equipoise.smoothing.radii import positive, radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
 from equipoise.smoothing.ramp import Floats
 
 _CAP = 0.75
@@ -116,6 +116,11 @@ class Gaussian:
 
     sigma: Any
     variation: Any = 0.0
+
+    def __post_init__(self) -> None:
+        positive(self.sigma, "sigma")
+        if not bool(np.all(np.asarray(self.variation, dtype=np.float64) >= 0)):
+            raise InputError(f"a total variation is a non-negative number, got {self.variation!r}")
 
     def below(self, lower: Floats) -> Floats:
         """A lower bound under the drawn law → one under the Gaussian."""

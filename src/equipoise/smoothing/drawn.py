@@ -1,7 +1,5 @@
 """What was really drawn: the setting of a certificate in numbers and in words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A row decides nothing by its name: a copy under another name gives the same cert
 rows through the entry point group `equipoise.procedures` (a `Procedure`, or a function that returns one).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points

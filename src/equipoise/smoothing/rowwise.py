@@ -1,7 +1,5 @@
 """Networks that can be smoothed: whether each row of a batch is answered by itself, and denoisers in front of classifiers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@
 temperature T certifies exactly what mass 1 at temperature r·T does; the mass matters for margins of the plain network.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Certification that stops as soon as the answer is known: at a target radius, or close enough to the final one."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From a recipe to the things it names: data, network, optimizer, penalties, projections."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

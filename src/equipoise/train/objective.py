@@ -1,7 +1,5 @@
 """The training loss of a batch: plain, under noise, with consistency, on smoothed adversaries, or of the smoothed scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """`run_recipe`: a recipe from start (or from where it stopped) to the finished network and its figures."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping

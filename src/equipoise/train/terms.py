@@ -198,13 +198,13 @@ class Guarding:
 
 def guard(
     context: Context, radius: float | dict[str, float] | None = None, how: str = "cap", tolerance: float = 1e-3,
-    every: int = 1, only: str | list[str] | None = None, names: str | list[str] | None = None,
+    every: int = 1, headroom: float = 0.01, only: str | list[str] | None = None, names: str | list[str] | None = None,
 ) -> Guarding:  # fmt: skip
     """`SpectralGuard`: norms held at `radius`, proved after each step; a model with a constant has radii of its own."""
     from equipoise.nn.models import LipschitzGPT
     from equipoise.optim import SpectralGuard
 
-    chosen: Any = {"how": how, **layer_types(only), **_names(names)}
+    chosen: Any = {"how": how, "headroom": headroom, **layer_types(only), **_names(names)}
     if radius is None:
         if not isinstance(context.model, LipschitzGPT):
             raise InputError("guard: say the radius; only lipschitz_gpt, which is built for a constant, has its own")

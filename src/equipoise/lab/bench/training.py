@@ -1,7 +1,5 @@
 """What regularisation, the guard and the proved penalty cost a training step, and what the explicit gradient saves."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Random convolution layers, all paddings, strides, dilations, groups and sizes, against their dense float64 matrix."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -5,8 +5,6 @@ counted; an exception that is not a refusal, or a bound below what an attack rea
 script that shows it without this package's attack code.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """Running checks for a given time on a given device, reproducibly; how close brackets came to the truth, how often they fail."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ subjects carry digests or checksums: an accident to them is noticed or changes n
 weights) have none; there another result is allowed, since it has another fingerprint or is plain text of the user.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -20,8 +20,6 @@ which one is the centre, so that a single radius does what a sum along several d
 room for (it grants 16 roundings per entry and needs four), and `m_k·(1/m_k)` is off 1 by 2⁻⁵², far less than `_ROOM`.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

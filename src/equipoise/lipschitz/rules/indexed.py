@@ -1,7 +1,5 @@
 """Entries read from constant places and written to constant places: windows, gather, scatter, sampling grids."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 bounded by nature (sigmoid, softmax, a normalisation). Squeeze-and-excite and attention are made of these.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NoReturn
 

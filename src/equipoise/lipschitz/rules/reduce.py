@@ -1,7 +1,5 @@
 """Reductions, pooling and resampling: exact norms of the 1-D matrices they are made of."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a rule sees (`Call`), what it says (`Step`), and the one registry that maps operations to rules."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import inspect

@@ -1,7 +1,5 @@
 """One network for every family of 1-Lipschitz layers: what recipes train on a desk, and what the scoreboard compares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

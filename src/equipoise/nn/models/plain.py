@@ -1,7 +1,5 @@
 """Plain networks for the experiments (MLP, CNN, MLP-Mixer, VGG) and what builders share; constants are not constrained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Residual networks: ResNet-18/34/50, the CIFAR ResNets of depth 6n + 2, wide ResNets. Layer names are the customary ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Literal

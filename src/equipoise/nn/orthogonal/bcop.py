@@ -25,8 +25,6 @@ whose size s does not divide patches meet at odd distances; the layers refuse it
 References: Li et al. 2019, §4.1 (RKO); Serrurier et al. 2021; Björck & Bowie 1971; Anil et al. 2019.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Attacks on the inputs of a run, stored beside its certificates, checked against them and summed up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """What is attacked, and attacks of growing radius on it; a success inside a certified radius is tested again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

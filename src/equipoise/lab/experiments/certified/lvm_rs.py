@@ -10,8 +10,6 @@ Corrected as the errata have it: the sample variance in Bernstein's shift (8), s
 input, whose certificate speaks of that input's map only, and the printed interval, which certifies nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The certified radius as a function of the simplex map and its temperature."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Networks trained for the soft vote, and for the Lipschitz-aware radius, against every other certificate of the same network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

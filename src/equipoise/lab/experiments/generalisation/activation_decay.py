@@ -1,7 +1,5 @@
 """Activation decay against other regularisation: in an MLP, a WideResNet, a Mixer and a small transformer on text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from equipoise.lab.experiments.experiment import Label, Row, Verdict

@@ -1,7 +1,5 @@
 """Activation decay across widths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms of every convolution after training towards γ = 1 with different regularizers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

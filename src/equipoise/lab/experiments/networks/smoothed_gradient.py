@@ -1,7 +1,5 @@
 """The gradient of a smoothed probit model on a line, and of its quantile, against bounds by noise and Lipschitz constant."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

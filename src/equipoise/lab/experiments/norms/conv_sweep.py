@@ -1,7 +1,5 @@
 """Convolutions by kernel, input and channels: five methods against power iteration on the zero-padded operator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Peak memory of the gradient of the bound: autodiff through Gram iteration against the explicit formula."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

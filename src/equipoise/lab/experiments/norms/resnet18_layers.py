@@ -1,7 +1,5 @@
 """Every convolution of a trained ResNet-18: certified bracket against five published methods."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,0 +1,96 @@
+"""Powers of a convolution's Gram operator: `(KᵀK)^(2^(t−1))` as a finite table of matrices, one per spatial offset.
+
+The Gram operator of a kernel with k taps has 2(k − 1) + 1 offsets and each squaring doubles their reach: `2^t(k − 1) + 1`. On a
+grid of that many frequencies nothing wraps around, so the table is exact up to rounding. Real arithmetic throughout: a Hermitian
+symbol `X + iY` is a symmetric X and a skew-symmetric Y, and the half of the grid that conjugation does not give is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Reach = tuple[int, ...]
+Table = tuple[np.ndarray, np.ndarray]
+
+
+def kernel_gram(K: Tensor) -> tuple[Tensor, Tensor, Reach]:
+    """`(X, Y, reach)`: the symbol `E(ω)*E(ω) = X + iY` of the kernel `K (g, co, ci, *k)` on its own grid.
+
+    X and Y are (frequencies, g, ci, ci).
+    """
+    reach = tuple(k - 1 for k in K.shape[3:])
+    cos, sin = _waves("taps", reach, K)
+    flat = K.flatten(3).movedim(3, 0)
+    B, C = torch.tensordot(cos, flat, 1), torch.tensordot(sin, flat, 1)
+    cross = C.mT @ B
+    return B.mT @ B + C.mT @ C, cross - cross.mT, reach
+
+
+def offsets(X: Tensor, Y: Tensor, reach: Reach) -> Tensor:
+    """The table `A_b` for b = 0 and the positive offsets: the inverse transform. The others are `A_{−b} = A_bᵀ`."""
+    cos, sin = _waves("back", reach, X)
+    return torch.tensordot(cos, X, 1) - torch.tensordot(sin, Y, 1)
+
+
+def refine(A: Tensor, reach: Reach) -> tuple[Tensor, Tensor, Reach]:
+    """The symbol of the table on the grid of twice the reach, where its square has room."""
+    cos, sin = _waves("finer", reach, A)
+    return torch.tensordot(cos, A + A.mT, 1), torch.tensordot(sin, A.mT - A, 1), tuple(2 * h for h in reach)
+
+
+def square(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+    """`(X + iY)²` of Hermitian matrices in three real products."""
+    cross = X @ Y
+    return X @ X + Y.mT @ Y, cross - cross.mT
+
+
+def _waves(kind: str, reach: Reach, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a transform, as constants."""
+    cos, sin = {"taps": _at_taps, "back": _back, "finer": _finer}[kind](tuple(int(h) for h in reach))
+    return torch.from_numpy(cos).to(like), torch.from_numpy(sin).to(like)
+
+
+#: what `torch.compiler.assume_constant_result` does, without two seconds of importing the compiler
+vars(_waves)["_dynamo_marked_constant"] = True
+
+
+@functools.lru_cache(maxsize=64)
+def _at_taps(reach: Reach) -> Table:
+    """Grid ω × taps 0 … h: `Σ_a K_a e^{iω·a}`."""
+    taps = np.stack(np.meshgrid(*[np.arange(h + 1.0) for h in reach], indexing="ij"))
+    return _trigonometry(_half_grid(reach), taps.reshape(len(reach), -1).T, reach, 1.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _back(reach: Reach) -> Table:
+    """Offsets × grid: the inverse transform; every frequency but the first stands for ±."""
+    grid = _half_grid(reach)
+    return _trigonometry(grid, grid, reach, _copies(grid) / (2 * len(grid) - 1))
+
+
+@functools.lru_cache(maxsize=64)
+def _finer(reach: Reach) -> Table:
+    """Grid of twice the reach × offsets; every offset but the first stands for ±, and the matrices come doubled."""
+    finer, points = tuple(2 * h for h in reach), _half_grid(reach)
+    return _trigonometry(_half_grid(finer), points, finer, _copies(points) / 2)
+
+
+def _half_grid(reach: Reach) -> np.ndarray:
+    """Zero and the lexicographically positive points of `Π [−h_j, h_j]`, as (points, dims)."""
+    points = np.stack(np.meshgrid(*[np.arange(-h, h + 1.0) for h in reach], indexing="ij")).reshape(len(reach), -1).T
+    return points[len(points) // 2 :]
+
+
+def _copies(points: np.ndarray) -> np.ndarray:
+    return np.where(np.arange(len(points)) == 0, 1.0, 2.0)
+
+
+def _trigonometry(f: np.ndarray, b: np.ndarray, reach: Reach, weight: np.ndarray | float) -> Table:
+    """`weight·cos` and `weight·sin` of ω·b with ω = 2πf/(2h + 1)."""
+    angle = (f * [2 * math.pi / (2 * h + 1) for h in reach]) @ b.T
+    return np.cos(angle) * weight, np.sin(angle) * weight
