@@ -1,7 +1,5 @@
 """Whole networks: `make_lipschitz` turns an existing one into one of a chosen constant, `export` into plain modules."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import dataclass, replace

@@ -81,6 +81,8 @@ CASES = {
     "a text model": (changed(model_type="bert", architectures=["BertModel"]), "tokens have no distance"),
     "another class": (changed(architectures=["os.system"]), "names the class"),
     "a huge model": (changed(hidden_sizes=[4, 2**15]), "describes a model of|too large|failed"),
+    "more layers than can be built": (changed(depths=[1, 10**9]), "far larger than its weights"),
+    "timm inside transformers": (changed(model_type="timm_wrapper", architecture="hf-hub:a/b"), "timm architecture"),
     "other shapes": (changed(hidden_sizes=[4, 16]), "do not fit the model"),
     "kernels from the network": (
         changed(_attn_implementation="someone/kernel", attn_implementation="someone/kernel"),

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from equipoise.core import EquipoiseError, InputError
-from equipoise.core.weights import WeightFile
+from equipoise.core.files import WeightFile
 from equipoise.norms import reference_norm
 from equipoise.norms.files import Reading, tensor_bracket, weight_names, weight_norms
 

@@ -5,8 +5,7 @@ import torch
 
 from equipoise.core import InputError
 from equipoise.data import Augmentation, random_crop, random_flip
-from equipoise.data.augment import crop_corners, cutout
-from equipoise.data.randaugment import OPERATIONS, randaugment
+from equipoise.data.augment import OPERATIONS, crop_corners, cutout, randaugment
 
 
 def keyed(seed=0):

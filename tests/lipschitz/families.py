@@ -84,6 +84,11 @@ BOUNDED = {
     ),
     "U-Nets": (Op(_u_net, a=nn.Conv2d(2, 2, 3, padding=1), b=nn.Conv2d(4, 1, 3, padding=1)), IMAGE, None),
     "1-Lipschitz layers": (nn.Sequential(own.AOLLinear(4, 4), own.GroupSort(2), own.BjorckLinear(4, 3)), (4,), None),
+    "activations written out": (
+        nn.Sequential(nn.Linear(4, 5), Op(lambda m, x: x * torch.sigmoid(x)), nn.Linear(5, 3)),
+        (4,),
+        None,
+    ),
     "MaxMin written by hand": (
         Op(lambda m, x: torch.cat([torch.max(*x.chunk(2, 1)), torch.min(*x.chunk(2, 1))], 1)),
         (6,),

@@ -5,6 +5,8 @@ name: (module or function, shape, fraction of the bound an attack reaches, ball)
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +18,7 @@ T = torch.randn(3, 5)
 BILINEAR = torch.randn(4, 3, 3)
 INDEX = torch.tensor([[0, 2, 2, 1]])
 APART = torch.tensor([[3, 0, 1]])
+KEPT = torch.arange(24).reshape(4, 6) % 5 == 0
 GRID = torch.rand(1, 4, 4, 2) * 2 - 1
 SPECTRUM = torch.randn(4, dtype=torch.complex128)
 MIXING = torch.randn(2, 2, 3, dtype=torch.complex128) / 2
@@ -137,6 +140,12 @@ INDEXED = {
     "index fill": (lambda x: x.index_fill(1, INDEX[0], 3.0), (6,), 0.99, None),
     "select scatter": (lambda x: torch.select_scatter(x, 2 * x[:, 0], 1, 3), (6,), 0.9, None),
     "slice scatter": (lambda x: torch.slice_scatter(x, 2 * x[:, :2], 1, 2, 4), (6,), 0.9, None),
+    "masked scatter of copies": (
+        lambda x: torch.masked_scatter(x[:, None], KEPT, torch.ones(len(x), 24, dtype=x.dtype)),
+        (6,),
+        0.7,
+        None,
+    ),
     "diagonal of a vector": (lambda x: x.diag_embed(), (4,), 0.99, None),
     "power pooling": (lambda x: F.lp_pool2d(x, 2.0, (3, 2), stride=1), (1, 4, 4), 0.6, None),
     "power pooling apart": (lambda x: F.lp_pool1d(x, 4, 2, ceil_mode=True), (2, 6), 0.9, None),
@@ -162,6 +171,12 @@ INDEXED = {
 }
 
 ORDERED = {
+    "mean in a named type": (
+        lambda x: F.linear(x.mean(-1, dtype=x.dtype), T.mT.to(x.dtype)),
+        (3, 5),
+        0.9,
+        None,
+    ),
     "running sum": (lambda x: x.cumsum(1), (6,), 0.999, None),
     "running sum of rows": (lambda x: x.cumsum(-1), (3, 5), 0.999, None),
     "running maximum": (lambda x: x.cummax(1)[0], (6,), 0.5, None),
@@ -198,6 +213,12 @@ ORDERED = {
         None,
     ),
     "max and max": (lambda x: torch.cat([x.amax(1, True), x.amax(1, True)], 1), (6,), 0.99, None),
+    "max, min and the same max": (
+        lambda x: (lambda top, low: torch.cat([top, low, top], 1))(x.amax(1, True), x.amin(1, True)),
+        (2,),
+        0.99,
+        None,
+    ),
     "max and min of one": (lambda x: torch.cat([x[..., :1].amax(1), x[..., :1].amin(1)], 1), (1, 4), 0.99, None),
 }
 
@@ -278,6 +299,17 @@ DOMAINS = {
         2.0,
     ),
     "rms norm by hand": (lambda x: _rms(x, P), (3, 6), 0.9, None),
+    "rms norm by reciprocals": (lambda x: x * (1 / torch.sqrt((x * x).mean(-1, True) + 0.3)), (6,), 0.9, None),
+    "rms norm by a power": (lambda x: x * (x.pow(2).mean(-1, True) + 0.3) ** -0.5, (6,), 0.9, None),
+    "swish by hand": (lambda x: x * torch.sigmoid(x), (6,), 0.99, None),
+    "quick gelu": (lambda x: torch.sigmoid(1.702 * x) * x, (6,), 0.99, None),
+    "swish of a negative": (lambda x: 2 * x * torch.sigmoid(-x / 3), (6,), 0.99, None),
+    "gelu by hand": (lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))), (6,), 0.99, None),
+    "gelu of another width": (lambda x: x * (0.5 * (1.0 + torch.erf(3 * x))), (6,), 0.99, None),
+    "mish by hand": (lambda x: x * torch.tanh(F.softplus(x)), (6,), 0.99, None),
+    "softplus by hand": (lambda x: torch.where(x > 20, x, F.softplus(x)), (6,), 0.9, None),
+    "log of a sigmoid": (lambda x: torch.log(torch.sigmoid(x)), (6,), 0.9, None),
+    "log of a softmax": (lambda x: torch.log(torch.softmax(x, -1)), (6,), 0.3, None),
     "rms norm by division": (lambda x: x / torch.sqrt((x * x).mean(-1, True) + 0.3), (6,), 0.9, None),
     "attention after rms norm": (
         lambda x: F.scaled_dot_product_attention(_rms(x), 2 * _rms(x), _rms(x)),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from equipoise.lab.bench import lipschitz as bench
-from equipoise.lipschitz.peers import ryu_norm
+from equipoise.lab.bench.lipschitz import ryu_norm
 
 
 def test_power_iteration_finds_the_norm_from_below():

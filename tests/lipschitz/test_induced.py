@@ -59,6 +59,7 @@ COUNTED = {
     "maximum": (lambda x: torch.maximum(x[:, :1], x), (3,), 4, 1),
     "split": (lambda x: x.chunk(3, 1)[1], (3,), 1, 1),
     "sum": (lambda x: x.sum(1), (3,), 1, 3),
+    "mean in a named type": (lambda x: x.mean(1, dtype=torch.float32), (7,), 1 / 7, 1),
 }
 
 

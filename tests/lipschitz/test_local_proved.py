@@ -18,10 +18,9 @@ from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local import multipliers
 from equipoise.lipschitz.local.backward import enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Activation, Affine, Unsupported, read_network
-from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius
+from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius, together_radius
 from equipoise.lipschitz.local.multipliers import best_multipliers, proves
 from equipoise.lipschitz.local.reduced import Reduced, reduced_maps
-from equipoise.lipschitz.local.together import together_radius
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.bracket import Cache
 

@@ -54,6 +54,7 @@ REFUSED = {
     "negative power": (lambda x: F.relu(x) ** -0.5, "near 0"),
     "variance": (lambda x: x.var(1), "ball"),
     "scatter in no order": (lambda x: x.scatter(1, torch.tensor([[0, 0]]).expand(len(x), -1), x), "no fixed order"),
+    "largest in no order": (lambda x: x.topk(3, 1, sorted=False)[0], "sorted=True"),
     "gather by positions of the input": (lambda x: x.gather(1, x.argmax(1, True)), "no Lipschitz rule|jump"),
     "complex numbers": (lambda x: torch.fft.fft(x), "complex"),
     "angle": (lambda x: torch.fft.fft(x).angle(), "complex numbers"),

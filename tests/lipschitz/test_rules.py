@@ -223,7 +223,7 @@ def test_the_rule_holds_under_attack(name):
 
 
 #: rows that are always tried in a ball, too; all of them with the slow tests
-LOCALLY = ("max min of groups", "max min interleaved", "nothing")
+LOCALLY = ("max min of groups", "max min interleaved", "mean in a named type", "nothing")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in LOCALLY else pytest.mark.slow) for n in CASES])

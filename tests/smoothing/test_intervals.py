@@ -5,7 +5,7 @@ from scipy import stats
 
 from equipoise.core import InputError
 from equipoise.smoothing import betting, clopper_pearson, empirical_bernstein, hoeffding
-from equipoise.smoothing.betting import bet_sizes, wealth
+from equipoise.smoothing.bounds import bet_sizes, wealth
 
 GRID = np.concatenate([[0.0, 1e-6, 1e-3], np.linspace(0.01, 0.99, 99), [0.999, 1 - 1e-6, 1.0]])
 

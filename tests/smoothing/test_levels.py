@@ -12,7 +12,7 @@ from torch import nn
 from equipoise.core import InputError, Refused
 from equipoise.runs import certify, open_run
 from equipoise.smoothing import SmoothedClassifier, Stream
-from equipoise.smoothing.levels import Levels
+from equipoise.smoothing.noise import Levels
 
 LEVELS = [0.5, 0.125, 0.25]
 

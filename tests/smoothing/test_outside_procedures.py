@@ -9,13 +9,13 @@ import pytest
 from equipoise.core import InputError, Refused
 from equipoise.smoothing import PROCEDURES, Option, Partition, Procedure, certify_counts
 from equipoise.smoothing.bounds import Gaussian
-from equipoise.smoothing.partitions import every_class, one_against_rest, ranking
+from equipoise.smoothing.moments import every_class, one_against_rest, ranking
 from equipoise.smoothing.planning import plan_scores
 from equipoise.smoothing.procedures import _ROWS, Table, find_procedure
 
 ROW = """
 from equipoise.smoothing import Option, Procedure, Split
-from equipoise.smoothing.partitions import every_class
+from equipoise.smoothing.moments import every_class
 
 ROW = Procedure("thirds", (Option(every_class, Split(2 / 3)),), True, False, "class at two thirds of the risk", "outside")
 """

@@ -18,8 +18,7 @@ from equipoise.smoothing import (
     radius_mono,
     radius_multi,
 )
-from equipoise.smoothing.moments import bucket_scores
-from equipoise.smoothing.partitions import every_class, one_against_rest
+from equipoise.smoothing.moments import bucket_scores, every_class, one_against_rest
 
 HARD = [name for name, row in PROCEDURES.items() if row.hard and not row.ties]
 
@@ -229,6 +228,15 @@ def test_bad_input_is_refused():
         lambda: certify_counts([1, 2], [3, 4], 0.5, 1.5),
         lambda: certify_counts([1, 2], [3, 4], 0.5, draws=5),
         lambda: certify_counts([1, 2], [3, 4], -0.5),
+        lambda: certify_counts([1, 2], [3, 4], "0.5 or so"),
+        lambda: certify_counts([1, 2], [3, 4], [0.5, 0.5]),
+        lambda: certify_counts([1, 2], [3, 4], 0.5, "0.01"),
+        lambda: certify_counts([1, 2], [np.inf, 4], 0.5),
+        lambda: certify_counts(["a", 2], [3, 4], 0.5),
+        lambda: certify_counts([1, 2], [3, 4], 0.5, draws=np.nan),
+        lambda: certify_counts([1, 2], [3, 4], 0.5, draws=[7, 7]),
+        lambda: certify_counts([1, 2], [3, 4], 0.5, variation=-0.1),
+        lambda: certify_counts([1, 2], [3, 4], 0.5, variation=np.nan),
         lambda: certify_scores(np.full((5, 2), 0.6), np.full((5, 2), 0.5), 0.5),
         lambda: certify_scores(np.full((5, 2), 0.5), np.full((1, 2), 0.5), 0.5),
         lambda: certify_scores(np.full((5, 2), 0.5), np.full((5, 2), 0.5), 0.5, procedure="cohen"),

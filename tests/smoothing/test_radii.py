@@ -137,6 +137,7 @@ def test_only_upper_bounds_get_in():
         lambda: radius_mono(1.1, 0.5),
         lambda: radius_mono(np.nan, 0.5),
         lambda: radius_mono(0.9, 0.0),
+        lambda: radius_mono(0.99, 1e308),
         lambda: radius_multi_lipschitz(0.9, 0.1, 0.5, -1.0),
         lambda: radius_multi_lipschitz(0.9, 0.1, 0.5, np.array([-1.0])),
         lambda: radius_multi_lipschitz(0.9, 0.1, 0.5, 1.0, mass=0.0),

@@ -15,7 +15,7 @@ from equipoise.smoothing import (
     noise_key,
     predict_counts,
 )
-from equipoise.smoothing.maps import apply_map, choose_map, map_grid
+from equipoise.smoothing.simplex import apply_map, choose_map, map_grid
 
 
 class Half(nn.Module):

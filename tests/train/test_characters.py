@@ -8,7 +8,7 @@ from equipoise.lipschitz import lipschitz_bound
 from equipoise.models import load
 from equipoise.nn.models import lipschitz_gpt
 from equipoise.train import read_recipe, run_recipe
-from equipoise.train.characters import NextToken, load_characters
+from equipoise.train.text import NextToken, load_characters
 
 TINY = {
     "model.arguments.width": 8,

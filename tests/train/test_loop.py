@@ -16,11 +16,10 @@ from equipoise.nn.models import build
 from equipoise.norms import spectral_norm
 from equipoise.train import read_recipe, run_recipe
 from equipoise.train.build import build_data
-from equipoise.train.keys import data_order
 from equipoise.train.losses import LOSSES, cross_entropy
 from equipoise.train.metrics import Certified, certified_bound, evaluate
 from equipoise.train.objective import OBJECTIVES
-from equipoise.train.recipe import Data, Extra
+from equipoise.train.recipe import Data, Extra, data_order
 from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, layer_types
 
 #: arguments of rows that have no default

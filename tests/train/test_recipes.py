@@ -246,6 +246,8 @@ def test_schedules_have_their_shape():
 HOSTILE = {
     "a command": ("model: {factory: 'os:system', arguments: {command: ls}}\ndata: {path: digits}\nepochs: 1\n", "os:system"),
     "data that runs": ("model: {factory: 'equipoise.nn.models:mlp'}\ndata: {path: 'sys:exit#train'}\nepochs: 1\n", "sys:exit"),
+    "more data that runs": ("extends: sll-sr-digits\ndata: {extra: {path: 'sys:exit'}}\n", "sys:exit"),
+    "data that runs by a variable": ("extends: sll-sr-digits\ndata: {path: '${A_WORD}:exit#train'}\n", "sys:exit"),
     "a bomb": ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", "aliases"),
     "bottomless": ("[" * 5000 + "]" * 5000, "nested deeper"),
     "a strange date": ("name: 2024-99-99\n", "not YAML"),
@@ -255,6 +257,7 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_file_names_no_code(tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("A_WORD", "sys")
     text, said = HOSTILE[case]
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(EquipoiseError, match=said):

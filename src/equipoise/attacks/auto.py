@@ -8,8 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from equipoise.attacks.ball import inside_ball
-from equipoise.attacks.pgd import AttackResult
+from equipoise.attacks.pgd import AttackResult, inside_ball
 from equipoise.core import Refused, fresh_strides
 
 #: packages that have it, the authors' own first

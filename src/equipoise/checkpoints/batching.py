@@ -5,8 +5,6 @@ PyTorch evaluates the expressions of symbolic shapes as code, so it never sees t
 is a description with static shapes, which is held against `equipoise.checkpoints.description` as every other one.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Mapping

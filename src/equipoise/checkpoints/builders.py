@@ -99,8 +99,7 @@ def build_registered(name: str, arguments: Any, where: str, elements: int | None
     builder = find_builder(name, where)
     given = check_arguments(arguments, where)
     _check_names(builder, given, name, where)
-    budget = _Budget(elements, where)
-    with budget:
+    with Budget(elements, where):
         made = guarded(lambda: builder(**given), f"{where}: {name!r} with these arguments")
     if not isinstance(made, nn.Module):
         raise InputError(f"{name!r} gave a {type(made).__name__}, not an nn.Module")
@@ -155,16 +154,16 @@ def _check_value(value: Any, what: str, depth: int) -> None:
         raise InputError(f"{what} is a {type(value).__name__}, expected plain numbers, texts and lists")
 
 
-class _Budget(TorchDispatchMode):
+class Budget(TorchDispatchMode):
     """Stops a builder that allocates far more than the weights it is built for: a few letters must not fill the memory.
 
-    Room for 4 times the stored numbers and 2²⁴ more (initialisation works on copies), and for 200 allocations per stored tensor.
+    Room for 4 times the stored numbers and 2²⁴ more (initialisation works on copies), and for so many calls of operations.
     """
 
-    def __init__(self, elements: int | None, where: str) -> None:
+    def __init__(self, elements: int | None, where: str, calls: int = 10**6) -> None:
         super().__init__()
         self.room = math.inf if elements is None else 4 * elements + 2**24
-        self.calls = math.inf if elements is None else 10**6
+        self.calls = math.inf if elements is None else calls
         self.where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,5 +194,5 @@ def _requested(func: Any, args: Any) -> int:
 
 
 __all__ = [
-    "BUILDERS", "build_registered", "check_arguments", "find_builder", "register_model", "registered",
+    "BUILDERS", "Budget", "build_registered", "check_arguments", "find_builder", "register_model", "registered",
 ]  # fmt: skip

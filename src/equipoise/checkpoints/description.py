@@ -11,8 +11,6 @@ Each `check` gives back a new document that holds only what it understood. Why e
 * metadata names functions and holds further JSON: only the module and the line of a node are kept, for messages.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@
 naive edits, not a signature: who can write both files can write a digest that fits.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

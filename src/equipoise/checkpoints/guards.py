@@ -1,7 +1,5 @@
 """Guards of an exported program: conditions on the sizes of its inputs, which PyTorch compiles and runs, and nothing else."""
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

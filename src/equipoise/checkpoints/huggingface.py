@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.checkpoints.builders import check_arguments
+from equipoise.checkpoints.builders import Budget, check_arguments
 from equipoise.checkpoints.directory import fill
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.files import read_json
+from equipoise.core.files import WeightFile, read_json
 from equipoise.core.imports import guarded
-from equipoise.core.weights import WeightFile
 
 #: fields of a config that would bring other code or other weights than the files of the folder
 _FOREIGN = {
@@ -31,6 +30,8 @@ _FOREIGN = {
     "base_model_name_or_path": "a model from elsewhere",
     "trust_remote_code": "code in the folder",
 }
+#: operations that building a model may take per stored tensor, ten times what it does take and more
+_CALLS = 50
 #: fields that only say how the model was trained or is run, and may name things to load
 _IGNORED = ("_attn_implementation", "attn_implementation", "_name_or_path", "torch_dtype", "dtype", "architectures",
             "transformers_version", "id2label", "label2id", "task_specific_params", "problem_type")  # fmt: skip
@@ -62,14 +63,14 @@ def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Modul
     for key, what in _FOREIGN.items():
         if config.get(key):
             raise Refused(f"{where} asks for {what} ({key}), which is not loaded: {_INSTEAD}")
-    if "model_type" not in config:
+    if "architecture" in config:
         named = str(config.get("architecture"))[:60]
         raise Refused(f"{where} names the timm architecture {named!r}: build it with timm and export it. {_EXPORT}")
     parts = _parts(folder)
     files = [WeightFile(part) for part in parts]
     try:
         shapes = {name: entry.shape for file in files for name, entry in file.entries.items()}
-        model = _build(config, where, sum(_count(shape) for shape in shapes.values()))
+        model = _build(config, where, sum(_count(shape) for shape in shapes.values()), len(shapes))
         state = {name: file.tensor(name) for file in files for name in file.entries}
     finally:
         for file in files:
@@ -81,7 +82,7 @@ _EXPORT = "torch.export.save(torch.export.export(model.eval(), (x,)), 'model.pt2
 _INSTEAD = f"build the model with its own package, check it, and export it: {_EXPORT}"
 
 
-def _build(config: Mapping[str, Any], where: str, stored: int) -> nn.Module:
+def _build(config: Mapping[str, Any], where: str, stored: int, tensors: int) -> nn.Module:
     try:
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -100,7 +101,7 @@ def _build(config: Mapping[str, Any], where: str, stored: int) -> nn.Module:
         made.num_labels = len(labels)
     made._attn_implementation = "eager"
     builder = _builder(config, made, modeling_auto, where)
-    with torch.device("meta"):
+    with torch.device("meta"), Budget(stored, where, calls=_CALLS * (tensors + 20)):
         sketch = guarded(lambda: builder(made), f"{where}: this model")
     needed = sum(value.numel() for value in sketch.state_dict().values())
     if needed > 1.5 * stored + 10_000_000:

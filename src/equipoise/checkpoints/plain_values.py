@@ -3,8 +3,6 @@
 Names of nodes, inputs, weights and arguments are written into Python code that PyTorch compiles: they are identifiers.
 """
 
-from __future__ import annotations
-
 import keyword
 import re
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ grammar (`equipoise.checkpoints.description`), every pickle read with `weights_o
 understood is refused, and PyTorch never sees the bytes of the file itself: there is nothing two readers could see differently.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """What `MODEL` means on the command line: a `.pt2` or `.onnx` file, a checkpoint directory, or `package.module:factory`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

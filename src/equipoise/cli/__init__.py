@@ -3,8 +3,6 @@
 Nothing here imports torch; every command imports what it needs when it runs, so that `equipoise --help` is quick.
 """
 
-from __future__ import annotations
-
 import sys
 
 

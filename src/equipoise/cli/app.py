@@ -1,7 +1,5 @@
 """The application: one table of commands, one way to report errors."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -34,24 +32,28 @@ class Command:
     summary: str = ""
 
 
-#: every command in the order of the help, with what the list says of those that are loaded only when they are wanted ("": at
-#: once); a new one is a new row here and a function of that name in a module of that name
+#: every command in the order of the help, with what the list says of it; a new one is a new row here and a function of that
+#: name in a module of that name
 _TABLE = {
-    "demo": "",
-    "norm": "",
-    "audit": "A proved Lipschitz bound of a saved network, layer by layer.",
-    "train": "Train a network from a recipe.",
-    "scoreboard": "Families of 1-Lipschitz layers under one budget, with proved certificates.",
-    "certify": "Certify a dataset by randomized smoothing; runs survive being killed.",
-    "predict": "Answers of the smoothed classifier as it is deployed.",
-    "attack": "Attack a network or its smoothed version; no certificate may break.",
-    "curvature": "Hessian eigenvalue, trace, density and sharpness of a saved network.",
+    "demo": "Train, audit, certify and attack on bundled digits.",
+    "norm": "Spectral norms of the weights in a file, proved.",
+    "audit": "A proved Lipschitz bound of a network, by layer.",
+    "certify": "Certify a dataset; runs survive being killed.",
+    "predict": "Answers of the smoothed classifier as deployed.",
+    "attack": "Attack a network; no certificate may break.",
     "report": "One HTML page from certification runs.",
-    "reproduce": "",
-    "selfcheck": "",
-    "bench": "",
+    "train": "Train a network from a recipe.",
+    "scoreboard": "1-Lipschitz layers compared under one budget.",
+    "curvature": "Hessian eigenvalue, trace, density, sharpness.",
+    "reproduce": "Tables and figures of the thesis, with verdicts.",
+    "selfcheck": "Attack the guarantees on your own machine.",
+    "bench": "Speed and tightness against the alternatives.",
 }
-COMMANDS = tuple(Command(name, f"equipoise.cli.{name}", name, bool(text), text) for name, text in _TABLE.items())
+#: loaded at once; the others only when they are wanted
+_LIGHT = frozenset({"demo", "norm", "reproduce", "selfcheck", "bench"})
+COMMANDS = tuple(
+    Command(name, f"equipoise.cli.{name}", name, name not in _LIGHT, text) for name, text in _TABLE.items()
+)
 
 #: click's class of mistakes in a command line; typer has its own copy of click in later versions
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -63,9 +65,11 @@ HELP = """Stability of PyTorch networks, with guarantees: a number that says upp
 
 Examples:
 
-  equipoise demo                                           the main job on bundled digits, a minute or two
+  equipoise demo                                           everything once, on bundled digits: a minute or two
+  equipoise audit model.onnx                               how much can this network stretch a distance?
+  equipoise certify model.onnx --data photos/ --sigma 0.1  which answers cannot change, and how far?
   equipoise norm model.safetensors --input-size 32,32      spectral norm of every weight
-  equipoise selfcheck --minutes 5 --device cuda            test the guarantees on your own hardware
+  equipoise selfcheck --minutes 5                          the guarantees, attacked on this machine
 
 Every command has --json and --help. Exit codes: 0 fine, 1 a check failed, 2 the input was refused
 (one sentence on stderr; with --json {"error": …} on stdout as well), 130 interrupted.
@@ -182,7 +186,9 @@ def _register(app: typer.Typer, command: Command, wanted: str | None) -> None:
     if command.optional and importlib.util.find_spec(command.module) is None:
         return
     if command.optional and wanted is not None and wanted != command.name:
-        app.command(command.name, help=command.summary)(_unavailable(command, "it was not loaded"))
+        app.command(command.name, short_help=command.summary or None, help=command.summary)(
+            _unavailable(command, "it was not loaded")
+        )
         return
     try:
         target = getattr(importlib.import_module(command.module), command.attribute)
@@ -194,9 +200,9 @@ def _register(app: typer.Typer, command: Command, wanted: str | None) -> None:
         for info in target.registered_commands:
             if info.callback is not None:
                 info.callback = reported(getattr(info.callback, "__wrapped__", info.callback))
-        app.add_typer(target, name=command.name)
+        app.add_typer(target, name=command.name, short_help=command.summary or None)
     else:
-        app.command(command.name)(reported(target))
+        app.command(command.name, short_help=command.summary or None)(reported(target))
 
 
 def _unavailable(command: Command, reason: str) -> Callable[[], None]:

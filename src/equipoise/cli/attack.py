@@ -68,7 +68,7 @@ def attack(
     }  # fmt: skip
     folder = run
     if run is None and sigma is not None:
-        from equipoise.runs.attacks.target import default_folder
+        from equipoise.runs.attacks.search import default_folder
 
         folder = default_folder(network, dataset, **chosen)
     try:

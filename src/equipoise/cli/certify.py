@@ -181,7 +181,7 @@ def certify(
     if is_run(folder):
         require_same(folder, read_manifest(folder), job.manifest)
     done = is_run(folder) and open_run(folder).finished
-    seen = None if done else _look(job, names[0], weights)
+    seen = None if done else _look(job, names[0], weights, data)
     _finish(_sample(job, folder, engine, execution, retry_failed, levels), None, levels, export, json, seen)
 
 
@@ -248,7 +248,7 @@ def channels(mean: str | None, std: str | None) -> _Scaling | None:
     return centre, spread
 
 
-def _look(job: Job, model: str, weights: Path | None) -> Glance:
+def _look(job: Job, model: str, weights: Path | None, data: str) -> Glance:
     """What a few inputs say before the sampling starts, on stderr."""
     from equipoise.checkpoints.sources import draws_weights
     from equipoise.runs.glance import glance
@@ -261,7 +261,14 @@ def _look(job: Job, model: str, weights: Path | None) -> Glance:
             markup=False, soft_wrap=True,
         )  # fmt: skip
     found = glance(job)
-    for line in found.lines():
+    lines = found.lines()
+    if found.disturbed and ":" in model:  # a network of the user's own, which can be trained further
+        start = "" if weights is None else f", weights: {weights}"
+        lines.append(
+            f'to train it further under this noise: equipoise train noise-cnn-cifar --set "model={{factory: {model}{start}}}" '
+            f"--set noise.sigma={job.parameters.sigma:g} --set data.path={data}"
+        )
+    for line in lines:
         messages().print(line, markup=False, soft_wrap=True)
     return found
 

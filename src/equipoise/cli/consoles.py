@@ -1,7 +1,5 @@
 """Where output goes: results to stdout, progress and complaints to stderr, and stdout holds only JSON when asked for."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

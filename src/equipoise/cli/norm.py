@@ -88,7 +88,7 @@ def norm(
 def _watch(folder: Path, reading: Reading, only: str | None, seconds: float, every: float, as_json: bool) -> None:
     """Tables, or lines of JSON, of every file that appears; one that cannot be read is named, and the watch goes on."""
     from equipoise.core.errors import EquipoiseError, one_line
-    from equipoise.norms.watching import appearing
+    from equipoise.norms.files import appearing
 
     try:
         for path in appearing(folder, seconds, every):

@@ -1,7 +1,5 @@
 """Options that several commands share: what is read, which inputs, where the network runs, what is printed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

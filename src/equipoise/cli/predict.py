@@ -56,7 +56,7 @@ def predict(
     from equipoise.runs.models import normalised
     from equipoise.runs.parameters import Settings
     from equipoise.runs.predictions import predict as answers
-    from equipoise.smoothing.levels import Levels
+    from equipoise.smoothing.noise import Levels
 
     manifest = None if run is None else read_manifest(run)
     if manifest is not None:

@@ -1,7 +1,5 @@
 """`equipoise report`: several runs on one self-contained page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

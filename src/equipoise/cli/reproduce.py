@@ -59,7 +59,7 @@ def reproduce(
     from equipoise.lab.experiments import every as chosen_experiments
     from equipoise.lab.experiments.page import summary
     from equipoise.lab.experiments.runner import reproduce_all
-    from equipoise.runs.job import usable_device
+    from equipoise.runs.jobs import usable_device
 
     if list_all:
         _list(as_json)
@@ -105,7 +105,7 @@ def reproduce(
 def _plan(chosen: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from equipoise.lab.experiments.plan import plan
+    from equipoise.lab.experiments.runner import plan
 
     found = plan(chosen, scale, seed, data, out)
     if as_json:

@@ -2,8 +2,8 @@
 
 from equipoise.core.bounds import Bound, Bracket, Kind, as_upper, round_down, round_up
 from equipoise.core.errors import EquipoiseError, InputError, Refused
+from equipoise.core.modules import fresh_strides
 from equipoise.core.precision import full_precision
-from equipoise.core.strides import fresh_strides
 
 __all__ = [
     "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "as_upper", "fresh_strides",

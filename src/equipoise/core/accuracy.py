@@ -1,7 +1,5 @@
 """Certified accuracy, in one place: what counts as certified at ε, curves over ε, the average certified radius."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """A bound is a type, not a float: every number knows on which side of the truth it lies."""
 
-from __future__ import annotations
-
 import decimal
 import enum
 import math

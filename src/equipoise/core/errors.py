@@ -4,8 +4,6 @@ Both carry one readable sentence; the command line prints it and exits non-zero.
 escapes is a bug of ours and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

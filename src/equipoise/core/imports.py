@@ -5,11 +5,10 @@ folder that nothing installed shares its name with, because typing it is asking 
 checkpoints and recipes name registered builders only (`equipoise.checkpoints`).
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,3 +88,20 @@ def _member(owner: Any, part: str, module: str, attribute: str) -> Any:
     except AttributeError as error:
         names = [name for name in dir(owner) if not name.startswith("_")]
         raise InputError(f"{module!r} has no {attribute!r}{near(part, names)}") from error
+
+
+def moved(old: str, new: str, names: tuple[str, ...]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that looks these names up in the module they moved to.
+
+    >>> get = moved("equipoise.somewhere", "equipoise.core.errors", ("InputError",))
+    >>> get("InputError").__name__
+    'InputError'
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        warnings.warn(f"{old}.{name} is now {new}.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(new), name)
+
+    return get

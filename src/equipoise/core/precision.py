@@ -6,8 +6,6 @@ from the true one by at most `γ_m Σ|a_i||b_i|` with `γ_m = m·u/(1 − m·u)`
 smallest normal number (which also covers hardware that flushes subnormals to zero).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

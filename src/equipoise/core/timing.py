@@ -1,7 +1,5 @@
 """Timing that a busy machine cannot skew: all contestants take turns in one run, and medians are compared."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics

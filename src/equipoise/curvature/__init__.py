@@ -1,11 +1,23 @@
 """Curvature of the loss in the parameters: eigenvalues, traces, densities, sharpness, and the bounds of the thesis, corrected."""
 
-from equipoise.curvature.density import SpectralDensity, density_of, spectral_density
-from equipoise.curvature.eigenvalues import Eigenvalue, top_eigenvalue, top_of
-from equipoise.curvature.flatness import Sharpness, sharpness, sharpness_of
 from equipoise.curvature.hessian import LossHessian
 from equipoise.curvature.layerwise import HessianBoundReport, LayerRow, hessian_bound_report
-from equipoise.curvature.smoothed import last_layer_constants, smoothed_curvature, smoothed_loss_bound
+from equipoise.curvature.sharpness import (
+    Sharpness,
+    last_layer_constants,
+    sharpness,
+    sharpness_of,
+    smoothed_curvature,
+    smoothed_loss_bound,
+)
+from equipoise.curvature.spectrum import (
+    Eigenvalue,
+    SpectralDensity,
+    density_of,
+    spectral_density,
+    top_eigenvalue,
+    top_of,
+)
 from equipoise.curvature.traces import TraceEstimate, trace, trace_of
 
 __all__ = [

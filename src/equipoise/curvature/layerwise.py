@@ -9,8 +9,6 @@ The thesis bounds `‖∇²L‖` by sensitivities of the penultimate activations
 So here J is the Jacobian of the *logits* with respect to *all* weights, and the bound is one of the Gauss–Newton matrix.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,8 +19,8 @@ from torch import Tensor, nn
 from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import up
-from equipoise.curvature.eigenvalues import top_of
 from equipoise.curvature.hessian import Data, LossHessian
+from equipoise.curvature.spectrum import top_of
 from equipoise.maps.pointwise import read_activation
 from equipoise.norms.spectral import spectral_norm
 

@@ -13,8 +13,7 @@ from scipy.special import stdtrit
 from torch import nn
 
 from equipoise.core.errors import InputError
-from equipoise.curvature.hessian import Data, LossHessian, Pattern, Vector
-from equipoise.curvature.losses import Loss
+from equipoise.curvature.hessian import Data, Loss, LossHessian, Pattern, Vector
 
 TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
 MatMat = Callable[[Vector], Vector]

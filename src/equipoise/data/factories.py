@@ -1,7 +1,5 @@
 """`package.module:factory`: data that the user's own code hands over."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field

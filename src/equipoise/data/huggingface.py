@@ -1,7 +1,5 @@
 """Datasets that Hugging Face's `save_to_disk` wrote: JSON descriptions and Arrow streams, read without that package."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

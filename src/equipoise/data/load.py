@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from equipoise.core.errors import InputError, one_line
-from equipoise.data.archives import load_archive
-from equipoise.data.cifar import find_cifar, load_cifar
+from equipoise.core.imports import SPEC
+from equipoise.data.binary import find_cifar, find_idx, is_idx, load_cifar, load_idx
+from equipoise.data.columns import find_parquet, load_parquet
 from equipoise.data.dataset import Dataset
 from equipoise.data.factories import load_object
-from equipoise.data.folders import load_folder
 from equipoise.data.huggingface import is_saved, load_saved
-from equipoise.data.idx import find_idx, is_idx, load_idx
-from equipoise.data.parquet import find_parquet, load_parquet
+from equipoise.data.pictures import load_folder
+from equipoise.data.reading import load_archive
 from equipoise.data.sources import MAX_BYTES, Layout
 
 #: the grey value that stands for 1
@@ -38,7 +38,6 @@ def load_digits(name: str = "digits", split: str | None = None, *, num_classes: 
         return load_archive(file, split, name=name, num_classes=10 if num_classes is None else num_classes, scale=WHITE)
 
 
-_FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 _EXPECTED = "digits, a .npz, IDX or .parquet file, a folder of data, or package.module:factory"
 
 
@@ -124,7 +123,7 @@ def _kind_of(spec: str) -> tuple[Kind, str | Path]:
             if kind.recognise(path):
                 return kind, path
         raise InputError(f"{path.name} is a file of no known kind; expected {_EXPECTED}")
-    if _FACTORY.match(spec):
+    if SPEC.match(spec):
         return FACTORY, spec
     near = re.fullmatch(r"\w+", spec) and difflib.get_close_matches(spec.lower(), ["digits"])
     hint = "did you mean 'digits'? " if near else ""

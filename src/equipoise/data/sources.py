@@ -1,7 +1,5 @@
 """Where the inputs of a dataset lie: a source answers `read(rows)` with raw numbers and knows no labels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol

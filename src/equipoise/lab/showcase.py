@@ -4,8 +4,6 @@ Two networks: a 1-Lipschitz one, certified by its margin, and one trained under 
 both ways, attacked inside every certificate, and a success there is an error.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +24,9 @@ from equipoise.lipschitz.logs import exp_up
 from equipoise.models import load
 from equipoise.report.audits import audit_network, effective, save_audit
 from equipoise.report.collect import collect
-from equipoise.report.data import Audit, Picture, ReportData
-from equipoise.report.gallery import save_gallery
-from equipoise.report.margins import GLOBAL, PAIRS, Margins
+from equipoise.report.data import GLOBAL, PAIRS, Audit, Margins, Picture, ReportData
+from equipoise.report.gallery import data_uri, save_gallery
 from equipoise.report.page import plotly_source, write_report
-from equipoise.report.png import data_uri
 from equipoise.runs import AttackRow, Run, certify
 from equipoise.runs.models import hash_module
 from equipoise.runs.rows import Row

@@ -1,7 +1,5 @@
 """Lower ends of local Lipschitz constants: pairs of inputs trained by gradient ascent, and Jacobian norms, in float64."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a model makes of a batch: the example it is bounded on, its outputs one by one, and whether samples stay apart."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

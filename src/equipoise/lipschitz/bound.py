@@ -1,7 +1,5 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,11 +18,10 @@ from equipoise.lipschitz.chains import Solve, chain_total
 from equipoise.lipschitz.local.whole import whole_bound
 from equipoise.lipschitz.logs import log_product, log_root, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted
-from equipoise.lipschitz.pairs import pair_constants
 from equipoise.lipschitz.places import module_path
 from equipoise.lipschitz.propagate import Propagation, combined, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
-from equipoise.lipschitz.report import Block, Report, Row
+from equipoise.lipschitz.report import Block, Report, Row, pair_constants
 from equipoise.lipschitz.rules import Step
 from equipoise.norms.bracket import Cache
 

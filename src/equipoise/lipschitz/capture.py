@@ -23,8 +23,7 @@ from torch.export.graph_signature import InputKind
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.lipschitz.batches import flat_outputs, settled
 from equipoise.lipschitz.expand import Written, written_out
-from equipoise.lipschitz.memory import refuse_mutation, written_arguments
-from equipoise.lipschitz.modes import asked_about, ordinary_answers
+from equipoise.lipschitz.modes import asked_about, ordinary_answers, refuse_mutation, written_arguments
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 from equipoise.lipschitz.values import evaluate, flat_tensors, in_float64, is_mutable, perform

@@ -14,8 +14,6 @@ computed A is enlarged, and every computed Y shrunk, by a multiple of the identi
 verified residual of the inverse. Reference: Xu & Sivaranjani 2024 (ECLipsE-Fast); Fazlyab et al. 2019 (LipSDP).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ columns are dropped before the norm of the next layer is taken, and rows of neur
 (Huang et al. 2021).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

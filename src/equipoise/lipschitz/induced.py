@@ -1,13 +1,10 @@
 """Product bounds of whole networks in ℓ1 and ℓ∞, from the norms of their layers in `norms.induced`."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.bounds import Bound, Kind
@@ -33,6 +30,7 @@ from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import propagate
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.rules.registry import shape_of
+from equipoise.lipschitz.values import replay
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.induced import Order, map_norm
@@ -116,11 +114,10 @@ def _linear(form: Linear, order: Order) -> float | None:
 def _positive(node: fx.Node, shape: tuple[int, ...], order: Order) -> float:
     """A linear operation with non-negative weights: its row sums are its values on ones, its column sums those of the adjoint."""
     ones = torch.ones(shape, dtype=torch.float64)
-    run: Callable[[Tensor], Tensor] = lambda x: node.target(x, *node.args[1:], **node.kwargs)  # type: ignore[operator] # noqa: E731
     if order == "linf":
-        sums = run(ones)
+        sums = replay(node, ones)
     else:
         with torch.enable_grad():
             x = ones.requires_grad_()
-            (sums,) = torch.autograd.grad(run(x).sum(), x)
+            (sums,) = torch.autograd.grad(replay(node, x).sum(), x)
     return up(float(sums.max()) * (1 + gamma(ones.numel() + 64, torch.float64)))

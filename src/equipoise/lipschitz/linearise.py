@@ -11,8 +11,6 @@ input. J and G_i have as many rows as the network has outputs, so a few backward
 sees one layer at a time. Rounding of the backward passes is bounded by the gains of the graph and added.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A Lipschitz bound L is carried as `log L`; `-inf` is the constant map. Every ope
 rounding, so the number stays above the logarithm of the true product or sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ bounds need the gains alone; enclosures, tangents, chains and other norms ask th
 gains. Labels are for readers, and nothing is decided by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from torch import fx
 
+from equipoise.onnx.network import OnnxNode
+
 
 def where(node: fx.Node) -> str:
     """`node 'relu' (module features.1, file.py line 3)`: what every refusal starts with."""
-    path = module_path(node)
+    path, line = module_path(node), source_line(node)
     place = f"module {path}" if path else "the model's own forward"
-    line = source_line(node)
+    if path and _from_onnx(node):
+        place, line = f"ONNX node {path!r}", ""  # the line would be one of the importer
     return f"node {node.name!r} ({place}{', ' + line if line else ''})"
 
 
@@ -18,6 +21,12 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     entries = [str(entry[0]) for entry in stack.values()]
     return entries[-1].split("@")[0] if entries else ""
+
+
+def _from_onnx(node: fx.Node) -> bool:
+    """Whether the innermost module is a node of an ONNX file."""
+    kind = [entry[1] for entry in (node.meta.get("nn_module_stack") or {}).values()][-1]
+    return kind is OnnxNode or kind == f"{OnnxNode.__module__}.{OnnxNode.__qualname__}"
 
 
 def source_line(node: fx.Node) -> str:

@@ -4,8 +4,6 @@ Two totals are carried side by side in the log domain: `product`, layer by layer
 composed before their norm is taken. The second is the minimum of both, so it never exceeds the first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

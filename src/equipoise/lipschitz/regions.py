@@ -15,8 +15,6 @@ method and the map:
 * a short attack on the block does not exceed the bound (a check, not a proof: it catches a bound that forgot something).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Sequence

@@ -17,8 +17,6 @@ matrices, or a convolution and its adjoint.
 References: Meunier et al. 2022 (convex potential layers); Araujo et al. 2023 (SLL); errata 6.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

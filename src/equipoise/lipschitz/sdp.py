@@ -13,8 +13,6 @@ floating point (`norms.verify`). Weights are divided by their norms first, and W
 References: Fazlyab et al. 2019 (LipSDP); Xu & Sivaranjani 2024 (ECLipsE).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -4,8 +4,6 @@
 with `magnitude` all coefficients are replaced by their absolute values, which bounds what rounding can do.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

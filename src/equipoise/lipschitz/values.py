@@ -6,8 +6,6 @@ is another function beyond rounding: `softplus` returns x above `βx = threshold
 hides from gradients what it does, by the identity that it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +23,13 @@ EXACT: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.softplus.default: softplus,
     torch.ops.aten.detach.default: torch.ops.aten.alias.default,
 }
+
+
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+def _widened(argument: Any) -> Any:
+    return _WIDE.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
 
 def flat_tensors(value: Any) -> list[Tensor]:
@@ -61,8 +66,13 @@ def functional(target: Any) -> Any:
 
 
 def perform(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, exact: bool = False) -> Any:
-    """One operation on these arguments, none of which is overwritten."""
+    """One operation on these arguments, none of which is overwritten.
+
+    `exact`: in float64, also where the operation names a narrower type (`x.mean(-1, dtype=torch.float32)`, casts).
+    """
     operation: Any = functional(node.target)
+    if exact:
+        args, kwargs = [_widened(a) for a in args], {name: _widened(a) for name, a in kwargs.items()}
     schema = getattr(operation, "_schema", None)
     if schema is not None and schema.is_mutable and args:
         args = (args[0].clone(), *args[1:])

@@ -17,8 +17,6 @@ best α. η collects rounding, and symbols beyond the budget.
 References: Singh et al. 2018 (zonotopes for ReLU networks, DeepZ); Fazlyab et al. 2019 (slope-restricted uncertainty).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

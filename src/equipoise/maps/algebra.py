@@ -4,8 +4,6 @@ The norm of a composition is at most, and often far below, the product of the no
 `error` bounds the ℓ2 operator norm of what rounding did to them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

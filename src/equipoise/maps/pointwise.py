@@ -7,8 +7,6 @@ GELU, SiLU and Mish exceed 1, and their slopes go below 0; `GELU'(x) + GELU'(−
 for SiLU, which gives their lower ends.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ private list made of it in the constructor; whoever writes to one does not chang
 one that the forward pass uses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The certificate says what was proved for the stored weights when they were writt
 naive edits, no signature: `Trained.prove` computes the bounds again from the weights, which is what counts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Activations that are 1-Lipschitz, and what is known of the slopes of PyTorch's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, cast

@@ -23,8 +23,6 @@ the layer has constant `‖W_O‖·L_N·‖W‖`. Kim et al. have `√N(4ω + 1)
 Reference: Kim, Papamakarios, Mnih 2021, The Lipschitz constant of self-attention (theorem 3.2, there with `XA` as values).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

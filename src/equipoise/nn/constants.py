@@ -1,7 +1,5 @@
 """What is known of a module's Lipschitz constant by its construction, whatever its parameters are."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

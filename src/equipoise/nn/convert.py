@@ -1,7 +1,5 @@
 """An existing network with 1-Lipschitz layers in place of its own: what is replaced, and what is left, with the reason."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """A trained network without the training: plain modules with the effective weights, and what is known of their norms."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

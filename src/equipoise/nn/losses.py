@@ -7,8 +7,6 @@ Everything is computed in float64, whatever the logits: constants of pairs are r
 float32 do not overflow on the way.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What turns a raw weight into one of norm at most 1: a module that also works with `torch.nn.utils.parametrize`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar

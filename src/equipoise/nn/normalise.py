@@ -1,7 +1,5 @@
 """What may stand where batch norm stood: centring, which does not stretch; and the last layer with rows of norm 1."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Down- and upsampling of norm at most 1: pooling without overlap, rearrangements of pixels, channels of zeros."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Scores are `(batch,)` or `(batch, 1)` with labels ±1 or 0 and 1 for two distrib
 `reduction` is that of `torch.nn` losses: "mean", "sum" or "none".
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The proved bracket of any linear map, and a memory of those already proved."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 

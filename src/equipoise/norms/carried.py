@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,18 +37,16 @@ from equipoise.core.precision import (
     up,
     working_dtype,
 )
-from equipoise.norms.dense import cholesky_bracket
+from equipoise.norms.carried_deflated import deflated_bracket, deflated_gram, proved_below, rest_bound, ritz_lower
+from equipoise.norms.carried_single import mixed, serial, single_bracket, single_loss
+from equipoise.norms.dense import cholesky_bracket, gram_lower
 from equipoise.norms.gram import gram_error, small_side
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.symmetric import gram_lower
-from equipoise.norms.verify import below
 
 #: columns of the basis that is followed, at first and at most
 FIRST, MOST = 8, 32
 #: up to this many columns a new proof of the whole matrix costs less than to follow its top space
 SMALL = 1024
-#: where β is tried between the Ritz value of the last column and the target
-PLACES = (0.08, 0.25, 0.5, 0.8, 0.97)
 
 
 @dataclass
@@ -65,15 +63,16 @@ class Reference:
 
     @cached_property
     def size(self) -> float:
-        """‖S‖_F, rounded up."""
-        return float(frobenius(_rows(self.S)))
+        """‖S‖_F, rounded up; by `√n·σ₁` where it only scales the rounding of a difference in float32 or better."""
+        return up(math.sqrt(self.S.shape[1]) * self.upper * (1 + 1e-15))
 
 
 class CarriedMatrix:
     """The norm of one real matrix while it trains: `bracket(W)` is proved at every call, and mostly cheap.
 
-    Four rungs, the first that is good enough is taken: Weyl from the last proof; the Schur complement on the followed basis;
-    a new proof off the basis; `spectral_norm`. `used` counts them.
+    Five rungs, the first that is good enough is taken: Weyl from the last proof; the Schur complement on the followed basis; a
+    proof in float32 (`single`), where what it gives away is allowed; a new proof off the basis; one in float64. `used` counts
+    them. Weyl is not asked where the last steps were larger than the room, but every now and then.
 
     >>> W = torch.diag(torch.tensor([3.0, 1.0, 0.5]))
     >>> carried = CarriedMatrix()
@@ -88,43 +87,53 @@ class CarriedMatrix:
         self.seed = seed
         self.reference: Reference | None = None
         self.columns = FIRST
+        self.moved, self.skipped = 0.0, 0  # how far the last step measured went, and how many were not measured since
         self.used: Counter[str] = Counter()
 
     @torch.no_grad()
     def bracket(
-        self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight", renew: bool = True
+        self,
+        W: Tensor,
+        enough: float = 0.0,
+        rtol: float = 1e-3,
+        what: str = "weight",
+        renew: bool = True,
+        loose: float = 0.0,
     ) -> tuple[float, float]:
         """`(lower, upper)` of σ₁(W), with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`.
 
-        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser.
+        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser. Where `loose` is larger
+        than rtol, a proof in float32 may take its place if it is that tight.
         """
-        with full_precision():
-            A = _tall(W, what)
-            lower, upper = 0.0, math.inf
-            for rung, found in self._rungs(A, enough, rtol, renew):
-                if found is None:
-                    continue
-                self.used[rung] += 1
-                lower, upper = max(lower, found[0]), min(upper, found[1])
-                if upper <= enough or upper <= (1 + rtol) * lower:
-                    break
-            return min(lower, upper), upper
+        return bracket_all([Asked(self, W, enough, rtol, what, renew, loose)])[0]
 
-    def _rungs(
-        self, A: Tensor, enough: float, rtol: float, renew: bool
-    ) -> Iterator[tuple[str, tuple[float, float] | None]]:
-        """Brackets of σ₁(A), each dearer and tighter than the one before; None where a rung has nothing to say."""
+    def _carried(self, A: Tensor, asked: Asked) -> Iterator[tuple[str, tuple[float, float] | None]]:
+        """What the last proof says of A: by Weyl's inequality, then by the Schur complement; nothing where there is no hope."""
         r = self.reference if self._fits(A) else None
-        if r is not None:
-            kappa, distance = _distance(A, r)
-            yield "weyl", (max(0.0, down(kappa * r.lower) - distance), up(up(kappa * r.upper) + distance))
-            rest = up(up(kappa * r.beta) + distance)
-            if r.V.shape[0] == r.V.shape[1] or rest <= max(enough, kappa * r.upper):
-                yield "followed", deflated_bracket(A, r.V, r.defect, rest)
-        if renew or r is None:
-            if A.shape[1] > SMALL:
-                yield "renewed", self._renew(A, enough, rtol)
-            yield "direct", self._direct(A, enough, rtol)
+        if r is None or (asked.renew and self._hopeless(r, asked.enough)):
+            return
+        kappa, distance = _distance(A, r)
+        if not math.isfinite(distance):
+            require_finite(A, asked.what)
+        self.moved, self.skipped = distance, 0
+        yield "weyl", (max(0.0, down(kappa * r.lower) - distance), up(up(kappa * r.upper) + distance))
+        rest = up(up(kappa * r.beta) + distance)
+        if r.V.shape[0] == r.V.shape[1] or rest <= max(asked.enough, kappa * r.upper):
+            yield "followed", deflated_bracket(A, r.V, r.defect, rest)
+
+    def _anew(self, A: Tensor, asked: Asked) -> Iterator[tuple[str, tuple[float, float] | None]]:
+        """New proofs, tight up to rtol."""
+        require_finite(A, asked.what)
+        if A.shape[1] > SMALL:
+            yield "renewed", self._renew(A, asked.enough, asked.rtol)
+        yield "direct", self._direct(A, asked.enough, asked.rtol)
+
+    def _hopeless(self, r: Reference, enough: float) -> bool:
+        """Whether a step like the last one measured would use up the room by far; then seven of eight are not measured."""
+        if r.V.shape[1] > 1 or self.skipped >= 7 or r.kappa * r.upper + self.moved / 2 <= enough:
+            return False
+        self.skipped += 1
+        return True
 
     def scaled(self, factor: float) -> None:
         """The matrix was multiplied by `factor` (up to rounding, which the next bracket sees)."""
@@ -141,7 +150,8 @@ class CarriedMatrix:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What exact resuming needs, as tensors."""
-        state = {"columns": torch.tensor(self.columns)}
+        pace = torch.tensor([self.moved, self.skipped], dtype=torch.float64)
+        state = {"columns": torch.tensor(self.columns), "pace": pace}
         if self.reference is not None:
             r = self.reference
             numbers = [r.defect, r.beta, r.lower, r.upper, r.kappa]
@@ -153,6 +163,8 @@ class CarriedMatrix:
         if "columns" not in state:
             raise InputError("this state belongs to no carried norm: it has no 'columns'")
         self.columns, self.reference = int(state["columns"]), None
+        moved, skipped = state.get("pace", torch.zeros(2)).tolist()
+        self.moved, self.skipped = (moved, int(skipped)) if moved >= 0 and 0 <= skipped <= 7 else (0.0, 0)
         if "S" not in state:
             return
         S, V = require_finite(state["S"], "stored weight").clone(), require_finite(state["V"], "stored basis").clone()
@@ -179,19 +191,37 @@ class CarriedMatrix:
             self.reference = Reference(A.clone(), V, defect, beta, *found)
         return found
 
+    def _start(self, A: Tensor) -> Tensor | None:
+        """The vector near the top that is kept."""
+        return self.reference.V[:, 0] if self.reference is not None and self._fits(A) else None
+
+    def _single(self, A: Tensor, enough: float) -> Iterator[tuple[str, tuple[float, float] | None]]:
+        found = single_bracket(A, self._start(A), enough)
+        if found is not None:
+            low, high, v = found
+            known = up(high * (1 + 1e-9))  # room to prove it again when it is loaded
+            self.reference = Reference(
+                self._copied(A), v[:, None], _unit_defect(v), known, down(low * (1 - 1e-6)), known
+            )
+            yield "single", (low, high)
+
+    def _copied(self, A: Tensor) -> Tensor:
+        """A copy of the matrix, in the place of the one kept before."""
+        return self.reference.S.copy_(A) if self.reference is not None and self._fits(A) else A.clone()
+
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
         n = A.shape[1]
         if n <= FIRST:
             found = spectral_norm(A, rtol=rtol / 2)
             low, high, V = float(found.lower), float(found.upper), torch.eye(n).to(A)
         else:
-            start = self.reference.V[:, 0] if self.reference is not None and self._fits(A) else None
-            low, high, v = cholesky_bracket(A, rtol / 2, start=start, enough=enough)
+            start = self._start(A)
+            low, high, v = cholesky_bracket(A, rtol / 2, start=None if start is None else mixed(start), enough=enough)
             # of a small matrix only the top vector is kept: a new proof costs less than to follow more of them
             more = [] if n <= SMALL else [self._basis(A, 0)[:, :-1]]
             V = _orthonormal(torch.cat([v[:, None].to(A.dtype), *more], 1), A)
         upper = up(high * (1 + 1e-9))  # room to prove it again when it is loaded, as for the lower end
-        self.reference = Reference(A.clone(), V, _defect(V), upper, down(low * (1 - 1e-6)), upper)
+        self.reference = Reference(self._copied(A), V, _defect(V), upper, down(low * (1 - 1e-6)), upper)
         return low, high
 
     def _fits(self, A: Tensor) -> bool:
@@ -214,120 +244,64 @@ class CarriedMatrix:
         return _orthonormal(V, A)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A question to a carried norm: the arguments of its `bracket`."""
+
+    carried: CarriedMatrix
+    W: Tensor
+    enough: float
+    rtol: float
+    what: str
+    renew: bool
+    loose: float
+
+
+class _Answer:
+    """What is known so far of one question, and whether it is good enough."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.A = asked, _tall(asked.W, asked.what)
+        self.lower, self.upper, self.done = 0.0, math.inf, False
+
+    def take(self, rungs: Iterable[tuple[str, tuple[float, float] | None]], slack: float) -> None:
+        """Go up some rungs until one will do."""
+        for rung, found in rungs:
+            if found is None:
+                continue
+            self.asked.carried.used[rung] += 1
+            self.lower, self.upper = max(self.lower, found[0]), min(self.upper, found[1])
+            if self.upper <= self.asked.enough or self.upper <= (1 + slack) * self.lower:
+                self.done = True
+                return
+
+    def renew(self) -> None:
+        """New proofs: in float32 where that is allowed and may be tight enough, then as tight as asked."""
+        a, A = self.asked, self.A
+        fits = a.rtol < a.loose and A.dtype is torch.float32 and A.device.type == "cpu"
+        if fits and single_loss(A.shape[1]) < a.loose:
+            self.take(a.carried._single(A, a.enough), a.loose)
+        if not self.done:
+            self.take(a.carried._anew(A, a), a.rtol)
+
+
+@torch.no_grad()
+def bracket_all(questions: Sequence[Asked]) -> list[tuple[float, float]]:
+    """`bracket` for many matrices at once."""
+    with full_precision():
+        answers = [_Answer(asked) for asked in questions]
+        for one in answers:
+            one.take(one.asked.carried._carried(one.A, one.asked), one.asked.rtol)
+        open_ = [x for x in answers if not x.done and (x.asked.renew or not x.asked.carried._fits(x.A))]
+        work = max((x.A.numel() * x.A.shape[1] for x in open_), default=0)
+        with serial(work):
+            for one in open_:
+                one.renew()
+        return [(min(x.lower, x.upper), x.upper) for x in answers]
+
+
 def _orthonormal(V: Tensor, like: Tensor) -> Tensor:
     return torch.linalg.qr(V.double())[0].to(like.dtype).contiguous()
-
-
-def rest_bound(A: Tensor, V: Tensor, T: Tensor, start: float, target: float) -> float | None:
-    """A proved `β ≥ sup ‖A x‖` over unit `x ⟂ V`, between `start` and `target`; None where nothing there could be proved.
-
-    `(A − TVᵀ)x = Ax` for every such x, whatever T; so the norm of the deflated matrix will do, and `λ_max` of its Gram matrix
-    is proved below β² by a Cholesky factorisation in the precision of A.
-    """
-    if V.shape[0] == V.shape[1]:
-        return 0.0
-    G, error, lost = _deflated_gram(A, V, T)
-    for place in PLACES:
-        beta = start + place * (target - start)
-        if _below(G, beta - lost, error):
-            return beta
-    return None
-
-
-def _deflated_gram(A: Tensor, V: Tensor, T: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Gram matrix of `A − TVᵀ` with its error, and what the subtraction itself lost."""
-    rest = torch.addmm(A, T, V.mT, alpha=-1)
-    lost = up(gamma(V.shape[1] + 4, A.dtype) * float(up(frobenius(A) + frobenius(T) * frobenius(V))))
-    return gram_lower(rest, rest.dtype), gram_error(rest).reshape(1), lost
-
-
-def _below(G: Tensor, sigma: float, error: Tensor) -> bool:
-    """Whether `√λ_max ≤ sigma` is proved for the matrix whose Gram matrix G is, up to `error`."""
-    if not sigma > 0:
-        return False
-    tau = torch.tensor([down(sigma * sigma)], dtype=torch.float64, device=G.device)
-    return bool(below(G[None], tau, error))
-
-
-@dataclass(frozen=True)
-class _Thin:
-    """`Y = AV` and `P = YᵀY` in float64, with `‖P − VᵀAᵀAV‖₂ ≤ error`; N and v bound ‖A‖_F and ‖V‖_F."""
-
-    Y: Tensor
-    P: Tensor
-    N: float
-    v: float
-    g: float
-    error: float
-
-    @staticmethod
-    def of(A64: Tensor, V64: Tensor) -> _Thin:
-        N, v = _length(A64), _length(V64)
-        Y = A64 @ V64
-        g = gamma(sum(A64.shape) + V64.shape[1] + 16, torch.float64)
-        return _Thin(Y, Y.mT @ Y, N, v, g, 8 * g * N * N * v * v)
-
-    def lower(self, defect: float) -> float:
-        """`‖AVy‖/‖Vy‖` for the best y, rounded down."""
-        y = torch.linalg.eigh(self.P)[1][:, -1]
-        y = y / torch.linalg.vector_norm(y)
-        return down(math.sqrt(max(0.0, float(y @ self.P @ y) * (1 - 1e-12) - self.error) / (1 + defect)))
-
-
-def _length(x: Tensor) -> float:
-    """‖x‖_F of a float64 tensor, rounded up; one pass."""
-    return up(float(torch.linalg.vector_norm(x)) * (1 + gamma(x.numel() + 8, torch.float64)) + 1e-140)
-
-
-def ritz_lower(A: Tensor, V: Tensor, defect: float) -> float:
-    """The largest Ritz value of A on V: a lower bound of σ₁."""
-    return _Thin.of(A.double(), V.double()).lower(defect)
-
-
-def deflated_bracket(A: Tensor, V: Tensor, defect: float, rest: float) -> tuple[float, float] | None:
-    """`(lower, upper)` of σ₁(A) from `rest ≥ sup ‖Ax‖` over unit `x ⟂ V`, by the Schur complement of the module's text."""
-    A64, V64 = A.double(), V.double()
-    thin = _Thin.of(A64, V64)
-    if not bool(A.any()):
-        return 0.0, 0.0
-    if not (1e-60 < thin.N < 1e60 and rest < 1e60):
-        return None  # squares of squares would leave the range
-    Z = A64.mT @ thin.Y
-    off = Z - V64 @ (V64.mT @ Z)
-    spread = _length(off)
-    lost = thin.g * thin.N**2 * thin.v * (5 + 2 * thin.v**2)
-    R, error_r = off.mT @ off, 2 * ((2 * spread + lost) * lost + thin.g * spread * spread)
-    square = up(rest * rest)
-    if V.shape[0] == V.shape[1]:
-        R, square, error_r, spread = torch.zeros_like(R), 0.0, 0.0, 0.0
-    tau = _smallest(thin.P, R, square)
-    for widen in (1e-9, 1e-6):
-        tau *= (1 + widen) * (1 + 2 * defect)
-        room = down(tau - square)
-        if room <= 0:
-            return None
-        error = up(thin.error + error_r / room + 16 * unit_roundoff(torch.float64) * spread**2 / room)
-        numbers = torch.tensor([[down(tau * (1 - defect))], [error]], dtype=torch.float64, device=A.device)
-        if bool(below((thin.P + R / room)[None], *numbers)):
-            return thin.lower(defect), up(up(tau) ** 0.5)
-    return None
-
-
-def _smallest(P: Tensor, R: Tensor, square: float, rounds: int = 24) -> float:
-    """Where `λ_max(P + R/(τ − square))`, which falls with τ, meets τ: from above, up to some 1e-5; an estimate."""
-
-    def f(tau: float) -> float:
-        return float(torch.linalg.eigvalsh(P + R / (tau - square))[-1])
-
-    low = max(float(torch.linalg.eigvalsh(P)[-1]), square) * (1 + 1e-9)
-    high = f(low)
-    for _ in range(rounds):
-        if high <= low * (1 + 1e-5):
-            break
-        middle = (low * high) ** 0.5
-        value = f(middle)
-        low, high = (max(low, value), middle) if value <= middle else (middle, min(high, value))
-    return max(low, high)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -340,7 +314,9 @@ def _tall(W: Tensor, what: str) -> Tensor:
     if W.dim() != 2 or W.is_complex():
         raise InputError(f"expected a real matrix, got {what} of shape {tuple(W.shape)} in {W.dtype}")
     A = W.detach().to(working_dtype(W.dtype))
-    return small_side(require_finite(A.cpu() if A.device.type == "mps" else A, what))
+    if A.numel() == 0:
+        return require_finite(A, what)
+    return small_side(A.cpu() if A.device.type == "mps" else A)
 
 
 def _distance(A: Tensor, r: Reference) -> tuple[float, float]:
@@ -359,6 +335,11 @@ def _defect(V: Tensor) -> float:
     return up(float(frobenius(gap)) + gamma(2 * V.shape[0] + 8, torch.float64) * float(frobenius(V64)) ** 2)
 
 
+def _unit_defect(v: Tensor) -> float:
+    """`_defect` of a single column."""
+    return up(abs(float(v.double() @ v.double()) - 1) + gamma(2 * len(v) + 8, torch.float64) * 1.1)
+
+
 def _holds(r: Reference) -> bool:
     """Whether everything a stored reference claims can be proved again."""
     claims = (r.defect, r.beta, r.lower, r.upper, r.kappa)
@@ -367,11 +348,11 @@ def _holds(r: Reference) -> bool:
     if _defect(r.V) > r.defect or r.defect > 0.5 or ritz_lower(r.S, r.V, r.defect) < r.lower:
         return False
     S64 = r.S.double()
-    below_upper = _below(gram_lower(S64), r.upper, gram_error(S64).reshape(1))
+    below_upper = proved_below(gram_lower(S64), r.upper, gram_error(S64).reshape(1))
     whole = r.V.shape[0] == r.V.shape[1]
     if not whole and not (below_upper and r.beta >= r.upper):
-        G, error, lost = _deflated_gram(r.S, r.V, r.S @ r.V)
-        if not _below(G, r.beta - lost, error):
+        G, error, lost = deflated_gram(r.S, r.V, r.S @ r.V)
+        if not proved_below(G, r.beta - lost, error):
             return False
     found = None if below_upper else deflated_bracket(r.S, r.V, r.defect, r.beta)
     return below_upper or (found is not None and found[1] <= r.upper)

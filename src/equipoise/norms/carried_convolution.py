@@ -84,7 +84,13 @@ class CarriedConvolution:
 
     @torch.no_grad()
     def bracket(
-        self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight", renew: bool = True
+        self,
+        W: Tensor,
+        enough: float = 0.0,
+        rtol: float = 1e-3,
+        what: str = "weight",
+        renew: bool = True,
+        loose: float = 0.0,
     ) -> tuple[float, float]:
         """`(lower, upper)` of the layer's norm, with `upper ≤ enough` or, where borders allow, `upper ≤ (1 + rtol)·lower`.
 

@@ -14,8 +14,6 @@ For a convolution it is the largest of `s_t(ω) = ‖(E*E)^(2^(t−1))‖_F^(2^�
 Reference: Delattre et al. 2023, §3 and appendix (gradient of the Gram iteration).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Spectral norms of the weights in a safetensors file, one tensor at a time: memory holds a few copies of the largest one.
+"""The spectral norms of every weight of safetensors files, also of a folder that is watched while a training run writes it.
 
 From a file alone, stride, dilation, groups and padding of a convolution are unknown. With unknown input size the bracket is that
 of the ungrouped stride-1 convolution over all input sizes, `sup_ω ‖E(ω)‖₂`, and its **upper** end also holds for
@@ -12,9 +12,9 @@ of the ungrouped stride-1 convolution over all input sizes, `sup_ω ‖E(ω)‖�
 The **lower** end belongs to stride 1 and groups 1. Reflect and replicate padding copy pixels and are not covered.
 """
 
-from __future__ import annotations
-
 import fnmatch
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.files import WeightFile
 from equipoise.core.precision import full_precision, require_finite, working_dtype
-from equipoise.core.weights import WeightFile
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import convolution
 from equipoise.norms.convolution import conv_bracket
@@ -163,4 +163,52 @@ def weight_files(path: Path) -> list[Path]:
     found = sorted(path.glob("*.safetensors"))
     if not found:
         raise InputError(f"the folder {path} holds no .safetensors file; with --watch it is waited for")
+    return found
+
+
+#: files beside a model that hold other tensors than its weights
+STATES = ("spectral_guard.safetensors", "optimizer.safetensors")
+
+
+def appearing(folder: Path, seconds: float = math.inf, every: float = 2.0) -> Iterator[Path]:
+    """Every weight file below the folder once, oldest first, and again whenever it is rewritten, for so many seconds.
+
+    A file counts once its size and date stood still between two looks, so that one being written is left until it is whole.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as name:
+    ...     _ = (Path(name) / "model.safetensors").write_bytes(b"")
+    ...     [path.name for path in appearing(Path(name), seconds=0.05, every=0.01)]
+    ['model.safetensors']
+    """
+    if not folder.is_dir():
+        raise InputError(f"--watch follows a folder, and {folder} is none")
+    if not seconds >= 0 or not every > 0:
+        raise InputError(f"seconds and every must be positive, got {seconds} and {every}")
+    told: dict[Path, tuple[int, int]] = {}
+    before: dict[Path, tuple[int, int]] = {}
+    end = time.monotonic() + seconds
+    while True:
+        now = _stamps(folder)
+        for path, stamp in sorted(now.items(), key=lambda item: item[1]):
+            if before.get(path) == stamp and told.get(path) != stamp:
+                told[path] = stamp
+                yield path
+        before = now
+        left = end - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(every, left))
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Date and size of every file that may hold weights; those that vanish meanwhile are left out."""
+    found = {}
+    for path in folder.rglob("*.safetensors"):
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        if path.name not in STATES:
+            found[path] = (status.st_mtime_ns, status.st_size)
     return found

@@ -7,8 +7,6 @@ Reference: B. Delattre et al., *Efficient bound of Lipschitz constant for convol
 ICML 2023.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal, get_args
 

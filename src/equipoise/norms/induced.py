@@ -8,8 +8,6 @@ values are then upper bounds.
 Reference: Gouk et al. 2021, *Regularisation of neural networks by enforcing Lipschitz continuity*.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -8,8 +8,6 @@
 * `estimate`: neither; e.g. the circular symbol used for a zero-padded convolution.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`spectral_norm`: one function for matrices and layers, one contract: a proved bracket."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

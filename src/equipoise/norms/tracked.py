@@ -3,15 +3,13 @@
 `σ = ‖Av‖ ≤ σ₁` for any unit v: tight once v has settled, and with v held fixed its gradient is that of σ₁ there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from equipoise.core.strides import fresh_strides
+from equipoise.core.modules import fresh_strides
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix, Padding
 
 Act = Callable[[Tensor], Tensor]

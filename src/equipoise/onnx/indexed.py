@@ -1,7 +1,5 @@
 """ONNX operators that read from and write to places: gather, scatter, order statistics, running sums, sampling."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -63,6 +61,35 @@ def _wrapped(spec: Spec, index: np.ndarray, size: int) -> Tensor:
     if index.dtype.kind not in "iu" or (index.size and (int(index.min()) < -size or int(index.max()) >= size)):
         raise spec.refuse(f"an index lies outside the {size} entries")
     return torch.from_numpy(np.where(index < 0, index + size, index).astype(np.int64))
+
+
+@operator("OneHot", fixed=(0, 1, 2))
+def _one_hot(spec: Spec, index: np.ndarray, depth: np.ndarray, values: np.ndarray) -> Tensor:
+    spec.only("axis")
+    count = int(depth.reshape(()).item())
+    bounded(spec, [*index.shape, count])
+    places = np.where(index < 0, index + count, index)
+    hot = np.moveaxis(places[..., None] == np.arange(count), -1, spec.get("axis", -1))
+    return torch.from_numpy(np.where(hot, values[1], values[0]))
+
+
+@operator("NonZero", fixed=(0,))
+def _nonzero(spec: Spec, x: np.ndarray) -> Tensor:
+    spec.only()
+    return torch.from_numpy(np.array(np.nonzero(x), dtype=np.int64))
+
+
+@operator("ReverseSequence", fixed=(1,))
+def _reversed(spec: Spec, x: Tensor, lengths: np.ndarray) -> Tensor:
+    spec.only("batch_axis", "time_axis")
+    batch, time = spec.get("batch_axis", 1), spec.get("time_axis", 0)
+    if {batch, time} != {0, 1} or lengths.shape != (x.shape[batch],):
+        raise spec.refuse("it needs the axes 0 and 1, and a length per sample")
+    if any(not 0 <= int(n) <= x.shape[time] for n in lengths):
+        raise spec.refuse(f"a length lies outside the {x.shape[time]} steps")
+    rows = [x.select(batch, i) for i in range(len(lengths))]
+    turned = [torch.cat([r[: int(n)].flip(0), r[int(n) :]]) for r, n in zip(rows, lengths, strict=True)]
+    return torch.stack(turned, batch)
 
 
 @operator("GatherND", fixed=(1,))

@@ -1,7 +1,5 @@
 """ONNX operators with weights or windows: products, convolutions, pooling, normalization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +153,19 @@ def _global_pool(spec: Spec, x: Tensor) -> Tensor:
     return x.mean(axes, True)
 
 
+@operator("LpPool")
+def _lp_pool(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("auto_pad", "ceil_mode", "dilations", "kernel_shape", "p", "pads", "strides")
+    kernel, order = spec.get("kernel_shape"), spec.get("p", 2)
+    strides, dilations, pairs = _window(spec, x, kernel)
+    if any(d != 1 for d in dilations) or spec.get("ceil_mode", 0):
+        raise spec.refuse("dilations and ceil_mode are not supported")
+    windows = F.pad(x, [n for pair in reversed(pairs) for n in pair])
+    for i, (k, s) in enumerate(zip(kernel, strides, strict=True)):
+        windows = windows.unfold(2 + i, k, s)
+    return torch.linalg.vector_norm(windows, order, list(range(-len(kernel), 0)))
+
+
 @operator("BatchNormalization")
 def _batch_norm(
     spec: Spec, x: Tensor, scale: Tensor, shift: Tensor, mean: Tensor, variance: Tensor
@@ -195,6 +206,14 @@ def _rms_norm(spec: Spec, x: Tensor, scale: Tensor) -> Tensor:
     spec.only("axis", "epsilon", "stash_type")
     shape = list(x.shape[spec.get("axis", -1) % x.dim() :])
     return F.rms_norm(x, shape, scale.expand(shape), spec.get("epsilon", 1e-5))
+
+
+@operator("MeanVarianceNormalization")
+def _standardized(spec: Spec, x: Tensor) -> Tensor:
+    spec.only("axes")
+    axes = [a % x.dim() for a in spec.get("axes", [0, 2, 3])]
+    centred = x - x.mean(axes, True)
+    return centred / torch.sqrt((centred * centred).mean(axes, True) + 1e-9)
 
 
 @operator("LpNormalization")

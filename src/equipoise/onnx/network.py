@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.core.files import read_bounded
-from equipoise.onnx import indexed, layers, recurrent  # noqa: F401 - they fill the table of operators
+from equipoise.onnx import attention, indexed, layers, recurrent, signals  # noqa: F401 - they fill the table of operators
 from equipoise.onnx import shapes as moving_entries  # noqa: F401
-from equipoise.onnx.operators import find_operator, fixed_inputs
-from equipoise.onnx.reading import LARGEST_FILE, LARGEST_TOTAL, LARGEST_VALUE, Graph, Spec, parse
+from equipoise.onnx.operators import PLAIN_NUMBERS, find_operator, fixed_inputs
+from equipoise.onnx.reading import LARGEST_TOTAL, Graph, Spec, parse
+from equipoise.onnx.tensors import LARGEST_FILE, LARGEST_VALUE
 
 Values = dict[str, Tensor]
 Numbers = dict[str, np.ndarray]
@@ -49,7 +50,7 @@ class OnnxNetwork(nn.Module):
     The numbers are those of ONNX's definitions in the file's own floating-point format, up to rounding.
 
     >>> from equipoise.onnx.operators import known_operators
-    >>> "Conv" in known_operators() and "NonZero" not in known_operators()
+    >>> "Conv" in known_operators() and "Unique" not in known_operators()
     True
     """
 
@@ -58,7 +59,7 @@ class OnnxNetwork(nn.Module):
         self.graph = graph
         self.moving = _moving(graph)
         for i, spec in enumerate(graph.nodes):
-            self.add_module(_label(spec, i), OnnxNode(spec))
+            self.add_module(_label(spec, i, self), OnnxNode(spec))
         self._places = {name: f"constant_{i}" for i, name in enumerate(graph.constants)}
         for name, value in graph.constants.items():
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
@@ -97,12 +98,12 @@ class OnnxNetwork(nn.Module):
         numbers: Numbers = {name: value.numpy() for name, value in self.graph.constants.items()}
         left: float = LARGEST_TOTAL * max(1, inputs[0].shape[0] if inputs[0].dim() else 1)
         with torch.no_grad():
-            for spec, node in self._nodes():
+            for spec, node in self._nodes(numbers):
                 with shadows:
                     left = self._step(spec, node, sizes, numbers, left)
                 if any(o in self.moving for o in spec.outputs):
                     continue
-                given = {name: values.get(name, sizes[name]) for name in spec.inputs if name}
+                given = {name: values.get(name, sizes[name]) for name in spec.inputs if name in sizes}
                 self._step(spec, node, given, numbers, left)
                 for name in (o for o in spec.outputs if o in given):
                     kept[name] = values[name] = _as(given[name], inputs[0])
@@ -119,7 +120,7 @@ class OnnxNetwork(nn.Module):
             self.specialize(*inputs)
         kept, numbers = self._folded[_shapes(inputs)]
         values = {**self._constants(), **kept, **self._named(inputs)}
-        for spec, node in self._nodes():
+        for spec, node in self._nodes(numbers):
             if any(o in self.moving for o in spec.outputs):
                 self._step(spec, node, values, numbers)
         results = tuple(_known(values, name, "an output of the graph") for name in self.graph.outputs)
@@ -135,8 +136,16 @@ class OnnxNetwork(nn.Module):
             )
         return self
 
-    def _nodes(self) -> Iterator[tuple[Spec, nn.Module]]:
-        return zip(self.graph.nodes, self.children(), strict=True)
+    def _nodes(self, numbers: Numbers) -> Iterator[tuple[Spec, nn.Module]]:
+        """The nodes in order, without those of branches that are not taken."""
+        for spec, node in zip(self.graph.nodes, self.children(), strict=True):
+            for name, wanted in spec.guards:
+                if name in self.moving or name not in numbers or numbers[name].size != 1:
+                    raise spec.refuse(f"it stands in a branch, and the condition {name!r} is not known beforehand")
+                if bool(numbers[name].reshape(())) != wanted:
+                    break
+            else:
+                yield spec, node
 
     def _constants(self) -> Values:
         return {name: getattr(self, place) for name, place in self._places.items()}
@@ -155,20 +164,23 @@ class OnnxNetwork(nn.Module):
         self, spec: Spec, node: Callable[..., Any], values: Values, numbers: Numbers, left: float = math.inf
     ) -> float:
         """Run a node; what is left of the entries that all results together may have."""
-        inputs: list[Tensor | np.ndarray | None] = []
+        inputs: list[Any] = []
         for place, name in enumerate(spec.inputs):
             if name and place in fixed_inputs(spec):
                 if name in self.moving:
                     raise spec.refuse(f"its input {name!r} must be known beforehand, and it depends on the data")
                 inputs.append(numbers[name])
             else:
-                inputs.append(_known(values, name, f"ONNX node {spec.name!r}") if name else None)
+                known = name and (spec.kind != "If" or name in values)  # a branch that was not taken has no results
+                inputs.append(_known(values, name, f"ONNX node {spec.name!r}") if known else None)
         try:
+            if spec.kind in PLAIN_NUMBERS and len(inputs) == 2:
+                inputs = self._plain(inputs, spec, numbers)
             outputs = node(*inputs)
         except EquipoiseError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError) as error:
-            shapes = [None if x is None else tuple(x.shape) for x in inputs]
+            shapes = [tuple(x.shape) if isinstance(x, Tensor | np.ndarray) else x for x in inputs]
             raise InputError(
                 f"ONNX node {spec.name!r} ({spec.kind}) does not fit inputs of shapes {shapes}: {one_line(error)}"
             ) from error
@@ -181,10 +193,21 @@ class OnnxNetwork(nn.Module):
             values[name] = value
         return left
 
+    def _plain(self, inputs: list[Any], spec: Spec, numbers: Numbers) -> list[Any]:
+        """Known numbers that meet data as plain numbers, where that does not change the result's shape."""
+        known = [name not in self.moving and numbers[name].size == 1 for name in spec.inputs]
+        if sum(known) != 1 or not any(name in self.moving for name in spec.inputs):
+            return inputs
+        place = known.index(True)
+        value = numbers[spec.inputs[place]]
+        if value.dtype.kind == "f" and value.ndim <= inputs[1 - place].dim():
+            inputs[place] = float(value.reshape(()))
+        return inputs
 
-def read_onnx(data: bytes, name: str = "the file") -> OnnxNetwork:
-    """The network in the bytes of an ONNX file."""
-    return OnnxNetwork(parse(data, name))
+
+def read_onnx(data: bytes, name: str = "the file", folder: Path | None = None) -> OnnxNetwork:
+    """The network in the bytes of an ONNX file; weights stored in files of their own are looked for in `folder`."""
+    return OnnxNetwork(parse(data, name, folder))
 
 
 def load_onnx(path: str | Path) -> OnnxNetwork:
@@ -192,7 +215,7 @@ def load_onnx(path: str | Path) -> OnnxNetwork:
 
     Nothing in the file is executed but the operators of the table `known_operators()`; others are refused with the node's name.
     """
-    network = read_onnx(read_bounded(path, LARGEST_FILE), str(path))
+    network = read_onnx(read_bounded(path, LARGEST_FILE), str(path), Path(path).parent)
     return network.specialize(*network.examples())
 
 
@@ -213,10 +236,12 @@ def _moving(graph: Graph) -> frozenset[str]:
     return frozenset(moving)
 
 
-def _label(spec: Spec, index: int) -> str:
-    """A submodule's name: the node's, without what an attribute path cannot hold, and its place where it has none."""
+def _label(spec: Spec, index: int, network: nn.Module) -> str:
+    """A submodule's name: the node's own where a module can have it, else what is left of it, with its place."""
+    if re.fullmatch(r"[\w/:-]{1,80}", spec.name, flags=re.ASCII) and not hasattr(network, spec.name):
+        return spec.name
     text = re.sub(r"\W+", "_", spec.name, flags=re.ASCII).strip("_")[-60:]
-    return f"{text or spec.kind}_{index}" if not text.endswith(f"_{index}") else text
+    return f"{text or spec.kind}_{index}" if not hasattr(network, f"{text}_{index}") else f"node_{index}"
 
 
 def _as(value: Tensor, like: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ A function takes the node's record and its inputs (None where one is left out) a
 ONNX's operator documents for the file's opset; an attribute that is not understood is refused, never ignored.
 """
 
-from __future__ import annotations
-
+import operator as python_operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equipoise.onnx.reading import DTYPES, LARGEST_VALUE, Spec
+from equipoise.onnx.reading import Spec
+from equipoise.onnx.tensors import DTYPES, LARGEST_VALUE
 
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 Fixed = np.ndarray | None
@@ -41,7 +41,10 @@ def fixed_inputs(spec: Spec) -> frozenset[int]:
 def find_operator(spec: Spec) -> Operator:
     """The function of a node's operator; refused by name where there is none."""
     if spec.kind not in _TABLE:
-        raise spec.refuse("this operator is not supported")
+        raise spec.refuse(
+            "this operator is not read (equipoise.onnx.known_operators() lists those that are); "
+            "export the network with others, or as a .pt2"
+        )
     return _TABLE[spec.kind]
 
 
@@ -122,35 +125,39 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 _TABLE.update({name: _alone(function) for name, function in _UNARY.items()})
 
 
-def _pair(function: Callable[[Tensor, Tensor], Tensor]) -> Operator:
-    def run(spec: Spec, a: Tensor, b: Tensor) -> Tensor:
+def _pair(function: Callable[[Any, Any], Tensor]) -> Operator:
+    def run(spec: Spec, a: Any, b: Any) -> Tensor:
         spec.only()
         return function(a, b)
 
     return run
 
 
-def _divide(a: Tensor, b: Tensor) -> Tensor:
-    whole = not (a.is_floating_point() or b.is_floating_point())
-    return torch.div(a, b, rounding_mode="trunc") if whole else torch.div(a, b)
+def _divide(a: Any, b: Any) -> Tensor:
+    numbers = not isinstance(a, Tensor) or not isinstance(b, Tensor)
+    return a / b if numbers or a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
-_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Add": torch.add,
-    "Sub": torch.sub,
-    "Mul": torch.mul,
+_BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
+    "Add": python_operator.add,
+    "Sub": python_operator.sub,
+    "Mul": python_operator.mul,
     "Div": _divide,
     "MatMul": torch.matmul,
     "Equal": torch.eq,
-    "Greater": torch.gt,
-    "GreaterOrEqual": torch.ge,
-    "Less": torch.lt,
-    "LessOrEqual": torch.le,
+    "Greater": python_operator.gt,
+    "GreaterOrEqual": python_operator.ge,
+    "Less": python_operator.lt,
+    "LessOrEqual": python_operator.le,
     "And": torch.logical_and,
     "Or": torch.logical_or,
     "Xor": torch.logical_xor,
 }
 _TABLE.update({name: _pair(function) for name, function in _BINARY.items()})
+
+
+#: operators for which a constant of one entry is a plain number, as it is in a network written in torch
+PLAIN_NUMBERS = frozenset({"Add", "Sub", "Mul", "Div", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 
 @operator("Pow", fixed=(1,))
@@ -260,6 +267,15 @@ def _cast(spec: Spec, x: Tensor, like: Tensor | None = None) -> Tensor:
     return x.to(target)
 
 
+@operator("If", fixed=(0,))
+def _chosen(spec: Spec, condition: np.ndarray, *results: Tensor) -> tuple[Tensor, ...]:
+    """What the branch that was taken gave: the results of both stand one after the other."""
+    if condition.size != 1:
+        raise spec.refuse(f"its condition must be one value, its shape is {condition.shape}")
+    half = len(results) // 2
+    return results[:half] if condition.reshape(()).item() else results[half:]
+
+
 @operator("Where")
 def _where(spec: Spec, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     spec.only()
@@ -291,9 +307,16 @@ def _reduced(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:
     return run
 
 
+def _products(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    for axis in sorted(axes, reverse=True):
+        x = x.prod(axis, keep)
+    return x
+
+
 _REDUCE: dict[str, Callable[[Tensor, list[int], bool], Any]] = {
     "ReduceSum": lambda x, axes, keep: x.sum(axes, keep),
     "ReduceMean": lambda x, axes, keep: x.mean(axes, keep),
+    "ReduceProd": lambda x, axes, keep: _products(x, axes, keep),
     "ReduceMax": lambda x, axes, keep: x.amax(axes, keep),
     "ReduceMin": lambda x, axes, keep: x.amin(axes, keep),
     "ReduceL1": lambda x, axes, keep: x.abs().sum(axes, keep),

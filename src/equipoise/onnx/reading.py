@@ -1,33 +1,24 @@
 """From the bytes of an ONNX file to plain records: nodes with their attributes, constants, inputs.
 
-Only the protocol buffer itself is read. Tensors stored outside the file, subgraphs (loops, branches), local functions, custom
-operator domains and number formats that round (float16, bfloat16, quantized) are refused by name.
+Only the protocol buffer itself and the files of weights that lie beside it are read. Loops, local functions, custom operator
+domains and number formats that round (float16, bfloat16, quantized) are refused by name.
 """
-
-from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.onnx.tensors import FLOATS, LARGEST_VALUE, Beside, constant
 
-#: a larger file is not read
-LARGEST_FILE = 2_000_000_000
-#: no value of a network may have more entries than this
-LARGEST_VALUE = 2**28
-#: nor all of them together, per sample
+#: nor may all values of a network together have more entries than this, per sample
 LARGEST_TOTAL = 2**30
-_FLOATS = {1: torch.float32, 11: torch.float64}
-_OTHERS = {2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool}
-#: torch's number format of ONNX's element types
-DTYPES: Mapping[int, torch.dtype] = {**_FLOATS, **_OTHERS}
 
 
 @dataclass(frozen=True)
@@ -40,6 +31,8 @@ class Spec:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    #: names of conditions with the value they must have for the node to run: it stands in branches of these
+    guards: tuple[tuple[str, bool], ...] = ()
 
     def get(self, key: str, default: Any = None) -> Any:
         """An attribute, or `default` where the file does not set it."""
@@ -75,8 +68,11 @@ def onnx_package() -> Any:
         raise InputError("reading ONNX files needs the package onnx: pip install 'equipoise[onnx]'") from error
 
 
-def parse(data: bytes, name: str = "the file") -> Graph:
-    """The graph in these bytes; every failure is one sentence that names the file or the node."""
+def parse(data: bytes, name: str = "the file", folder: Path | None = None) -> Graph:
+    """The graph in these bytes; every failure is one sentence that names the file or the node.
+
+    Weights stored in files beside it are looked for in `folder`.
+    """
     onnx = onnx_package()
     try:
         model = onnx.ModelProto.FromString(data)
@@ -85,19 +81,23 @@ def parse(data: bytes, name: str = "the file") -> Graph:
     if not model.HasField("graph") or not model.graph.node:
         raise InputError(f"{name} is not an ONNX model: it has no graph, or an empty one")
     if model.functions:
-        raise Refused(f"{name} defines functions of its own ({model.functions[0].name!r}); export it with them inlined")
+        raise Refused(
+            f"{name} defines functions of its own ({model.functions[0].name!r}); write them out first: "
+            "onnx.save(onnx.inliner.inline_local_functions(onnx.load(FILE)), NEW_FILE)"
+        )
     graph = model.graph
     if graph.sparse_initializer:
         raise Refused(f"{name}: sparse constants are not supported")
-    opset = _opset(model, name)
-    constants = {i.name: constant(i, f"constant {i.name!r} of {name}") for i in graph.initializer}
+    opset, beside = _opset(model, name), Beside(folder)
+    constants = {i.name: constant(i, f"constant {i.name!r} of {name}", beside) for i in graph.initializer}
     inputs, dtypes = {}, {}
     for value in graph.input:
         if value.name not in constants:
             inputs[value.name], dtypes[value.name] = _declared(value, name)
     if not inputs or not graph.output:
         raise InputError(f"{name} has no input or no output")
-    nodes = tuple(_spec(node, i, opset) for i, node in enumerate(graph.node))
+    reader = _Reader(opset, beside, constants)
+    nodes = tuple(reader.nodes(graph.node, {}, ()))
     return Graph(inputs, dtypes, constants, nodes, tuple(o.name for o in graph.output))
 
 
@@ -115,7 +115,7 @@ def _opset(model: Any, name: str) -> int:
 
 def _declared(value: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
     kind = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or kind.elem_type not in _FLOATS:
+    if not value.type.HasField("tensor_type") or kind.elem_type not in FLOATS:
         raise Refused(
             f"{name}: input {value.name!r} is not a float32 or float64 tensor, so it has no Lipschitz constant"
         )
@@ -124,37 +124,60 @@ def _declared(value: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         raise InputError(
             f"{name}: input {value.name!r} declares the shape {shape[:8]}, more than {LARGEST_VALUE} entries"
         )
-    return shape, _FLOATS[kind.elem_type]
+    return shape, FLOATS[kind.elem_type]
 
 
-def constant(proto: Any, what: str) -> Tensor:
-    """A tensor of the file; its size is checked before it is made."""
-    from onnx import numpy_helper
-
-    if proto.data_location == 1 or proto.external_data:
-        raise Refused(f"{what} is stored outside the file; save the model as one file")
-    if proto.data_type not in DTYPES:
-        raise Refused(f"{what} has element type {proto.data_type}; float32, float64, integers and booleans are read")
-    if any(d < 0 for d in proto.dims) or float(np.prod([float(d) for d in proto.dims])) > LARGEST_VALUE:
-        raise InputError(f"{what} declares the shape {tuple(proto.dims)[:8]}")
-    try:
-        array = np.ascontiguousarray(numpy_helper.to_array(proto))
-        return torch.from_numpy(array.copy()).reshape(tuple(proto.dims)).to(DTYPES[proto.data_type])
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise InputError(f"{what} cannot be read ({one_line(error)})") from error
+Guards = tuple[tuple[str, bool], ...]
 
 
-def _spec(node: Any, index: int, opset: int) -> Spec:
-    name = node.name or f"{node.op_type}_{index}"
-    spec = Spec(name, node.op_type, opset, tuple(node.input), tuple(node.output))
-    if node.domain not in ("", "ai.onnx"):
-        raise spec.refuse(f"its domain {node.domain!r} is not ONNX's own")
-    return Spec(
-        name, node.op_type, opset, spec.inputs, spec.outputs, {a.name: _attribute(a, spec) for a in node.attribute}
-    )
+@dataclass(frozen=True)
+class _Reader:
+    """Nodes one after the other; those of both branches of an `If` stand before it, guarded by its condition."""
+
+    opset: int
+    beside: Beside
+    constants: dict[str, Tensor]
+
+    def nodes(self, protos: Any, names: Mapping[str, str], guards: Guards) -> Iterator[Spec]:
+        """The records of these nodes; `names` are those that are called otherwise outside of a branch."""
+        for index, node in enumerate(protos):
+            spec = Spec(
+                node.name or f"{node.op_type}_{index}",
+                node.op_type,
+                self.opset,
+                tuple(names.get(i, i) for i in node.input),
+                tuple(names.get(o, o) for o in node.output),
+                guards=guards,
+            )
+            if node.domain not in ("", "ai.onnx"):
+                raise spec.refuse(
+                    f"its domain {node.domain!r} is not ONNX's own; export the network with ONNX's operators"
+                )
+            if node.op_type == "If":
+                yield from self._branches(node, spec, names)
+            else:
+                yield replace(spec, attributes={a.name: _attribute(a, spec, self.beside) for a in node.attribute})
+
+    def _branches(self, node: Any, spec: Spec, names: Mapping[str, str]) -> Iterator[Spec]:
+        graphs = {a.name: a.g for a in node.attribute}
+        if set(graphs) != {"then_branch", "else_branch"} or len(spec.inputs) != 1 or not spec.outputs:
+            raise spec.refuse("it does not have one condition, two branches and a result")
+        results: list[str] = []
+        for key, taken in (("then_branch", True), ("else_branch", False)):
+            branch = graphs[key]
+            own = [i.name for i in branch.initializer] + [o for n in branch.node for o in n.output if o]
+            inner = {**names, **{o: f"{spec.outputs[0]}/{key}/{o}" for o in own}}
+            if branch.input or branch.sparse_initializer or len(branch.output) != len(spec.outputs):
+                raise spec.refuse(f"its {key} has inputs, sparse constants or another number of results")
+            for proto in branch.initializer:
+                what = f"constant {proto.name!r} of ONNX node {spec.name!r}"
+                self.constants[inner[proto.name]] = constant(proto, what, self.beside)
+            yield from self.nodes(branch.node, inner, (*spec.guards, (spec.inputs[0], taken)))
+            results += [inner.get(o.name, o.name) for o in branch.output]
+        yield replace(spec, inputs=(*spec.inputs, *results))
 
 
-def _attribute(attribute: Any, spec: Spec) -> Any:
+def _attribute(attribute: Any, spec: Spec, beside: Beside) -> Any:
     kinds = type(attribute)
     match attribute.type:
         case kinds.FLOAT:
@@ -170,5 +193,7 @@ def _attribute(attribute: Any, spec: Spec) -> Any:
         case kinds.STRINGS:
             return [s.decode("utf-8", "replace") for s in attribute.strings]
         case kinds.TENSOR:
-            return constant(attribute.t, f"attribute {attribute.name!r} of ONNX node {spec.name!r}")
-    raise spec.refuse(f"attribute {attribute.name!r} is a subgraph or of a kind that is not supported")
+            return constant(attribute.t, f"attribute {attribute.name!r} of ONNX node {spec.name!r}", beside)
+        case kinds.GRAPH | kinds.GRAPHS:
+            raise spec.refuse("loops over a subgraph are not read; export the network with its steps written out")
+    raise spec.refuse(f"attribute {attribute.name!r} is of a kind that is not supported")

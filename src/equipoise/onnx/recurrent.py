@@ -1,7 +1,5 @@
 """ONNX's recurrent networks, step by step over the length of the sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """ONNX operators that move, select, repeat and resample entries."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from equipoise.onnx.operators import Fixed, bounded, integers, number, operator
-from equipoise.onnx.reading import DTYPES, Spec
+from equipoise.onnx.reading import Spec
+from equipoise.onnx.tensors import DTYPES
 
 
 @operator("Constant")

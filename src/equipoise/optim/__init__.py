@@ -10,9 +10,7 @@ from equipoise.optim.callbacks import (
     wandb_sink,
 )
 from equipoise.optim.guard import SpectralGuard
-from equipoise.optim.lookahead import add_lookahead
-from equipoise.optim.matrices import Muon
-from equipoise.optim.newton_schulz import newton_schulz_gain
+from equipoise.optim.matrices import Muon, add_lookahead, newton_schulz_gain
 
 __all__ = [
     "GuardLogger", "Muon", "SpectralGuard", "add_lookahead", "lightning_callback", "load_guard",

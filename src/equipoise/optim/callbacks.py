@@ -9,8 +9,6 @@
 None of the packages is needed unless its callback is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""How a weight whose norm is too large is brought back; each way is a row of `RESTORES`."""
-
-from __future__ import annotations
+"""How a weight whose norm is too large is brought back (a row of `RESTORES` each), and what ranks of a run agree on."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -49,3 +47,37 @@ def check_how(how: str, convolutions: list[str]) -> None:
 def write(weight: Tensor, value: Tensor) -> None:
     """Store `value` in the parameter, rounded to its precision."""
     weight.copy_(value.to(weight.dtype))
+
+
+def _running() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+
+
+def leads() -> bool:
+    """Whether this process is the one that changes weights."""
+    return not _running() or torch.distributed.get_rank() == 0
+
+
+def agreed(flags: list[bool], device: torch.device) -> list[bool]:
+    """True where any rank says so.
+
+    >>> agreed([True, False], torch.device("cpu"))
+    [True, False]
+    """
+    if not _running():
+        return flags
+    votes = torch.tensor(flags, dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
+    return [bool(vote) for vote in votes.tolist()]
+
+
+def shared(weight: Tensor) -> bool:
+    """Take the weight of rank 0; whether there was another rank to take it from."""
+    if not _running():
+        return False
+    torch.distributed.broadcast(weight.data, 0)
+    return True

@@ -10,13 +10,25 @@ from equipoise.regularizers.decay import (
     taylor_penalty,
 )
 from equipoise.regularizers.flatness import AnticorrelatedNoise, SharpnessAware, frozen_statistics, smoothed_loss
-from equipoise.regularizers.gradients import input_gradient_penalty
 from equipoise.regularizers.huggingface import decay_in_trainer
-from equipoise.regularizers.noise import add_noise, consistency_loss, noisy_copies, smooth_adversarial
-from equipoise.regularizers.projections import after_step, clip_weights_, operator_norm, project_, weight_normalize
+from equipoise.regularizers.noise import (
+    add_noise,
+    consistency_loss,
+    input_gradient_penalty,
+    noisy_copies,
+    smooth_adversarial,
+)
+from equipoise.regularizers.projections import (
+    FrobeniusPenalty,
+    OrthogonalityPenalty,
+    after_step,
+    clip_weights_,
+    operator_norm,
+    project_,
+    weight_normalize,
+)
 from equipoise.regularizers.selection import select_layers
 from equipoise.regularizers.spectral import SpectralPenalty, layer_bound
-from equipoise.regularizers.weights import FrobeniusPenalty, OrthogonalityPenalty
 
 __all__ = [
     "ActivationDecay", "AnticorrelatedNoise", "FrobeniusPenalty", "LayerwiseDecay", "OrthogonalityPenalty",

@@ -1,7 +1,5 @@
 """Training for flat minima: noise on the weights, anticorrelated noise, SAM and ASAM."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Activation decay in the Hugging Face `Trainer`: sequence and token classification, sequence to sequence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar

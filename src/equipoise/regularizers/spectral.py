@@ -1,7 +1,5 @@
 """Spectral-norm regularisation: a penalty on the norms of chosen layers, or on their product."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,8 +18,16 @@ from equipoise.norms.carried_convolution import CarriedConvolution
 from equipoise.norms.differentiable import gram_norm, map_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.norms.tracked import SingularVectors
-from equipoise.regularizers.operators import input_shapes, linear_map, zero_image
-from equipoise.regularizers.selection import LINEAR_MAPS, Names, Types, select_layers, weight_of
+from equipoise.regularizers.selection import (
+    LINEAR_MAPS,
+    Names,
+    Types,
+    input_shapes,
+    linear_map,
+    select_layers,
+    weight_of,
+    zero_image,
+)
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
 BoundName = Literal["tracked", "gram", "proved"]

@@ -2,11 +2,9 @@
 
 from equipoise.report.audits import audit_network, audit_source, load_audit, save_audit
 from equipoise.report.collect import collect
-from equipoise.report.data import Attacks, Audit, Checked, Picture, ReportData, Series, Spectrum
-from equipoise.report.gallery import load_gallery, save_gallery
-from equipoise.report.margins import Margins, load_margins
+from equipoise.report.data import Attacks, Audit, Checked, Margins, Picture, ReportData, Series, Spectrum, load_margins
+from equipoise.report.gallery import data_uri, load_gallery, png, save_gallery
 from equipoise.report.page import plotly_source, render, write_report
-from equipoise.report.png import data_uri, png
 
 __all__ = [
     "Attacks", "Audit", "Checked", "Margins", "Picture", "ReportData", "Series", "Spectrum", "audit_network",

@@ -1,7 +1,5 @@
 """Audits for a report: the bound of a network with its effective weights, local bounds, singular values of its layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """From folders to a report: smoothing runs, margin certificates, and the audits and pictures that lie beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,8 +13,20 @@ from equipoise.core.bounds import round_up
 from equipoise.core.errors import InputError
 from equipoise.report import audits as audit_file
 from equipoise.report import gallery as gallery_file
-from equipoise.report import margins as margin_file
-from equipoise.report.data import Attacks, Audit, Checked, Floats, Ints, Picture, ReportData, Series
+from equipoise.report.data import (
+    MARGINS,
+    PAIRS,
+    Attacks,
+    Audit,
+    Checked,
+    Floats,
+    Ints,
+    Margins,
+    Picture,
+    ReportData,
+    Series,
+    load_margins,
+)
 from equipoise.runs import AttackRow, Run, open_run
 from equipoise.runs.manifest import is_run, versions
 from equipoise.runs.proved import ProvedRun, is_proved, open_proved
@@ -73,12 +83,12 @@ def _part(name: str, folder: Path, alpha: float | None) -> _Part:
         return _published(name, folder)
     if is_run(folder):
         return _smoothing(name, open_run(folder), alpha)
-    if (folder / margin_file.NAME).is_file():
-        return _deterministic(name, margin_file.load_margins(folder))
+    if (folder / MARGINS).is_file():
+        return _deterministic(name, load_margins(folder))
     if is_proved(folder):
         return _proved(name, open_proved(folder))
     raise InputError(
-        f"{folder} is not a run: it holds neither run.json nor {margin_file.NAME} nor proved.json, and is no certification "
+        f"{folder} is not a run: it holds neither run.json nor {MARGINS} nor proved.json, and is no certification "
         "log (.tsv)"
     )
 
@@ -144,11 +154,11 @@ def _ways(run: Run) -> dict[str, dict[str, Any]]:
     return {p.procedure: {}, **plainer}
 
 
-def _deterministic(name: str, found: margin_file.Margins) -> _Part:
+def _deterministic(name: str, found: Margins) -> _Part:
     model = found.model.get("source", "network")
     constant = round_up(found.lipschitz, 6)
     divided = f"√2 times the Lipschitz bound {constant}"
-    if found.rule == margin_file.PAIRS:
+    if found.rule == PAIRS:
         divided = f"proved constants of pairs of classes, or by {divided} where that is better"
     about = f"Certifies the network itself: its margin divided by {divided}."
     series = [

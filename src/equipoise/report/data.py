@@ -1,15 +1,19 @@
-"""What a report is about, as plain data: curves, attacks, audits, pictures. Pages and files are made from these."""
+"""What a report is about, as plain data: curves, attacks, audits, pictures; and margin certificates in a folder."""
 
-from __future__ import annotations
-
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
+from equipoise.core.files import describing, make_folder, read_json, write_whole
+from equipoise.runs import AttackRow
 from equipoise.runs.store import Attacked
 from equipoise.smoothing import average_certified_radius, certified_accuracy
 
@@ -182,3 +186,58 @@ class ReportData:
     def models(self) -> tuple[str, ...]:
         """The networks, in order of appearance."""
         return tuple(dict.fromkeys(p.model for group in (self.audits, self.series, self.attacks) for p in group))
+
+
+MARGINS = "margins.json"
+FORMAT = 1
+#: how radii come from margins: by the bound of all logits, or by those of pairs of classes where they are better
+GLOBAL, PAIRS = "margin/(√2·L)", "the better of margin/(√2·L) and margin_k/K_yk, by pairs of classes"
+
+
+@dataclass(frozen=True, eq=False)
+class Margins:
+    """Margin certificates of some inputs: the constant they rest on, the rule (`GLOBAL`, `PAIRS`), attacks against them."""
+
+    model: Mapping[str, str]
+    data: str
+    lipschitz: float
+    ids: tuple[str, ...]
+    labels: Ints
+    prediction: Ints
+    radius: Floats
+    attacks: tuple[AttackRow, ...] = ()
+    rule: str = GLOBAL
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `margins.json`, whole or not at all."""
+        folder = make_folder(folder)
+        plain: dict[str, Any] = {
+            "format": FORMAT, "model": dict(self.model), "data": self.data, "lipschitz": _plain(self.lipschitz),
+            "ids": list(self.ids), "labels": self.labels.tolist(), "prediction": self.prediction.tolist(),
+            "radius": [_plain(r) for r in self.radius.tolist()], "attacks": [asdict(a) for a in self.attacks],
+            "rule": self.rule,
+        }  # fmt: skip
+        write_whole(folder / MARGINS, json.dumps(sealed(plain), ensure_ascii=False, allow_nan=False) + "\n")
+        return folder / MARGINS
+
+
+def load_margins(folder: str | Path) -> Margins:
+    """Read `margins.json`; what is damaged is refused with the file's name."""
+    path = Path(folder) / MARGINS
+    with describing(path):
+        plain = unsealed(read_json(path, 10**9), str(path))
+        if plain["format"] != FORMAT:
+            raise InputError(f"{path} has format {plain['format']!r}, this version reads {FORMAT}")
+        found = Margins(
+            {str(k): str(v) for k, v in plain["model"].items()}, str(plain["data"]), float(plain["lipschitz"]),
+            tuple(str(i) for i in plain["ids"]), np.array(plain["labels"], dtype=np.int64),
+            np.array(plain["prediction"], dtype=np.int64), np.array([float(r) for r in plain["radius"]]),
+            tuple(AttackRow(**a) for a in plain["attacks"]), PAIRS if plain.get("rule") == PAIRS else GLOBAL,
+        )  # fmt: skip
+    if len({len(found.ids), len(found.labels), len(found.prediction), len(found.radius)}) != 1:
+        raise InputError(f"{path} is damaged: its columns have different lengths")
+    return found
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

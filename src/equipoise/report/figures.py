@@ -1,7 +1,5 @@
 """The charts as plotly figures in plain data: no plotly is needed to make them, only to draw them."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Sequence

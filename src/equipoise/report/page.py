@@ -1,7 +1,5 @@
 """The page: one file of HTML with its style, its script, plotly and every number inside; nothing is loaded from anywhere."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """The parts of the page: every function turns data into escaped HTML. Norms are rounded up, radii down."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ The address holds a random part, so that other users of the machine cannot guess
 elsewhere that resolves its name to this machine) are refused. Nothing is written but the page, at the end.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

@@ -2,12 +2,11 @@
 
 from equipoise.runs.attacks.run import AttackSummary, attack_run
 from equipoise.runs.engines import ENGINES, Engine, Execution
-from equipoise.runs.job import Job
-from equipoise.runs.jobs import certify, describe, start
+from equipoise.runs.jobs import Job, certify, describe, start
 from equipoise.runs.parameters import Settings
+from equipoise.runs.reasons import Summary
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.store import AttackRow
-from equipoise.runs.summary import Summary
 from equipoise.runs.tasks import TaskSpec, Worker
 
 __all__ = [

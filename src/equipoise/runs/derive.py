@@ -6,8 +6,6 @@ planned when sampling: α, the shares and the constant may change, the buckets n
 it admits anytime-valid bounds only. Each derivation keeps its own α; looking at many and publishing the best is not covered.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,8 @@ from equipoise.smoothing.bounds import Smoothness
 from equipoise.smoothing.derive import Scores, Setting, Stopped, Votes, joined, stored_plan
 from equipoise.smoothing.derive import derive as derive_sample
 from equipoise.smoothing.drawn import tie_breaks
-from equipoise.smoothing.maps import map_smoothness
 from equipoise.smoothing.procedures import Procedure, find_procedure
+from equipoise.smoothing.simplex import map_smoothness
 
 
 def derive(

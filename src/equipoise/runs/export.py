@@ -1,7 +1,5 @@
 """Derived tables as files: Cohen's TSV, CSV, Parquet. Radii and lower bounds are rounded down, upper bounds up."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Sequence

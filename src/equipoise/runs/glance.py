@@ -4,8 +4,6 @@ Nothing here is a guarantee: shares of a few inputs, on noise of their own that 
 hours would end in, and why: a network that was never trained, labels in another order, noise it has not seen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,14 +15,25 @@ from torch import Tensor
 
 from equipoise.core import EquipoiseError, fresh_strides
 from equipoise.runs.inputs import in_turn
-from equipoise.runs.job import Job
+from equipoise.runs.jobs import Job
 from equipoise.runs.models import Batched
+from equipoise.smoothing.moments import Ints
 from equipoise.smoothing.noise import Stream, noise_key
-from equipoise.smoothing.partitions import Ints
 
 #: inputs looked at, and how many at a time
 LOOKED = 200
 BATCH = 50
+#: mean and deviation per channel that pictures in [0, 1] are commonly trained with, by number of channels
+SCALINGS = {
+    3: (
+        ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)),
+        ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    ),
+    1: (((0.1307,), (0.3081,)), ((0.5,), (0.5,))),
+}
+#: by how much accuracy without noise must rise for such a scaling to be named
+GAINED = 0.15
 #: share of answers that must stay under the noise for votes to agree
 AGREE = 0.8
 
@@ -34,7 +43,8 @@ class Glance:
     """Shares of `inputs` inputs: right without noise, right and unchanged under one draw of it.
 
     `classes` maps the label (its name where it is known) to how many inputs of the run have it; `moved` lists labels whose
-    inputs are nearly all answered with one other label; `favourite` is the commonest answer under the noise and its share;
+    inputs are nearly all answered with one other label; `scaling` is a usual mean and deviation (as options of the command)
+    with which many more inputs are right, and their share; `favourite` is the commonest answer under the noise and its share;
     `sigma` is the largest noise level tried at which answers stay the same, None where that was not needed or none is.
     """
 
@@ -50,6 +60,7 @@ class Glance:
     level: float = 0.0
     sigma: float | None = None
     limited: str = ""
+    scaling: tuple[str, float] | None = None
 
     def lines(self) -> list[str]:
         """What a user should know before waiting."""
@@ -75,7 +86,12 @@ class Glance:
     def warnings(self) -> list[str]:
         """What is likely wrong, each with what to do about it."""
         found = []
-        if self.reordered is not None and self.clean is not None:
+        if self.scaling is not None and self.clean is not None:
+            found.append(
+                f"warning: the network seems to have been trained on scaled pictures: with {self.scaling[0]} "
+                f"{self.scaling[1]:.1%} would be right without noise instead of {self.clean:.1%}"
+            )
+        elif self.reordered is not None and self.clean is not None:
             pairs = ", ".join(f"{a!r} as {b!r}" for a, b in self.moved[:6])
             found.append(
                 f"warning: the labels seem to be in another order than the model's: with classes exchanged ({pairs}) "
@@ -87,7 +103,7 @@ class Glance:
                 f"warning: {self.clean:.1%} right without noise is about chance ({self.chance:.1%}): are these trained weights, "
                 "and is the input scaled and normalised as in training (--mean and --std, or inside the model)?"
             )
-        elif self.unchanged < AGREE:
+        elif self.disturbed:
             name, share = self.favourite
             best = f"; answers stay the same up to about sigma {self.sigma:g}" if self.sigma is not None else ""
             under = f"; under it {share:.0%} of the answers are {name!r}" if share > 0.5 else ""
@@ -97,6 +113,12 @@ class Glance:
                 "at a smaller --sigma"
             )
         return found
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether a network that answers without noise does not under it."""
+        other = self.untrained or self.reordered is not None or self.scaling is not None
+        return self.unchanged < AGREE and not other
 
     @property
     def untrained(self) -> bool:
@@ -125,7 +147,8 @@ def glance(job: Job) -> Glance:
         return Glance(0, None, None, 1.0, {}, level=job.parameters.sigma)
     before, after = torch.cat(clean).numpy(), torch.cat(noisy).numpy()
     found = _shares(job, np.array(labels), before, after)
-    if found.unchanged < AGREE and not found.untrained and found.reordered is None:
+    found = replace(found, scaling=_scaling(model, kept, np.array(labels), found.clean))
+    if found.disturbed:
         found = replace(found, sigma=_largest(job, model, kept, before, generator))
     return found
 
@@ -167,6 +190,22 @@ def _reordered(job: Job, y: Ints, before: Ints) -> tuple[tuple[tuple[str, str], 
     if share < 0.5 or gained < max(3, 0.1 * len(y)):
         return (), None
     return tuple((_name(job, a), _name(job, b)) for a, b in moved), share
+
+
+def _scaling(model: torch.nn.Module, kept: list[Tensor], y: Ints, clean: float | None) -> tuple[str, float] | None:
+    """Of the usual scalings of pictures the one with which most inputs are right, if that is many more than as they are."""
+    first = kept[0]
+    pictures = first.dim() == 4 and first.is_floating_point() and float(first.min()) >= 0 and float(first.max()) <= 1
+    if clean is None or clean > 1 - GAINED or not pictures:
+        return None
+    found: list[tuple[float, str]] = []
+    for mean, std in SCALINGS.get(first.shape[1], ()):
+        centre, spread = (first.new_tensor(v).reshape(-1, 1, 1) for v in (mean, std))
+        answers = torch.cat([_answers(model, fresh_strides((x - centre) / spread)) for x in kept]).numpy()
+        options = " ".join(f"--{k} {','.join(f'{v:g}' for v in vs)}" for k, vs in (("mean", mean), ("std", std)))
+        found.append((float((answers == y).mean()), options))
+    share, options = max(found, key=lambda pair: pair[0], default=(0.0, ""))
+    return (options, share) if share >= clean + GAINED and (share - clean) * len(y) >= 3 and share > 0.5 else None
 
 
 def _largest(

@@ -15,7 +15,7 @@ from equipoise.core.digests import Digest
 from equipoise.data.dataset import UNKNOWN
 from equipoise.data.factories import pair_of
 from equipoise.runs.rows import InputId, Item, plain_id
-from equipoise.smoothing.partitions import Ints
+from equipoise.smoothing.moments import Ints
 
 
 class MapStyle(Protocol):

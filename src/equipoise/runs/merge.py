@@ -1,7 +1,5 @@
 """Several runs of one model over disjoint inputs become one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

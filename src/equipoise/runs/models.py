@@ -1,7 +1,5 @@
 """A model on its way to workers: rebuilt in another process, and hashed so that a changed one is noticed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -20,9 +18,9 @@ from torch.export import ExportedProgram
 from equipoise.checkpoints import Loaded
 from equipoise.core import InputError, Refused
 from equipoise.core.digests import Digest
-from equipoise.nn.models.parts import Normalise
+from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing.denoised import Denoised
+from equipoise.smoothing.rowwise import Denoised
 
 #: arguments by which operators are told that they are in training
 _TRAINING = frozenset({"train", "training"})

@@ -4,8 +4,6 @@ Each figure is made of certificates at risk α per input of the weights of that 
 best weights is not covered by α: certify the weights that were kept again, on other inputs (`equipoise.certify`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -18,8 +18,7 @@ from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.drawn import Drawn
 from equipoise.smoothing.grid import Grid
-from equipoise.smoothing.levels import Levels, Sigma
-from equipoise.smoothing.noise import NoiseName, fresh_seed
+from equipoise.smoothing.noise import Levels, NoiseName, Sigma, fresh_seed
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 _MAPS = ("softmax", "sparsemax", "hardmax")

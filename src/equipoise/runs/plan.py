@@ -1,7 +1,5 @@
 """What a run will cost, estimated from a few timed batches before anything is written."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import sys
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 
 from equipoise.core import EquipoiseError, InputError
-from equipoise.runs.job import Job
+from equipoise.runs.jobs import Job
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Item
 from equipoise.runs.tasks import classifier_of

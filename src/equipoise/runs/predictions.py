@@ -1,12 +1,10 @@
 """Answers of a smoothed classifier as it is deployed: the majority vote, or none where the draws do not tell."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused
-from equipoise.runs.job import Job
+from equipoise.runs.jobs import Job
 from equipoise.runs.rows import InputId
 from equipoise.runs.tasks import classifier_of
 

@@ -1,14 +1,17 @@
-"""Why nothing is certified at some radius: read off the stored votes, in a sentence with what to do about it."""
+"""What a run says: certified accuracy at each ε, what it rests on, and why nothing is certified at some radius."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
-from equipoise.core import EquipoiseError, round_down
+from equipoise.core import EquipoiseError, InputError, round_down
 from equipoise.runs.derive import derive
 from equipoise.runs.manifest import Manifest
 from equipoise.runs.rows import Row, counts_matrix
 from equipoise.smoothing import Certificates
+from equipoise.smoothing.moments import Ints
 
 #: certified accuracy below which the reason is given, if that is not below half as much again as chance
 LOW = 0.05
@@ -54,8 +57,8 @@ def _votes(manifest: Manifest, rows: list[Row], certificates: Certificates, labe
     if favourite[common] >= 0.6 * len(rows) and len(rows) > 3:
         return (
             f"little is certified because under noise of sigma {p.sigma:g} the network answers {word!r} for "
-            f"{favourite[common] / len(rows):.0%} of the inputs: it was not trained under such noise "
-            f"(eq.regularizers.add_noise(x, {p.sigma:g})), or sigma is too large for it"
+            f"{favourite[common] / len(rows):.0%} of the inputs: it was not trained, or not under such "
+            f"noise (eq.regularizers.add_noise(x, {p.sigma:g})), or sigma is too large for it"
         )
     return (
         f"little is certified because the commonest answer under the noise is the label for {right:.0%} of the inputs: are the "
@@ -93,3 +96,90 @@ def _most(manifest: Manifest, certificates: Certificates) -> float | None:
     except EquipoiseError:
         return None
     return float(found.radius[0])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures over the finished inputs; failed ones count as not certified.
+
+    Without labels `accuracy` is the share of inputs with a certificate of that radius, whatever the answer.
+    """
+
+    total: int
+    done: int
+    failed: int
+    abstained: int
+    accuracy: dict[float, float]
+    average_radius: float
+    draws: int
+    seconds: float
+    sigma: float
+    alpha: float
+    procedure: str
+    about: str
+    notes: tuple[str, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict)
+    labelled: bool = True
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every input of the run was worked off."""
+        return self.done == self.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        plain = asdict(self) | {"finished": self.finished, "notes": list(self.notes), "reasons": list(self.reasons)}
+        key = "certified_accuracy" if self.labelled else "certified_share"
+        plain["accuracy"] = [{"epsilon": e, key: a} for e, a in self.accuracy.items()]
+        return plain
+
+    def lines(self) -> list[str]:
+        """The figures as sentences; radii rounded down."""
+        head = f"{self.done} of {self.total} inputs"
+        if not self.finished:
+            head += ", not finished: run the same command to continue"
+        lines = [
+            f"{head}; sigma {self.sigma:g}, {self.procedure} at alpha {self.alpha:g}",
+            f"{self.abstained} abstained, {self.failed} failed; average certified radius "
+            f"{round_down(self.average_radius, 4)}; {self.draws:,} draws, {self.seconds:.1f} s of sampling",
+        ]
+        if self.failures:
+            name, reason = next(iter(self.failures.items()))
+            lines.append(f"first failure, input {name}: {reason}")
+        return [*lines, *self.reasons, self.about, *self.notes]
+
+
+def summarise(
+    certificates: Certificates,
+    labels: Ints,
+    epsilons: Sequence[float] | None,
+    *,
+    total: int,
+    draws: int,
+    seconds: float,
+    notes: Sequence[str] = (),
+) -> Summary:
+    """Figures of derived certificates."""
+    levels = default_epsilons(certificates.sigma) if epsilons is None else [float(e) for e in epsilons]
+    if any(not e >= 0 for e in levels):
+        raise InputError(f"epsilon must be non-negative, got {levels}")
+    failures: dict[str, str] = certificates.details.get("failures", {})
+    labelled = bool((np.asarray(labels) >= 0).any())
+    if not labelled:
+        labels = certificates.prediction
+    accuracy = np.atleast_1d(certificates.accuracy(labels, levels)) if levels else np.array([])
+    return Summary(
+        total, len(certificates), len(failures), int(certificates.abstain.sum()) - len(failures),
+        dict(zip(levels, (float(a) for a in accuracy), strict=True)), certificates.average_radius(labels), draws, seconds,
+        certificates.sigma, certificates.alpha, certificates.procedure, certificates.about, tuple(notes), failures, labelled,
+    )  # fmt: skip
+
+
+def default_epsilons(sigma: float) -> list[float]:
+    """0, ½σ, σ … 3σ.
+
+    >>> default_epsilons(0.5)
+    [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
+    """
+    return [k * sigma / 2 for k in range(7)]

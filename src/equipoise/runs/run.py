@@ -1,7 +1,5 @@
 """A run directory opened for reading: ids, labels, certificates at any α, a summary, attacks, exports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,12 +12,11 @@ from equipoise.core import InputError
 from equipoise.runs.derive import derive
 from equipoise.runs.export import export
 from equipoise.runs.manifest import Manifest, read_manifest
-from equipoise.runs.reasons import explain
+from equipoise.runs.reasons import Summary, explain, summarise
 from equipoise.runs.rows import InputId, Row
 from equipoise.runs.store import AttackRow, Store, locked
-from equipoise.runs.summary import Summary, summarise
 from equipoise.smoothing import Certificates
-from equipoise.smoothing.partitions import Ints
+from equipoise.smoothing.moments import Ints
 
 
 class Run:

@@ -16,8 +16,8 @@ from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Item, Row, Soft, failed
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map, noise_key
 from equipoise.smoothing.classifier import count_votes
-from equipoise.smoothing.maps import plan_map
-from equipoise.smoothing.partitions import Ints
+from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.simplex import plan_map
 
 
 @dataclass(frozen=True, eq=False)

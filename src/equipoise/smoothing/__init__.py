@@ -2,14 +2,19 @@
 
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.smoothing.adaptive import ScoreTest, log_e_value, lower_sequence, target_probability
-from equipoise.smoothing.betting import betting
-from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
+from equipoise.smoothing.bounds import betting
+from equipoise.smoothing.certificates import (
+    ABSTAIN,
+    NOT_COVERED,
+    Certificates,
+    CertificationLog,
+    accuracy_table,
+    read_log,
+    write_log,
+)
 from equipoise.smoothing.classifier import SmoothedClassifier, predict_counts
-from equipoise.smoothing.denoised import Denoised
 from equipoise.smoothing.derive import certify_counts, certify_scores
 from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, hoeffding
-from equipoise.smoothing.logs import CertificationLog, accuracy_table, read_log, write_log
-from equipoise.smoothing.maps import choose_map, map_grid
 from equipoise.smoothing.margins import (
     linear_error,
     margins,
@@ -18,9 +23,8 @@ from equipoise.smoothing.margins import (
     radius_last_layer,
     radius_pairs,
 )
-from equipoise.smoothing.moments import Moments
+from equipoise.smoothing.moments import Moments, Partition, class_partition
 from equipoise.smoothing.noise import Stream, noise_key
-from equipoise.smoothing.partitions import Partition, class_partition
 from equipoise.smoothing.procedures import PROCEDURES, Option, Procedure, Split
 from equipoise.smoothing.radii import (
     radius_mono,
@@ -31,7 +35,17 @@ from equipoise.smoothing.radii import (
     radius_weak,
     radius_weak_global,
 )
-from equipoise.smoothing.simplex import SimplexMap, component_constant, hardmax, softmax, sparsemax, vector_constant
+from equipoise.smoothing.rowwise import Denoised
+from equipoise.smoothing.simplex import (
+    SimplexMap,
+    choose_map,
+    component_constant,
+    hardmax,
+    map_grid,
+    softmax,
+    sparsemax,
+    vector_constant,
+)
 from equipoise.smoothing.stopping import certify_adaptive
 from equipoise.smoothing.weierstrass import (
     Estimate,

@@ -19,7 +19,7 @@ from scipy.special import betainc, betaincinv, betaln, ndtr, ndtri
 
 from equipoise.core import InputError, as_upper
 from equipoise.smoothing.bounds import Gaussian
-from equipoise.smoothing.partitions import one_against_rest
+from equipoise.smoothing.moments import one_against_rest
 from equipoise.smoothing.procedures import Procedure
 from equipoise.smoothing.radii import radius_mono, radius_mono_lipschitz
 from equipoise.smoothing.ramp import Floats, ramp_mean

@@ -15,16 +15,13 @@ from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
 from equipoise.smoothing.drawn import Drawn, tie_breaks
 from equipoise.smoothing.grid import is_image, power_of_two
-from equipoise.smoothing.levels import Levels, Sigma
-from equipoise.smoothing.maps import apply_map, choose_map, map_smoothness, plan_map, scores_of
-from equipoise.smoothing.moments import Moments
-from equipoise.smoothing.noise import FloatNoise, GridNoise, NoiseName, Stream, fresh_seed, noise_key
-from equipoise.smoothing.partitions import Ints
+from equipoise.smoothing.moments import Ints, Moments
+from equipoise.smoothing.noise import FloatNoise, GridNoise, Levels, NoiseName, Sigma, Stream, fresh_seed, noise_key
 from equipoise.smoothing.planning import Plan
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.rowwise import Rowwise
-from equipoise.smoothing.simplex import SimplexMap
+from equipoise.smoothing.simplex import SimplexMap, apply_map, choose_map, map_smoothness, plan_map, scores_of
 
 Ids = Sequence[int | str]
 Kind = TypeVar("Kind", bound="SmoothedClassifier")

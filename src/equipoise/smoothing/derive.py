@@ -4,8 +4,6 @@ A sample is what is left of the draws: votes, moments of soft scores, or votes t
 classifier, stored runs and adaptive sampling all end here, so equal statistics give equal certificates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,8 +26,7 @@ from equipoise.smoothing.bounds import (
 )
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
 from equipoise.smoothing.joint import joint_radius
-from equipoise.smoothing.moments import Moments, bucket_scores
-from equipoise.smoothing.partitions import Partition, ranking
+from equipoise.smoothing.moments import Moments, Partition, bucket_scores, ranking
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.radii import radius_multi
@@ -58,7 +55,7 @@ class Setting:
     distance: Any = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < 1:
+        if not isinstance(self.alpha, int | float | np.floating) or not 0 < self.alpha < 1:
             raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {self.alpha}")
 
 
@@ -291,12 +288,13 @@ def certify_counts(
         raise InputError(f"selection has shape {first.shape}, estimation {second.shape}: they must agree")
     shape, classes = second.shape[:-1], second.shape[-1]
     first, second = first.reshape(-1, classes), second.reshape(-1, classes)
-    total = second.sum(axis=1) if draws is None else np.broadcast_to(np.asarray(draws), shape).reshape(-1).astype(float)
+    total = second.sum(axis=1) if draws is None else _fitting(_whole(draws, "draws"), shape, "draws")
     if bool(np.any(total < second.sum(axis=1))):
         raise InputError("draws is smaller than the sum of the estimation counts")
-    broken = None if ties is None else np.broadcast_to(np.asarray(ties, dtype=np.float64), (*shape, 2)).reshape(-1, 2)
-    about = f"the majority vote of the network under N(0, {sigma:g}²·I) noise"
-    found = derive(Votes(first, second, total, broken), row, Setting(Gaussian(sigma, variation), alpha, about))
+    broken = None if ties is None else _fitting(_numbers(ties, "ties"), (*shape, 2), "ties").reshape(-1, 2)
+    noise = Gaussian(sigma, variation)
+    about = f"the majority vote of the network under N(0, {_level(noise):g}²·I) noise"
+    found = derive(Votes(first, second, total, broken), row, Setting(noise, alpha, about))
     return _reshaped(found, shape)
 
 
@@ -331,8 +329,8 @@ def certify_scores(
     first, second = _scores(selection, "selection"), _scores(estimation, "estimation")
     if first.shape[:-2] != second.shape[:-2] or first.shape[-1] != second.shape[-1]:
         raise InputError(f"selection has shape {first.shape}, estimation {second.shape}: only the draws may differ")
-    about = f"the smoothed scores of the given map under N(0, {sigma:g}²·I) noise"
-    setting = Setting(Gaussian(sigma), alpha, about)
+    noise = Gaussian(sigma)
+    setting = Setting(noise, alpha, f"the smoothed scores of the given map under N(0, {_level(noise):g}²·I) noise")
     shape = second.shape[:-2]
     first, second = (s.reshape(-1, *s.shape[-2:]) for s in (first, second))
     smoothness = smoothness_of(lipschitz, pair_lipschitz)
@@ -359,17 +357,43 @@ def smoothness_of(lipschitz: Any, pair: Any = None) -> Smoothness:
     return Smoothness(constant, 2 * constant if pair is None else as_upper(pair))
 
 
+def _numbers(values: ArrayLike, name: str) -> Floats:
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} must hold numbers, in rows of equal length") from error
+
+
+def _whole(values: ArrayLike, name: str) -> Floats:
+    """Counts that a float64 holds exactly."""
+    array = _numbers(values, name)
+    if not bool(np.all((array >= 0) & (array <= 2.0**53) & (array == np.floor(array)))):
+        raise InputError(f"{name} must hold non-negative whole numbers, at most 2^53")
+    return array
+
+
+def _fitting(array: Floats, shape: tuple[int, ...], name: str) -> Floats:
+    try:
+        return np.broadcast_to(array, shape).reshape(-1)
+    except ValueError as error:
+        raise InputError(f"{name} has shape {array.shape}, which does not fit the counts' {shape}") from error
+
+
+def _level(noise: Gaussian) -> float:
+    if np.ndim(noise.sigma):
+        raise InputError(f"sigma must be one number here, got {np.size(noise.sigma)}")
+    return float(noise.sigma)
+
+
 def _counts(values: ArrayLike, name: str) -> Floats:
-    array = np.asarray(values, dtype=np.float64)
+    array = _whole(values, name)
     if array.ndim < 1 or array.shape[-1] < 2:
         raise InputError(f"{name} must have shape (..., classes) with at least two classes, got {array.shape}")
-    if not bool(np.all((array >= 0) & (array == np.floor(array)))):
-        raise InputError(f"{name} must hold non-negative whole numbers")
     return array
 
 
 def _scores(values: ArrayLike, name: str) -> Floats:
-    array = np.asarray(values, dtype=np.float64)
+    array = _numbers(values, name)
     if array.ndim < 2 or array.shape[-1] < 2:
         raise InputError(f"{name} must have shape (..., draws, classes) with at least two classes, got {array.shape}")
     if not bool(np.all((array >= 0) & (array <= 1))) or bool(np.any(array.sum(axis=-1) > 1 + 1e-9)):

@@ -1,7 +1,5 @@
 """What was really drawn: the setting of a certificate in numbers and in words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -11,8 +9,7 @@ from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting
 from equipoise.smoothing.grid import Grid
-from equipoise.smoothing.levels import Levels
-from equipoise.smoothing.noise import GENERATOR, NoiseName, Stream, noise_key, philox
+from equipoise.smoothing.noise import GENERATOR, Levels, NoiseName, Stream, noise_key, philox
 from equipoise.smoothing.ramp import Floats
 
 

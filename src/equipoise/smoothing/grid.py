@@ -15,8 +15,6 @@ Most words are decided by their first 16 bits: a table of 2¹⁶ entries holds t
 entry; then 48 more bits are drawn and the threshold is searched. So a 64-bit word makes four draws.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -4,8 +4,6 @@
 All arguments broadcast. The betting interval, which looks at the samples, is in `betting`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, overload
 

@@ -19,8 +19,6 @@ below it the class alone decides (w₂ = 0), above it the rival alone. For t in 
 Reference: Stouffer et al. (1949); intersection–union tests, Berger (1982).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.special import betainc, betaincinv, ndtr, ndtri
 

@@ -6,8 +6,6 @@ from its value in real arithmetic (a number, one per input, or one per logit); w
 `linear_error` gives it for a linear last layer. A misclassified input has radius 0.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -22,8 +22,16 @@ from equipoise.core import InputError
 from equipoise.smoothing.adaptive import pictured
 from equipoise.smoothing.bounds import UNKNOWN, Bounds, Gaussian, Smoothness, count_bounds, margin_bounds, moment_bounds
 from equipoise.smoothing.joint import joint_radius
-from equipoise.smoothing.moments import Moments, bucket_scores
-from equipoise.smoothing.partitions import Build, Ints, Partition, every_class, one_against_rest, ranking
+from equipoise.smoothing.moments import (
+    Build,
+    Ints,
+    Moments,
+    Partition,
+    bucket_scores,
+    every_class,
+    one_against_rest,
+    ranking,
+)
 from equipoise.smoothing.procedures import Option, Procedure
 from equipoise.smoothing.ramp import Floats
 

@@ -4,8 +4,6 @@ A row decides nothing by its name: a copy under another name gives the same cert
 rows through the entry point group `equipoise.procedures` (a `Procedure`, or a function that returns one).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -13,7 +11,7 @@ from importlib.metadata import entry_points
 import numpy as np
 
 from equipoise.core import InputError, Refused
-from equipoise.smoothing.partitions import Build, Partition, class_partition, every_class, one_against_rest
+from equipoise.smoothing.moments import Build, Partition, class_partition, every_class, one_against_rest
 from equipoise.smoothing.ramp import Floats
 
 #: partition → (share of α for the class's own bound, share for the bound of each other bucket), valid for any partition

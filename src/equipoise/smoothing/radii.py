@@ -5,8 +5,6 @@ every other one; arrays broadcast; the result is rounded down and is 0 where not
 the prediction is the same at every x' with ‖x' − x‖₂ < R.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from equipoise.smoothing.ramp import Floats, quantile, ramp_mean, ramp_quantile
 from equipoise.smoothing.weierstrass import component_bound, vector_bound
 
 _DOWN = 1 - 2.0**-49
+_LARGEST = 1e300  # radii of larger noise may be no floats
 _WIDEST = 1e100  # where L·σ comes near the end of the floats a larger constant is taken: never an infinite radius
 
 
@@ -29,8 +28,8 @@ def radius_mono(p: ArrayLike, sigma: ArrayLike) -> Floats:
     >>> round(float(radius_mono(0.9, 0.5)), 6)
     0.640776
     """
-    p, sigma = _probability(p, "p"), _positive(sigma, "sigma")
-    return _down(sigma * quantile(p)[0])
+    p, sigma = _probability(p, "p"), positive(sigma, "sigma")
+    return _times(sigma, quantile(p)[0])
 
 
 def radius_multi(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike) -> Floats:
@@ -41,7 +40,7 @@ def radius_multi(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike) -> Floats:
     >>> round(float(radius_multi(0.6, 0.2, 0.5)), 6)
     0.273742
     """
-    p1, p2, sigma = _probability(p1, "p1"), _probability(p2, "p2"), _positive(sigma, "sigma")
+    p1, p2, sigma = _probability(p1, "p1"), _probability(p2, "p2"), positive(sigma, "sigma")
     return _half_gap(quantile(p1)[0], quantile(p2)[1], sigma)
 
 
@@ -67,7 +66,7 @@ def radius_multi_lipschitz(
     [0.8393, 0.7431, 1.4862]
     """
     p1, p2, lipschitz = _per_mass(p1, p2, lipschitz, mass)
-    sigma = _positive(sigma, "sigma")
+    sigma = positive(sigma, "sigma")
     if bool(np.all(np.isinf(lipschitz))):
         return radius_multi(p1, p2, sigma)
     a = _width(lipschitz, sigma)
@@ -83,10 +82,10 @@ def radius_mono_lipschitz(p: ArrayLike, sigma: ArrayLike, lipschitz: Any) -> Flo
     >>> round(float(radius_mono_lipschitz(0.9, 0.5, 1.0)), 4)
     0.7431
     """
-    p, sigma, constant = _probability(p, "p"), _positive(sigma, "sigma"), _constant(lipschitz)
+    p, sigma, constant = _probability(p, "p"), positive(sigma, "sigma"), _constant(lipschitz)
     a = _width(constant, sigma)
     finite = np.where(np.isinf(a), 1.0, a)
-    ramp = np.maximum(_down(sigma * ramp_quantile(p, finite, "low")[0]), radius_mono(p, sigma))
+    ramp = np.maximum(_times(sigma, ramp_quantile(p, finite, "low")[0]), radius_mono(p, sigma))
     return np.where(np.isinf(a), np.where(p > 0.5, np.inf, 0.0), ramp)
 
 
@@ -100,7 +99,7 @@ def radius_per_class(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipschitz1:
     >>> bool(abs(same - radius_multi_lipschitz(0.9, 0.1, 0.5, 1.0)) < 1e-9)
     True
     """
-    p1, p2, sigma = _probability(p1, "p1"), _probability(p2, "p2"), _positive(sigma, "sigma")
+    p1, p2, sigma = _probability(p1, "p1"), _probability(p2, "p2"), positive(sigma, "sigma")
     l1, l2 = _constant(lipschitz1), _constant(lipschitz2)
     p1, p2, sigma, l1, l2 = np.broadcast_arrays(p1, p2, sigma, l1, l2)
     a1, a2 = _width(l1, sigma), _width(l2, sigma)
@@ -154,7 +153,14 @@ def _mean(t: Floats, a: Floats) -> tuple[Floats, Floats]:
 def _half_gap(low: Floats, up: Floats, sigma: Floats) -> Floats:
     with np.errstate(invalid="ignore"):
         gap = low - up  # ∞ − ∞ happens only where p1 = p2 ∈ {0, 1}
-        return _down(0.5 * sigma * np.where(np.isnan(gap), 0.0, gap) * _DOWN)
+    return _times(0.5 * sigma, np.where(np.isnan(gap), 0.0, gap) * _DOWN)
+
+
+def _times(sigma: Floats, gap: Floats) -> Floats:
+    """`σ·gap`, rounded down: infinite only where the gap is, not because the product is no float."""
+    with np.errstate(over="ignore"):
+        radius = _down(sigma * gap)
+    return np.where(np.isfinite(gap), np.minimum(radius, np.finfo(np.float64).max), radius)
 
 
 def _down(x: Any) -> Floats:
@@ -199,10 +205,14 @@ def _probability(p: ArrayLike, name: str) -> Floats:
     return array
 
 
-def _positive(sigma: ArrayLike, name: str) -> Floats:
-    array = np.asarray(sigma, dtype=np.float64)
-    if not bool(np.all(np.isfinite(array) & (array > 0))):
-        raise InputError(f"{name} must be a positive number, got {sigma!r}")
+def positive(sigma: ArrayLike, name: str) -> Floats:
+    """A positive number, or an array of them; anything else is refused."""
+    try:
+        array = np.asarray(sigma, dtype=np.float64)
+    except (TypeError, ValueError):
+        array = np.asarray(np.nan)
+    if not bool(np.all((array > 0) & (array <= _LARGEST))):
+        raise InputError(f"{name} must be a positive number (at most {_LARGEST:g}), got {sigma!r}")
     return array
 
 

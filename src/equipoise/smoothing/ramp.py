@@ -12,8 +12,6 @@ Model of the special functions: `ndtr`, `ndtri`, `exp` of scipy and numpy are ta
 `2^-48·(1 + x²)`, which the tests check against 50-digit arithmetic; every result below is widened by that much.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Literal

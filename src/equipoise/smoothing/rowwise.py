@@ -1,12 +1,11 @@
-"""Whether a network answers every row of a batch by itself: votes are independent draws only then."""
-
-from __future__ import annotations
+"""Networks that can be smoothed: whether each row of a batch is answered by itself, and denoisers in front of classifiers."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from equipoise.core import InputError
 from equipoise.core.errors import Refused
 
 
@@ -70,3 +69,35 @@ def _restore(device: torch.device, states: Sequence[Tensor]) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
+
+
+class Denoised(nn.Module):
+    """`x → classifier(denoiser(x))`: to smoothing just another network, so every certificate holds for the pair.
+
+    The denoiser maps a noisy batch to a batch of the same shape. Its time is part of every forward pass, its weights part
+    of the model's hash. Reference: Salman et al. (2020); Carlini et al. (2023).
+
+    >>> import torch
+    >>> pair = Denoised(nn.Identity(), nn.Linear(3, 2)).eval()
+    >>> pair(torch.zeros(5, 3)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(self, denoiser: nn.Module, classifier: nn.Module) -> None:
+        super().__init__()
+        for name, part in (("denoiser", denoiser), ("classifier", classifier)):
+            if not isinstance(part, nn.Module):
+                raise InputError(
+                    f"the {name} must be an nn.Module (a checkpoint or a factory), got {type(part).__name__}"
+                )
+        self.denoiser, self.classifier = denoiser, classifier
+        self.training = denoiser.training or classifier.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the denoised batch."""
+        clean = self.denoiser(x)
+        if not isinstance(clean, Tensor) or clean.shape != x.shape:
+            got = tuple(clean.shape) if isinstance(clean, Tensor) else type(clean).__name__
+            raise InputError(f"the denoiser must return images of the shape it was given, {tuple(x.shape)}, got {got}")
+        logits: Tensor = self.classifier(clean)
+        return logits

@@ -1,7 +1,5 @@
 """Certification that stops as soon as the answer is known: at a target radius, or close enough to the final one."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np
@@ -14,14 +12,13 @@ from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.classifier import Ids, SmoothedClassifier, count_votes
 from equipoise.smoothing.derive import Setting, Stopped, Votes, derive, joined, plan_votes, said, sequence_bounds
 from equipoise.smoothing.intervals import clopper_pearson
-from equipoise.smoothing.maps import apply_map, scores_of
+from equipoise.smoothing.moments import Ints
 from equipoise.smoothing.noise import Stream
-from equipoise.smoothing.partitions import Ints
 from equipoise.smoothing.planning import Plan
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.radii import radius_multi
 from equipoise.smoothing.ramp import Floats
-from equipoise.smoothing.simplex import SimplexMap
+from equipoise.smoothing.simplex import SimplexMap, apply_map, scores_of
 
 Verdict = Literal["certified", "hopeless", "undecided"]
 

@@ -3,8 +3,6 @@
 All bounds are rounded up. `lipschitz` goes through `core.as_upper`: an estimate is refused.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a recipe to the things it names: data, network, optimizer, penalties, projections."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +11,10 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError, one_line
 from equipoise.core.imports import resolve
-from equipoise.optim.lookahead import add_lookahead
-from equipoise.optim.matrices import Muon
-from equipoise.train.keys import data_order, generator
-from equipoise.train.readers import READERS
+from equipoise.optim.matrices import Muon, add_lookahead
 from equipoise.train.reading import fill_in, nearest
-from equipoise.train.recipe import Choice, Data, Model, Optimizer
+from equipoise.train.recipe import Choice, Data, Model, Optimizer, data_order, generator
+from equipoise.train.text import READERS
 
 Penalty = Callable[[], Tensor]
 

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.core.strides import fresh_strides
+from equipoise.core.modules import fresh_strides
 from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Parts
-from equipoise.train.keys import in_blocks, random_states, set_random_states
 from equipoise.train.objective import Objective, Place
-from equipoise.train.recipe import Recipe, Schedule
+from equipoise.train.recipe import Recipe, Schedule, in_blocks, random_states, set_random_states
 from equipoise.train.state import State, optimizer_state, prefixed, restore_optimizer
 from equipoise.train.task import Task
 from equipoise.train.terms import Augment, Guarding, Penalty

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equipoise.core.errors import InputError
-from equipoise.train.characters import NextToken
 from equipoise.train.task import Counts, Task
-from equipoise.train.text import IntentSlots
+from equipoise.train.text import IntentSlots, NextToken
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class AtRadius(Classification):
         L is the recipe's `lipschitz`, or what the construction of the network guarantees.
         """
         from equipoise.nn.constants import known_constant
-        from equipoise.nn.ending import ending
+        from equipoise.nn.wrappers import ending
 
         found = ending(model)
         known = found.trunk if found is not None else known_constant(model)

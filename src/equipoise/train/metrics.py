@@ -1,7 +1,5 @@
 """What is measured after an epoch: loss and accuracy, the network's proved bound, certified accuracy, layer norms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The training loss of a batch: plain, under noise, with consistency, on smoothed adversaries, or of the smoothed scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +11,7 @@ from torch.nn import functional
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.errors import InputError
 from equipoise.smoothing.simplex import SimplexMap
-from equipoise.train.keys import generator, in_blocks
+from equipoise.train.recipe import generator, in_blocks
 from equipoise.train.task import Task, Timed
 
 
@@ -112,7 +110,7 @@ def smooth_adversarial(task: Task, sigma: float, epsilon: float, steps: int = 2,
 
 def soft_vote(task: Task, sigma: float, map: str = "softmax", temperature: float = 1.0, copies: int = 4) -> Objective:
     """`−log mean_i τ_T(f(x + σ·g_i))_y`: trains the scores that are averaged when soft votes are certified."""
-    from equipoise.regularizers.smoothed import smoothed_scores, soft_vote_loss
+    from equipoise.regularizers.noise import smoothed_scores, soft_vote_loss
 
     _positive("sigma", sigma)
     chosen = _soft_map(map, temperature)
@@ -132,7 +130,7 @@ def lipschitz_radius(
 
     `lipschitz` is the constant the network is built for; certificates prove their own.
     """
-    from equipoise.regularizers.smoothed import expected_radius, smoothed_scores
+    from equipoise.regularizers.noise import expected_radius, smoothed_scores
 
     _positive("sigma", sigma)
     _positive("target", target)

@@ -1,7 +1,5 @@
 """What a recipe would cost, without running it: parameters, steps, and the time of a step measured on two small batches."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -18,8 +18,8 @@ from equipoise.checkpoints.builders import registered
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import read_bounded
 from equipoise.core.imports import SPEC
-from equipoise.train.readers import READERS
 from equipoise.train.recipe import Recipe
+from equipoise.train.text import READERS
 
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -108,24 +108,25 @@ def _over(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _require_no_code(document: Any, where: str) -> None:
     """Refuse a file that names code: a model that is not registered, or data made by a factory."""
-    if not isinstance(document, dict):
-        return
-    model, data = document.get("model"), document.get("data")
-    factory = model.get("factory") if isinstance(model, dict) else None
-    path = data.get("path") if isinstance(data, dict) else None
-    named = factory if isinstance(factory, str) and SPEC.match(factory) and not registered(factory) else None
-    if (
-        named is None
-        and isinstance(path, str)
-        and SPEC.match(path.split("#")[0])
-        and path.partition(":")[0] not in READERS
-    ):
-        named = path
+    named = _named_code(document) if isinstance(document, dict) else None
     if named is not None:
         raise Refused(
             f"{where} names {named[:100]!r}, code that would be run: if you trust it, allow it (--allow-code, "
             "allow_code=True), or name it yourself (--set model.factory=…)"
         )
+
+
+def _named_code(document: dict[Any, Any]) -> str | None:
+    """The first factory that is no registered model, in the words it has once variables are filled in."""
+    model, data = (part if isinstance(part, dict) else {} for part in (document.get("model"), document.get("data")))
+    factory, extra = model.get("factory"), data.get("extra")
+    if isinstance(factory, str) and SPEC.match(factory) and not registered(factory):
+        return factory
+    for path in (data.get("path"), extra.get("path") if isinstance(extra, dict) else None):
+        filled = _VARIABLE.sub(lambda match: os.environ.get(match[1], ""), path) if isinstance(path, str) else ""
+        if SPEC.match(filled.split("#")[0]) and filled.partition(":")[0] not in READERS:
+            return filled
+    return None
 
 
 def _text(source: str) -> tuple[str, str]:

@@ -1,7 +1,5 @@
 """An existing network made 1-Lipschitz and trained further: what it was, what it became, in one table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`run_recipe`: a recipe from start (or from where it stopped) to the finished network and its figures."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,13 +14,12 @@ from equipoise.checkpoints import registered, save_checkpoint
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import write_whole
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table, real_shape
-from equipoise.train.keys import key, own_randomness, seed_all
 from equipoise.train.loop import Diverged, Ingredients, Trainer
 from equipoise.train.losses import LOSSES
 from equipoise.train.metrics import Certified, certified_bound, evaluate
 from equipoise.train.objective import OBJECTIVES, plain
 from equipoise.train.reading import read_recipe
-from equipoise.train.recipe import Recipe
+from equipoise.train.recipe import Recipe, key, own_randomness, seed_all
 from equipoise.train.state import MetricsFile, RunDirectory, State
 from equipoise.train.task import fitted
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context

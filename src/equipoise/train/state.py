@@ -10,8 +10,6 @@ model.safetensors, config.json   the finished network, an equipoise checkpoint
 Each file is written whole or not at all; nothing is pickled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

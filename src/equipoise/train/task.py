@@ -1,7 +1,5 @@
 """What a task is: a loss, and what is counted."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn

@@ -101,7 +101,7 @@ def frobenius(
     context: Context, weight: float = 1.0, only: str | list[str] | None = None, names: str | list[str] | None = None
 ) -> Penalty:
     """`weight·Σ‖W‖_F²`."""
-    from equipoise.regularizers.weights import FrobeniusPenalty
+    from equipoise.regularizers.projections import FrobeniusPenalty
 
     return _alone(FrobeniusPenalty(context.model, weight=weight, **layer_types(only), **_names(names)))
 
@@ -110,14 +110,14 @@ def orthogonality(
     context: Context, weight: float = 1.0, only: str | list[str] | None = None, names: str | list[str] | None = None
 ) -> Penalty:
     """`weight·Σ‖WWᵀ − I‖_F²`."""
-    from equipoise.regularizers.weights import OrthogonalityPenalty
+    from equipoise.regularizers.projections import OrthogonalityPenalty
 
     return _alone(OrthogonalityPenalty(context.model, weight=weight, **layer_types(only), **_names(names)))
 
 
 def input_gradient(context: Context, weight: float = 1.0, target: float = 0.0, two_sided: bool = False) -> Penalty:
     """`weight·mean max(‖∇ₓ loss‖ − target, 0)²`."""
-    from equipoise.regularizers.gradients import input_gradient_penalty
+    from equipoise.regularizers.noise import input_gradient_penalty
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         return input_gradient_penalty(
@@ -198,13 +198,13 @@ class Guarding:
 
 def guard(
     context: Context, radius: float | dict[str, float] | None = None, how: str = "cap", tolerance: float = 1e-3,
-    every: int = 1, only: str | list[str] | None = None, names: str | list[str] | None = None,
+    every: int = 1, headroom: float = 0.01, only: str | list[str] | None = None, names: str | list[str] | None = None,
 ) -> Guarding:  # fmt: skip
     """`SpectralGuard`: norms held at `radius`, proved after each step; a model with a constant has radii of its own."""
     from equipoise.nn.models import LipschitzGPT
     from equipoise.optim import SpectralGuard
 
-    chosen: Any = {"how": how, **layer_types(only), **_names(names)}
+    chosen: Any = {"how": how, "headroom": headroom, **layer_types(only), **_names(names)}
     if radius is None:
         if not isinstance(context.model, LipschitzGPT):
             raise InputError("guard: say the radius; only lipschitz_gpt, which is built for a constant, has its own")
@@ -242,7 +242,7 @@ def cover(size: int = 8, p: float = 1.0, value: float = 0.0) -> Augment:
 
 def random_operations(operations: int = 2, strength: float = 0.3) -> Augment:
     """RandAugment: a few operations from a table per image."""
-    from equipoise.data.randaugment import randaugment
+    from equipoise.data.augment import randaugment
 
     return lambda x, source: randaugment(x, source, operations, strength)
 

@@ -13,7 +13,7 @@ from equipoise.lab.experiments import Context, Experiment, Label, Verdict, find,
 from equipoise.lab.experiments.figures import canvas, line
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of, power_of_mean
 from equipoise.lab.experiments.page import summary
-from equipoise.lab.experiments.plan import plan
+from equipoise.lab.experiments.runner import plan
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")

@@ -9,7 +9,7 @@ import pytest
 
 from equipoise.core.errors import InputError
 from equipoise.lab.experiments import catalogue, find
-from equipoise.lab.experiments.plan import plan
+from equipoise.lab.experiments.runner import plan
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")

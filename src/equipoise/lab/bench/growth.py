@@ -1,7 +1,5 @@
 """How cost grows: one size is varied, the others stay, and the exponent is the slope in a plot of logarithms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Every section is a function that returns a `Section` of plain rows, so that the command prints them and tests run small ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -3,8 +3,6 @@
 Rows `{"name", "ours", "baseline", "ratio", "goal"}` as in `bench.smoothing`; both sides take turns in one run.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator

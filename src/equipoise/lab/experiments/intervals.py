@@ -1,7 +1,5 @@
 """Means over seeds with intervals, the rules by which they decide a claim, and what a design can detect."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The summary page: every stored result next to what was published, as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -33,9 +31,7 @@ INTRODUCTION = (
 
 
 def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str = "# Experiments") -> str:
-    """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not
-    read.
-    """
+    """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not read."""
     done = [outcome.result for outcome in outcomes if outcome.result is not None]
     missing = [outcome for outcome in outcomes if outcome.result is None]
     head = ["| experiment | verdict | measured | published |", "|---|---|---|---|"]

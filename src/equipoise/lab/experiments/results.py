@@ -1,7 +1,5 @@
 """Result files: JSON and Parquet, written whole, and read back to judge or draw again."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

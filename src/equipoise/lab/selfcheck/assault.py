@@ -5,8 +5,6 @@ rounding may have added to a stretch is measured before it counts: Monte Carlo a
 with every parameter and every result of every operation perturbed by a few units in the last place, and the spread is taken off.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random convolution layers, all paddings, strides, dilations, groups and sizes, against their dense float64 matrix."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -16,9 +14,8 @@ from equipoise.lab.selfcheck.runner import Batch
 from equipoise.maps.linear import convolution
 from equipoise.norms.convolution import materialise
 from equipoise.norms.peers import PEERS
-from equipoise.norms.reference import reference_norm
+from equipoise.norms.reference import norm2_toep, reference_norm
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.toeplitz import norm2_toep
 
 CONV: tuple[Any, ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED: tuple[Any, ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

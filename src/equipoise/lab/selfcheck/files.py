@@ -6,8 +6,6 @@ a traceback, never (where the format carries checksums) give another result afte
 unpacks the damaged files and opens them.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import io

@@ -1,7 +1,5 @@
 """Layers with parameters for random programs: dense, convolution, pooling, normalisation, attention, our own."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from equipoise.lab.selfcheck.writing import Bench, Row

@@ -1,7 +1,5 @@
 """Damage to files: accidents (flipped bits, cuts, swaps) and intent (edited fields, injected code, repaired checksums)."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

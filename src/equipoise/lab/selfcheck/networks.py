@@ -5,8 +5,6 @@ counted; an exception that is not a refusal, or a bound below what an attack rea
 script that shows it without this package's attack code.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random
@@ -20,9 +18,8 @@ from torch import Tensor
 from equipoise.core.errors import EquipoiseError
 from equipoise.lab.selfcheck.assault import Findings, Norm, Target, Witness, assault, confirmed
 from equipoise.lab.selfcheck.programs import PREAMBLE, Program, shrunk
-from equipoise.lab.selfcheck.runner import Batch
+from equipoise.lab.selfcheck.runner import REFERENCE_ROUNDING, Batch
 from equipoise.lab.selfcheck.statements import expressions, random_program
-from equipoise.lab.selfcheck.tally import REFERENCE_ROUNDING
 from equipoise.lipschitz import induced_bound, lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.local import Effort
 

@@ -4,8 +4,6 @@ A `Program` is text from the start, so that a violation is a script: the stateme
 shapes and the type of the inputs. Parameters are drawn by their own seeds: dropping a statement leaves the others as they were.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

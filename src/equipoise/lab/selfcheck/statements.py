@@ -4,8 +4,6 @@ A row is tried on a live tensor; what PyTorch refuses is not written down. `expr
 change a tensor, or write through a view of it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -5,8 +5,6 @@ subjects carry digests or checksums: an accident to them is noticed or changes n
 weights) have none; there another result is allowed, since it has another fingerprint or is plain text of the user.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +21,7 @@ from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
 from equipoise.norms.files import weight_norms
-from equipoise.report.margins import Margins, load_margins
+from equipoise.report.data import Margins, load_margins
 from equipoise.runs import AttackRow, certify, open_run
 from equipoise.runs.store import Attacked
 from equipoise.smoothing import read_log

@@ -3,8 +3,6 @@
 `{v}` is the tensor it works on, `{w}` another one of the same shape, `{c}` a factor of either sign and `{p}` a positive one.
 """
 
-from __future__ import annotations
-
 ACTIVATIONS = """
 F.relu({v})
 F.relu6({v})

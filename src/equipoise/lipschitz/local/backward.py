@@ -12,8 +12,6 @@ The same walk with reference slopes in place of lines, and bounds of differences
 of `reduced`. Reference: Zhang et al. 2018 (CROWN); rounding as in `core.precision`.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ Any other curve is sampled: between two sample points h apart `g = φ − αz` l
 `min(κh²/8, h/2·max|slope of g|)`, with κ a bound of |φ''| where one is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -5,8 +5,6 @@ activations. Max pooling becomes affine maps and ReLUs, `max(a, b) = b + relu(a 
 not fit is named in `Unsupported`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -18,8 +18,6 @@ factorisation (`norms.verify`), less the distance of the stored R from the true 
 References: Fazlyab et al. 2019 (LipSDP); Rump 2006 (verified positive definiteness).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

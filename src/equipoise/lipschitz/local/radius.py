@@ -19,11 +19,10 @@ from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.local.backward import Norm, enclose_ball
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
-from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius
-from equipoise.lipschitz.local.together import together_radius
+from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius, together_radius
 from equipoise.lipschitz.logs import exp_up
-from equipoise.lipschitz.pairs import pair_constants
 from equipoise.lipschitz.propagate import Propagation, propagate
+from equipoise.lipschitz.report import pair_constants
 from equipoise.lipschitz.rounding import Rounding
 from equipoise.norms.bracket import Cache
 

@@ -1,7 +1,5 @@
 """The multipliers on the whole space: every neuron may switch, whatever the input (LipSDP-Neuron of any feed-forward graph)."""
 
-from __future__ import annotations
-
 import torch
 
 from equipoise.core.errors import Refused

@@ -5,7 +5,6 @@ from equipoise.lipschitz.rules import (
     domains,
     fourier,
     indexed,
-    joins,
     normalise,
     ordered,
     pointwise,
@@ -16,6 +15,6 @@ from equipoise.lipschitz.rules import (
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, find_rule, known_operations, register_rule, rule
 
 __all__ = [
-    "Call", "Signal", "Step", "affine", "domains", "find_rule", "fourier", "indexed", "joins", "known_operations",
+    "Call", "Signal", "Step", "affine", "domains", "find_rule", "fourier", "indexed", "known_operations",
     "normalise", "ordered", "pointwise", "products", "reduce", "register_rule", "rule", "shapes",
 ]  # fmt: skip

@@ -1,7 +1,5 @@
 """Affine operations: matrices, convolutions, batch normalisation, arithmetic with constants, sums of branches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

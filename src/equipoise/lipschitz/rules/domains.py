@@ -4,8 +4,6 @@ Roots, logarithms and reciprocals need entries bounded away from 0 (`Signal.low`
 are. Such a function is continued by its value at the lowest entry, so that it is Lipschitz everywhere.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,12 +14,11 @@ from torch import Tensor, fx
 
 from equipoise.core.precision import down, up
 from equipoise.lipschitz.rules.pointwise import pointwise
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, rule
+from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, rule
 from equipoise.lipschitz.values import functional
 from equipoise.maps.pointwise import TABLE, Pointwise
 
 _aten = torch.ops.aten
-BALL = "state an input ball: lipschitz_bound(..., ball=R)"
 AWAY = "keep its argument away from 0, e.g. by adding an ε to something that is not negative"
 
 
@@ -221,43 +218,15 @@ def _least(function: Callable[[Tensor], Tensor], low: float, high: float, steep:
     return found - 1e-12 * abs(found)
 
 
-@rule("aten.sqrt.default")
-def square_root(call: Call) -> Step:
-    """`1/(2√low)`."""
-    return _continued(call, torch.sqrt, lambda low: 0.5 / math.sqrt(low), "square root")
-
-
-@rule("aten.rsqrt.default")
-def inverse_root(call: Call) -> Step:
-    """`low^(−3/2)/2`."""
-    return _continued(call, torch.rsqrt, lambda low: -0.5 * low**-1.5, "inverse root")
-
-
-@rule("aten.reciprocal.default")
-def reciprocal(call: Call) -> Step:
-    """`1/low²`."""
-    return _continued(call, torch.reciprocal, lambda low: -(low**-2), "reciprocal")
-
-
-@rule("aten.log.default")
-def logarithm(call: Call) -> Step:
-    """`1/low`."""
-    return _continued(call, torch.log, lambda low: 1 / low, "logarithm")
-
-
-@rule("aten.log2.default")
-def logarithm_to_2(call: Call) -> Step:
-    """`1/(low·log 2)`."""
-    return _continued(call, torch.log2, lambda low: 1 / (low * math.log(2)), "log2")
-
-
-@rule("aten.log10.default")
-def logarithm_to_10(call: Call) -> Step:
-    """`1/(low·log 10)`."""
-    return _continued(call, torch.log10, lambda low: 1 / (low * math.log(10)), "log10")
-
-
-@rule("aten.log1p.default")
-def logarithm_of_more(call: Call) -> Step:
-    """`1/(1 + low)`: 1 where nothing is negative."""
-    return _continued(call, torch.log1p, lambda low: 1 / (1 + low), "log1p", start=-1.0)
+#: operation → its function, the slope at the lowest entry, the label, and the number that all entries must lie above
+_CONTINUED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], float], str, float]] = {
+    "sqrt": (torch.sqrt, lambda low: 0.5 / math.sqrt(low), "square root", 0.0),
+    "rsqrt": (torch.rsqrt, lambda low: -0.5 * low**-1.5, "inverse root", 0.0),
+    "reciprocal": (torch.reciprocal, lambda low: -(low**-2), "reciprocal", 0.0),
+    "log": (torch.log, lambda low: 1 / low, "logarithm", 0.0),
+    "log2": (torch.log2, lambda low: 1 / (low * math.log(2)), "log2", 0.0),
+    "log10": (torch.log10, lambda low: 1 / (low * math.log(10)), "log10", 0.0),
+    "log1p": (torch.log1p, lambda low: 1 / (1 + low), "log1p", -1.0),
+}
+for _name, (_function, _slope, _label, _start) in _CONTINUED.items():
+    rule(f"aten.{_name}.default")(partial(_continued, function=_function, slope=_slope, label=_label, start=_start))

@@ -1,7 +1,5 @@
 """Numbers that are none: a NaN or infinite weight, statistic or constant has no bound, masks of −∞ before a softmax apart."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

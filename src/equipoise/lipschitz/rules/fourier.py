@@ -4,8 +4,6 @@ A transform of N points is √N times an isometry. Only the operations listed he
 read constants as real.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

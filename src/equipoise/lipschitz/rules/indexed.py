@@ -1,7 +1,5 @@
 """Entries read from constant places and written to constant places: windows, gather, scatter, sampling grids."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -83,8 +81,10 @@ def _patches_holding(call: Call, columns: tuple[int, ...], size: Any) -> int:
 
 
 def _merged(call: Call, base: Any, written: Any, gain: float, label: str, shared: bool) -> Step:
-    """Entries of `base` with those of `written` put among them, or (`shared`) added to them."""
-    pairs = [(base, 1.0), (written, gain)]
+    """Entries of `base`, repeated by broadcasting, with those of `written` put among them, or (`shared`) added to them."""
+    if isinstance(base, Tensor):
+        base = torch.broadcast_to(base, call.shape)
+    pairs = [(base, copies(base, call.shape) if isinstance(base, Signal) else 1.0), (written, gain)]
     signals = [(v, g) for v, g in pairs if isinstance(v, Signal)]
     fixed = [(v, g) for v, g in pairs if not isinstance(v, Signal)]
     offset, peak = 0.0, [s.peak for s, _ in signals]

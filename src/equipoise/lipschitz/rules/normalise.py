@@ -1,7 +1,5 @@
 """Softmax and the normalisations whose statistics depend on the input."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Pointwise activations: which row of `maps.pointwise` an operation is, with its own parameters."""
 
-from __future__ import annotations
-
 import functools
 import math
 

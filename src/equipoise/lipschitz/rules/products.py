@@ -4,8 +4,6 @@
 bounded by nature (sigmoid, softmax, a normalisation). Squeeze-and-excite and attention are made of these.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NoReturn
 
@@ -14,12 +12,11 @@ from torch import fx
 
 from equipoise.core.precision import down, up
 from equipoise.lipschitz.operations import Product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, rule
+from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, rule
 from equipoise.lipschitz.values import functional
 from equipoise.maps.pointwise import TABLE
 
 _aten = torch.ops.aten
-BALL = "state an input ball: lipschitz_bound(..., ball=R)"
 
 
 def _unbounded(call: Call, what: str) -> NoReturn:

@@ -1,7 +1,5 @@
 """Reductions, pooling and resampling: exact norms of the 1-D matrices they are made of."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from torch import Tensor
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.operations import Average, Largest, Map, Own
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, root, rule
+from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, root, rule
 from equipoise.norms import spectral_norm
 
 
@@ -99,9 +97,7 @@ def variance(call: Call) -> Step:
     if n - lost <= 0:
         call.refuse("the variance of a single entry is not defined")
     if not math.isfinite(size):
-        call.refuse(
-            "a variance is not Lipschitz on the whole space", "state an input ball: lipschitz_bound(..., ball=R)"
-        )
+        call.refuse("a variance is not Lipschitz on the whole space", BALL)
     return Step(((x, up(2 * size / (n - lost))),), "variance", offset=0.0, peak=up(size * size / (n - lost)), low=0.0)
 
 

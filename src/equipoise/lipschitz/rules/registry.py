@@ -1,7 +1,5 @@
 """What a rule sees (`Call`), what it says (`Step`), and the one registry that maps operations to rules."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import inspect
@@ -22,6 +20,9 @@ from equipoise.lipschitz.values import flat_tensors, functional
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
+
+#: what to try where an operation has a constant on bounded inputs only
+BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,5 @@
 """Operations that move entries without computing: views and permutations are isometries, selections contract, copies stretch."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Networks by name: every builder takes keyword arguments that JSON can hold, so that a checkpoint can rebuild its model."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """One network for every family of 1-Lipschitz layers: what recipes train on a desk, and what the scoreboard compares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from equipoise.nn.activations import activation as activation_named
 from equipoise.nn.layers import methods
 from equipoise.nn.models.lipschitz import head as head_named
 from equipoise.nn.models.lipschitz import isometric
-from equipoise.nn.models.parts import Normalise, Size, pair
+from equipoise.nn.models.plain import Normalise, Size, pair
 from equipoise.nn.orthogonal.bcop import BCOPConv2d
 from equipoise.nn.orthogonal.cayley import CayleyLinear
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d

@@ -1,7 +1,5 @@
 """A character model whose logits are Lipschitz in its embeddings, with the constant proved from its own graph."""
 
-from __future__ import annotations
-
 import math
 
 import torch

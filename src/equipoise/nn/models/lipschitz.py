@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.nn.activations import MaxMin
-from equipoise.nn.models.parts import Size, pair
+from equipoise.nn.models.plain import Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
-from equipoise.nn.orthogonal.bcop import BCOPConv2d
+from equipoise.nn.orthogonal.bcop import BCOPConv2d, RKOLinear
 from equipoise.nn.orthogonal.reflect import BROConv2d, BROLinear, CHORDConv2d, CHORDLinear
-from equipoise.nn.orthogonal.rko import RKOLinear
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
 from equipoise.nn.pooling import FirstFeatures, PadChannels, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.rescaling import AOLLinear, RLBConv2d, RLBLinear, SNConv2d, SNLinear, SRLinear

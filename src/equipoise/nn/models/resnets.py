@@ -1,7 +1,5 @@
 """Residual networks: ResNet-18/34/50, the CIFAR ResNets of depth 6n + 2, wide ResNets. Layer names are the customary ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar, Literal
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
-from equipoise.nn.models.parts import IMAGENET_MEAN, IMAGENET_STD, Size, normalising, pair
+from equipoise.nn.models.plain import IMAGENET_MEAN, IMAGENET_STD, Size, normalising, pair
 
 
 def _conv(i: int, o: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:

@@ -2,6 +2,7 @@
 
 from equipoise.nn.orthogonal.bcop import (
     BCOP,
+    RKO,
     AOCConv1d,
     AOCConv2d,
     AOCConvTranspose2d,
@@ -10,12 +11,6 @@ from equipoise.nn.orthogonal.bcop import (
     BCOPConv3d,
     BCOPConvTranspose2d,
     BCOPLinear,
-)
-from equipoise.nn.orthogonal.cayley import Cayley, CayleyConv2d, CayleyLinear, SpectralConv2d
-from equipoise.nn.orthogonal.householder import Householder, HouseholderLinear
-from equipoise.nn.orthogonal.reflect import BRO, CHORD, BROConv2d, BROLinear, CHORDConv2d, CHORDLinear
-from equipoise.nn.orthogonal.rko import (
-    RKO,
     Bjorck,
     BjorckConv2d,
     BjorckLinear,
@@ -25,6 +20,9 @@ from equipoise.nn.orthogonal.rko import (
     RKOConvTranspose2d,
     RKOLinear,
 )
+from equipoise.nn.orthogonal.cayley import Cayley, CayleyConv2d, CayleyLinear, SpectralConv2d
+from equipoise.nn.orthogonal.polar import Householder, HouseholderLinear
+from equipoise.nn.orthogonal.reflect import BRO, CHORD, BROConv2d, BROLinear, CHORDConv2d, CHORDLinear
 from equipoise.nn.orthogonal.sandwich import Sandwich, SandwichConv2d, SandwichLinear, SpectralSandwich2d
 from equipoise.nn.orthogonal.soc import SOC, SkewSeries, SOCConv2d, SOCLinear
 

@@ -15,8 +15,6 @@ is taken at every frequency, and W divided by it.
 References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023, §4.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

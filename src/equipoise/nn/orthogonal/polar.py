@@ -1,4 +1,4 @@
-"""Orthogonal factors by matrix products, and the last step that makes any matrix a contraction.
+"""Orthogonal factors by matrix products or reflections, and the last step that makes any matrix a contraction.
 
 One step of Björck & Bowie is `f(W) = (3/2)W − (1/2)WWᵀW`: each singular value σ becomes `f(σ) = σ(3 − σ²)/2`. On [0, 2]
 we have `|f(σ)| ≤ 1`, with f(1) = 1 and f'(1) = 0. Two things follow:
@@ -19,10 +19,12 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.core.precision import unit_roundoff
 from equipoise.nn.effective import plainly_called
+from equipoise.nn.layers import layers_of
+from equipoise.nn.method import Method
 
 #: singular values above this part of the largest are brought to 1 by `orthonormal`; smaller ones grow, and stay below 1
 SMALLEST = 1e-4
@@ -164,3 +166,31 @@ def settled(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     value = last_step(W.detach(), dtype or W.dtype)
     like = W.to(value.dtype)
     return value + (like - like.detach())
+
+
+class Householder(Method):
+    """`W = H_1 ⋯ H_r` (first columns), `H_i = I − τ_i v_i v_iᵀ` with v_i the i-th column of raw below the diagonal and 1 on it.
+
+    Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns always, since `τ = 2/‖v‖²` for any v.
+    Entries beyond 1e3 are read as 1e3, so that τ does not vanish in float32.
+
+    >>> W = HouseholderLinear(3, 5).weight
+    >>> bool((W.mT @ W - torch.eye(3)).abs().max() < 1e-5)
+    True
+    """
+
+    name = "householder"
+    plain = (nn.Linear,)
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """The effective weight."""
+        tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
+        below = tall.clamp(-1e3, 1e3).tril(-1)
+        v = below + torch.eye(*tall.shape, dtype=raw.dtype, device=raw.device)
+        tau = 2 / v.square().sum(-2)
+        Q = torch.linalg.householder_product(v, tau)
+        W = settled(Q.mT).mT
+        return (W if raw.shape[0] >= raw.shape[1] else W.mT).to(raw.dtype)
+
+
+(HouseholderLinear,) = layers_of(Householder)

@@ -13,8 +13,6 @@ annealing loss; Hu, Leino, Wang, Fredrikson (2024), A recipe for improved certif
 for dense layers).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ One number keeps it skew; a factor per channel after skew-symmetrising would not
 References: Singla & Feizi 2021 (SOC); Abramowitz & Stegun 9.1 (Chebyshev expansion by Bessel functions).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,6 @@
 """Attacks on the inputs of a run, stored beside its certificates and checked against them."""
 
-from equipoise.runs.attacks.run import attack_run, known_certificates
+from equipoise.runs.attacks.run import AttackSummary, attack_run, known_certificates
 from equipoise.runs.attacks.search import Search, Violation
-from equipoise.runs.attacks.summary import AttackSummary
 
 __all__ = ["AttackSummary", "Search", "Violation", "attack_run", "known_certificates"]

@@ -5,8 +5,6 @@ each one holds a tensor) and an `Execution`; it yields one `Row` per input, in a
 worker is simply computed again: rows are pure functions of the spec and the input. Closing the generator must stop the work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The engine of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from equipoise.runs.engines import Execution

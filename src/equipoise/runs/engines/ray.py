@@ -5,8 +5,6 @@ the local engine. Actors on a CPU use one torch thread each. At most `AHEAD` inp
 grow with the data.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

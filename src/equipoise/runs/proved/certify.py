@@ -24,22 +24,24 @@ from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.bracket import Cache
 from equipoise.runs import store as store_file
 from equipoise.runs.inputs import Inputs, Selection, check_label
-from equipoise.runs.job import count_logits, first_input
+from equipoise.runs.jobs import count_logits, first_input
 from equipoise.runs.manifest import is_run, versions
 from equipoise.runs.models import Portable, portable
 from equipoise.runs.proved.run import (
     Asked,
     ProvedManifest,
+    ProvedRow,
     ProvedRun,
+    ProvedStore,
+    failed_row,
     is_proved,
     open_proved,
     read_proved,
     require_same,
 )
-from equipoise.runs.proved.store import ProvedRow, ProvedStore, failed_row
 from equipoise.runs.rows import Item
 from equipoise.runs.store import Attacked, AttackRow, locked
-from equipoise.smoothing.partitions import Ints
+from equipoise.smoothing.moments import Ints
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
 Progress = Callable[[ProvedRow, int, int], None]

@@ -1,13 +1,11 @@
-"""`proved.json` and the run it describes: what was asked for, opened again, summed up, exported."""
-
-from __future__ import annotations
+"""`proved.json` and the run it describes: what is kept of an input, what was asked for, opened again, summed up, exported."""
 
 import csv
 import io
-import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +16,68 @@ from numpy.typing import NDArray
 
 from equipoise.core import InputError, Refused, round_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
-from equipoise.core.digests import sealed, unsealed
+from equipoise.core.digests import unsealed
 from equipoise.core.files import describing, read_json, write_whole
 from equipoise.lipschitz.local import radius as methods
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.runs.inputs import Selection
-from equipoise.runs.manifest import digest_identity, versions
-from equipoise.runs.proved.store import ProvedRow, ProvedStore
-from equipoise.runs.rows import InputId
-from equipoise.runs.store import AttackRow, locked
+from equipoise.runs.manifest import Described, versions
+from equipoise.runs.rows import InputId, Item
+from equipoise.runs.store import AttackRow, Table, locked
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS inputs (
+  id PRIMARY KEY NOT NULL, position INTEGER NOT NULL, label INTEGER NOT NULL, prediction INTEGER NOT NULL, radius REAL NOT NULL,
+  rival INTEGER NOT NULL, margin REAL NOT NULL, method TEXT NOT NULL, failure TEXT, seconds REAL NOT NULL, checksum TEXT)
+"""
+
+
+@dataclass(frozen=True)
+class ProvedRow:
+    """One input: no point strictly within `radius` has another answer; `rival` is the class that limits it.
+
+    `prediction` is the network's own answer, −1 where rounding leaves it open; `margin` is a lower bound of the margin at the
+    input against `rival`; `method` proved the radius. The radius is 0 where the answer is not the label
+    (−1: unlabelled, and the answer is the network's own).
+    """
+
+    id: InputId
+    position: int
+    label: int
+    prediction: int = -1
+    radius: float = 0.0
+    rival: int = -1
+    margin: float = 0.0
+    method: str = ""
+    failure: str | None = None
+    seconds: float = 0.0
+
+
+def failed_row(item: Item, reason: str, seconds: float = 0.0) -> ProvedRow:
+    """An input about which nothing is proved, and why."""
+    return ProvedRow(item.id, item.position, item.label, failure=reason, seconds=seconds)
+
+
+class ProvedStore(Table[ProvedRow]):
+    """The store of a deterministic run."""
+
+    schema = _SCHEMA
+    columns = tuple(f.name for f in fields(ProvedRow))
+
+    def encode(self, row: ProvedRow) -> tuple[Any, ...]:
+        """The row's own fields."""
+        return astuple(row)
+
+    def decode(self, values: Sequence[Any]) -> ProvedRow:
+        """The row again, held against what a row can be."""
+        row = ProvedRow(*values)
+        numbers = (row.radius, row.margin, row.seconds)
+        sound = all(isinstance(v, float) for v in numbers) and row.radius >= 0 and not math.isnan(row.margin)
+        wrong = row.failure is not None or row.prediction != (row.label if row.label >= 0 else max(row.prediction, 0))
+        if not sound or (row.radius > 0 and wrong):
+            raise InputError(f"{self.path} is damaged at input {row.id!r}: restore it from a copy")
+        return row
+
 
 NAME = "proved.json"
 FORMAT = 1
@@ -65,7 +116,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class ProvedManifest:
+class ProvedManifest(Described):
     """Model, data, inputs and what was asked; written once, before the first input."""
 
     model: dict[str, str]
@@ -77,28 +128,18 @@ class ProvedManifest:
     versions: dict[str, str] = field(default_factory=versions)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
+    file = NAME
+
     def identity(self) -> dict[str, Any]:
-        """What must not change while a run is continued."""
+        """Format, model, data, inputs and what was asked."""
         return {
             "format": FORMAT, "model": self.model["hash"], "data": self.data["fingerprint"], "total": self.total,
             **asdict(self.selection), **asdict(self.asked),
         }  # fmt: skip
 
-    def digest(self) -> str:
-        """sha256 of the identity."""
-        return digest_identity(self.identity())
-
     def to_dict(self) -> dict[str, Any]:
         """What the file holds, without its digest."""
         return {"format": FORMAT, **asdict(self)}
-
-    def seal(self) -> str:
-        """Digest of all of it."""
-        return str(sealed(self.to_dict())["digest"])
-
-    def write(self, folder: Path) -> None:
-        """Write the file, whole or not at all."""
-        write_whole(folder / NAME, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
 
 
 def is_proved(folder: str | Path) -> bool:

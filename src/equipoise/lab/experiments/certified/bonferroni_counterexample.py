@@ -1,7 +1,5 @@
 """Does splitting the risk in two cover, whatever the number of classes? A case where it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

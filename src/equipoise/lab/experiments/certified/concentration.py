@@ -21,7 +21,7 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     under_noise,
 )
 from equipoise.smoothing import SimplexMap, betting, empirical_bernstein, hoeffding, radius_multi
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

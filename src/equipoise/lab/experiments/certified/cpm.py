@@ -4,8 +4,6 @@ Beside them `rivals`, which needs no partition: the largest upper bound fails on
 does, so no risk is shared among the rivals at all (erratum 23).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +48,7 @@ class Settings:
 
 
 def concentration(p: np.ndarray) -> np.ndarray:
-    """Total variation of class probabilities (N, c) to the uniform law, the thesis' TVU: 0 where all classes are
-    level.
-    """
+    """Total variation of class probabilities (N, c) to the uniform law, the thesis' TVU: 0 where all classes are level."""
     return np.asarray(0.5 * np.abs(p - 1 / p.shape[1]).sum(axis=1))
 
 

@@ -5,8 +5,6 @@ never is; sums of floats near 1 always are, and near 0.7 hardly ever. Float nois
 ones with a radius beyond the distance to a point where the same smoothed classifier answers class 1.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Corrected as the errata have it: the sample variance in Bernstein's shift (8), s
 input, whose certificate speaks of that input's map only, and the printed interval, which certifies nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +45,7 @@ from equipoise.smoothing import (
     map_grid,
     radius_multi,
 )
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 COHEN, HARD, SOFT = "Cohen", "hard votes, rivals", "soft votes, rivals"
 OWN, PRINTED = "soft votes, map per input", "as printed (no certificate)"

@@ -4,8 +4,6 @@ The printed radii cannot be certified radii of one input: with n = 10⁴ votes a
 σ·Φ⁻¹(α^(1/n)) = 0.80 at σ = 0.25, where the table has 5.89. Only the comparison is reproduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

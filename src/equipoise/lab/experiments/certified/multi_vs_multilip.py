@@ -6,8 +6,6 @@ correctly to begin with. Beside them stand the certificates of hard votes (`riva
 without any noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +38,7 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
 )
 from equipoise.lab.experiments.shared.training import merged
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, map_grid, radius_global
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 MULTI, LIP, HARD, PLAIN = "R_mult", "R_multiLip", "hard votes", "the network itself"
 CERTIFIED = (MULTI, LIP, HARD, PLAIN)
@@ -79,9 +77,7 @@ def constant(network: Prepared) -> float:
 
 @dataclass(frozen=True)
 class Certified:
-    """One smoothed classifier: its map, the constant its radius knows, its radii, and where its mean scores are
-    right.
-    """
+    """One smoothed classifier: its map, the constant its radius knows, its radii, and where its mean scores are right."""
 
     map: SimplexMap
     rated: Rated

@@ -1,13 +1,11 @@
 """`rivals` against every other way to bound votes, over a map of laws; and its risk, counted at the worst of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.lab.bench.rivals import OTHERS, Law, compare
+from equipoise.lab.bench.smoothing import OTHERS, Law, compare
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
 from equipoise.lab.experiments.intervals import graded
@@ -41,9 +39,7 @@ def radii(settings: Settings, context: Context) -> Iterator[Row]:
 
 
 def risks(settings: Settings, context: Context) -> Iterator[Row]:
-    """One row per law and procedure: how often a radius is larger than the true one. All rivals are level, the worst
-    case.
-    """
+    """One row per law and procedure: how often a radius is larger than the true one. All rivals are level, the worst case."""
     generator = np.random.default_rng(context.seed)
     for classes in context.steps(settings.risky):
         p = np.full(classes, 0.55 / (classes - 1))

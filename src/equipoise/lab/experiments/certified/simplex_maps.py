@@ -1,7 +1,5 @@
 """The certified radius as a function of the simplex map and its temperature."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ from equipoise.lab.experiments.shared.smoothed_networks import (
     votes,
 )
 from equipoise.smoothing import SimplexMap, certify_counts, certify_scores
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 HARD, HARD_BERNSTEIN, COHEN = "hardmax (Clopper–Pearson)", "hardmax (Bernstein)", "hardmax (Cohen)"
 SOFT = ("softmax", "sparsemax")

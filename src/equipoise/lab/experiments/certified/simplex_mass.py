@@ -1,7 +1,5 @@
 """The mass of the simplex as a knob: certified accuracy of one smoothed Lipschitz network for several masses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

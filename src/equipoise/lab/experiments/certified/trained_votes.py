@@ -1,7 +1,5 @@
 """Networks trained for the soft vote, and for the Lipschitz-aware radius, against every other certificate of the same network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +14,7 @@ from equipoise.lab.experiments.intervals import Mean, mean_of
 from equipoise.lab.experiments.shared.smoothed_networks import Rated, Sampling, curves, logits, pick, prepared, votes
 from equipoise.lab.experiments.shared.training import merged
 from equipoise.smoothing import Certificates, SimplexMap, certify_counts, certify_scores
-from equipoise.smoothing.maps import apply_map
+from equipoise.smoothing.simplex import apply_map
 
 PROVED, COHEN, RIVALS, SOFT, AWARE = "deterministic", "cohen", "rivals", "soft votes", "soft votes and L"
 METHODS = (PROVED, COHEN, RIVALS, SOFT, AWARE)

@@ -1,7 +1,5 @@
 """A hard threshold turns a small variance into the largest one a bounded variable can have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Training on wrong labels: accuracy and the trace of the Hessian over σ of activation decay."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ import torch
 from equipoise.curvature import trace
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
-from equipoise.lab.experiments.generalisation.ad_mlp import SCALE, decay
+from equipoise.lab.experiments.generalisation.activation_decay import SCALE, decay
 from equipoise.lab.experiments.intervals import gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import STANDARD, merged, recipe, train
 
@@ -24,9 +22,7 @@ POINT, TENTH = 1.0, 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The recipe, shares of wrong labels, σ of activation decay (0: without), seeds, inputs and products of the
-    trace.
-    """
+    """The recipe, shares of wrong labels, σ of activation decay (0: without), seeds, inputs and products of the trace."""
 
     recipe: dict[str, Any]
     shares: tuple[float, ...]

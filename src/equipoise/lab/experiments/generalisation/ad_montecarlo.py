@@ -1,7 +1,5 @@
 """The Jensen bound of activation decay against the Monte-Carlo loss it bounds: gradients and gap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

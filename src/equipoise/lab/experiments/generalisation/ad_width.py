@@ -1,18 +1,16 @@
 """Activation decay across widths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
-from equipoise.lab.experiments.generalisation.ad_mlp import AD, SCALE, SMALL, perceptron
+from equipoise.lab.experiments.generalisation.activation_decay import AD, SCALE, SMALL, perceptron
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
-from equipoise.lab.experiments.shared.comparison import Settings as Comparison
-from equipoise.lab.experiments.shared.comparison import by_variant, paired
-from equipoise.lab.experiments.shared.comparison import run as compare
+from equipoise.lab.experiments.shared.training import Settings as Comparison
+from equipoise.lab.experiments.shared.training import by_variant, paired
+from equipoise.lab.experiments.shared.training import run as compare
 
 
 @dataclass(frozen=True)

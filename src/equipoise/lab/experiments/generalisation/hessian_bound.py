@@ -5,8 +5,6 @@ activation decay and ε the gradient's norm at the end of training, as the thesi
 space, so this is a heuristic whose trend is compared, not a guarantee.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

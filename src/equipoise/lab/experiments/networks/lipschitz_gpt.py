@@ -1,7 +1,5 @@
 """A character model on tinyshakespeare: validation accuracy against the constant proved from its graph."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

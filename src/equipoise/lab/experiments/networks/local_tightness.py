@@ -1,7 +1,5 @@
 """How tight are proved local bounds? Random ReLU networks, a trained MNIST network, a plain CNN, a deep ResNet."""
 
-from __future__ import annotations
-
 import math
 import resource
 import time

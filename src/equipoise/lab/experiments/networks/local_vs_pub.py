@@ -1,7 +1,5 @@
 """Local Lipschitz constants against the product bound: a network that is 1-Lipschitz by design and one that is not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

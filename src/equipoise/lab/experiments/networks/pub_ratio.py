@@ -1,7 +1,5 @@
 """The product bound of whole networks relative to the same product with power iteration's norms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +11,10 @@ from torch import nn
 
 from equipoise.checkpoints import load_weights
 from equipoise.core.timing import take_turns
+from equipoise.lab.bench.lipschitz import ryu_product
 from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend, published
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.lipschitz.peers import ryu_product
 from equipoise.nn.models import build
 
 #: product relative to Ryu's in the thesis

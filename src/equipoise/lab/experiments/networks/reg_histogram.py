@@ -1,7 +1,5 @@
 """Norms of every convolution after training towards γ = 1 with different regularizers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +9,11 @@ from torch import nn
 
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas
-from equipoise.lab.experiments.generalisation.reg_accuracy import WEIGHT_DECAY, regularized, resnet18
+from equipoise.lab.experiments.generalisation.reg_accuracy import WEIGHT_DECAY, regularized, resnet18, rivals
 from equipoise.lab.experiments.intervals import graded
-from equipoise.lab.experiments.shared.rival_norms import rivals
 from equipoise.lab.experiments.shared.training import merged, train
 from equipoise.norms.spectral import spectral_norm
-from equipoise.regularizers.operators import input_shapes
+from equipoise.regularizers.selection import input_shapes
 
 METHODS: Mapping[str, Mapping[str, object]] = {
     "none": {},

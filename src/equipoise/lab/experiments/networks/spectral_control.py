@@ -1,7 +1,5 @@
 """Norms held at a radius while training: power iteration, which is a lower bound, beside the guard, which proves."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Singular values of a dense layer after SN, AOL and SR, and how fast SR approaches norm 1."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

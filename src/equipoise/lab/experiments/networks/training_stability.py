@@ -1,7 +1,5 @@
 """A ResNet with a single BatchNorm and spectral regularisation against the usual one: accuracy and product bound by epoch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

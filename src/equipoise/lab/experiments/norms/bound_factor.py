@@ -1,7 +1,5 @@
 """The factor that turns a norm on a coarse frequency grid into a bound: the published one fails, the cosine one holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

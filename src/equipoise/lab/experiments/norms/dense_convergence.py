@@ -5,8 +5,6 @@ too. The singular values of an m×n Gaussian matrix have the law of those of a b
 Edelman 2002), so hundreds of draws take seconds; errors are sums of positive terms and reach far below 2⁻⁵².
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -1,7 +1,5 @@
 """How the error grows with the dimension: 100 power iterations against 10 Gram iterations on square Gaussian matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Error ratio against time on Gaussian matrices: power iteration from below, Gram iteration from above, SVD as reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Peak memory of the gradient of the bound: autodiff through Gram iteration against the explicit formula."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +13,7 @@ from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.nn.models import build
 from equipoise.norms.functional import conv_norm
 from equipoise.norms.peers import complex_gram
-from equipoise.regularizers.operators import input_shapes
+from equipoise.regularizers.selection import input_shapes
 
 MODELS = {"ResNet-18": "resnet18", "ResNet-34": "resnet34", "ResNet-50": "resnet50"}
 

@@ -4,8 +4,6 @@ The Frobenius read-out depends on the singular values alone, so its error is eva
 smallest float; the others stall at errors that float64 holds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

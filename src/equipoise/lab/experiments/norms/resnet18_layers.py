@@ -1,7 +1,5 @@
 """Every convolution of a trained ResNet-18: certified bracket against five published methods."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +10,7 @@ from torch import Tensor
 from equipoise.core.timing import take_turns
 from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
-from equipoise.lab.experiments.shared.conv_sweep import NAMES, contestants
+from equipoise.lab.experiments.norms.conv_sweep import NAMES, contestants
 
 FILE = "resnet18-imagenet-partial.npz"
 

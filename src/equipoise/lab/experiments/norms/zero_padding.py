@@ -1,7 +1,5 @@
 """Zero-padded convolutions against the true norm of their Toeplitz matrix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Networks and rivals of `local-tightness`: random ReLU networks, a trained MNIST network, a plain CNN, ECLipsE-Gen-Local."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -1,0 +1,190 @@
+"""How sharp a minimum is: the curvature of the loss smoothed by noise on the parameters, and how much it rises in a ball.
+
+The bound of the smoothed curvature needs the gradient to be small *everywhere* the noise can reach, not only at the minimum:
+for `L = ½H·θ²` the gradient vanishes at 0, yet smoothing leaves the curvature H as it is.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.bounds import Bound, Kind
+from equipoise.core.errors import InputError
+from equipoise.core.precision import up
+from equipoise.curvature.hessian import Data, Loss, LossHessian, Pattern, Vector
+from equipoise.curvature.spectrum import Eigenvalue, top_of
+from equipoise.norms.spectral import spectral_norm
+
+
+def smoothed_loss_bound(curvature: float, gradient: float, sigma: float, *, everywhere: bool) -> Bound:
+    """`‖∇²L^σ(θ)‖₂ ≤ H·erf(ε/(√2·H·σ))` for `L^σ(θ) = E L(θ + N(0, σ²I))`.
+
+    Guarantee: an upper bound if `‖∇²L‖ ≤ H = curvature` and `‖∇L‖ ≤ ε = gradient` hold for **all** parameters
+    (`everywhere=True`). With values measured at one point it is an estimate only, and labelled so: it can then be wrong by
+    any factor.
+
+    Proof: `u·∇L` takes values in an interval of length 2ε and is H-Lipschitz; its Gaussian smoothing has Lipschitz
+    constant `H·erf(2ε/(2√2·Hσ))`. Reference: thesis, corollary on the smoothed loss, with its assumption made explicit.
+
+    >>> smoothed_loss_bound(2.0, 0.5, 1.0, everywhere=True)
+    Bound(0.394825, upper, method='erf')
+    """
+    for what, value in (("curvature", curvature), ("gradient", gradient), ("sigma", sigma)):
+        if not (math.isfinite(value) and value >= 0):
+            raise InputError(f"{what} must be a non-negative number, got {value}")
+    if sigma == 0 or curvature == 0:
+        value = curvature
+    else:
+        flat = (
+            math.sqrt(2 / math.pi) * (gradient / sigma) * (1 + 1e-14)
+        )  # erf(x) ≤ 2x/√π, equal to all digits below 1e-9
+        x = gradient / sigma / curvature / math.sqrt(2)
+        value = min(curvature, flat if x < 1e-9 else curvature * math.erf(x) * (1 + 1e-14))
+    note = "" if everywhere else "the constants were measured at one point: no bound"
+    return Bound(float(up(value)), Kind.UPPER if everywhere else Kind.ESTIMATE, "erf", note)
+
+
+def last_layer_constants(features: Tensor, bias: bool = False) -> tuple[Bound, Bound]:
+    """`(H, ε)` that hold for all weights W of softmax regression on fixed features h: `L(W) = mean CE(Wh, y)`.
+
+    `‖∇²L‖ ≤ ½·λ_max(mean hhᵀ)`, since `‖diag(p) − ppᵀ‖ ≤ ½`; `‖∇L‖_F ≤ √2·mean‖h‖`, since `‖p − y‖ ≤ √2`. With a bias h gains
+    a one.
+
+    >>> H, e = last_layer_constants(torch.eye(2))
+    >>> round(float(H), 3), round(float(e), 3)
+    (0.25, 1.414)
+    """
+    if features.dim() != 2 or len(features) == 0:
+        raise InputError(f"expected features of shape (samples, d), got {tuple(features.shape)}")
+    h = features.detach().double()
+    if bias:
+        h = torch.cat([h, torch.ones_like(h[:, :1])], dim=1)
+    norm = float(spectral_norm(h, rtol=1e-4).upper)
+    lengths = torch.linalg.vector_norm(h, dim=1).mean()
+    return (
+        Bound(float(up(norm * norm / len(h) / 2 * (1 + 1e-14))), Kind.UPPER, "spectral_norm"),
+        Bound(float(up(math.sqrt(2) * float(lengths) * (1 + 1e-12))), Kind.UPPER, "lengths"),
+    )
+
+
+def smoothed_curvature(
+    model: nn.Module,
+    loss: Loss,
+    data: Data,
+    sigma: float,
+    layer: Pattern = None,
+    *,
+    samples: int = 8,
+    seed: int = 0,
+    **options: Any,
+) -> Eigenvalue:
+    """The eigenvalue of largest modulus of `∇²L^σ(θ)`, with `∇²L^σ` as a mean over fixed noise draws: the measured value.
+
+    A Monte-Carlo estimate: the residual speaks of that mean, not of the draws.
+
+    >>> x = torch.ones(1, 1)
+    >>> round(smoothed_curvature(nn.Linear(1, 1, bias=False), "mse", (x, x), 0.3).value, 4)  # quadratic: nothing changes
+    2.0
+    """
+    return top_of(LossHessian(model, loss, data, layer, noise=(sigma, samples, seed), **options), which="LM", seed=seed)
+
+
+Ball = Literal["l2", "box"]
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """`value ≤ max_{Δ∈B} (L(θ+Δ) − L(θ))/(1 + L(θ))`: the best the ascent found, a lower bound up to rounding."""
+
+    value: float
+    loss: float
+    largest_loss: float
+    radius: float
+    ball: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**vars(self), "kind": "lower"}
+
+
+def sharpness(
+    model: nn.Module,
+    loss: Loss,
+    data: Data,
+    layer: Pattern = None,
+    *,
+    radius: float = 0.05,
+    ball: Ball = "l2",
+    steps: int = 20,
+    restarts: int = 2,
+    seed: int = 0,
+    **options: Any,
+) -> Sharpness:
+    """`max_{Δ∈B} (L(θ+Δ) − L(θ))/(1 + L(θ))` by projected gradient ascent on the whole data set.
+
+    B is `‖Δ‖₂ ≤ radius`, or with `ball="box"` the box `|Δ_i| ≤ radius·(|θ_i| + 1)` of Keskar et al. 2017. The first start is
+    θ itself (SAM's direction, Foret et al. 2021), the others are random.
+
+    >>> import torch
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = model.weight.data.fill_(0.0)
+    >>> s = sharpness(model, "mse", (torch.ones(1, 1), torch.zeros(1, 1)), radius=0.5)  # L(w) = w²
+    >>> round(s.value, 4)
+    0.25
+    """
+    return sharpness_of(
+        LossHessian(model, loss, data, layer, **options),
+        radius=radius,
+        ball=ball,
+        steps=steps,
+        restarts=restarts,
+        seed=seed,
+    )
+
+
+def sharpness_of(
+    hessian: LossHessian,
+    *,
+    radius: float = 0.05,
+    ball: Ball = "l2",
+    steps: int = 20,
+    restarts: int = 2,
+    seed: int = 0,
+) -> Sharpness:
+    """`sharpness` around the parameters of an operator that is there already."""
+    if ball not in ("l2", "box"):
+        raise InputError(f"ball must be l2 or box, got {ball!r}")
+    if not (math.isfinite(radius) and radius > 0) or steps < 1 or restarts < 1:
+        raise InputError(f"expected radius > 0, steps ≥ 1 and restarts ≥ 1; got {radius}, {steps}, {restarts}")
+    rng = np.random.default_rng(seed)
+    reach = np.full(hessian.size, radius) if ball == "l2" else radius * (np.abs(hessian.flat()) + 1)
+    base = hessian.value()
+    best = base
+    for start in range(restarts):
+        delta = np.zeros(hessian.size)
+        if start > 0 or not np.any(hessian.gradient_at(delta)):  # at a stationary point any direction does
+            delta = _inside(rng.standard_normal(hessian.size) * reach, reach, ball)
+        best = max(best, hessian.value(delta))
+        for k in range(steps):
+            direction = _steepest(hessian.gradient_at(delta), reach, ball)
+            step = 1.0 if k == 0 and start == 0 else 0.5
+            delta = _inside(delta + step * direction, reach, ball)
+            best = max(best, hessian.value(delta))
+    return Sharpness((best - base) / (1 + base), base, best, radius, ball)
+
+
+def _steepest(g: Vector, reach: Vector, ball: Ball) -> Vector:
+    if ball == "box":
+        result: Vector = np.sign(g) * reach
+        return result
+    return g * (reach[0] / max(float(np.linalg.norm(g)), 1e-300))
+
+
+def _inside(delta: Vector, reach: Vector, ball: Ball) -> Vector:
+    if ball == "box":
+        return np.clip(delta, -reach, reach)
+    return delta * min(1.0, float(reach[0]) / max(float(np.linalg.norm(delta)), 1e-300))
