@@ -118,6 +118,13 @@ def test_measurements_are_stored_and_compared(equipoise, tmp_path):
     ran = equipoise("bench", "compare", str(file), str(file), "--json")
     assert [row["verdict"] for row in ran.json["rows"]] == ["no difference seen"] * 4
     assert "thread" in ran.json["A"]
+    again, both = tmp_path / "b.json", tmp_path / "both.json"
+    again.write_text(file.read_text().replace("AOL", "AOL twice"))
+    ran = equipoise("bench", "merge", str(file), str(again), "--json", str(both))
+    assert ran.code == 0, ran.error
+    assert len({row["name"] for row in read_json(both)["measured"]}) == 6
+    again.write_text(file.read_text().replace('"rounds": 2', '"rounds": 3'))
+    assert "measured elsewhere" in equipoise("bench", "merge", str(file), str(again)).err
     file.write_text("{}")
     assert equipoise("bench", "compare", str(file), str(file)).code == 2
 

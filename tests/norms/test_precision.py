@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from decimal import Decimal
 
@@ -11,8 +12,9 @@ import torch
 from equipoise import Refused
 from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, full_precision, round_down, round_up
 from equipoise.core.precision import frobenius, gamma, up
+from equipoise.norms.autocorrelation import autocorrelation, by_frequency, half_lattice
 from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
-from equipoise.norms.verify import below
+from equipoise.norms.verify import below, by_residual
 
 
 def test_full_precision_switches_everything_and_restores_it() -> None:
@@ -72,6 +74,54 @@ def test_nothing_false_is_ever_proved(n: int, dtype: torch.dtype) -> None:
         assert not bool(below(G[None], top * (1 - excess), zero))
     assert bool(below(G[None], top * 1.3, zero))
     assert not bool(below(G[None], top * 1.3, top * 0.31))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("shape", ["flat", "one direction", "small diagonal", "zero"])
+def test_single_precision_proves_within_its_guess_and_nothing_false(shape: str, dtype: torch.dtype) -> None:
+    """The loss is guessed from the first matrices of a batch: others that are unlike them may cost more, never prove too much."""
+    torch.manual_seed(0)
+    n, wide = 200, torch.complex128 if dtype.is_complex else torch.float64
+    A = torch.randn(9, n, n, dtype=wide)
+    if shape == "one direction":
+        A[3:] = A[3:, :, :1] * torch.randn(n, dtype=wide)
+    if shape == "small diagonal":
+        A[4:, :, 20:] *= 1e-3
+    if shape == "zero":
+        A[5:] = 0
+    G = (A.mH @ A / n).to(dtype)
+    top = torch.linalg.eigvalsh(torch.tril(G.to(wide)) + torch.tril(G.to(wide), -1).mH)[:, -1].clamp_min(1e-3)
+    zero = torch.zeros(9, dtype=torch.float64)
+    for excess in (1e-9, 1e-6, 1e-4):
+        assert not bool((below(G, top * (1 - excess), zero) & (top > 1e-3)).any())
+    assert bool(below(G, top * 1.005, zero).all())
+    usable = torch.ones(9, dtype=torch.bool)
+    for factor in (1 - 1e-4, 1.01):  # the route of other devices
+        s = (top * factor * 0.995 if factor > 1 else top * factor).to(torch.float32)
+        M = torch.eye(n, dtype=dtype) * s[:, None, None] - G
+        proved = by_residual(M, s, usable, top * factor, zero)
+        assert bool(proved.all()) if factor > 1 else not bool((proved & (top > 1e-3)).any())
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_complex"),
+    [((1, 5, 3, 3, 3), False), ((3, 7, 4, 2, 5), False), ((1, 60, 50, 3, 2), False), ((2, 4, 4, 7, 7), False),
+     ((1, 3, 2, 4), False), ((1, 3, 3, 2, 3, 2), False), ((1, 4, 3, 3, 3), True)],
+)  # fmt: skip
+def test_autocorrelations_are_off_by_no_more_than_they_say(shape: tuple[int, ...], is_complex: bool) -> None:
+    torch.manual_seed(0)
+    kernel = torch.randn(shape, dtype=torch.complex128 if is_complex else torch.float64)
+    lengths = shape[3:]
+    taps = {a: kernel[(..., *a)] for a in itertools.product(*map(range, lengths))}
+    size = torch.linalg.matrix_norm(kernel.abs().flatten(3).sum(-1))
+    routes = [autocorrelation(kernel)] + ([] if is_complex else [by_frequency(kernel)])
+    for found in routes:
+        missed = torch.zeros(shape[0], dtype=torch.float64)
+        for i, b in enumerate(half_lattice(lengths)):
+            pairs = ((K, taps.get(tuple(x + y for x, y in zip(a, b, strict=True)))) for a, K in taps.items())
+            exact = sum(K.mH @ other for K, other in pairs if other is not None)
+            missed += torch.linalg.matrix_norm(found.matrices[:, i] - exact) * (2 if i else 1)
+        assert bool((missed <= found.error * size**2).all())
 
 
 def test_only_upper_bounds_reach_a_certificate() -> None:

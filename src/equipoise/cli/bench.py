@@ -185,6 +185,26 @@ def everything(
 
 
 @bench.command()
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="Documents of `equipoise bench all --json`, of one machine.")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Store the joined document in this file.")] = None,
+) -> None:
+    """Runs of parts (`--only`) as one document, and its table; later measurements replace earlier ones.
+
+    Example:
+
+      equipoise bench merge dense.json smoothing.json --json all.json
+    """
+    from equipoise.core.files import read_json, write_whole
+    from equipoise.lab.bench.pairs import markdown, merged, read
+
+    stored = merged({str(path): read_json(path) for path in runs})
+    if json_file is not None:
+        write_whole(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
+    results().print(markdown(*read(stored, "the joined runs")), markup=False, soft_wrap=True)
+
+
+@bench.command()
 def compare(
     before: Annotated[Path, typer.Argument(help="A document of `equipoise bench all --json`.")],
     after: Annotated[Path, typer.Argument(help="Another one.")],

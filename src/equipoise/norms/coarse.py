@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import frobenius, ldexp_down, ldexp_up, require_finite, rescaled, up
+from equipoise.core.precision import ldexp_down, ldexp_up, require_finite, rescaled, up
 from equipoise.maps.geometry import Lattice, polyphase, zero_lattice
 from equipoise.maps.linear import Convolution
 from equipoise.norms.convolution import DENSE_ENTRIES, windowed_lower
 from equipoise.norms.dense import lanczos, random_start
 from equipoise.norms.supremum import grid_cells
 from equipoise.norms.symbol import Symbol
-from equipoise.norms.verify import below, verification_loss
+from equipoise.norms.verify import below_formed, expected_loss
 
 #: the tolerance from which this route is taken
 COARSE = 0.02
@@ -37,16 +37,23 @@ FEWEST = 32
 
 @dataclass(frozen=True)
 class Spectrum:
-    """`gram (F, c, c)` at every frequency `omega`, off by at most `error` in norm; true sup ≤ `factor`·max over them."""
+    """Gram matrices at every frequency `omega`, off by at most `error` in norm; true sup ≤ `factor`·max over them."""
 
     symbol: Symbol
     omega: Tensor
-    gram: Tensor
     error: float
     factor: float
     exponent: int
     windows: tuple[int, ...]
     sizes: Tensor  # Frobenius norms of the Gram matrices, rounded up
+
+    def gram(self, rows: slice | Tensor, s: Tensor | None = None, sign: int = 1) -> Tensor:
+        """`±S G S (F, c, c)` of some frequencies in complex64: they are formed when they are needed, and not kept."""
+        omega = self.omega[rows]
+        G = self.symbol.hermitian(torch.zeros(len(omega), dtype=torch.long), omega, torch.float32, sign)
+        if s is not None:
+            torch.view_as_real(G).mul_(torch.outer(s, s).float()[..., None])
+        return G
 
 
 def spectrum(conv: Convolution, rtol: float) -> Spectrum | None:
@@ -72,11 +79,10 @@ def spectrum(conv: Convolution, rtol: float) -> Spectrum | None:
     if symbol.correlations is None or symbol.adjoint:
         return None
     cells = grid_cells(symbol, grid).omega
-    X, Y = symbol.gram(torch.zeros(len(cells), dtype=torch.long), cells, torch.float32)
     error = float(symbol.gram_error(torch.float32).max())
     windows = tuple(lattice.window_out for lattice in known)
-    sizes = up((frobenius(X).square() + frobenius(Y).square()).sqrt())
-    return Spectrum(symbol, cells, torch.complex(X, Y), error, factor, exponent, windows, sizes)
+    sizes = symbol.gram_sizes(torch.zeros(len(cells), dtype=torch.long), cells, torch.float32)
+    return Spectrum(symbol, cells, error, factor, exponent, windows, sizes)
 
 
 def _grid(lattices: list[Lattice], lengths: tuple[int, ...], share: float) -> tuple[tuple[int, ...], float]:
@@ -109,11 +115,11 @@ def pair(spec: Spectrum, rows: Tensor | None, rtol: float) -> tuple[Bracket, Bra
         return _alone(spec, None, rtol), None
     s = size / float(size.max())
     near = spec.sizes.topk(min(2, len(spec.sizes))).indices
-    a, b = (math.sqrt(_seen(spec.gram, near, scale)[0]) for scale in (None, s))
+    a, b = (math.sqrt(_seen(spec, near, scale)[0]) for scale in (None, s))
     R = torch.maximum(torch.full_like(s, 1 / a), s / b)
     R = R / float(R.max())
     both = torch.stack([1 / R, s / R]).amax(1) / torch.tensor([a, b], dtype=torch.float64)
-    start = _seen(spec.gram, near, R)
+    start = _seen(spec, near, R)
     if math.sqrt(start[0]) * float(both.max()) > 1 + rtol / 2:
         return _alone(spec, None, rtol), _alone(spec, size, rtol)
     kappa, index, v = _scaled_proof(spec, R, rtol, start)
@@ -148,32 +154,35 @@ def _scaled_proof(
 ) -> tuple[float, int, Tensor]:
     """`(τ, i, v)` with `λ_max(S G S) ≤ τ` proved at every frequency, for 0 ≤ s ≤ 1; `start` is the largest seen so far."""
     if start is None:
-        start = _seen(spec.gram, spec.sizes.topk(min(2, len(spec.sizes))).indices, s)
-    G, error = spec.gram, torch.full((len(spec.gram),), spec.error, dtype=torch.float64)
-    if s is not None and float(s.min()) < 1:
-        G = torch.view_as_complex(torch.view_as_real(G) * torch.outer(s, s).float()[..., None])
+        start = _seen(spec, spec.sizes.topk(min(2, len(spec.sizes))).indices, s)
+    s = s if s is not None and float(s.min()) < 1 else None
+    error = torch.full((len(spec.omega),), spec.error, dtype=torch.float64)
+    if s is not None:
         error = error + up(8 * 2.0**-24 * spec.sizes)  # entries off by a few roundings, none larger than before
-    return _proved(G, spec.sizes, error, rtol / 2 if spec.factor > 1 else rtol, start)
+    return _proved(spec, s, error, rtol / 2 if spec.factor > 1 else rtol, start)
 
 
 def _proved(
-    G: Tensor, sizes: Tensor, error: Tensor, rtol: float, start: tuple[float, int, Tensor]
+    spec: Spectrum, s: Tensor | None, error: Tensor, rtol: float, start: tuple[float, int, Tensor]
 ) -> tuple[float, int, Tensor]:
     """`(τ, i, v)`: every `λ_max ≤ τ` is proved; matrix i was seen to be largest, with top vector v."""
-    loss = verification_loss(G.shape[-1], G.dtype)
     best, where, vector = start
+    columns = spec.symbol.kernel.shape[2]
+    loss = expected_loss(spec.gram(torch.tensor([where]), s)[0], best)
     slack = max((1 + rtol) ** 2 - 1, 1.5 * loss + 0.01)
-    open_ = torch.arange(len(G))
+    open_ = torch.arange(len(spec.omega))
     tau = best * (1 + slack) + float(error.max())
     while len(open_):
-        whole = len(open_) == len(G)
-        matrices = G if whole else G[open_]
         limit = torch.full((len(open_),), tau, dtype=torch.float64)
-        failed = ~below(matrices, limit, error[open_])
-        open_ = open_[failed]
+        rows = open_
+
+        def negative(part: slice | Tensor, rows: Tensor = rows) -> Tensor:
+            return spec.gram(rows[part], s, -1)
+
+        open_ = rows[~below_formed(negative, columns, limit, error[rows], torch.complex64)]
         if not len(open_):
             break
-        value, i, v = _seen(G, open_[sizes[open_].topk(min(3, len(open_))).indices])
+        value, i, v = _seen(spec, open_[spec.sizes[open_].topk(min(3, len(open_))).indices], s)
         if value > best:
             best, where, vector = value, i, v
         tau = max(tau * (1 + slack / 4), best * (1 + slack) + float(error.max()))
@@ -181,14 +190,14 @@ def _proved(
     return tau, where, vector
 
 
-def _seen(G: Tensor, indices: Tensor, s: Tensor | None = None) -> tuple[float, int, Tensor]:
+def _seen(spec: Spectrum, indices: Tensor, s: Tensor | None = None) -> tuple[float, int, Tensor]:
     """The largest eigenvalue of `S G S` met by short Lanczos runs at some frequencies: an estimate that steers."""
-    scale = torch.ones(G.shape[-1]) if s is None else s.float()
-    best, where, vector = 0.0, int(indices[0]), random_start(G.shape[-1], G)
-    for i in indices.tolist():
-        v = lanczos(lambda x, i=i: scale * (G[i] @ (scale * x)), random_start(G.shape[-1], G), steps=12)  # type: ignore[misc]
+    matrices = spec.gram(indices, s)
+    best, where, vector = 0.0, int(indices[0]), random_start(matrices.shape[-1], matrices)
+    for i, G in zip(indices.tolist(), matrices, strict=True):
+        v = lanczos(G.matmul, random_start(len(G), G), steps=12)
         v = v / torch.linalg.vector_norm(v)
-        value = float(torch.linalg.vector_norm(scale * (G[i] @ (scale * v))))
+        value = float(torch.linalg.vector_norm(G @ v))
         if value > best:
             best, where, vector = value, i, v
     return max(best, 1e-30), where, vector

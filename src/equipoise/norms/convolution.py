@@ -239,7 +239,7 @@ def windowed_lower(
     terms = (real * angle.cos() + imag * angle.sin()) * correlation
     terms[1:] *= 2  # each offset stands for ±b
     slack = gamma(2 * sum(symbol.kernel.shape[1:3]) + 2 * symbol.kernel[0].numel() + 16384, torch.float64)
-    error = 8 * (slack + symbol.phase_error()) * float(symbol.size[group]) ** 2
+    error = (8 * (slack + symbol.phase_error()) + 2 * symbol.formed) * float(symbol.size[group]) ** 2
     return down(max(0.0, float(terms.sum()) - error) ** 0.5)
 
 

@@ -22,15 +22,19 @@ from torch import Tensor
 
 from equipoise.core.precision import down, frobenius, gamma, up
 from equipoise.norms.dense import lanczos, random_start
-from equipoise.norms.symbol import Symbol
-from equipoise.norms.verify import below_parts, verification_loss
+from equipoise.norms.symbol import WHOLE_UP_TO, Symbol
+from equipoise.norms.verify import below_formed, below_parts, expected_loss
 
 #: bytes of Gram matrices held at once: they should stay in the cache between being formed and being factorised
 CHUNK_BYTES = 8 * 2**20
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
+#: what a proof in single precision may lose, of the tolerance; the target lies twice the tolerance above the best square
+MOST_LOSS = 1.4
 #: up to this many columns squaring in real arithmetic beats Cholesky factorisations
 SQUARE_UP_TO = 24
+#: Gram matrices formed at once, at least: each product reads all correlations
+FEWEST = 16
 
 
 @dataclass
@@ -87,6 +91,8 @@ class Search:
     def __init__(self, symbol: Symbol, tol: float, budget: int) -> None:
         self.symbol, self.tol, self.budget = symbol, tol, budget
         self.c = symbol.kernel.shape[2]
+        self.small = self.c <= SQUARE_UP_TO
+        self.whole = not self.small and self.c <= WHOLE_UP_TO and symbol.correlations is not None
         self.degrees = [(n - 1) / 2 for n in symbol.lengths]
         self.evaluated = 0
         self._kept: tuple[tuple[int, int, int, torch.dtype], Cells, tuple[Tensor, Tensor]] | None = None
@@ -143,13 +149,14 @@ class Search:
     def _choose_dtype(self, largest: float) -> None:
         """Float32 where its rounding costs less than a third of the tolerance, else float64; `largest` is max ‖E*E‖_F."""
         best = max(self.best, 1e-300)
-        squaring = 0.71 * gamma(2 * self.c + 4, torch.float32) * (largest / best) ** 2
+        squaring = 0.71 * gamma(2 * self.c + 4, torch.float32) * (largest / best) ** 2 if self.small else 0.0
         error = float(self.symbol.gram_error(torch.float32).max()) / best
         self.dtype = torch.float32 if squaring + error < self.tol * 2 / 3 else torch.float64
-        loss = verification_loss(self.c, torch.complex64)
-        self.proof_dtype = (
-            torch.complex64 if loss < self.tol * 2 / 3 and self.dtype is torch.float32 else torch.complex128
-        )
+        here = self._here(())
+        G = self.symbol.hermitian(here.groups, here.omega, torch.float32)[0]
+        loss = expected_loss(G, self.target) + error
+        narrow = self.dtype is torch.float32 and loss < self.tol * (2 / 3 if self.small else MOST_LOSS)
+        self.proof_dtype = torch.complex64 if narrow else torch.complex128
 
     def _gram(self, cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Gram matrices of some cells; what was asked for last is kept, the scouts and the provers ask for the same."""
@@ -161,7 +168,8 @@ class Search:
 
     def _chunks(self, cells: Cells) -> list[Tensor]:
         width = 1 if self.dtype is torch.float32 else 2
-        per = max(1, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency))
+        fewest = 1 if self.c <= WHOLE_UP_TO or self.symbol.correlations is None else FEWEST
+        per = max(fewest, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency))
         return list(torch.arange(len(cells), device=cells.groups.device).split(per))
 
     def _raise(self, value: float, group: int, omega: Tensor) -> None:
@@ -184,8 +192,11 @@ class Search:
 
     def _scout(self, cells: Cells) -> float:
         """Raise the best value at the cells with the largest Gram matrices; returns the largest ‖E*E‖_F."""
-        sizes = [_norm(*self._gram(cells, rows)) for rows in self._chunks(cells)]
-        top = torch.cat(sizes).topk(min(12, len(cells)))
+        if self.whole:
+            sizes = self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
+        else:
+            sizes = torch.cat([_norm(*self._gram(cells, rows)) for rows in self._chunks(cells)])
+        top = sizes.topk(min(12, len(cells)))
         self._probe(cells.take(top.indices))
         return float(top.values[0])
 
@@ -208,32 +219,29 @@ class Search:
 
     def _values(self, cells: Cells) -> Tensor:
         """‖E‖₂² at the given centres (few of them), estimates that only steer."""
-        X, Y = self.symbol.gram(cells.groups, cells.omega, self.dtype)
+        G = self.symbol.hermitian(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
-            return torch.linalg.eigvalsh(torch.complex(X, Y))[:, -1]
-        value, v = _powers(X, Y, 8)
+            return torch.linalg.eigvalsh(G)[:, -1]
+        value, v = _powers(G, 8)
         for i in value.topk(min(2, len(value))).indices:
-            G = torch.complex(X[i], Y[i])
-            ritz = lanczos(G.matmul, v[i], steps=20)
-            value[i] = torch.linalg.vector_norm(G @ ritz) / torch.linalg.vector_norm(ritz)
+            ritz = lanczos(G[i].matmul, v[i], steps=20)
+            value[i] = torch.linalg.vector_norm(G[i] @ ritz) / torch.linalg.vector_norm(ritz)
         return value
 
     def _settle(self, cells: Cells, threshold: Tensor) -> Cells:
         """Prove as many centres as possible below their thresholds; the rest is returned."""
         self.evaluated += len(cells)
-        error = self.symbol.gram_error(self.dtype)
+        tau = threshold - self.symbol.gram_error(self.dtype)[cells.groups]
         left, scores = [], []
-        for rows in self._chunks(cells):
-            part = cells.take(rows)
-            X, Y = self._gram(cells, rows)
-            open_ = torch.arange(len(part), device=X.device)
-            tau = threshold[rows] - error[part.groups]
-            keep = up(_norm(X, Y)) > tau
-            X, Y, open_ = X[keep], Y[keep], open_[keep]
-            if len(open_):
-                proved, score = self._prove(X, Y, tau[open_], part.take(open_))
-                left.append(rows[open_[~proved]])
-                scores.append(score[~proved])
+        if self.whole:
+            sizes = self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
+            chunks, prove = [(sizes > tau).nonzero()[:, 0]], self._whole
+        else:
+            chunks, prove = self._chunks(cells), self._in_parts
+        for rows in chunks:
+            proved, score = prove(cells, rows, tau[rows])
+            left.append(rows[~proved])
+            scores.append(score[~proved])
         index = torch.cat(left) if left else torch.zeros(0, dtype=torch.long, device=cells.groups.device)
         if len(index):  # a centre that could not be settled may be higher than the best value so far
             top = torch.cat(scores).topk(min(12, len(index))).indices
@@ -243,19 +251,42 @@ class Search:
                 self._climb(cells.half)
         return cells.take(index)
 
-    def _prove(self, X: Tensor, Y: Tensor, tau: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
-        """`(proved, score)`: which centres are proved below tau, and an estimate that ranks the others."""
-        zero = torch.zeros_like(tau)
-        if self.c > SQUARE_UP_TO:
-            proved = below_parts(X, Y, tau, zero, self.proof_dtype)
-            score = zero.clone()
-            score[~proved] = _powers(X[~proved], Y[~proved])[0]
+    def _whole(self, cells: Cells, rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """`(proved, score)`: which centres one factorisation proves below tau, and an estimate that ranks the others."""
+        part, score = cells.take(rows), torch.zeros_like(tau)
+
+        def negative(rows: slice | Tensor) -> Tensor:
+            G = self.symbol.hermitian(part.groups[rows], part.omega[rows], self.dtype, -1)
+            return G.to(self.proof_dtype)
+
+        proved = below_formed(negative, self.c, tau, score, self.proof_dtype)
+        if not bool(proved.all()):
+            rest = part.take(~proved)
+            score[~proved] = _powers(self.symbol.hermitian(rest.groups, rest.omega, self.dtype))[0]
+        return proved, score
+
+    def _in_parts(self, cells: Cells, rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from real and imaginary part: by size, by repeated squaring where matrices are small, by a factorisation."""
+        X, Y = self._gram(cells, rows)
+        proved, score = up(_norm(X, Y)) <= tau, torch.zeros_like(tau)
+        open_ = (~proved).nonzero()[:, 0]
+        if not len(open_):
             return proved, score
-        proved, low = _below_by_squaring(X, Y, tau)
-        unclear = ~proved & (low <= tau)
+        if len(open_) < len(rows):
+            X, Y, tau = X[open_], Y[open_], tau[open_]
+        if self.small:
+            done, low = _below_by_squaring(X, Y, tau)
+            unclear = ~done & (low <= tau)
+        else:
+            done, low = torch.zeros_like(tau, dtype=torch.bool), torch.zeros_like(tau)
+            unclear = ~done
         if bool(unclear.any()):
-            proved[unclear] = below_parts(X[unclear], Y[unclear], tau[unclear], zero[unclear], self.proof_dtype)
-        return proved, low
+            x, y, limit = (X, Y, tau) if bool(unclear.all()) else (X[unclear], Y[unclear], tau[unclear])
+            done[unclear] = below_parts(x, y, limit, torch.zeros_like(limit), self.proof_dtype)
+        if not self.small and not bool(done.all()):
+            low[~done] = _powers(torch.complex(X[~done], Y[~done]))[0]
+        proved[open_], score[open_] = done, low
+        return proved, score
 
     def _finish(self, cells: Cells, settled: bool = True) -> SymbolBound:
         """Raise the target until every given centre is proved (with its cell), switching to float64 if that is needed."""
@@ -281,19 +312,15 @@ def _norm(X: Tensor, Y: Tensor) -> Tensor:
     return up((frobenius(X).square() + frobenius(Y).square()).sqrt())
 
 
-def _powers(X: Tensor, Y: Tensor, steps: int = 4) -> tuple[Tensor, Tensor]:
-    """Rough values of `λ_max(X + iY)` and their vectors by a few power steps, in real arithmetic: they only rank."""
-    start = random_start(X.shape[-1], X)
-    P = torch.stack([start, torch.zeros_like(start)]).expand(
-        len(X), 2, -1
-    )  # rows p, q: batched products like rows better
-    value = torch.zeros(len(X), dtype=X.dtype, device=X.device)
-    turn = P.new_tensor([1.0, -1.0])[:, None]
+def _powers(G: Tensor, steps: int = 4) -> tuple[Tensor, Tensor]:
+    """Rough values of `λ_max(G)` of Hermitian matrices and their vectors, by a few power steps: they only rank."""
+    P = random_start(G.shape[-1], G).expand(len(G), 1, -1)  # rows: batched products like them better
+    value = torch.zeros(len(G), dtype=torch.float64, device=G.device)
     for _ in range(steps):
-        P = P @ X + turn * (P @ Y).flip(1)  # X is symmetric, Y antisymmetric
+        P = P @ G
         value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
         P = P / value[:, None, None]
-    return value.double(), torch.complex(P[:, 0].contiguous(), P[:, 1].contiguous())
+    return value.double(), P[:, 0].conj().resolve_conj()
 
 
 def _below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ and evaluating them where needed by one matrix product is far cheaper than a Gra
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,17 +14,19 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import frobenius, gamma, unit_roundoff, up, working_dtype
-from equipoise.norms.gram import adjoint, small_side, wide
+from equipoise.norms.autocorrelation import autocorrelation, half_lattice, products
+from equipoise.norms.autocorrelation import tap_positions as tap_positions
+from equipoise.norms.gram import small_side, wide
+
+#: up to this many offsets real and imaginary part come from one product, zeros included
+INTERLEAVED = 32
+#: and up to this many columns, beyond which the zeros cost more than the passes they save
+WHOLE_UP_TO = 160
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
     """Real and imaginary part, contiguous."""
     return (x.real.contiguous(), x.imag.contiguous()) if x.is_complex() else (x, torch.zeros_like(x))
-
-
-def tap_positions(lengths: tuple[int, ...]) -> Tensor:
-    """`(taps, dims)`: the position of every tap, the last axis fastest."""
-    return torch.tensor(list(itertools.product(*map(range, lengths))), dtype=torch.float64)
 
 
 @dataclass
@@ -40,7 +41,9 @@ class Symbol:
     offsets: Tensor  # (B, dims) half lattice of autocorrelation offsets, the first is 0
     correlations: Tensor | None  # (g, B, c, c); None: Gram products are formed at every frequency instead
     adjoint: bool = False  # the kernel is that of the adjoint operator (fewer columns)
+    formed: float = 0.0  # the norms of what the correlations miss, summed, are at most this times size²
     _cache: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _interleaved: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, kernel: Tensor, frequencies: int) -> Symbol:
@@ -50,16 +53,18 @@ class Symbol:
         if swapped:  # same norm at every frequency
             kernel = small_side(kernel.movedim((1, 2), (-2, -1))).movedim((-2, -1), (1, 2))
             kernel = kernel.flip(tuple(range(3, kernel.dim())))
-        lengths = kernel.shape[3:]
+        lengths = tuple(kernel.shape[3:])
         m, c = kernel.shape[1:3]
-        spans = [range(-(n - 1), n) for n in lengths]
-        half = [b for b in itertools.product(*spans) if b >= (0,) * len(lengths)]
+        half = half_lattice(lengths)
         taps = math.prod(lengths)
-        by_taps = m * c * c * taps * (taps + 1) + 4 * frequencies * len(half) * c * c
+        needed = products(lengths, not kernel.is_complex())
+        by_taps = 2 * needed * m * c * c + 4 * frequencies * len(half) * c * c
         by_frequency = frequencies * (4 * taps * m * c + 6 * m * c * c)
         offsets = torch.tensor(half, dtype=torch.float64, device=kernel.device)
-        correlations = _correlate(kernel, half) if by_taps <= 2 * by_frequency else None
-        return cls(kernel, offsets, correlations, swapped)
+        if by_taps > 2 * by_frequency:
+            return cls(kernel, offsets, None, swapped)
+        found = autocorrelation(kernel)
+        return cls(kernel, offsets, found.matrices, swapped, found.error)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -105,19 +110,58 @@ class Symbol:
         """Bound per group on the Frobenius error of `at`."""
         return up((gamma(2 * self.taps + 8, torch.float64) + self.phase_error()) * 2 * self.size)
 
-    def gram(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Real and imaginary part of `E*E(ω)` `(F, c, c)` in a real `dtype`, each row for its own group."""
+    def gram(self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1) -> tuple[Tensor, Tensor]:
+        """Real and imaginary part of `±E*E(ω)` `(F, c, c)` in a real `dtype`, each row for its own group."""
         if self.correlations is None:
             E = self.at(groups, omega)
             re, im = E.real, E.imag
             cross = re.mT @ im
-            return (re.mT @ re + im.mT @ im).to(dtype), (cross - cross.mT).to(dtype)
+            X, Y = (re.mT @ re + im.mT @ im).to(dtype), (cross - cross.mT).to(dtype)
+            return (X, Y) if sign > 0 else (-X, -Y)
         c = self.kernel.shape[2]
         angle = omega @ self.offsets.mT  # (F, B)
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        cos, sin = angle.cos().mul_(sign).to(dtype), angle.sin().mul_(sign).to(dtype)
         weights = (cos, sin) if not self.kernel.is_complex() else (torch.cat([cos, sin], 1),) * 2
         X, Y = (_combine(w, p, groups) for w, p in zip(weights, self._parts(dtype), strict=True))
         return X.reshape(-1, c, c), Y.reshape(-1, c, c)
+
+    def hermitian(self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1) -> Tensor:
+        """`±gram` as complex matrices, written in one pass where offsets and columns are few."""
+        c = self.kernel.shape[2]
+        if self.correlations is None or len(self.offsets) > INTERLEAVED or c > WHOLE_UP_TO:
+            return torch.complex(*self.gram(groups, omega, dtype, sign))
+        if dtype not in self._interleaved:
+            real, imag = self._parts(dtype)
+            if not self.kernel.is_complex():  # cosines make the real part, sines the imaginary one
+                nothing = torch.zeros_like(real)
+                real, imag = torch.cat([real, nothing], 1), torch.cat([nothing, imag], 1)
+            self._interleaved[dtype] = torch.stack([real, imag], -1).flatten(2)  # (g, 2B, 2c²)
+        angle = omega @ self.offsets.mT
+        weights = torch.cat([angle.cos(), angle.sin()], 1).mul_(sign).to(dtype)
+        return torch.view_as_complex(_combine(weights, self._interleaved[dtype], groups).reshape(-1, c, c, 2))
+
+    def gram_sizes(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> Tensor:
+        """Bounds of `‖gram‖_F` (before the rounding that `gram_error` covers) without a Gram matrix: `Σ w_b w_b' ⟨P_b, P_b'⟩`."""
+        assert self.correlations is not None
+        angle = omega @ self.offsets.mT
+        cos, sin = angle.cos(), angle.sin()
+        weights = (cos, sin) if not self.kernel.is_complex() else (torch.cat([cos, sin], 1),) * 2
+        c = self.kernel.shape[2]
+        total = torch.zeros(len(omega), dtype=torch.float64, device=omega.device)
+        for w, part in zip(weights, self._parts(dtype), strict=True):
+            rows = part.reshape(*part.shape[:2], c, c).transpose(1, 2)  # (g, c, B, c)
+            inner = (rows @ rows.mT).double().sum(1)
+            lengths = up(inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt())
+            for g in groups.unique():
+                here = groups == g
+                form = ((w[here] @ inner[g]) * w[here]).sum(-1)
+                spread = (w[here].abs() @ lengths[g]).square()
+                slack = (
+                    2 * gamma(c + 8, dtype) + gamma(2 * c + 4 * len(inner[g]) + 8, torch.float64) + self.phase_error()
+                )
+                total[here] += up((form + 4 * slack * spread).clamp_min(0))
+        tiny = c * float(torch.finfo(dtype).tiny) ** 0.5
+        return up(total.sqrt()) + tiny
 
     def gram_error(self, dtype: torch.dtype) -> Tensor:
         """Bound per group on `‖E*E(ω) − gram‖₂`, over all frequencies."""
@@ -127,7 +171,7 @@ class Symbol:
         if self.correlations is None:
             inner = up(2 * gamma(2 * m + 8, u64) * S.square() + 3 * self.at_error() * S)
             return up(inner + (cast if dtype is not u64 else 0.0) * S.square()) + 1e-290
-        formed = 2 * gamma(2 * m * taps + 8, u64) * S.square()
+        formed = self.formed * S.square()
         total = self._correlation_size
         evaluated = 4 * (gamma(2 * len(self.offsets) + 8, dtype) + cast + self.phase_error()) * total
         return up(formed + evaluated) + 1e-290 + 1e3 * float(torch.finfo(dtype).tiny) * m * taps
@@ -176,40 +220,3 @@ def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:
         rows = groups == g
         result[rows] = weights[rows] @ parts[g]
     return result
-
-
-#: up to this many taps every pair is one product of contiguous matrices; beyond, one product per offset saves calls
-_PAIRED_TAPS = 49
-
-
-def _correlate(kernel: Tensor, offsets: list[tuple[int, ...]]) -> Tensor:
-    """`C_b = Σ_a K_a* K_{a+b}` for each offset of the half lattice."""
-    lengths = kernel.shape[3:]
-    if math.prod(lengths) > _PAIRED_TAPS:
-        return _correlate_by_offset(kernel, offsets)
-    places = list(itertools.product(*map(range, lengths)))
-    taps = dict(zip(places, kernel.flatten(3).movedim(3, 0).contiguous(), strict=True))  # each (g, m, c)
-    result = kernel.new_zeros(len(offsets), kernel.shape[0], kernel.shape[2], kernel.shape[2])
-    for total, b in zip(result, offsets, strict=True):
-        for a in places:
-            other = taps.get(tuple(i + j for i, j in zip(a, b, strict=True)))
-            if other is not None:
-                torch.baddbmm(total, adjoint(taps[a]), other, out=total)
-    return result.transpose(0, 1)
-
-
-def _correlate_by_offset(kernel: Tensor, offsets: list[tuple[int, ...]]) -> Tensor:
-    result = []
-    lengths = kernel.shape[3:]
-    for b in offsets:
-        here = tuple(slice(max(0, -x), n - max(0, x)) for x, n in zip(b, lengths, strict=True))
-        there = tuple(slice(max(0, x), n - max(0, -x)) for x, n in zip(b, lengths, strict=True))
-        left, right = (_shifted(kernel, part) for part in (here, there))  # (g, taps·m, c)
-        result.append(adjoint(left) @ right)
-    return torch.stack(result, 1)
-
-
-def _shifted(kernel: Tensor, part: tuple[slice, ...]) -> Tensor:
-    for i, piece in enumerate(part):
-        kernel = kernel.narrow(3 + i, piece.start, piece.stop - piece.start)
-    return kernel.flatten(3).movedim(3, 1).flatten(1, 2)

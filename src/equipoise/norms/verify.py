@@ -1,15 +1,21 @@
 """Proof that a Hermitian matrix lies below a multiple of the identity, in floating point.
 
 If the floating-point Cholesky factorisation of `M = s·I − G` runs to completion, the computed factor satisfies
-`R*R = M + Δ` with `‖Δ‖₂ ≤ γ'·tr(M)` (Higham 2002, thm 10.3; Demmel 1989; Rump 2006), and `R*R ⪰ 0`. Hence
+`R*R = M + Δ` with `|Δ| ≤ γ'·|R|*|R|` (Higham 2002, thm 10.3; Demmel 1989; Rump 2006), and `R*R ⪰ 0`. Hence
 
-    λ_max(G) ≤ s + γ'·tr(M) + rounding of the diagonal.
+    λ_max(G) ≤ s + γ'·ρ + rounding of the diagonal,      ρ = ‖|R|‖₂²,
+    ρ ≤ (max_j R_jj + (Σ_j M_jj/(1 − γ) − R_jj²)^½)²     and     ρ ≤ tr(M)/(1 − γ).
 
-The constant used is twice the textbook one, which leaves room for blocked factorisations that multiply by reciprocals.
-Off the CPU the factorisation is not trusted: the residual `M − R*R` is computed and added instead.
+The last bound of ρ is known beforehand; the one before it, read off the diagonals of M and R (what is missing of a column's
+length lies off the diagonal), is some ten times smaller, which makes proofs in single precision possible. It has to be guessed
+when s is chosen and is checked afterwards. The constant γ' used is √2 times the textbook one or more, which leaves room for
+blocked factorisations that multiply by reciprocals. Off the CPU the factorisation is not trusted: the residual `M − R*R` is
+computed and added instead.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,6 +26,10 @@ from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
 
 #: from this many columns SciPy's LAPACK, matrix by matrix, is faster than torch's batch (which is a loop as well)
 LAPACK_FROM = 24
+#: bytes of matrices held at once: they should stay in the cache between being copied and being factorised
+CHUNK_BYTES = 8 * 2**20
+#: relative loss that is not worth a guess
+FREE = 1e-6
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
@@ -29,8 +39,15 @@ def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
 
 
 def verification_loss(n: int, dtype: torch.dtype) -> float:
-    """Relative loss of `below`: a matrix is provable below τ only if `λ_max ≤ τ·(1 − loss)`, roughly."""
+    """Relative loss of `below` at worst: a matrix is provable below τ if `λ_max ≤ τ·(1 − loss)`, roughly."""
     return n * cholesky_gamma(n, dtype) + 4 * unit_roundoff(dtype)
+
+
+def expected_loss(G: Tensor, tau: float) -> float:
+    """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)` in its precision."""
+    diagonal = torch.diagonal(G).real.double()
+    spread = _guess(G[None], diagonal[None], torch.tensor([tau], dtype=torch.float64, device=G.device))
+    return float(spread) * cholesky_gamma(len(G), G.dtype) + 4 * unit_roundoff(G.dtype)
 
 
 def below(G: Tensor, tau: Tensor, error: Tensor) -> Tensor:
@@ -39,28 +56,111 @@ def below(G: Tensor, tau: Tensor, error: Tensor) -> Tensor:
     Only the lower triangle and the real diagonal of `G (F, n, n)` are read; `tau` and `error` are float64 of shape
     (F,). False means «not proved», not «false».
     """
-    diagonal = torch.diagonal(G, dim1=-2, dim2=-1).real.double()
-    s, usable = _shift(diagonal, tau, error, G.dtype)
-    M = -G
-    return _positive(M, s, usable, tau, error)
+    return below_formed(lambda rows: -G[rows], G.shape[-1], tau, error, G.dtype)
 
 
 def below_parts(X: Tensor, Y: Tensor, tau: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
     """`below` for `G = X + iY` given as real matrices, in a complex `dtype` that holds them, with fewer passes over memory."""
-    s, usable = _shift(torch.diagonal(X, dim1=-2, dim2=-1).double(), tau, error, dtype)
-    if X.device.type == "cpu":
-        M = torch.empty(X.shape, dtype=dtype)
+
+    def negative(rows: slice | Tensor) -> Tensor:
+        if X.device.type != "cpu":
+            return torch.complex(X[rows], Y[rows]).to(dtype).neg_()
+        M = torch.empty(X[rows].shape, dtype=dtype)
         for part, into in zip((X, Y), (M.numpy().real, M.numpy().imag), strict=True):
-            np.negative(part.numpy(), out=into)
+            np.negative(part[rows].numpy(), out=into)
+        return M
+
+    return below_formed(negative, X.shape[-1], tau, error, dtype)
+
+
+def below_formed(
+    negative: Callable[[slice | Tensor], Tensor], n: int, tau: Tensor, error: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`below` where `negative(rows)` forms −G of some rows, to be overwritten: chunk by chunk, in the cache."""
+    count = len(tau)
+    one = n * n * torch.finfo(dtype).bits // (4 if dtype.is_complex else 8)
+    # forming many at once is cheaper, where that is one product
+    per = max(1, CHUNK_BYTES // one, min(16, 8 * CHUNK_BYTES // one))
+    proved = torch.zeros(count, dtype=torch.bool, device=tau.device)
+    for first in range(0, count, per):
+        rows = slice(first, first + per)
+        M = _ready(negative(rows))
+        diagonal = -_diagonal(M)
+        spread = _guess(M, diagonal, tau[rows])
+        done, needed = _attempt(M, diagonal, tau[rows], error[rows], spread)
+        proved[rows] = done & (needed <= spread)
+        again = (done & (needed > spread) & (spread < n)).nonzero()[:, 0]
+        if len(again):  # guessed too low: once more with what was needed
+            wider, which = (needed[again] * 1.1).clamp_max(1.01 * n), again + first
+            done, needed = _attempt(_ready(negative(which)), diagonal[again], tau[which], error[which], wider)
+            proved[which] = done & (needed <= wider)
+    return proved
+
+
+def _ready(M: Tensor) -> Tensor:
+    return M.resolve_conj().resolve_neg().contiguous()
+
+
+def _diagonal(M: Tensor) -> Tensor:
+    """The real diagonals in float64, as numbers of their own."""
+    return torch.diagonal(M, dim1=-2, dim2=-1).real.to(torch.float64, copy=True)
+
+
+def _guess(M: Tensor, diagonal: Tensor, tau: Tensor) -> Tensor:
+    """ρ/s to be expected for `s·I − G` with s ≈ τ, from the size of G off the diagonal: `R_ij ≈ M_ij/√M_ii`; at most n.
+
+    Every eighth matrix is measured: those of one batch are alike.
+    """
+    n = M.shape[-1]
+    worst = torch.full_like(tau, 1.01 * n)  # a little room for diagonals that rounding made negative
+    if n * cholesky_gamma(n, M.dtype) < FREE or not len(tau):
+        return worst
+    some = M[::8]
+    whole = torch.view_as_real(some) if M.is_complex() else torch.tril(some, -1)  # real ones may lack their upper half
+    off = torch.linalg.vector_norm(whole.flatten(1), dim=1).double().square()
+    off = (off - diagonal[::8].square().sum(-1)).clamp_min(0) / 2 if M.is_complex() else off
+    s = tau.clamp_min(1e-300)
+    share = (off / s[::8].square()).max()
+    middle = (s - diagonal.mean(-1)).clamp_min(0.05 * s)
+    largest = (1 - diagonal.amin(-1) / s).clamp(0, 2)
+    expected = 1.65 * (largest.sqrt() + (share * s / middle).sqrt()).square()
+    return torch.where(torch.isfinite(expected), torch.minimum(expected, worst), worst)
+
+
+def _attempt(M: Tensor, diagonal: Tensor, tau: Tensor, error: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """`(done, needed)` for `M = −G`: whether `s·I − G` has a factor with s chosen for `ρ ≤ spread·s`, and ρ/s; overwrites M.
+
+    `λ_max ≤ tau` is proved where it is done and needed ≤ spread.
+    """
+    n, dtype = M.shape[-1], M.dtype
+    s, usable = _shift(diagonal, tau, error, spread, dtype)
+    shifted = torch.diagonal(M, dim1=-2, dim2=-1)
+    shifted.add_(s[:, None].to(dtype))
+    before = _diagonal(M)
+    if M.device.type != "cpu":
+        return by_residual(M, s, usable, tau, error), torch.zeros_like(tau)
+    if n >= LAPACK_FROM:
+        done, R = factorised(M, usable), shifted.real
     else:
-        M = torch.complex(X, Y).to(dtype).neg_()
-    return _positive(M, s, usable, tau, error)
+        factor, info = torch.linalg.cholesky_ex(M)
+        R = torch.diagonal(factor, dim1=-2, dim2=-1).real
+        done = info == 0
+    R = R.double()
+    done = usable & done & torch.isfinite(R).all(-1)
+    return done, _largest_square(before, R, cholesky_gamma(n, dtype)) / s.double() * (1 + 1e-12)
 
 
-def _shift(diagonal: Tensor, tau: Tensor, error: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`(s, usable)`: if `s·I − G` has a Cholesky factor and s is usable, `λ_max ≤ tau` follows."""
+def _largest_square(before: Tensor, R: Tensor, g: float) -> Tensor:
+    """`ρ ≥ ‖|R|‖₂²` from the diagonals of M and of its factor, by the smaller of the two forms."""
+    total = before.clamp_min(0).sum(-1) * (1 + g) * (1 + 1e-12)
+    off = (total - R.square().sum(-1) * (1 - 1e-12)).clamp_min(0)
+    return torch.minimum((R.amax(-1) + off.sqrt()).square() * (1 + 1e-12), total)
+
+
+def _shift(diagonal: Tensor, tau: Tensor, error: Tensor, spread: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`(s, usable)`: if `s·I − G` has a Cholesky factor with `ρ ≤ spread·s` and s is usable, `λ_max ≤ tau` follows."""
     n, narrow = diagonal.shape[-1], torch.float32 if torch.finfo(dtype).bits == 32 else torch.float64
-    loss = n * cholesky_gamma(n, dtype) + 2 * unit_roundoff(dtype)
+    loss = spread * cholesky_gamma(n, dtype) + 2 * unit_roundoff(dtype)
     # rounding may leave a diagonal entry a little below 0: tr(M) ≤ n·(s + τ/1000)
     room = tau - error - 1e-3 * loss * tau
     usable = (room > 0) & (diagonal.amin(-1) >= -1e-3 * tau)
@@ -69,34 +169,29 @@ def _shift(diagonal: Tensor, tau: Tensor, error: Tensor, dtype: torch.dtype) -> 
     return torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s), usable
 
 
-def _positive(M: Tensor, s: Tensor, usable: Tensor, tau: Tensor, error: Tensor) -> Tensor:
-    """Where `M = −G`, shifted by s, is proved positive definite; overwrites M."""
+def by_residual(M: Tensor, s: Tensor, usable: Tensor, tau: Tensor, error: Tensor) -> Tensor:
+    """The proof where the factorisation is not trusted: `‖M − R*R‖₂` is computed, and `|fl(R*R) − R*R| ≤ γ|R|*|R|`."""
     n, u = M.shape[-1], unit_roundoff(M.dtype)
-    torch.diagonal(M, dim1=-2, dim2=-1).add_(s[:, None].to(M.dtype))
-    if M.device.type == "cpu":
-        return usable & (factorised(M, usable) if n >= LAPACK_FROM else _completed(*torch.linalg.cholesky_ex(M)))
     R, info = torch.linalg.cholesky_ex(M)
-    residual = frobenius(torch.tril(M - R @ R.mH)) * 2**0.5 + gamma(2 * n + 4, M.dtype) * frobenius(R).square()
-    return usable & _completed(R, info) & (up(s.double() + residual + 4 * u * s.double() + error) <= tau)
-
-
-def _completed(R: Tensor, info: Tensor) -> Tensor:
-    return (info == 0) & torch.isfinite(torch.diagonal(R, dim1=-2, dim2=-1).real).all(-1)
+    diagonal = torch.diagonal(R, dim1=-2, dim2=-1).real
+    largest = torch.minimum(
+        up(diagonal.double().amax(-1) + frobenius(torch.tril(R, -1))).square(), frobenius(R).square()
+    )
+    residual = frobenius(torch.tril(M - R @ R.mH)) * 2**0.5 + up(gamma(4 * n + 8, M.dtype) * largest)
+    completed = (info == 0) & torch.isfinite(diagonal).all(-1)
+    return usable & completed & (up(s.double() + residual + 4 * u * s.double() + error) <= tau)
 
 
 def factorised(M: Tensor, wanted: Tensor) -> Tensor:
     """Mask of the wanted matrices of a batch on the CPU whose Cholesky factorisation runs to completion; overwrites M.
 
-    Only the lower triangles are read. LAPACK sees the transposed matrix, which is positive definite as well, so nothing is
-    copied; what is not a number counts as failure.
+    Only the lower triangles are read, and replaced by the factor. LAPACK sees the transposed matrix, which is positive
+    definite as well, so nothing is copied.
     """
-    matrices = M.resolve_conj().resolve_neg().contiguous().numpy()
+    matrices = M.numpy()
     (potrf,) = get_lapack_funcs(("potrf",), (matrices[0],))
-    done = []
-    for i, want in enumerate(wanted.tolist()):
-        if not want:
-            done.append(False)
-            continue
-        R, info = potrf(matrices[i].T, lower=0, clean=0, overwrite_a=1)
-        done.append(info == 0 and bool(np.isfinite(R.diagonal()).all()))
+    done = [
+        want and potrf(matrix.T, lower=0, clean=0, overwrite_a=1)[1] == 0
+        for matrix, want in zip(matrices, wanted.tolist(), strict=True)
+    ]
     return torch.tensor(done)

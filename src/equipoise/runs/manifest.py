@@ -8,7 +8,7 @@ import platform
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from equipoise.core import InputError, Refused, round_up
 from equipoise.core.digests import Digest, sealed, unsealed
@@ -41,8 +41,38 @@ class Constant:
         return f"{round_up(self.value)}, computed by equipoise.lipschitz_bound"
 
 
+def _digest(plain: dict[str, Any]) -> str:
+    return Digest(json.dumps(plain, sort_keys=True)).hex()
+
+
+class Described:
+    """What a run is, in a file that is written once and sealed: its identity must not change while the run is continued."""
+
+    file: ClassVar[str]
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change while a run is continued, flat, with readable names."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the file holds, without its digest."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """sha256 of the identity."""
+        return _digest(self.identity())
+
+    def seal(self) -> str:
+        """Digest of all of it, kept in the file and in the store: an edited number is noticed (see `runs.store`)."""
+        return str(sealed(self.to_dict())["digest"])
+
+    def write(self, folder: Path) -> None:
+        """Write the file, whole or not at all."""
+        write_whole(folder / self.file, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
+
+
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Described):
     """Model, data, inputs and parameters of a run; the map and the constant fixed before it; the versions that began it."""
 
     model: dict[str, str]
@@ -55,8 +85,10 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=lambda: versions())
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
+    file = NAME
+
     def identity(self) -> dict[str, Any]:
-        """What must not change while a run is continued, flat, with readable names."""
+        """Format, model, data, inputs and parameters."""
         plain: dict[str, Any] = {
             "format": FORMAT,
             "model": self.model["hash"],
@@ -67,7 +99,7 @@ class Manifest:
         return plain | self.parameters.to_dict()
 
     def stretched(self, constant: Constant | None) -> float | None:
-        """The constant in the coordinates in which the noise is round (see `smoothing.levels`)."""
+        """The constant in the coordinates in which the noise is round (see `smoothing.noise`)."""
         return None if constant is None else constant.value * self.parameters.levels.stretch
 
     def digest(self, *, asked: bool = False) -> str:
@@ -75,11 +107,7 @@ class Manifest:
         plain = self.identity()
         if asked and self.parameters.seed_source == "system":
             del plain["seed"]
-        return digest_identity(plain)
-
-    def seal(self) -> str:
-        """Digest of all of it, kept in `run.json` and in the store: an edited number is noticed (see `runs.store`)."""
-        return str(sealed(self.to_dict())["digest"])
+        return _digest(plain)
 
     def to_dict(self) -> dict[str, Any]:
         """What `run.json` holds, without its digest."""
@@ -115,15 +143,6 @@ class Manifest:
             None if constant is None else Constant(float(constant["value"]), str(constant["source"])),
             plain["versions"], plain["created"],
         )  # fmt: skip
-
-    def write(self, folder: Path) -> None:
-        """Write `run.json`, whole or not at all."""
-        write_whole(folder / NAME, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
-
-
-def digest_identity(plain: dict[str, Any]) -> str:
-    """sha256 of what must not change while a run is continued."""
-    return Digest(json.dumps(plain, sort_keys=True)).hex()
 
 
 def read_manifest(folder: str | Path) -> Manifest:

@@ -343,21 +343,6 @@ class Table(Generic[R]):
             raise InputError(explain(self.path, error)) from error
 
 
-class Store(Table[Row]):
-    """What is drawn of every input, by `runs.rows`."""
-
-    schema = _SAMPLED
-    columns = _COLUMNS
-
-    def encode(self, row: Row) -> tuple[Any, ...]:
-        """Counts and moments as compressed arrays."""
-        return _encode(row)
-
-    def decode(self, values: Sequence[Any]) -> Row:
-        """The row again."""
-        return _decode(values, self.path)
-
-
 def _pack(array: NDArray[Any] | None, kind: str) -> bytes | None:
     return None if array is None else zlib.compress(np.ascontiguousarray(array, dtype=kind).tobytes(), 1)
 
@@ -372,30 +357,39 @@ def _unpack(blob: bytes | None, kind: str, as_: type) -> Any:
     return np.frombuffer(content, dtype=kind).astype(as_)
 
 
-def _encode(row: Row) -> tuple[Any, ...]:
-    soft = row.soft
-    described = None if soft is None else json.dumps([soft.map.name, soft.map.temperature, soft.map.mass])
-    buckets = None if soft is None else _pack(soft.order, "<i4")
-    moments = None if soft is None else _pack(soft.moments, "<f8")
-    return (
-        row.id, row.position, row.label, row.n0, row.draws, _pack(row.selection, "<i8"), _pack(row.estimation, "<i8"),
-        described, buckets, None if soft is None else soft.singles, None if soft is None else int(soft.direct), moments,
-        row.stopped, row.failure, f"{row.key:016x}", row.seconds,
-    )  # fmt: skip
+class Store(Table[Row]):
+    """What is drawn of every input, by `runs.rows`."""
 
+    schema = _SAMPLED
+    columns = _COLUMNS
 
-def _decode(values: Sequence[Any], path: Path) -> Row:
-    v = dict(zip(_COLUMNS, values, strict=True))
-    try:
-        soft = None
-        if v["moments"] is not None:
-            moments = _unpack(v["moments"], "<f8", np.float64).reshape(4, -1)
-            order = _unpack(v["buckets"], "<i4", np.int64)
-            soft = Soft(SimplexMap(*json.loads(v["map"])), order, v["singles"], bool(v["direct"]), moments)
-        selection, estimation = (_unpack(v[name], "<i8", np.int64) for name in ("selection", "estimation"))
-    except (zlib.error, ValueError, TypeError, IndexError, KeyError) as error:
-        raise InputError(f"{path} is damaged at input {v['id']!r} ({error}): restore it from a copy") from error
-    return Row(
-        v["position"], v["id"], v["label"], v["n0"], v["draws"], selection, estimation, soft, v["stopped"], v["failure"],
-        int(v["key"], 16), v["seconds"],
-    )  # fmt: skip
+    def encode(self, row: Row) -> tuple[Any, ...]:
+        """Counts and moments as compressed arrays."""
+        soft = row.soft
+        described = None if soft is None else json.dumps([soft.map.name, soft.map.temperature, soft.map.mass])
+        buckets = None if soft is None else _pack(soft.order, "<i4")
+        moments = None if soft is None else _pack(soft.moments, "<f8")
+        return (
+            row.id, row.position, row.label, row.n0, row.draws, _pack(row.selection, "<i8"), _pack(row.estimation, "<i8"),
+            described, buckets, None if soft is None else soft.singles, None if soft is None else int(soft.direct), moments,
+            row.stopped, row.failure, f"{row.key:016x}", row.seconds,
+        )  # fmt: skip
+
+    def decode(self, values: Sequence[Any]) -> Row:
+        """The row again."""
+        v = dict(zip(_COLUMNS, values, strict=True))
+        try:
+            soft = None
+            if v["moments"] is not None:
+                moments = _unpack(v["moments"], "<f8", np.float64).reshape(4, -1)
+                order = _unpack(v["buckets"], "<i4", np.int64)
+                soft = Soft(SimplexMap(*json.loads(v["map"])), order, v["singles"], bool(v["direct"]), moments)
+            selection, estimation = (_unpack(v[name], "<i8", np.int64) for name in ("selection", "estimation"))
+        except (zlib.error, ValueError, TypeError, IndexError, KeyError) as error:
+            raise InputError(
+                f"{self.path} is damaged at input {v['id']!r} ({error}): restore it from a copy"
+            ) from error
+        return Row(
+            v["position"], v["id"], v["label"], v["n0"], v["draws"], selection, estimation, soft, v["stopped"], v["failure"],
+            int(v["key"], 16), v["seconds"],
+        )  # fmt: skip

@@ -151,8 +151,7 @@ def dense_weight() -> tuple[Tensor, str]:
 
 
 def conditioning(weight: Tensor, steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)) -> dict[str, Tensor]:
-    """Singular values of one matrix after spectral normalisation, AOL, and spectral rescaling in t steps; float64,
-    sorted.
+    """Singular values of one matrix after spectral normalisation, AOL, and spectral rescaling in t steps; float64, sorted.
 
     Two things to see: the profile σ_i/σ_1 (dividing by the norm keeps its shape, one factor per channel flattens it),
     and σ_1 itself, which grows from AOL's towards 1 with t.

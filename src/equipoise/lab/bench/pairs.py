@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.core.timing import take_turns
-from equipoise.lab.bench import layers, norms, smoothing, training
+from equipoise.lab.bench import layers, lipschitz, norms, smoothing, training
 from equipoise.lab.experiments.results import machine
+from equipoise.lipschitz import lipschitz_bound
 from equipoise.norms.differentiable import conv_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.optim import SpectralGuard
-from equipoise.smoothing import SmoothedClassifier
+from equipoise.smoothing import SimplexMap, SmoothedClassifier
 
 Work = Callable[[], Any]
 #: makes `(ours, baseline)` on a device, at full size or at one that only shows that it runs; None where data is missing
@@ -138,6 +139,52 @@ def certify(device: torch.device, quick: bool) -> tuple[Work, Work]:
     )
 
 
+def certify_compiled(device: torch.device, quick: bool) -> tuple[Work, Work] | None:
+    """`certify` of a network that went through `torch.compile` against the plain loop; None where nothing can be compiled."""
+    if quick:  # compiling takes longer than all the rest
+        return None
+    model, chunk, n = smoothing.resnet().to(device), 100, 900
+    compiled: Any = torch.compile(model)
+    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    try:
+        with torch.inference_mode():
+            compiled(x.expand(chunk, -1, -1, -1).contiguous())
+    except torch._dynamo.exc.TorchDynamoException:  # no compiler on this machine
+        return None
+    smooth = SmoothedClassifier(compiled, 0.25, 10, chunk_size=chunk, seed=0)
+    return (
+        lambda: smooth.certify(x, n0=chunk, n=n, procedure="cohen"),
+        lambda: smoothing.plain_certify(model, x[0], 0.25, 10, chunk, n, 1e-3, chunk),
+    )
+
+
+def soft(device: torch.device, quick: bool) -> tuple[Work, Work]:
+    """LVM-RS against Cohen on a small network, where the passes are cheap."""
+    model, n = smoothing.small_cnn().to(device), 200 if quick else 10_000
+    x = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(device)
+    smooth = SmoothedClassifier(model, 0.25, 10, map=SimplexMap("softmax", 0.5), seed=0)
+    return partial(smooth.certify, x, n=n, procedure="lvm"), partial(smooth.certify, x, n=n, procedure="cohen")
+
+
+def audit(depth: int) -> Maker:
+    """`lipschitz_bound` of a ResNet at 3×224×224 and rtol 0.05 against one forward pass of batch 8."""
+
+    def make(device: torch.device, quick: bool) -> tuple[Work, Work]:
+        size, batch = (32, 1) if quick else (224, 8)
+        torch.manual_seed(0)
+        net = (layers.plain(4).eval() if quick else lipschitz.imagenet_resnet(depth)).requires_grad_(False)
+        net, x = net.to(device), torch.randn(batch, 4 if quick else 3, size, size).to(device)
+        lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2))  # what the exporter imports is not part of the audit
+        return partial(lipschitz_bound, net, x[:1], rtol=0.05), partial(_forward, net, x)
+
+    return make
+
+
+def _forward(net: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        net(x)
+
+
 def guarded(device: torch.device, quick: bool) -> tuple[Work, Work]:
     """A step of a small GPT under guard, every layer at its radius, against the same step without."""
     works = []
@@ -168,6 +215,9 @@ PAIRS: dict[str, tuple[Maker, float | None]] = {
     "conv_norm 64 channels, with gradient / training step": (norm_gradient(64), None),
     **{f"{name}, training step / nn.Conv2d": (layer(name), goal) for name, (_, goal) in layers.LAYERS.items()},
     "certify, seconds / plain loop": (certify, 1.0),
+    "certify of a compiled network, seconds / plain loop": (certify_compiled, 1 / 1.3),
+    "LVM-RS, seconds / Cohen": (soft, 1.05),
+    "audit of ResNet-18, seconds / forward pass of batch 8": (audit(18), 10),
     "small GPT under guard / plain step": (guarded, 1.05),
 }
 
@@ -244,6 +294,25 @@ def read(stored: Any, what: str) -> tuple[str, dict[str, Measured]]:
         f"{here.get('device') or here.get('processor')}, {here.get('threads')} thread(s), torch {stored.get('torch')}"
     )
     return f"{where}, {stored.get('rounds')} rounds, {stored.get('clock')} time", found
+
+
+def merged(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """One document of several runs of one machine, by file name; later measurements of the same name replace earlier ones."""
+    whole: dict[str, Any] | None = None
+    for name, document in documents.items():
+        where, _ = read(document, name)
+        if whole is None:
+            whole, first = {**document, "measured": []}, (name, where)
+        elif where != first[1]:
+            raise InputError(f"{name} was measured elsewhere or otherwise than {first[0]}: {where}, not {first[1]}")
+        names = {row["name"] for row in document["measured"]}
+        kept = [row for row in whole["measured"] if row["name"] not in names]
+        whole["measured"] = sorted(
+            [*kept, *document["measured"]], key=lambda row: [*PAIRS, row["name"]].index(row["name"])
+        )
+    if whole is None:
+        raise InputError("there is nothing to merge: name two documents of `equipoise bench all --json`")
+    return whole
 
 
 def compare(before: Mapping[str, Measured], after: Mapping[str, Measured]) -> list[dict[str, Any]]:

@@ -132,8 +132,7 @@ def rivals_rows() -> list[Row]:
 
 
 def soft_row(repeats: int = 5, n: int = 10_000) -> Row:
-    """LVM-RS against Cohen at n = 10⁴ and 10 classes, on a small convolutional network (the worst case: cheap
-    passes)."""
+    """LVM-RS against Cohen at n = 10⁴ and 10 classes, on a small convolutional network (the worst case: cheap passes)."""
     model, x = small_cnn(), torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     smooth = SmoothedClassifier(model, 0.25, 10, map=SimplexMap("softmax", 0.5), seed=0)
     ours, base, ratio = interleaved(

@@ -31,9 +31,7 @@ INTRODUCTION = (
 
 
 def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str = "# Experiments") -> str:
-    """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not
-    read.
-    """
+    """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not read."""
     done = [outcome.result for outcome in outcomes if outcome.result is not None]
     missing = [outcome for outcome in outcomes if outcome.result is None]
     head = ["| experiment | verdict | measured | published |", "|---|---|---|---|"]

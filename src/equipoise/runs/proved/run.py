@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,12 +16,12 @@ from numpy.typing import NDArray
 
 from equipoise.core import InputError, Refused, round_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
-from equipoise.core.digests import sealed, unsealed
+from equipoise.core.digests import unsealed
 from equipoise.core.files import describing, read_json, write_whole
 from equipoise.lipschitz.local import radius as methods
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.runs.inputs import Selection
-from equipoise.runs.manifest import digest_identity, versions
+from equipoise.runs.manifest import Described, versions
 from equipoise.runs.rows import InputId, Item
 from equipoise.runs.store import AttackRow, Table, locked
 
@@ -117,7 +116,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class ProvedManifest:
+class ProvedManifest(Described):
     """Model, data, inputs and what was asked; written once, before the first input."""
 
     model: dict[str, str]
@@ -129,28 +128,18 @@ class ProvedManifest:
     versions: dict[str, str] = field(default_factory=versions)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
+    file = NAME
+
     def identity(self) -> dict[str, Any]:
-        """What must not change while a run is continued."""
+        """Format, model, data, inputs and what was asked."""
         return {
             "format": FORMAT, "model": self.model["hash"], "data": self.data["fingerprint"], "total": self.total,
             **asdict(self.selection), **asdict(self.asked),
         }  # fmt: skip
 
-    def digest(self) -> str:
-        """sha256 of the identity."""
-        return digest_identity(self.identity())
-
     def to_dict(self) -> dict[str, Any]:
         """What the file holds, without its digest."""
         return {"format": FORMAT, **asdict(self)}
-
-    def seal(self) -> str:
-        """Digest of all of it."""
-        return str(sealed(self.to_dict())["digest"])
-
-    def write(self, folder: Path) -> None:
-        """Write the file, whole or not at all."""
-        write_whole(folder / NAME, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
 
 
 def is_proved(folder: str | Path) -> bool:

@@ -48,9 +48,7 @@ class Settings:
 
 
 def concentration(p: np.ndarray) -> np.ndarray:
-    """Total variation of class probabilities (N, c) to the uniform law, the thesis' TVU: 0 where all classes are
-    level.
-    """
+    """Total variation of class probabilities (N, c) to the uniform law, the thesis' TVU: 0 where all classes are level."""
     return np.asarray(0.5 * np.abs(p - 1 / p.shape[1]).sum(axis=1))
 
 

@@ -1,5 +1,4 @@
-"""LVM-RS on ImageNet with networks of the user's own: a denoiser with a vision transformer, and Salman's adversarial
-training.
+"""LVM-RS on ImageNet with networks of the user's own: a denoiser with a vision transformer, and Salman's adversarial training.
 
 Needs, none of which can be shipped: the validation images as a folder `imagenet-val` (a subfolder per class, in the
 order of the class indices) in the data folder, and a module `imagenet_networks` on the Python path with factories
@@ -42,9 +41,7 @@ PUBLISHED_TABLE = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Factories by network with the noise of each, draws and maps, the number of inputs, and of others to calibrate
-    on.
-    """
+    """Factories by network with the noise of each, draws and maps, the number of inputs, and of others to calibrate on."""
 
     votes: Votes
     networks: dict[str, str] = field(

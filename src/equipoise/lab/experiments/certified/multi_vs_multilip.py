@@ -77,9 +77,7 @@ def constant(network: Prepared) -> float:
 
 @dataclass(frozen=True)
 class Certified:
-    """One smoothed classifier: its map, the constant its radius knows, its radii, and where its mean scores are
-    right.
-    """
+    """One smoothed classifier: its map, the constant its radius knows, its radii, and where its mean scores are right."""
 
     map: SimplexMap
     rated: Rated

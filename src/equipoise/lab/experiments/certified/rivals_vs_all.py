@@ -39,9 +39,7 @@ def radii(settings: Settings, context: Context) -> Iterator[Row]:
 
 
 def risks(settings: Settings, context: Context) -> Iterator[Row]:
-    """One row per law and procedure: how often a radius is larger than the true one. All rivals are level, the worst
-    case.
-    """
+    """One row per law and procedure: how often a radius is larger than the true one. All rivals are level, the worst case."""
     generator = np.random.default_rng(context.seed)
     for classes in context.steps(settings.risky):
         p = np.full(classes, 0.55 / (classes - 1))

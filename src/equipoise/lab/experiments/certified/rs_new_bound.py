@@ -1,6 +1,4 @@
-"""One Lipschitz network certified three ways with the same formula: by itself, smoothed, and smoothed knowing its
-constant.
-"""
+"""One Lipschitz network certified three ways with the same formula: by itself, smoothed, and smoothed knowing its constant."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,9 +113,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
-    """The gain over either rival at every published ε, against the published one, by its interval; a verdict per
-    rival.
-    """
+    """The gain over either rival at every published ε, against the published one, by its interval; a verdict per rival."""
     table = [r for r in rows if r["published ε"]]
     ours = pick(table, method=METHODS[2])
     lines = " · ".join("/".join(f"{r['accuracy']:.1f}" for r in pick(table, method=m)) for m in METHODS)

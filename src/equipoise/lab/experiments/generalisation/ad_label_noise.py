@@ -22,9 +22,7 @@ POINT, TENTH = 1.0, 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The recipe, shares of wrong labels, σ of activation decay (0: without), seeds, inputs and products of the
-    trace.
-    """
+    """The recipe, shares of wrong labels, σ of activation decay (0: without), seeds, inputs and products of the trace."""
 
     recipe: dict[str, Any]
     shares: tuple[float, ...]

@@ -71,9 +71,7 @@ def rivals() -> Iterator[None]:
 
 
 def regularized(kind: str, penalty: str, weight: float = 0.1) -> dict[str, object]:
-    """What a variant changes: Gram iteration with the explicit gradient (t = 6), power iteration (10), Singla,
-    Araujo.
-    """
+    """What a variant changes: Gram iteration with the explicit gradient (t = 6), power iteration (10), Singla, Araujo."""
     gram: dict[str, object] = {"kind": "spectral", "bound": "gram", "iterations": 6, "only": "Conv2d"}
     power: dict[str, object] = {"kind": "spectral", "bound": "tracked", "steps": 10, "only": "Conv2d"}
     chosen: dict[str, dict[str, object]] = {

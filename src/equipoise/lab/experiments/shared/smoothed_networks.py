@@ -1,5 +1,4 @@
-"""Shared by the certificate experiments: a network trained under noise, its logits at noisy inputs, and paired
-comparisons.
+"""Shared by the certificate experiments: a network trained under noise, its logits at noisy inputs, and paired comparisons.
 
 Noise is drawn once per input and all methods are rated on the same draws, so differences between methods are paired.
 """
@@ -228,9 +227,7 @@ def gain_of(row: Row, rival: str) -> Mean:
 
 
 def by_method(axes: Axes, rows: Sequence[Row], methods: Sequence[str], every: int = 1, **options: Any) -> None:
-    """Accuracy over ε, a line for each method; the marks are shifted so that curves on top of each other are both
-    seen.
-    """
+    """Accuracy over ε, a line for each method; the marks are shifted so that curves on top of each other are both seen."""
     for k, method in enumerate(methods):
         found = [r for r in rows if r["method"] == method]
         x, y = [r["epsilon"] for r in found], [r["accuracy"] for r in found]

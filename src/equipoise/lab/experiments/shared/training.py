@@ -63,9 +63,7 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Plain:
 
 
 def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
-    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no
-    bound.
-    """
+    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound."""
     from equipoise.train import run_recipe
 
     path = str(recipe["data"]["path"])
@@ -100,9 +98,7 @@ Variants = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Settings:
-    """One recipe, named variants of it (what they change), and the number of seeds; the first variant is the
-    baseline.
-    """
+    """One recipe, named variants of it (what they change), and the number of seeds; the first variant is the baseline."""
 
     recipe: dict[str, Any]
     variants: Variants
@@ -123,8 +119,7 @@ class Claim:
 
 
 def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
-    """One row per seed and variant with the figures of the last epoch; the seed fixes the start and the order of the
-    data.
+    """One row per seed and variant with the figures of the last epoch; the seed fixes the start and the order of the data.
 
     A rehearsal trains the first two variants. `label` tells the kept parts of several comparisons apart.
     """
