@@ -21,7 +21,7 @@ def commands(heading="The first ten minutes"):
     """The `equipoise` lines of the first block under a heading of the guide."""
     section = GUIDE.read_text(encoding="utf-8").partition(f"## {heading}")[2].partition("\n## ")[0]
     block = re.search(r"```console\n(.*?)```", section, re.DOTALL)[1]
-    lines = [line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines() if line[0] != "#"]
     others = [line for line in lines if not line.startswith("equipoise ")]
     assert [line.split()[0] for line in others] in ([], ["git", "python"])
     return [shlex.split(line, comments=True)[1:] for line in lines if line not in others]
@@ -47,6 +47,15 @@ def follow(lines, run="runs/first"):
         assert ran.exit_code == 0, (arguments, ran.stderr, ran.exception)
     assert time.monotonic() - begin < 600
     return open_run(run).summary()
+
+
+def test_the_installation_of_the_guide_is_enough_for_its_commands():
+    """Reading .onnx files and drawing reports need packages of their own."""
+    extras = re.search(r"pip install -e '\.\[([\w,]+)\]'", GUIDE.read_text(encoding="utf-8"))[1].split(",")
+    needed = {"onnx" for line in commands() if "model.onnx" in line} | {
+        "report" for line in commands() if "report" in line
+    }
+    assert needed <= set(extras)
 
 
 def test_the_first_commands_end_in_a_certificate(folder):

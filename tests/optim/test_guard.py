@@ -213,6 +213,24 @@ def test_a_stored_claim_that_is_false_is_not_believed(lie):
     assert guard.bounds()["0"].upper >= true_norm(model[0])
 
 
+def _loaded(net):
+    net.load_state_dict({name: 50 * value for name, value in net.state_dict().items()}, assign=True)
+
+
+def _assigned(net):
+    net[2].weight = nn.Parameter(50 * net[2].weight.detach())
+
+
+@pytest.mark.parametrize("replace", [_loaded, _assigned])
+def test_a_weight_that_was_replaced_is_not_spoken_of(replace):
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    guard = SpectralGuard(net)
+    replace(net)
+    for ask in (guard.bounds, guard.step, guard.scalars):
+        with pytest.raises(Refused, match="make a new guard"):
+            ask()
+
+
 def test_radii_by_name_and_ties():
     model = net()
     model.tied = nn.Linear(40, 24)

@@ -55,9 +55,9 @@ class Carried(Protocol):
 
 @dataclass
 class Guarded:
-    """One weight under guard, with the names of the layers that use it."""
+    """One weight under guard, with the layers that use it, by name."""
 
-    names: tuple[str, ...]
+    modules: dict[str, nn.Module]
     weight: nn.Parameter
     radius: float
     carried: Carried
@@ -67,12 +67,23 @@ class Guarded:
     restored: int = 0
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the layers that use it."""
+        return tuple(self.modules)
+
+    @property
     def name(self) -> str:
         """The first of its names."""
         return self.names[0]
 
     def mark(self) -> tuple[int, int, torch.dtype]:
-        """What changes when the weight is written to or replaced."""
+        """What changes when the weight is written to; refused where a layer has another weight by now."""
+        for name, module in self.modules.items():
+            if plain_weight(name, module) is not self.weight:
+                raise Refused(
+                    f"the weight of {name!r} is another parameter than when the guard was made (assigned, or loaded with "
+                    "assign=True), so its proof is about a weight that is not used: make a new guard"
+                )
         return self.weight._version, self.weight.data_ptr(), self.weight.dtype
 
 
@@ -322,7 +333,7 @@ class SpectralGuard:
         aim = min(one.radius / one.upper, least) * (1 - (2.0**attempt - 1) * 2 * u)
         c = float(torch.tensor(min(aim, 1.0) if self.how != "sphere" and attempt else aim, dtype=torch.float32))
         lost = (
-            2 * u * c * float(frobenius(W.detach().to(working_dtype(W.dtype)), tuple(range(W.dim()))))
+            2 * u * c * float(frobenius(W.detach().to(working_dtype(W.dtype)).reshape(len(W), -1)))
             + math.sqrt(W.numel()) * torch.finfo(W.dtype).tiny
         )
         W.mul_(c)
@@ -396,5 +407,6 @@ def _guarded(
             )
         carried: Carried = CarriedMatrix(len(found)) if matrix else CarriedConvolution(module, sizes[names[0]])
         radius = min(radii[name] for name in names)
-        found.append(Guarded(tuple(names), plain_weight(names[0], module), radius, carried))
+        users_of = {name: layers[name] for name in names}
+        found.append(Guarded(users_of, plain_weight(names[0], module), radius, carried))
     return found
