@@ -14,6 +14,7 @@ from torch.nn import functional
 import equipoise.nn as eqn
 from equipoise.core.errors import InputError, Refused
 from equipoise.maps.geometry import Geometry
+from equipoise.nn import dominance
 from equipoise.nn.diagonal import rescaling, rescaling_pair
 from equipoise.nn.rescaling import Phases
 from equipoise.norms import reference_norm, spectral_norm
@@ -255,7 +256,7 @@ def test_the_smaller_side_is_the_transpose_of_the_other_layer(layer, shape):
     """`R·W` of a wide layer is `(Wᵀ·R)ᵀ` of the tall one; a tall layer rescales its inputs as ever."""
     torch.manual_seed(0)
     ins, out = shape
-    one, other = layer(ins, out, side="smaller"), layer(out, ins) if ins > out else layer(ins, out)
+    one, other = layer(ins, out), layer(out, ins, side="input") if ins > out else layer(ins, out, side="input")
     with torch.no_grad():
         other.raw.copy_(one.raw.mT if ins > out else one.raw)
     expected = other.weight.mT if ins > out else other.weight
@@ -263,9 +264,62 @@ def test_the_smaller_side_is_the_transpose_of_the_other_layer(layer, shape):
     assert float(torch.linalg.matrix_norm(one.weight.double(), 2)) <= 1
 
 
-def test_outputs_of_convolutions_are_not_rescaled():
-    with pytest.raises(Refused, match="outputs of a convolution"):
-        eqn.AOLConv2d(3, 4, 3, side="output")
+@pytest.mark.parametrize("kind", [eqn.AOLConv2d, eqn.SRConv2d])
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2}, {"stride": 2, "padding_mode": "circular"}, {"groups": 2, "dilation": 2}]
+)
+def test_the_outputs_of_convolutions_are_rescaled_where_they_are_fewer(kind, options):
+    torch.manual_seed(0)
+    layer = kind(8, 4, 3, padding=1, **options).double()
+    assert layer.method.outputs is not None
+    assert kind(4, 8, 3).method.outputs is None
+    assert 0.05 < reference_norm(layer.export(), (8, 6, 8)) <= 1
+    ratio = layer.weight / layer.raw  # one factor for every output channel, the same for all inputs and taps
+    torch.testing.assert_close(ratio, ratio[:, :1, :1, :1].expand_as(ratio))
+
+
+def test_sides_are_checked():
     with pytest.raises(InputError, match="side must be one of"):
         eqn.SRLinear(3, 4, side="left")
-    assert eqn.AOLConv2d(3, 4, 3, side="smaller").weight.shape == (4, 3, 3, 3)
+    assert eqn.AOLConv2d(3, 4, 3, side="output").method.outputs is not None
+
+
+@pytest.mark.parametrize("kind", [eqn.AOLLinear, eqn.SRLinear])
+def test_weights_of_the_first_releases_open_as_they_were(kind):
+    old, new = kind(6, 3, side="input"), kind(6, 3)
+    network = nn.Sequential(nn.Identity(), new)
+    network.load_state_dict({f"1.{name}": value for name, value in old.state_dict().items()})
+    torch.testing.assert_close(network[1].weight, old.weight)
+    again = kind(6, 3)
+    again.load_state_dict(kind(6, 3).state_dict())
+    assert again.method.outputs is not None
+
+
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+def test_large_gram_matrices_in_float32_are_dominated(t, size, monkeypatch):
+    """T is at least the exact |power|, entry by entry, and close to it; its gradient is that of float64."""
+    monkeypatch.setattr(dominance, "_LARGE", 1)
+    W = torch.nn.init.orthogonal_(torch.empty(1, 700, 24)) + 0.01 * torch.randn(1, 700, 24)
+    W = (size * W).requires_grad_()
+    exponent = dominance.largest_exponent(W, 0)
+    T, log2 = dominance.totals(W, exponent, t)
+    exact, same = dominance.totals(W.double(), exponent, t)
+    assert torch.equal(log2, same)
+    assert bool((exact <= T).all())
+    assert bool((T.sum(-1) < exact.sum(-1) * 1.01).all())
+    g = torch.randn_like(T)
+    one, other = (torch.autograd.grad(value, W, g)[0] for value in (T, exact))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=float(1e-4 * other.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 3, 3), (1, 3, 5, 2, 4), (1, 6, 6, 3), (2, 9, 5), (1, 3, 2, 2, 2, 2)])
+@pytest.mark.parametrize("t", [1, 2, 3])
+def test_the_closed_gradient_is_that_of_the_operators(shape, t):
+    K = (3 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
+    exponent = dominance.largest_exponent(K, 0)
+    (T, log2), (expected, same) = dominance.totals(K, exponent, t), dominance._by_operators(K, exponent, t)
+    torch.testing.assert_close(T, expected)
+    assert torch.equal(log2, same)
+    g = torch.randn_like(T)
+    torch.testing.assert_close(*(torch.autograd.grad(value, K, g)[0] for value in (T, expected)))

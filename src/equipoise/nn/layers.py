@@ -108,6 +108,11 @@ class Weighted(Effective):
             raise InputError(_FIXED.format(name))
         super().__setattr__(name, value)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if f"{prefix}raw" in state_dict:
+            self.method.opening(state_dict, f"{prefix}method.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def compute(self) -> Tensors:
         """(weight,), in the layout of the plain layer."""
         return (self.method(self.raw),)

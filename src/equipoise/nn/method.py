@@ -1,6 +1,7 @@
 """What turns a raw weight into one of norm at most 1: a module that also works with `torch.nn.utils.parametrize`."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -84,6 +85,9 @@ class Method(nn.Module):
     def initial(self, raw: Tensor) -> Tensor:
         """Raw weight to start from, given PyTorch's default initialisation; the default keeps it."""
         return raw
+
+    def opening(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        """Called before tensors of a file are loaded into a layer, with the prefix of the method's own names in it."""
 
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""

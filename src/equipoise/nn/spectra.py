@@ -23,12 +23,22 @@ def kernel_gram(K: Tensor) -> tuple[Tensor, Tensor, Reach]:
 
     X and Y are (frequencies, g, ci, ci).
     """
+    B, C, reach = kernel_symbol(K)
+    return *gram(B, C), reach
+
+
+def kernel_symbol(K: Tensor) -> tuple[Tensor, Tensor, Reach]:
+    """`(B, C, reach)`: the symbol `E(ω) = B + iC` of the kernel `K (g, co, ci, *k)` on the grid of its Gram operator."""
     reach = tuple(k - 1 for k in K.shape[3:])
     cos, sin = _waves("taps", reach, K)
     flat = K.flatten(3).movedim(3, 0)
-    B, C = torch.tensordot(cos, flat, 1), torch.tensordot(sin, flat, 1)
+    return torch.tensordot(cos, flat, 1), torch.tensordot(sin, flat, 1), reach
+
+
+def gram(B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """Real part, and imaginary part turned round, of `(B + iC)*(B + iC)`."""
     cross = C.mT @ B
-    return B.mT @ B + C.mT @ C, cross - cross.mT, reach
+    return B.mT @ B + C.mT @ C, cross - cross.mT
 
 
 def offsets(X: Tensor, Y: Tensor, reach: Reach) -> Tensor:
@@ -47,6 +57,25 @@ def square(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """`(X + iY)²` of Hermitian matrices in three real products."""
     cross = X @ Y
     return X @ X + Y.mT @ Y, cross - cross.mT
+
+
+def offsets_adjoint(A: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+    """The adjoint of `offsets` on symmetric X and skew-symmetric Y."""
+    cos, sin = _waves("back", reach, A)
+    return torch.tensordot(cos.mT, (A + A.mT) / 2, 1), torch.tensordot(sin.mT, (A.mT - A) / 2, 1)
+
+
+def refine_adjoint(P: Tensor, Q: Tensor, reach: Reach) -> Tensor:
+    """The adjoint of `refine` for `X = P + Pᵀ` and `Y = Q − Qᵀ`."""
+    cos, sin = _waves("finer", reach, P)
+    c, s = torch.tensordot(cos.mT, P, 1), torch.tensordot(sin.mT, Q, 1)
+    return 2 * ((c - s) + (c + s).mT)
+
+
+def taps_adjoint(B: Tensor, C: Tensor, reach: Reach) -> Tensor:
+    """The adjoint of `kernel_symbol`: (taps, g, co, ci)."""
+    cos, sin = _waves("taps", reach, B)
+    return torch.tensordot(cos.mT, B, 1) + torch.tensordot(sin.mT, C, 1)
 
 
 def _waves(kind: str, reach: Reach, like: Tensor) -> tuple[Tensor, Tensor]:

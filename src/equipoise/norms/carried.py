@@ -102,8 +102,8 @@ class CarriedMatrix:
     ) -> tuple[float, float]:
         """`(lower, upper)` of σ₁(W), with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`.
 
-        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser. Where `loose` is larger
-        than rtol, a proof in float32 may take its place if it is that tight.
+        With `renew=False` only the carried proof is asked, where there is one: cheap, true, and looser. Where `loose` is no
+        smaller than rtol, a proof in float32 may take its place if it is that tight.
         """
         return bracket_all([Asked(self, W, enough, rtol, what, renew, loose)])[0]
 
@@ -278,7 +278,7 @@ class _Answer:
     def renew(self) -> None:
         """New proofs: in float32 where that is allowed and may be tight enough, then as tight as asked."""
         a, A = self.asked, self.A
-        fits = a.rtol < a.loose and A.dtype is torch.float32 and A.device.type == "cpu"
+        fits = a.rtol <= a.loose and A.dtype is torch.float32 and A.device.type == "cpu"
         if fits and single_loss(A.shape[1]) < a.loose:
             self.take(a.carried._single(A, a.enough), a.loose)
         if not self.done:

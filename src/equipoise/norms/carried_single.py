@@ -194,7 +194,7 @@ def single_bracket(A: Tensor, start: Tensor | None, enough: float) -> tuple[floa
     if value < s and g.below(s):
         return down(math.sqrt(low)), enough, v
     for steps in STEPS:
-        value, v = g.quotient(lanczos(g.times, mixed(v), steps))
+        value, v = g.quotient(lanczos(g.times, v if steps == STEPS[0] else mixed(v), steps))
         low = max(low, g.lower(value))
         s = float(np.float32(value * (1 + 5e-4)))
         if g.below(s):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from equipoise.norms.supremum import Search, grid_cells
 from equipoise.norms.symbol import Symbol, tap_positions
 from equipoise.norms.verify import below, verification_loss
 
+#: numbers whose products are summed in the precision of the kernel
+PIECE = 1024
 #: columns followed at every frequency
 COLUMNS = 8
 #: from this many channels on, Cholesky factors of the rest are in double precision: the a-priori error grows with their square
@@ -179,22 +182,36 @@ def _rest(H: Tensor, error: Tensor, guess: Tensor) -> Tensor:
     return up(up(tau).sqrt())
 
 
+@lru_cache(maxsize=64)
+def _waves(sizes: tuple[int, ...], lengths: tuple[int, ...], groups: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Group of every cell of a grid, cosines and sines of its angles at every tap, and what their rounding may cost."""
+    symbol = Symbol.of(torch.zeros(groups, 1, 1, *lengths), 0)
+    cells = grid_cells(symbol, sizes)
+    angle = cells.omega @ tap_positions(lengths).mT
+    return cells.groups, angle.cos(), angle.sin(), symbol.phase_error()
+
+
 def drifts(grid: Grid, conv: Convolution, difference: Tensor) -> Tensor:
-    """`‖E_D(ω_j)‖_F` for every frequency (and group), rounded up, from the Gram matrix of the taps of D."""
-    symbol = grid.symbol(conv, difference, correlated=False)
-    taps = symbol.kernel.flatten(3).flatten(1, 2).mT  # groups, taps, m·c in float64
-    products = taps @ taps.mT
-    cells = grid_cells(symbol, grid.sizes)
-    angle = cells.omega @ tap_positions(symbol.lengths).to(cells.omega.device).mT
-    cos, sin = angle.cos(), angle.sin()
-    found = torch.empty(len(cells), dtype=torch.float64, device=angle.device)
-    for group in range(len(taps)):
-        rows = cells.groups == group
-        quadratic = [((part[rows] @ products[group]) * part[rows]).sum(1) for part in (cos, sin)]
-        size = float(up(frobenius(taps[group][:, :, None]).sum())) ** 2
-        lost = (gamma(taps.shape[-1] + 2 * taps.shape[1] + 32, torch.float64) + 4 * symbol.phase_error()) * size
-        found[rows] = up((quadratic[0] + quadratic[1] + 4 * lost).clamp_min(0).sqrt())
-    return found
+    """`‖E_D(ω_j)‖_F` for every frequency (and group), rounded up, from the Gram matrix of the taps of D.
+
+    The inner products of the taps are formed in the precision of D over pieces of `PIECE` numbers and added in float64.
+    """
+    kernel = polyphase(conv.geometry.grouped(difference), list(grid.lattices))
+    G, lengths = kernel.shape[0], tuple(kernel.shape[3:])
+    rows = kernel.flatten(3).flatten(1, 2)  # groups, m·c, taps
+    whole = rows.shape[1] // PIECE * PIECE
+    pieces = rows[:, :whole].unflatten(1, (-1, PIECE))
+    rest = rows[:, whole:]
+    products = (pieces.mT @ pieces).sum(1, dtype=torch.float64) + (rest.mT @ rest).double()
+    groups, cos, sin, phase = _waves(grid.sizes, lengths, G)
+    groups, cos, sin = (x.to(kernel.device) for x in (groups, cos, sin))
+    g, count = gamma(PIECE + 8, kernel.dtype), rows.shape[1]
+    tiny = count * torch.finfo(kernel.dtype).tiny
+    lengths_of = up((torch.diagonal(products, dim1=-2, dim2=-1) * (1 + 4 * g) + tiny).sqrt())
+    size = up(lengths_of.sum(-1)).square()
+    lost = (g + gamma(count + 2 * rows.shape[2] + 32, torch.float64) + 4 * phase) * size + rows.shape[2] ** 2 * tiny
+    quadratic = sum(((x[:, None] @ products[groups])[:, 0] * x).sum(1) for x in (cos, sin))
+    return up((quadratic + 4 * lost[groups]).clamp_min(0).sqrt())
 
 
 def symbol_bracket(

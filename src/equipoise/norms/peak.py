@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise.norms.symbol import Symbol, tap_positions
-from equipoise.norms.verify import below, verification_loss
+from equipoise.norms.verify import below_parts, verification_loss
 
 #: bytes of a batch of Gram matrices
 CHUNK_BYTES = 2**23
@@ -50,11 +50,10 @@ def largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, int
     best, where = -math.inf, 0
     for first in range(0, len(omega), per):
         X, Y = grams(omega[first : first + per])
-        G = torch.complex(X, Y)
-        log_s = _log_norm(G) / 2 if iterations else torch.diagonal(X, dim1=-2, dim2=-1).double().sum(-1).log2() / 2
+        log_s = _log_norm(X, Y) / 2 if iterations else torch.diagonal(X, dim1=-2, dim2=-1).double().sum(-1).log2() / 2
         if first == 0:  # a first value to leave others behind
-            best, where = _race(G, log_s, log_s.argmax()[None], iterations, best, where)
-        found, row = _race(G, log_s, _unproved(G, log_s, best), iterations, best, -1)
+            best, where = _race(X, Y, log_s, log_s.argmax()[None], iterations, best, where)
+        found, row = _race(X, Y, log_s, _unproved(X, Y, log_s, best), iterations, best, -1)
         best, where = (found, first * groups + row) if row >= 0 else (best, where)
     value = torch.tensor(best, dtype=torch.float64, device=kernel.device).exp2()
     return value, where % groups, where // groups
@@ -86,28 +85,29 @@ def _grams(kernel: Tensor, omega: Tensor) -> Callable[[Tensor], tuple[Tensor, Te
     return direct
 
 
-def _unproved(G: Tensor, log_s: Tensor, best: float) -> Tensor:
-    """Which of the Gram matrices are not proved to lie below `2^(2·best)`."""
+def _unproved(X: Tensor, Y: Tensor, log_s: Tensor, best: float) -> Tensor:
+    """Which of the Gram matrices `X + iY` are not proved to lie below `2^(2·best)`."""
     left = (log_s > best).nonzero()[:, 0]
     if not len(left) or best == -math.inf:
         return left
-    G = G if len(left) == len(G) else G[left]
-    if verification_loss(G.shape[-1], G.dtype) > MOST_LOSS:
-        G = G.to(torch.complex128)
-    tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64, device=G.device)
-    return left[~below(G, tau, torch.zeros_like(tau))]
+    X, Y = (X, Y) if len(left) == len(X) else (X[left], Y[left])
+    narrow = X.dtype is torch.float32 and verification_loss(X.shape[-1], torch.complex64) <= MOST_LOSS
+    tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64, device=X.device)
+    return left[~below_parts(X, Y, tau, torch.zeros_like(tau), torch.complex64 if narrow else torch.complex128)]
 
 
-def _race(G: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, where: int) -> tuple[float, int]:
+def _race(
+    X: Tensor, Y: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, where: int
+) -> tuple[float, int]:
     """`log2 s_t` of some rows as long as it exceeds `best`; the largest found and its row, or what was given."""
-    G, log_s = G[rows], log_s[rows]
+    G, log_s = torch.complex(X[rows], Y[rows]), log_s[rows]
     log2, norm = torch.zeros_like(log_s), 2 * log_s
     for t in range(1, max(1, iterations) + 1):
         if t > 1:
             size = norm.nan_to_num(neginf=0.0).ceil()
             G = G * torch.exp2(-size).to(G.real.dtype)[:, None, None]
             G = G @ G  # Hermitian
-            log2, norm = 2 * (log2 + size), _log_norm(G)
+            log2, norm = 2 * (log2 + size), _log_norm(G.real, G.imag)
             log_s = (norm + log2) * 2.0**-t
         stay = (log_s > best).nonzero()[:, 0]
         if not len(stay):
@@ -118,5 +118,7 @@ def _race(G: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, 
     return float(log_s[top]), int(rows[top])
 
 
-def _log_norm(G: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(torch.view_as_real(G).flatten(1), dim=1).double().log2()
+def _log_norm(X: Tensor, Y: Tensor) -> Tensor:
+    """log2 of the Frobenius norms of `X + iY`."""
+    sizes = (torch.linalg.vector_norm(part.flatten(1), dim=1).double() for part in (X, Y))
+    return torch.hypot(*sizes).log2()

@@ -333,7 +333,7 @@ class SpectralGuard:
         aim = min(one.radius / one.upper, least) * (1 - (2.0**attempt - 1) * 2 * u)
         c = float(torch.tensor(min(aim, 1.0) if self.how != "sphere" and attempt else aim, dtype=torch.float32))
         lost = (
-            2 * u * c * float(frobenius(W.detach().to(working_dtype(W.dtype)), tuple(range(W.dim()))))
+            2 * u * c * float(frobenius(W.detach().to(working_dtype(W.dtype)).reshape(len(W), -1)))
             + math.sqrt(W.numel()) * torch.finfo(W.dtype).tiny
         )
         W.mul_(c)

@@ -222,7 +222,8 @@ class SpectralPenalty:
             sigma = self._vectors[name].norm()
             enough = self.target if self.kind == "hinge" and self.scope == "layer" else 0.0
             W = weight_of(self.layers[name]).detach()
-            upper = self._carried[name].bracket(W, enough, self.rtol, f"weight of {name!r}")[1]
+            what = f"weight of {name!r}"
+            upper = self._carried[name].bracket(W, enough, self.rtol, what, loose=self.rtol)[1]
             return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
         return layer_bound(self.layers[name], self._size(name), self.iterations, self.grid)
 

@@ -99,7 +99,7 @@ class Manifest(Described):
         return plain | self.parameters.to_dict()
 
     def stretched(self, constant: Constant | None) -> float | None:
-        """The constant in the coordinates in which the noise is round (see `smoothing.levels`)."""
+        """The constant in the coordinates in which the noise is round (see `smoothing.noise`)."""
         return None if constant is None else constant.value * self.parameters.levels.stretch
 
     def digest(self, *, asked: bool = False) -> str:

@@ -37,7 +37,7 @@ class SmoothedClassifier:
     Args:
         model: maps (batch, *shape) to logits (batch, num_classes), every row by itself; must be in evaluation mode.
         sigma: noise level, in the units of the model's input (put normalisation inside the model); a list has one level per
-            channel: the radii are then ℓ2 by the smallest, and an ellipsoid is certified (see `levels`).
+            channel: the radii are then ℓ2 by the smallest, and an ellipsoid is certified (see `noise`).
         num_classes: number of logits.
         seed: of the noise; default: drawn from the operating system. A seed of your own is stated in the certificates.
         chunk_size: draws per forward pass; part of the key of the noise.

@@ -14,7 +14,7 @@ All margins by one constant: what is affordable where too many neurons may switc
 
 Divide every margin by its value at the input, `h_k = g_k/m_k`. If `‖h(x) − h(x₀)‖₂ ≤ L‖x − x₀‖` on the ball of radius R and
 `L·R < 1`, then `|g_k(x) − g_k(x₀)| < m_k` for all k there: one proof instead of one per rival. The constant is that of pairs of
-which one is the centre, so that a single radius does what a sum along several does for pairs of the ball (see `integral`).
+which one is the centre, so that a single radius does what a sum along several does for pairs of the ball (above).
 
 *Rounding.* The factors 1/m_k are the stored numbers; multiplying rows by them rounds once more, which `multipliers.proves` has
 room for (it grants 16 roundings per entry and needs four), and `m_k·(1/m_k)` is off 1 by 2⁻⁵², far less than `_ROOM`.

@@ -37,8 +37,8 @@ def head(kind: str, features: int, num_classes: int) -> nn.Module:
             f"{features} features are too few for {num_classes} classes; use another head or more channels"
         )
     table = {
-        "sr": lambda: SRLinear(features, num_classes),
-        "aol": lambda: AOLLinear(features, num_classes),
+        "sr": lambda: SRLinear(features, num_classes, side="input"),
+        "aol": lambda: AOLLinear(features, num_classes, side="input"),
         "lln": lambda: LastLayerNormalised(features, num_classes),
         "first": lambda: FirstFeatures(num_classes),
     }

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from equipoise.core.precision import unit_roundoff
+from equipoise.nn.effective import plainly_called
 from equipoise.nn.layers import layers_of
 from equipoise.nn.method import Method
 
@@ -46,19 +46,12 @@ def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Te
     """
     tall = raw.shape[-2] > raw.shape[-1]
     W = raw.mT if tall else raw
-    if steps is None and raw.device.type == "cpu" and _plainly_called(raw):
+    if steps is None and raw.device.type == "cpu" and plainly_called(raw):
         W = Polar.apply(W)[0]
     else:
         W = by_steps(W, CONVERGING if steps is None else (1.0,) * (steps - 1)).to(raw.dtype)
     W = W * scale if scale != 1 else W
     return W.mT if tall else W
-
-
-def _plainly_called(raw: Tensor) -> bool:
-    """Neither compiled nor inside `torch.func` or forward differentiation: they go through the steps, operator by operator."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return forward_ad.unpack_dual(raw).tangent is None
 
 
 def _precision(raw: Tensor) -> torch.dtype:
