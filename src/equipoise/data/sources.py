@@ -105,7 +105,7 @@ def channels_first(shape: Sequence[int], dtype: np.dtype[Any], layout: Layout, w
         rule, instead = ("floats are read as (N, C, H, W)", "NHWC") if first else ("bytes as (N, H, W, C)", "NCHW")
         raise InputError(
             f"{where} has inputs of shape {tuple(shape)} and type {dtype}: {rule}, which gives {ours} channels; "
-            f"say layout={instead!r} (or layout={'NCHW' if first else 'NHWC'!r} if that is meant)"
+            f"say layout={instead!r}, --layout {instead} (or layout={'NCHW' if first else 'NHWC'!r} if that is meant)"
         )
     return first
 
