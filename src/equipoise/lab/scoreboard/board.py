@@ -214,13 +214,18 @@ def _plot(rows: list[dict[str, Any]]) -> str:
         return ""
     xs, ys = [math.log10(p[0]) for p in points], [p[1] for p in points]
     wide, high = max(xs) - min(xs) or 1.0, max(ys) - min(ys) or 1.0
-    dots = []
-    for x, y, (seconds, value, name) in zip(xs, ys, points, strict=True):
+    dots, labels = [], list[tuple[float, float]]()
+    for x, y, (seconds, value, name) in sorted(zip(xs, ys, points, strict=True), key=lambda p: -p[1]):
         left, top = 60 + 480 * (x - min(xs)) / wide, 280 - 240 * (y - min(ys)) / high
+        height = top + 4
+        for at, other in labels:  # labels above that it would cover push it down
+            if abs(at - left) < 150 and height < other + 11:
+                height = other + 11
+        labels.append((left, height))
         title = html.escape(f"{name}: {value:.1f} %, {seconds:.3f} s a step")
         dots.append(
             f'<g><circle cx="{left:.1f}" cy="{top:.1f}" r="4" fill="#0b5fa5"><title>{title}</title></circle>'
-            f'<text x="{left + 7:.1f}" y="{top + 4:.1f}" font-size="11">{html.escape(name)}</text></g>'
+            f'<text x="{left + 7:.1f}" y="{height:.1f}" font-size="11">{html.escape(name)}</text></g>'
         )
     axes = (
         '<path d="M50 20V290H700" fill="none" stroke="#57606a"/>'
