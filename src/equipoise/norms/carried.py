@@ -38,10 +38,11 @@ from equipoise.core.precision import (
     working_dtype,
 )
 from equipoise.norms.carried_deflated import deflated_bracket, deflated_gram, proved_below, rest_bound, ritz_lower
-from equipoise.norms.carried_single import mixed, serial, single_bracket, single_loss
+from equipoise.norms.carried_single import mixed, single_bracket, single_loss
 from equipoise.norms.dense import cholesky_bracket, gram_lower
 from equipoise.norms.gram import gram_error, small_side
 from equipoise.norms.spectral import spectral_norm
+from equipoise.norms.verify import serial
 
 #: columns of the basis that is followed, at first and at most
 FIRST, MOST = 8, 32

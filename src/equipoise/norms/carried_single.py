@@ -10,16 +10,14 @@ What rounding costs is known beforehand: some 0.4 % of the norm for 256 columns.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
 from scipy.linalg.blas import ssymv, ssyrk
 from scipy.linalg.lapack import spotrf
-from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from equipoise.core.precision import down, gamma, unit_roundoff, up
@@ -30,24 +28,8 @@ from equipoise.norms.verify import cholesky_gamma
 PIECE = 256
 #: Lanczos steps from the vector kept, and again where they were too few
 STEPS = (10, 24, 60)
-#: up to this many multiplications SciPy's BLAS works on one thread
-SERIAL = 2**28
 
 _U = unit_roundoff(torch.float32)
-
-
-@cache
-def _controller() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-def serial(work: int) -> contextlib.AbstractContextManager[object]:
-    """Inside, SciPy's BLAS keeps to the calling thread, unless the work is large.
-
-    Its other threads would wait for more in a loop, on the very cores on which torch goes on with the training.
-    """
-    small = work <= SERIAL
-    return _controller().limit(limits=1, user_api="blas") if small else contextlib.nullcontext()
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from equipoise.core.precision import down, gamma, ldexp_down, ldexp_up, up
 from equipoise.norms.gram import gram, scaled, small_side, wide
-from equipoise.norms.verify import below, verification_loss
+from equipoise.norms.verify import below, serial, verification_loss
 
 #: numbers cast to float64 at once: the whole matrix would be written to memory and read back
 _PIECE = 2**19
@@ -45,9 +45,10 @@ def gram_lower(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     total = np.zeros((n, n), dtype=number, order="F")
     whole = W.dtype is dtype and W.is_contiguous()
     pieces = (W,) if whole else W.split(max(1, min(long, _PIECE // n)), dim=0 if tall else 1)
-    for piece in pieces:  # row-major here is column-major transposed there, so nothing is copied but the cast
-        a = piece.to(dtype).contiguous().numpy().T
-        total = syrk(1.0, a, beta=1.0, c=total, trans=not tall, lower=0, overwrite_c=1)
+    with serial(long * n * n):
+        for piece in pieces:  # row-major here is column-major transposed there, so nothing is copied but the cast
+            a = piece.to(dtype).contiguous().numpy().T
+            total = syrk(1.0, a, beta=1.0, c=total, trans=not tall, lower=0, overwrite_c=1)
     return torch.from_numpy(total.T)
 
 

@@ -15,11 +15,14 @@ computed and added instead.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
 from scipy.linalg import get_lapack_funcs
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
@@ -30,6 +33,22 @@ LAPACK_FROM = 24
 CHUNK_BYTES = 8 * 2**20
 #: relative loss that is not worth a guess
 FREE = 1e-6
+#: up to this many multiplications SciPy's BLAS works on one thread
+SERIAL = 2**28
+
+
+@cache
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def serial(work: int) -> contextlib.AbstractContextManager[object]:
+    """Inside, SciPy's BLAS keeps to the calling thread, unless the work is large.
+
+    Its other threads would wait for more in a loop, on the very cores on which torch goes on with the training.
+    """
+    small = work <= SERIAL
+    return _controller().limit(limits=1, user_api="blas") if small else contextlib.nullcontext()
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
@@ -190,8 +209,9 @@ def factorised(M: Tensor, wanted: Tensor) -> Tensor:
     """
     matrices = M.numpy()
     (potrf,) = get_lapack_funcs(("potrf",), (matrices[0],))
-    done = [
-        want and potrf(matrix.T, lower=0, clean=0, overwrite_a=1)[1] == 0
-        for matrix, want in zip(matrices, wanted.tolist(), strict=True)
-    ]
+    with serial(matrices.shape[-1] ** 3):
+        done = [
+            want and potrf(matrix.T, lower=0, clean=0, overwrite_a=1)[1] == 0
+            for matrix, want in zip(matrices, wanted.tolist(), strict=True)
+        ]
     return torch.tensor(done)
