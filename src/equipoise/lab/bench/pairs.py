@@ -333,7 +333,7 @@ def markdown(where: str, measured: Mapping[str, Measured]) -> str:
     """The table of the documentation."""
     lines = [f"{where}.", "", "| measurement | ratio (quartiles) | goal |", "|---|---|---|"]
     for one in measured.values():
-        goal = "" if one.goal is None else f"≤ {one.goal:g}"
+        goal = "" if one.goal is None else f"≤ {one.goal:.3g}"
         lines.append(f"| {one.name} | {_spread(one)} | {goal} |")
     return "\n".join(lines) + "\n"
 
