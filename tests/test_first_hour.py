@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import equipoise as eq
 from equipoise.cli.app import build
+from equipoise.nn.export import plain
 from equipoise.runs import open_run
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "engineer.md"
@@ -81,7 +82,7 @@ def test_the_five_steps_as_they_stand(tmp_path, monkeypatch):
     """On a program of batch one, as `torch.export` writes it, and a folder of pictures without labels."""
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
-    model, test = eq.models.load("digits").model, eq.data.load_dataset("digits#test")
+    model, test = plain(eq.models.load("digits").model)[0], eq.data.load_dataset("digits#test")
     x, _ = test.batch(range(3))
     torch.export.save(torch.export.export(model, (x[:1],)), "model.pt2")
     (tmp_path / "photos").mkdir()

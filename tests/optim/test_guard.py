@@ -231,7 +231,9 @@ def test_a_weight_that_was_replaced_is_not_spoken_of(replace):
             ask()
 
 
-@pytest.mark.parametrize(("attribute", "value"), [("stride", (2, 2)), ("padding", (0, 0)), ("padding_mode", "circular")])
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("stride", (2, 2)), ("padding", (0, 0)), ("padding_mode", "circular")]
+)
 def test_a_convolution_that_was_turned_into_another_is_not_spoken_of(attribute, value):
     net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1))
     guard = SpectralGuard(net, input_size=8)
