@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.norms.dense import gram_lower
 from equipoise.norms.gram import adjoint
+from equipoise.norms.half import gram_lower
 
 #: from this many columns one rank-k update per frequency beats a batch of full products
 SYRK_FROM = 48
@@ -96,15 +96,15 @@ def by_frequency(kernel: Tensor) -> Autocorrelation:
     weights = torch.full((len(half),), 2 / count, dtype=torch.float64, device=kernel.device)
     weights[0] = 1 / count
     even, odd = turns.cos() * weights, -turns.sin() * weights  # (B, H)
-    flat = kernel.flatten(3).movedim(3, 0).reshape(math.prod(lengths), -1)
+    flat = kernel.flatten(3).movedim(3, 0).reshape(math.prod(lengths), -1).contiguous()
     sums = [torch.zeros(len(half), groups * c * c, dtype=torch.float64, device=kernel.device) for _ in range(2)]
     for rows in torch.arange(len(half)).split(max(1, CHUNK_BYTES // (16 * groups * m * c))):
         E = waves[rows].flatten(0, 1) @ flat
         for total, w, G in zip(sums, (even, odd), _squares(E.reshape(len(rows), 2, groups, m, c)), strict=True):
             total.addmm_(w[:, rows], G.reshape(len(rows), -1))
     X, Y = (total.reshape(len(half), groups, c, c) for total in sums)
-    X = torch.tril(X)
-    X = X + torch.tril(X, -1).mT + (Y - Y.mT)
+    X.tril_().diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    X = (X + Y) + (X - Y).mT  # the lower half of BᵀB + CᵀC mirrored, and BᵀC − CᵀB
     u64, taps = torch.float64, math.prod(lengths)
     phase = 8 * unit_roundoff(u64) * (1 + 2 * math.pi * sum(lengths))
     values = 2 * gamma(2 * m + 8, u64) + 6 * (gamma(2 * taps + 8, u64) + phase)

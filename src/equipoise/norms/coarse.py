@@ -22,7 +22,7 @@ from equipoise.core.precision import ldexp_down, ldexp_up, require_finite, resca
 from equipoise.maps.geometry import Lattice, polyphase, zero_lattice
 from equipoise.maps.linear import Convolution
 from equipoise.norms.convolution import DENSE_ENTRIES, windowed_lower
-from equipoise.norms.dense import lanczos, random_start
+from equipoise.norms.lanczos import lanczos, random_start
 from equipoise.norms.supremum import grid_cells
 from equipoise.norms.symbol import Symbol
 from equipoise.norms.verify import below_formed, expected_loss

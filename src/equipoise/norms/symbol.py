@@ -44,6 +44,7 @@ class Symbol:
     formed: float = 0.0  # the norms of what the correlations miss, summed, are at most this times size²
     _cache: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _interleaved: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
+    _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, kernel: Tensor, frequencies: int) -> Symbol:
@@ -148,9 +149,10 @@ class Symbol:
         weights = (cos, sin) if not self.kernel.is_complex() else (torch.cat([cos, sin], 1),) * 2
         c = self.kernel.shape[2]
         total = torch.zeros(len(omega), dtype=torch.float64, device=omega.device)
-        for w, part in zip(weights, self._parts(dtype), strict=True):
-            rows = part.reshape(*part.shape[:2], c, c).transpose(1, 2)  # (g, c, B, c)
-            inner = (rows @ rows.mT).double().sum(1)
+        if dtype not in self._inner:
+            rows = (part.reshape(*part.shape[:2], c, c).transpose(1, 2) for part in self._parts(dtype))  # (g, c, B, c)
+            self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
+        for w, inner in zip(weights, self._inner[dtype], strict=True):
             lengths = up(inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt())
             for g in groups.unique():
                 here = groups == g

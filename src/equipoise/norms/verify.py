@@ -128,16 +128,20 @@ def _diagonal(M: Tensor) -> Tensor:
 def _guess(M: Tensor, diagonal: Tensor, tau: Tensor) -> Tensor:
     """ρ/s to be expected for `s·I − G` with s ≈ τ, from the size of G off the diagonal: `R_ij ≈ M_ij/√M_ii`; at most n.
 
-    Every eighth matrix is measured: those of one batch are alike.
+    Every eighth matrix is measured, and of a large one every eighth row: those of one batch are alike.
     """
     n = M.shape[-1]
     worst = torch.full_like(tau, 1.01 * n)  # a little room for diagonals that rounding made negative
     if n * cholesky_gamma(n, M.dtype) < FREE or not len(tau):
         return worst
-    some = M[::8]
-    whole = torch.view_as_real(some) if M.is_complex() else torch.tril(some, -1)  # real ones may lack their upper half
-    off = torch.linalg.vector_norm(whole.flatten(1), dim=1).double().square()
-    off = (off - diagonal[::8].square().sum(-1)).clamp_min(0) / 2 if M.is_complex() else off
+    step = 8 if n >= 256 else 1
+    rows, some = M[::8, ::step], torch.arange(n, device=M.device)
+    if M.is_complex():
+        sizes = torch.view_as_real(rows).square().flatten(1)
+        off = (sizes.sum(-1).double() - diagonal[::8, ::step].square().sum(-1)).clamp_min(0) / 2
+    else:  # real ones may lack their upper half
+        off = rows.masked_fill(some >= some[::step, None], 0).square().flatten(1).sum(-1).double()
+    off = off * (n / rows.shape[1])
     s = tau.clamp_min(1e-300)
     share = (off / s[::8].square()).max()
     middle = (s - diagonal.mean(-1)).clamp_min(0.05 * s)
