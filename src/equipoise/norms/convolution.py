@@ -230,11 +230,12 @@ def windowed_lower(
     v = wide(v)
     v = v / torch.linalg.vector_norm(v)
     v = v if scale is None else v * scale
-    if symbol.correlations.is_complex():
-        inner = (v.conj() @ (symbol.correlations[group] @ v[:, None])[..., 0].mT).resolve_conj()
+    C = wide(symbol.correlations[group])
+    if C.is_complex():
+        inner = (v.conj() @ (C @ v[:, None])[..., 0].mT).resolve_conj()
         real, imag = inner.real, inner.imag
     else:  # real products are the faster ones
-        p, q = symbol.correlations[group] @ v.real, symbol.correlations[group] @ v.imag
+        p, q = C @ v.real, C @ v.imag
         real, imag = p @ v.real + q @ v.imag, q @ v.real - p @ v.imag
     angle = symbol.offsets @ omega
     terms = (real * angle.cos() + imag * angle.sin()) * correlation

@@ -47,8 +47,11 @@ class Symbol:
     _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, kernel: Tensor, frequencies: int) -> Symbol:
-        """Build the symbol of `kernel (g, co, ci, *lengths)`; `frequencies` is roughly how many will be asked for."""
+    def of(cls, kernel: Tensor, frequencies: int, dtype: torch.dtype = torch.float64) -> Symbol:
+        """Build the symbol of `kernel (g, co, ci, *lengths)`; `frequencies` is roughly how many will be asked for.
+
+        The correlations are formed in `dtype` (see `autocorrelation`).
+        """
         kernel = wide(kernel)
         swapped = kernel.shape[1] < kernel.shape[2]
         if swapped:  # same norm at every frequency
@@ -64,7 +67,7 @@ class Symbol:
         offsets = torch.tensor(half, dtype=torch.float64, device=kernel.device)
         if by_taps > 2 * by_frequency:
             return cls(kernel, offsets, None, swapped)
-        found = autocorrelation(kernel)
+        found = autocorrelation(kernel, dtype)
         return cls(kernel, offsets, found.matrices, swapped, found.error)
 
     @property
