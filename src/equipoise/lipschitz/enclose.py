@@ -17,22 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, gamma, up
+from equipoise.lipschitz import operations
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
-from equipoise.lipschitz.operations import (
-    Average,
-    Copy,
-    Join,
-    Largest,
-    Normalised,
-    Opaque,
-    Padded,
-    Piece,
-    Pieces,
-    Scaled,
-    Sorted,
-    Sum,
-    Weighted,
-)
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
@@ -77,10 +63,10 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     short = min(
         (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())), default=math.inf
     )
-    if isinstance(step.map, Opaque) and step.map.inside:
+    if isinstance(step.map, operations.Opaque) and step.map.inside:
         return Box(None, None, math.inf, math.inf, min(short, run.facts[node].fused))
     sources = [(boxes[s.node], gain) for s, gain in step.gains]
-    if isinstance(step.map, Normalised):
+    if isinstance(step.map, operations.Normalised):
         sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
     log = _combine(step, [log_product(log_up(g), b.log) for b, g in sources])
     log = min(log, short, run.facts[node].fused, _pruned(node, step, run, boxes, call.cache))
@@ -114,23 +100,31 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
     assert box.mid is not None
     assert box.half is not None
     match step.map:
-        case Copy() | Pieces() | Piece() | Padded() | Join() | Scaled() | Sum():
+        case (
+            operations.Copy()
+            | operations.Pieces()
+            | operations.Piece()
+            | operations.Padded()
+            | operations.Join()
+            | operations.Scaled()
+            | operations.Sum()
+        ):
             return _moved(call, step, boxes) if supported(call, step) else None
-        case Weighted():
+        case operations.Weighted():
             return _weighted(step.map, box)
-        case Average():
+        case operations.Average():
             run = _runner(call, boxes)
             rounding = gamma(box.mid.numel() + 8, torch.float64) * run(lambda b: b.mid.abs())
             return run(lambda b: b.mid), up(run(lambda b: b.half) * (1 + 1e-10)), up(rounding)
-        case Largest(sliding=True):
+        case operations.Largest(sliding=True):
             run = _runner(call, boxes)
             return run(lambda b: b.mid), run(lambda b: b.half), None
-        case Sorted() if call.node.all_input_nodes == [step.gains[0][0].node]:
+        case operations.Sorted() if call.node.all_input_nodes == [step.gains[0][0].node]:
             mid = _runner(call, boxes)(lambda b: b.mid)
             return mid, torch.full_like(mid, box.dev), None
         case Pointwise():
             return _bent(call, step.map, box, gain)
-        case Normalised():
+        case operations.Normalised():
             mid = _runner(call, boxes)(lambda b: b.mid)
             noise = up(
                 gain * gamma(8 * box.mid.shape[-1] + 64, torch.float64) * float(frobenius(box.mid.reshape(1, -1)))
@@ -196,7 +190,7 @@ def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], 
     return run
 
 
-def _weighted(layer: Weighted, box: Box) -> Image:
+def _weighted(layer: operations.Weighted, box: Box) -> Image:
     """`|W|·half` and, where rows are known, `‖row‖·dev`."""
     assert box.mid is not None
     assert box.half is not None
@@ -213,7 +207,7 @@ def _weighted(layer: Weighted, box: Box) -> Image:
     return mid, up(half), rounding
 
 
-def _local_norm(layer: Normalised, gain: float, box: Box) -> float:
+def _local_norm(layer: operations.Normalised, gain: float, box: Box) -> float:
     """`max|γ|/√(max(0, std(x) − r/√d)² + ε)` with r the deviation of the row on the ball; the global constant elsewhere."""
     if box.mid is None or box.half is None:
         return gain
