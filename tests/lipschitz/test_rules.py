@@ -46,9 +46,9 @@ def _scores(function):
 
 
 ACTIVATIONS = (
-    "relu relu6 tanh sigmoid silu gelu mish selu celu elu "
-    "softplus softsign logsigmoid hardswish hardsigmoid hardtanh leaky_relu softshrink"
-).split()
+    "relu", "relu6", "tanh", "sigmoid", "silu", "gelu", "mish", "selu", "celu", "elu", "softplus", "softsign",
+    "logsigmoid", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "softshrink",
+)  # fmt: skip
 CASES = {
     **{name: at(getattr(F, name), (6,), 0.9) for name in ACTIVATIONS},
     "gelu tanh": at(lambda x: F.gelu(x, approximate="tanh")),

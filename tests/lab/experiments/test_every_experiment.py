@@ -14,14 +14,15 @@ from equipoise.lab.experiments import Context, Label, catalogue, find, reproduce
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 
-SPEC = """
-dense-convergence dense-error-time dense-dimension readouts conv-kernel conv-channels conv-input resnet18-layers
-zero-padding gradient-memory bound-factor pub-ratio reg-histogram local-vs-pub training-stability sr-conditioning
-weierstrass-gradient quantile-gradient sll-aol-sr rs-new-bound simplex-mass multi-vs-multilip mono-vs-multi cpm
-bonferroni-counterexample lvm-rs concentration simplex-maps variance-hardmax reg-accuracy hessian-bound ad-mlp
-ad-width ad-asam ad-label-noise ad-baek ad-montecarlo ad-mixer ad-text imagenet-tables rivals-vs-all grid-noise
-spectral-control
-""".split()
+SPEC = [
+    "dense-convergence", "dense-error-time", "dense-dimension", "readouts", "conv-kernel", "conv-channels",
+    "conv-input", "resnet18-layers", "zero-padding", "gradient-memory", "bound-factor", "pub-ratio",
+    "reg-histogram", "local-vs-pub", "training-stability", "sr-conditioning", "weierstrass-gradient",
+    "quantile-gradient", "sll-aol-sr", "rs-new-bound", "simplex-mass", "multi-vs-multilip", "mono-vs-multi", "cpm",
+    "bonferroni-counterexample", "lvm-rs", "concentration", "simplex-maps", "variance-hardmax", "reg-accuracy",
+    "hessian-bound", "ad-mlp", "ad-width", "ad-asam", "ad-label-noise", "ad-baek", "ad-montecarlo", "ad-mixer",
+    "ad-text", "imagenet-tables", "rivals-vs-all", "grid-noise", "spectral-control",
+]  # fmt: skip
 IDENTIFIERS = list(catalogue())
 COMMITTED = Path(__file__).parents[3] / "docs" / "experiments" / "results"
 
