@@ -22,7 +22,7 @@ from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import perform
+from equipoise.lipschitz.values import exactly, first_of, perform
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
@@ -175,17 +175,9 @@ def _outward(box: Box) -> Tensor:
 def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], Any]], Tensor]:
     """Run the node's own operation in float64 on something read off the boxes of its inputs."""
 
-    def value(node: fx.Node, pick: Callable[[Any], Any]) -> Any:
-        if node in boxes:
-            return pick(boxes[node])
-        constant = call.lookup(node)
-        return constant.double() if isinstance(constant, Tensor) and constant.is_floating_point() else constant
-
     def run(pick: Callable[[Any], Any]) -> Tensor:
-        args: Any = fx.node.map_arg(call.node.args, lambda n: value(n, pick))
-        kwargs = fx.node.map_arg(call.node.kwargs, lambda n: value(n, pick))
-        result = perform(call.node, args, kwargs, exact=True)
-        return result[0] if isinstance(result, tuple | list) else result
+        picked = {n: pick(boxes[n]) for n in call.node.all_input_nodes if n in boxes}
+        return first_of(exactly(call.node, picked, call.lookup))
 
     return run
 

@@ -35,7 +35,7 @@ from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import functional, perform
+from equipoise.lipschitz.values import exactly, first_of, functional
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache
 
@@ -255,24 +255,9 @@ def _value(call: Call, step: Step, values: dict[fx.Node, Tensor]) -> Tensor:
         case Pointwise():
             return activated(call, step.map, values[step.gains[0][0].node])
         case Largest() | Sorted():
-            return _performed(call, values)
+            return first_of(exactly(call.node, values, call.lookup))
         case _:
             return apply(call, step, values, offset=True)
-
-
-def _performed(call: Call, given: dict[fx.Node, Tensor]) -> Tensor:
-    """The operation itself in float64; the values of one that returns indices too."""
-
-    def pick(node: fx.Node) -> Any:
-        if node in given:
-            return given[node]
-        constant = call.lookup(node)
-        return constant.double() if isinstance(constant, Tensor) and constant.is_floating_point() else constant
-
-    args: Any = fx.node.map_arg(call.node.args, pick)
-    result = perform(call.node, args, fx.node.map_arg(call.node.kwargs, pick), exact=True)
-    found: Tensor = result[0] if isinstance(result, tuple | list) else result
-    return found
 
 
 def _carried(call: Call, step: Step, slips: dict[fx.Node, Tensor]) -> Tensor:
@@ -281,7 +266,7 @@ def _carried(call: Call, step: Step, slips: dict[fx.Node, Tensor]) -> Tensor:
         case Pointwise():
             return up(next(iter(slips.values())) * step.map.gain)
         case Largest(sliding=True):
-            return _performed(call, slips)
+            return first_of(exactly(call.node, slips, call.lookup))
         case Largest() if len(step.gains) > 1 or tuple(step.gains[0][0].shape) == call.shape:
             worst = [s.expand(call.shape) for s in slips.values()]
             return torch.stack(worst).amax(0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equipoise.core.precision import up
 from equipoise.lipschitz.operations import Constant, Copy, Map, Padded, Piece, Pieces, Product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule, unchanged
 from equipoise.maps.linear import Padding
 
 #: the same entries in another order of dimensions
@@ -213,10 +213,7 @@ def dropout(call: Call) -> Step:
     """The identity in evaluation; random in training."""
     if call["train"]:
         call.refuse("dropout is active, so the map is random", "call model.eval() first")
-    x = _first(call)
-    return Step(
-        ((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, low=x.low, map=Copy(same=True, traced=True)
-    )
+    return unchanged(_first(call))
 
 
 @rule(
@@ -234,9 +231,7 @@ def cast(call: Call) -> Step:
     kept = (torch.float32, torch.float64)
     if not isinstance(value, Tensor) or value.dtype not in kept or x.dtype not in kept:
         call.refuse("a cast to a narrow or integer type rounds, which is discontinuous", "keep float32 or float64")
-    return Step(
-        ((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, low=x.low, map=Copy(same=True, traced=True)
-    )
+    return unchanged(x)
 
 
 @rule("aten.constant_pad_nd.default")
