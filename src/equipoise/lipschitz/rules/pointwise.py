@@ -36,21 +36,25 @@ def _lowest(curve: Pointwise, x: Signal) -> float:
     return -math.inf if bool(found.isnan()) else float(found - 1e-12 * found.abs())
 
 
+#: operations that PyTorch writes out, or that are linear
+_WRITTEN_OUT = ("softsign", "tanhshrink", "identity", "neg")
+for _name, _curve in TABLE.items():
+    if _name not in _WRITTEN_OUT:
+        rule(f"aten.{_name}.default")(functools.partial(pointwise, curve=_curve, label=_name))
+
+
 def _row(call: Call, *, curve: Callable[[Call], Pointwise], label: str) -> Step:
     return pointwise(call, curve(call), label)
 
 
-#: operations that PyTorch writes out, or that are linear
-_WRITTEN_OUT = ("softsign", "tanhshrink", "identity", "neg")
-#: activations by the curve of a call: those without parameters, and GELU or its tanh form, slopes 1 and a, slopes 0 and 1
+#: curves with a parameter of the call
 _CURVES: dict[str, Callable[[Call], Pointwise]] = {
-    **{name: lambda call, curve=curve: curve for name, curve in TABLE.items() if name not in _WRITTEN_OUT},
     "gelu": lambda call: gelu(call["approximate"]),
     "leaky_relu": lambda call: hinge(float(call["negative_slope"])),
     "softshrink": lambda call: softshrink(float(call["lambd"])),
 }
-for _name, _curve in _CURVES.items():
-    rule(f"aten.{_name}.default")(functools.partial(_row, curve=_curve, label=_name))
+for _name, _made in _CURVES.items():
+    rule(f"aten.{_name}.default")(functools.partial(_row, curve=_made, label=_name))
 
 
 @rule("aten.neg.default")

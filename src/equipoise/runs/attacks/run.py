@@ -284,9 +284,7 @@ def _opened(target: Target) -> Iterator[Store | None]:
     with locked(target.folder):
         if target.new:
             target.manifest.write(target.folder)
-        with Store(
-            target.folder, identity=target.manifest.digest(), seal=target.manifest.seal(), writable=True
-        ) as store:
+        with Store.of(target.folder, target.manifest, writable=True) as store:
             yield store
 
 

@@ -23,7 +23,7 @@ from equipoise.lipschitz.local.radius import LARGEST, Certifier, Effort
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.bracket import Cache
 from equipoise.runs import store as store_file
-from equipoise.runs.inputs import Inputs, Selection, check_label
+from equipoise.runs.inputs import Inputs, Selection
 from equipoise.runs.jobs import count_logits, first_input
 from equipoise.runs.manifest import is_run, versions
 from equipoise.runs.models import Portable, portable
@@ -157,16 +157,14 @@ def start_proved(
     with locked(folder):
         prover = Prover.of(job)
         manifest = _settle(replace(job.manifest, note=prover.note), folder)
-        with ProvedStore(folder, identity=manifest.digest(), seal=manifest.seal(), writable=True) as store:
-            if retry_failed:
-                store.forget_failures()
-            done = store.done()
-            pending = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
+        with ProvedStore.of(folder, manifest, writable=True) as store:
+            pending = store.pending(job.positions, job.inputs.ids, retry_failed=retry_failed)
+            done = len(store.done())
             if pending:
                 store.add_session(datetime.now(UTC).isoformat(timespec="seconds"), "local", "cpu", versions())
                 if tell is not None:
                     tell(prover.needs(len(pending)))
-            for count, position in enumerate(pending, len(done) + 1):
+            for count, position in enumerate(pending, done + 1):
                 row, attacks = _one(job, prover, position)
                 store.put(row)
                 if attacks:
@@ -191,14 +189,9 @@ def _settle(manifest: ProvedManifest, folder: Path) -> ProvedManifest:
 def _one(job: ProvedJob, prover: Prover, position: int) -> tuple[ProvedRow, list[AttackRow]]:
     """The row of one input and the attacks on it."""
     began = time.perf_counter()
-    label = -1 if job.inputs.labels is None else job.inputs.labels[position]
-    item = Item(position, job.inputs.ids[position], label, torch.empty(0))
-    try:
-        item = job.inputs.item(position)
-    except (EquipoiseError, OSError) as error:
-        return failed_row(item, f"it could not be read: {error}"), []
-    if job.inputs.labelled:
-        check_label(item.id, item.label, job.manifest.asked.classes)
+    item, problem = job.inputs.attempt(position, job.manifest.asked.classes)
+    if problem is not None:
+        return failed_row(item, problem), []
     try:
         row = prover.prove(item)
     except Refused as error:
