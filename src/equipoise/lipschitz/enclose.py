@@ -81,7 +81,7 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     dev = min(dev, float(frobenius(half.reshape(1, -1))), up(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)
     if step.curve is not None:
-        log = min(log, _pruned_rows(node, step, run, boxes, half, call.cache))
+        log = min(log, _pruned_rows(step, run, boxes, half, call.cache))
     return Box(mid, half, dev, rho, log)
 
 
@@ -140,7 +140,7 @@ def _moved(call: Call, step: Step, boxes: dict[fx.Node, Box]) -> Image:
     mids: dict[fx.Node, Any] = {n: boxes[n].mid for n in nodes}
     halves: dict[fx.Node, Any] = {n: boxes[n].half for n in nodes}
     mid, half = apply(call, step, mids, offset=True), apply(call, step, halves, magnitude=True)
-    if roundoff(call, step) == 0:
+    if roundoff(step) == 0:
         return mid, half, None
     size = apply(call, step, {n: m.abs() for n, m in mids.items()}, offset=True, magnitude=True)
     return mid, up(half * (1 + 1e-14)), 16 * _U * size
@@ -222,9 +222,7 @@ def _pruned(node: fx.Node, step: Step, run: Propagation, boxes: dict[fx.Node, Bo
     return log_product(log_up(masked_norm(facts.form, alive, None, cache)), base.log)
 
 
-def _pruned_rows(
-    node: fx.Node, step: Step, run: Propagation, boxes: dict[fx.Node, Box], half: Tensor, cache: Cache
-) -> float:
+def _pruned_rows(step: Step, run: Propagation, boxes: dict[fx.Node, Box], half: Tensor, cache: Cache) -> float:
     """The same with the rows of neurons that stay off dropped as well, for the output of an activation."""
     facts = run.facts[step.gains[0][0].node]
     if facts.form is None or facts.base is None:

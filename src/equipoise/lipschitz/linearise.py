@@ -27,13 +27,12 @@ from equipoise.lipschitz.values import exactly
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms import spectral_norm
-from equipoise.norms.bracket import Cache
 
 #: more outputs than this would need too many backward passes
 OUTPUTS = 128
 
 
-def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor, cache: Cache) -> float:
+def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor) -> float:
     """Upper bound of the local Lipschitz constant; infinite where the network is not affine up to pointwise activations."""
     if len(run.program.outputs) != 1 or len(run.program.inputs) != 1:
         return math.inf

@@ -293,7 +293,7 @@ def _local(call: Call, step: Step, sizes: dict[fx.Node, Tensor], value: Tensor, 
             top = value.abs() + next(iter(sizes.values())).amax()
             rounding = 2 * u * top + kind.tiny
         case _:
-            g = roundoff(call, step, dtype)
+            g = roundoff(step, dtype)
             if g == 0:
                 return torch.zeros_like(value)
             top = apply(call, step, sizes, offset=True, magnitude=True)

@@ -72,7 +72,7 @@ def _expanded(total: Tensor, call: Call) -> Tensor:
     return total if tuple(total.shape) == call.shape else total.expand(call.shape)
 
 
-def roundoff(call: Call, step: Step, dtype: torch.dtype = torch.float64) -> float:
+def roundoff(step: Step, dtype: torch.dtype = torch.float64) -> float:
     """γ of the inner products the node takes, evaluated in a dtype; 0 where it only moves entries."""
     match step.map:
         case Copy() | Pieces() | Piece() | Padded() | Join():

@@ -186,7 +186,7 @@ def _affine(state: Zonotope, call: Call, step: Step, clouds: dict[fx.Node, Cloud
     blocks = {k: pushforward(call, step, {n: c.blocks.get(k) for n, c in inputs.items()}) for k in keys}
     slack = apply(call, step, {n: c.slack for n, c in inputs.items()}, magnitude=True) * _WIDER
     own = (0.0, 0.0)
-    g = roundoff(call, step)
+    g = roundoff(step)
     if g > 0:
         sizes = {n: c.centre.abs() + state.half(c) for n, c in inputs.items()}
         fresh = 2 * g * apply(call, step, sizes, offset=True, magnitude=True) + _TINY

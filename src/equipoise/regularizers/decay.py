@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -209,9 +208,7 @@ class ActivationDecay(_Watching):
     def __enter__(self) -> ActivationDecay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _rows(self, targets: Tensor | None) -> Tensor:

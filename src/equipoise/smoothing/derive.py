@@ -97,7 +97,7 @@ def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -
     stopped samples get anytime-valid bounds only.
     """
     if isinstance(sample, Scores):
-        return _assemble(_score_bounds(sample, row, setting), sample.plan, sample.moments.n, row.name, setting)
+        return _assemble(_score_bounds(sample, setting), sample.plan, sample.moments.n, row.name, setting)
     if isinstance(sample, Stopped):
         return _stopped(sample, row, setting)
     plan = plan_votes(sample, row, setting)
@@ -152,7 +152,7 @@ def _joint_bounds(sample: Votes, plan: Plan, at: NDArray[np.bool_], setting: Set
     return Bounds(p, 1 - p, radius * noise.sigma)
 
 
-def _score_bounds(sample: Scores, row: Procedure, setting: Setting) -> Bounds:
+def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
     plan, noise, alpha = sample.plan, setting.noise, setting.alpha
     shared = (plan.partition, noise, alpha * plan.top, alpha * plan.rival, sample.smoothness)
     if sample.interval == "bernstein":

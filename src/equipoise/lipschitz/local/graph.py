@@ -215,7 +215,7 @@ def _affine(builder: _Builder, call: Call, step: Step) -> int:
     elif len(signals) == 1 and isinstance(form, Convolution) and form.padding == "zeros":
         rows = frobenius(form.weight.detach().double().flatten(1), (-1,))
         rows = rows.repeat_interleave(math.prod(call.shape) // len(rows))
-    size = roundoff(call, step) + _SHORT
+    size = roundoff(step) + _SHORT
     sources = tuple(builder.index[n] for n in signals)
     node = Affine(sources, call.shape, shapes, run, size, gains, rows, matrices, step.combine == "root")
     return builder.add(node, call.shape)

@@ -177,7 +177,7 @@ def certified(
     layered = log_root(boxes[o].log for o in run.program.outputs)
     chain = chain_total(run)
     whole = min(layered, run.fused, math.inf if chain is None else chain)
-    upper = min(exp_up(whole), gradient_bound(run, boxes, x, cache))
+    upper = min(exp_up(whole), gradient_bound(run, boxes, x))
     by_multipliers = math.inf if switching is None else switching.bound(x, radius)
     small = effort == "auto" and math.isinf(by_multipliers) and x.numel() <= SMALL
     if effort == "zonotope" or small:

@@ -198,8 +198,12 @@ def _indexed(call: Call, indices: list[Any]) -> Step:
     if any(isinstance(i, Signal) for i in indices or []):
         call.refuse("positions that depend on the input jump with it", "index with constants")
     flat = torch.arange(x.numel).reshape(x.shape)
-    read = flat[tuple(slice(None) if i is None else i for i in indices)]
-    most = int(torch.bincount(read.flatten(), minlength=1).max()) if read.numel() else 0
+    return entries(x, flat[tuple(slice(None) if i is None else i for i in indices)])
+
+
+def entries(x: Signal, places: Tensor) -> Step:
+    """Entries of x at these places of its flat order: √ of how often the most frequent one is read."""
+    most = int(torch.bincount(places.flatten(), minlength=1).max()) if places.numel() else 0
     return Step(((x, root(most)),), "index", offset=0.0, peak=x.peak, low=x.low, map=Copy())
 
 
