@@ -47,14 +47,8 @@ def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx
     """Boxes of every node of a program with one input, for inputs within `radius` of `x` (a batch of one)."""
     x = x.detach().double()
     boxes = {run.program.inputs[0]: Box(x, torch.full_like(x, radius), radius, 0.0, 0.0)}
-    signals = {node: facts.signal for node, facts in run.facts.items()}
-
-    def lookup(node: fx.Node) -> Any:
-        return signals[node] if node in signals else run.program.constants[node]
-
     for node in run.program.nodes:
-        call, step = Call(node, lookup, cache), run.steps[node]
-        boxes[node] = _box(call, step, run, boxes, radius)
+        boxes[node] = _box(run.call(node, cache), run.steps[node], run, boxes, radius)
     return boxes
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -121,18 +120,13 @@ class Rounding:
             raise Refused(
                 "the rounding of constants that an operation computes on its way is not bounded; compute them first"
             )
-        signals = {node: facts.signal for node, facts in run.facts.items()}
-
-        def lookup(node: fx.Node) -> Any:
-            return signals[node] if node in signals else program.constants[node]
-
-        calls = {node: Call(node, lookup, cache) for node in program.nodes}
+        calls = {node: run.call(node, cache) for node in program.nodes}
         for node, call in calls.items():
             if not _known(call, run.steps[node]):
                 raise Refused(
                     f"{where(node)}: the rounding of {node.target} is not bounded; evaluate it apart, or in another form"
                 )
-        kinds = {s.dtype for s in signals.values()}
+        kinds = {facts.signal.dtype for facts in run.facts.values()}
         coarse = torch.float32 if torch.float32 in kinds else torch.float64
         reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
         inner = {}

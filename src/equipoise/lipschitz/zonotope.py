@@ -163,13 +163,10 @@ def zonotope_bound(
 def _calls(run: Propagation, cache: Cache) -> dict[fx.Node, Call] | None:
     """The calls of all nodes, or None where one is neither affine nor pointwise."""
 
-    def lookup(node: fx.Node) -> object:
-        return run.facts[node].signal if node in run.facts else run.program.constants[node]
-
     calls = {}
     for node in run.program.nodes:
         step = run.steps[node]
-        call = Call(node, lookup, cache)
+        call = run.call(node, cache)
         if step.curve is not None and (not step.curve.everywhere or step.gains[0][0].shape != call.shape):
             return None  # centres are no values of the network: the slopes need not hold there
         if step.curve is None and not supported(call, step):

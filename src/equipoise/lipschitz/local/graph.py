@@ -144,11 +144,8 @@ def read_network(run: Propagation, cache: Cache) -> Network:
     source = program.inputs[0]
     builder.index[source] = builder.add(None, tuple(source.meta["val"].shape))
 
-    def lookup(node: fx.Node) -> Any:
-        return run.facts[node].signal if node in run.facts else program.constants[node]
-
     for node in program.nodes:
-        _read(builder, Call(node, lookup, cache), run.steps[node])
+        _read(builder, run.call(node, cache), run.steps[node])
     out = builder.index[program.outputs[0]]
     kept = _ancestors(builder.nodes, out)
     place = {old: new for new, old in enumerate(kept)}
