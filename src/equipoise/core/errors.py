@@ -30,6 +30,17 @@ def near(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def require_one_of(known: Iterable[str], **given: object) -> None:
+    """Refuse a choice that is not `known`, by the name it was given under.
+
+    >>> require_one_of(("l1", "linf"), order="l1")
+    """
+    names = tuple(known)
+    for name, value in given.items():
+        if value not in names:
+            raise InputError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

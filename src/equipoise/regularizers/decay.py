@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import safe_root
 from equipoise.regularizers.selection import Names, select_layers, weight_of
 
@@ -168,8 +168,7 @@ class ActivationDecay(_Watching):
     ) -> None:
         if not (math.isfinite(sigma) and sigma >= 0):
             raise InputError(f"sigma must be a non-negative number, got {sigma}")
-        if form not in get_args(Form):
-            raise InputError(f"form must be one of {', '.join(get_args(Form))}, got {form!r}")
+        require_one_of(get_args(Form), form=form)
         self.sigma, self.form, self.samples, self.generator = sigma, form, samples, generator
         self.name = layer
         self._layers = _linear_layers(model)

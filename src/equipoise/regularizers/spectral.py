@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equipoise.core.bounds import Bracket, Kind
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, require_one_of
 from equipoise.maps.linear import Convolution
 from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.carried import CarriedMatrix
@@ -100,13 +100,9 @@ class SpectralPenalty:
         rtol: float = 0.02,
         seed: int = 0,
     ) -> None:
-        for what, value, allowed in (
-            ("kind", kind, get_args(PenaltyKind)),
-            ("bound", bound, get_args(BoundName)),
-            ("scope", scope, ("layer", "network")),
-        ):
-            if value not in allowed:
-                raise InputError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
+        require_one_of(get_args(PenaltyKind), kind=kind)
+        require_one_of(get_args(BoundName), bound=bound)
+        require_one_of(("layer", "network"), scope=scope)
         if not (math.isfinite(weight) and weight >= 0 and math.isfinite(target) and target >= 0):
             raise InputError(f"weight and target must be non-negative numbers, got {weight} and {target}")
         if steps < 0 or vectors < 1 or every < 1 or not 0 < rtol < 1:

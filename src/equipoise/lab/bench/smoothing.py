@@ -62,7 +62,7 @@ CHUNK = 100
 def against_loop(model: nn.Module, n: int, compiled: Any = None) -> tuple[Work, Work]:
     """`certify` (of the compiled network, if there is one) and the plain loop as published, on a CIFAR network."""
     x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()).device)
-    smooth = smoothing.SmoothedClassifier(compiled or model, 0.25, 10, chunk_size=CHUNK, seed=0)
+    smooth = smoothing.SmoothedClassifier(model if compiled is None else compiled, 0.25, 10, chunk_size=CHUNK, seed=0)
     return (
         lambda: smooth.certify(x, n0=CHUNK, n=n, procedure="cohen"),
         lambda: plain_certify(model, x[0], 0.25, 10, CHUNK, n, 1e-3, CHUNK),
