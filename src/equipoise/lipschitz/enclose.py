@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, gamma, up
-from equipoise.lipschitz import operations
+from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
@@ -57,10 +57,10 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     short = min(
         (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())), default=math.inf
     )
-    if isinstance(step.map, operations.Opaque) and step.map.inside:
+    if isinstance(step.map, op.Opaque) and step.map.inside:
         return Box(None, None, math.inf, math.inf, min(short, run.facts[node].fused))
     sources = [(boxes[s.node], gain) for s, gain in step.gains]
-    if isinstance(step.map, operations.Normalised):
+    if isinstance(step.map, op.Normalised):
         sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
     log = _combine(step, [log_product(log_up(g), b.log) for b, g in sources])
     log = min(log, short, run.facts[node].fused, _pruned(node, step, run, boxes, call.cache))
@@ -94,31 +94,23 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
     assert box.mid is not None
     assert box.half is not None
     match step.map:
-        case (
-            operations.Copy()
-            | operations.Pieces()
-            | operations.Piece()
-            | operations.Padded()
-            | operations.Join()
-            | operations.Scaled()
-            | operations.Sum()
-        ):
+        case op.Copy() | op.Pieces() | op.Piece() | op.Padded() | op.Join() | op.Scaled() | op.Sum():
             return _moved(call, step, boxes) if supported(call, step) else None
-        case operations.Weighted():
+        case op.Weighted():
             return _weighted(step.map, box)
-        case operations.Average():
+        case op.Average():
             run = _runner(call, boxes)
             rounding = gamma(box.mid.numel() + 8, torch.float64) * run(lambda b: b.mid.abs())
             return run(lambda b: b.mid), up(run(lambda b: b.half) * (1 + 1e-10)), up(rounding)
-        case operations.Largest(sliding=True):
+        case op.Largest(sliding=True):
             run = _runner(call, boxes)
             return run(lambda b: b.mid), run(lambda b: b.half), None
-        case operations.Sorted() if call.node.all_input_nodes == [step.gains[0][0].node]:
+        case op.Sorted() if call.node.all_input_nodes == [step.gains[0][0].node]:
             mid = _runner(call, boxes)(lambda b: b.mid)
             return mid, torch.full_like(mid, box.dev), None
         case Pointwise():
             return _bent(call, step.map, box, gain)
-        case operations.Normalised():
+        case op.Normalised():
             mid = _runner(call, boxes)(lambda b: b.mid)
             noise = up(
                 gain * gamma(8 * box.mid.shape[-1] + 64, torch.float64) * float(frobenius(box.mid.reshape(1, -1)))
@@ -176,7 +168,7 @@ def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], 
     return run
 
 
-def _weighted(layer: operations.Weighted, box: Box) -> Image:
+def _weighted(layer: op.Weighted, box: Box) -> Image:
     """`|W|·half` and, where rows are known, `‖row‖·dev`."""
     assert box.mid is not None
     assert box.half is not None
@@ -193,7 +185,7 @@ def _weighted(layer: operations.Weighted, box: Box) -> Image:
     return mid, up(half), rounding
 
 
-def _local_norm(layer: operations.Normalised, gain: float, box: Box) -> float:
+def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
     """`max|γ|/√(max(0, std(x) − r/√d)² + ε)` with r the deviation of the row on the ball; the global constant elsewhere."""
     if box.mid is None or box.half is None:
         return gain
