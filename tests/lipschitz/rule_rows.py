@@ -221,6 +221,10 @@ DOMAINS = {
     "quick gelu": at(lambda x: torch.sigmoid(1.702 * x) * x),
     "swish of a negative": at(lambda x: 2 * x * torch.sigmoid(-x / 3)),
     "gelu by hand": at(lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
+    "tanh gelu by hand": at(
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    ),
+    "tanh gelu by squares": at(lambda x: x * 0.5 * (torch.tanh(x * 0.79788456 * (1 + 0.044715 * x * x)) + 1)),
     "gelu of another width": at(lambda x: x * (0.5 * (1.0 + torch.erf(3 * x)))),
     "mish by hand": at(lambda x: x * torch.tanh(F.softplus(x))),
     "softplus by hand": at(lambda x: torch.where(x > 20, x, F.softplus(x)), (6,), 0.9),
