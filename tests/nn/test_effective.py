@@ -245,11 +245,37 @@ def test_writing_into_the_weight_does_not_change_the_layer(case, kind):
 def test_writing_into_the_effective_tensors_does_not_change_the_layer(case, kind):
     layer, x = shaken(case, kind).eval(), inputs_for(kind)
     before = layer(x)
-    own = [p.data_ptr() for p in layer.parameters()]
-    for value in layer.effective():
-        if value.data_ptr() not in own:
+    for values in (layer.effective(), layer.requires_grad_(False).effective()):
+        for value in values:
             value.detach().mul_(3)
+            value.data.mul_(3)  # which no version counter sees
+            value.detach().numpy()[...] = 3
     torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+
+
+def patched(layer):
+    forward = layer.forward
+    layer.forward = lambda x: 3 * forward(x)
+
+
+def subclassed(layer):
+    kind = type(layer)
+    layer.__class__ = type("Louder", (kind,), {"forward": lambda self, x: 3 * kind.forward(self, x)})
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda module, args, out: 3 * out)
+
+
+@ROWS
+@pytest.mark.parametrize("change", [patched, subclassed, hooked], ids=lambda change: change.__name__)
+def test_a_layer_that_does_something_else_states_no_bound(case, kind, change):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    assert float(layer.lipschitz_upper(tuple(x.shape[1:]))) <= 1.00001
+    change(layer)
+    with pytest.raises(Refused, match="does not speak of its calls"):
+        layer.lipschitz_upper(tuple(x.shape[1:]))
+    assert eqn.known_constant(layer) is None
 
 
 def test_kept_weight_follows_the_device_and_dtype():
