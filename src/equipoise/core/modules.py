@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
 from equipoise.core.bounds import Bound, as_upper
+from equipoise.core.errors import Refused
 
 Measured = Callable[[Any, tuple[int, ...]], Bound]
 
@@ -28,7 +29,8 @@ class by_construction:
     """What the construction of a module proves whatever its weights and input shape are: a number, or a function of the module.
 
     A claim of whoever writes it. A function may answer None where the module is no longer what was constructed. Without a
-    method below it, the module has a constant by construction and no bound of its own for the weights it has now.
+    method below it, the module has a constant by construction and no bound of its own for the weights it has now; None
+    above a method: that bound only. The method is refused where it would speak of another map than a call performs (`stands`).
 
     >>> class Half(nn.Module):
     ...     lipschitz_upper = by_construction(0.5)
@@ -38,7 +40,7 @@ class by_construction:
     (0.5, False)
     """
 
-    def __init__(self, constant: float | Callable[[Any], float | None]) -> None:
+    def __init__(self, constant: float | Callable[[Any], float | None] | None) -> None:
         self.constant = constant
         self.measured: Measured | None = None
 
@@ -65,7 +67,16 @@ class by_construction:
             raise AttributeError(
                 f"{owner.__name__} has a constant by construction only: equipoise.lipschitz_bound measures it"
             )
-        return functools.partial(self.measured, module)
+        return functools.partial(self._measure, module)
+
+    def _measure(self, module: nn.Module, input_shape: tuple[int, ...]) -> Bound:
+        assert self.measured is not None
+        if not stands(module, "lipschitz_upper"):
+            raise Refused(
+                f"lipschitz_upper of {type(module).__name__} does not speak of its calls: hooks, a subclass or a patch change "
+                "what they do; equipoise.lipschitz_bound bounds what is called"
+            )
+        return self.measured(module, input_shape)
 
     def of(self, module: nn.Module) -> float | None:
         """The constant of this module."""
@@ -147,6 +158,26 @@ def stands(module: nn.Module, claim: str) -> bool:
     if any(name in vars(module) for name in (*_CALL, claim)) or hooked(module):
         return False
     return all(getattr(type(module), name, None) is getattr(nn.Module, name, None) for name in _CALL[1:])
+
+
+def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]:
+    """For every distinct parameter (and buffer), by its first name, all places that hold it, every module counted once.
+
+    `functional_call` with its own tying leaves a module that is used twice with the replaced parameters (torch 2.13); so places
+    are listed here and its tying is switched off.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> tensor_slots(nn.Sequential(layer, nn.ReLU(), layer))
+    {'0.weight': ['0.weight']}
+    """
+    first: dict[int, str] = {}
+    slots: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for local, tensor in [*module._parameters.items(), *(module._buffers.items() if buffers else ())]:
+            if tensor is not None:
+                full = f"{name}.{local}" if name else local
+                slots.setdefault(first.setdefault(id(tensor), full), []).append(full)
+    return slots
 
 
 @contextmanager

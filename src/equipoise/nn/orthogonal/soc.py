@@ -164,6 +164,7 @@ class SkewSeries(nn.Module):
         """`p(A)x + bias`."""
         return _apply(self.kernel, self.coefficients, self.frame, x, self.bias)
 
+    @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """From the stored kernel: its proved norm and the modulus of the polynomial."""
         with torch.no_grad():
@@ -202,7 +203,7 @@ class SOCConv2d(FramedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """`p(A)x + bias`."""
-        (A,) = self.effective()
+        (A,) = self._current()
         x = x.to(A.dtype) if torch.is_autocast_enabled(x.device.type) else x
         with uncast(x.device.type):
             return _apply(A, self.coefficients, self.frame, x, self.bias)
