@@ -23,10 +23,8 @@ from torch import Tensor
 from equipoise.core.precision import down, frobenius, gamma, up
 from equipoise.norms.lanczos import lanczos, random_start
 from equipoise.norms.symbol import WHOLE_UP_TO, Symbol
-from equipoise.norms.verify import below_formed, below_parts, expected_loss
+from equipoise.norms.verify import below_formed, below_parts, chunk_bytes, expected_loss
 
-#: bytes of Gram matrices held at once: they should stay in the cache between being formed and being factorised
-CHUNK_BYTES = 8 * 2**20
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
 #: what a proof in single precision may lose, of the tolerance; the target lies twice the tolerance above the best square
@@ -178,7 +176,7 @@ class Search:
     def _chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
         width = 1 if self.dtype is torch.float32 else 2
         fewest = FEWEST if self.sized else 1
-        return rows.split(max(fewest, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency)))
+        return rows.split(max(fewest, chunk_bytes(rows.device) // (width * self.symbol.bytes_per_frequency)))
 
     def _raise(self, value: float, group: int, omega: Tensor) -> None:
         if value > self.best:

@@ -96,8 +96,7 @@ class Symbol:
         phases = torch.complex(angle.cos(), -angle.sin())
         m, c = self.kernel.shape[1:3]
         E = phases.new_empty(len(groups), m, c)
-        for g in groups.unique():
-            rows = groups == g
+        for g, rows in _by_group(groups, len(self.kernel)):
             E[rows] = (phases[rows] @ self.kernel[g].flatten(2).permute(2, 0, 1).flatten(1).to(phases.dtype)).reshape(
                 -1, m, c
             )
@@ -157,8 +156,7 @@ class Symbol:
             self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
         for w, inner in zip(weights, self._inner[dtype], strict=True):
             lengths = up(inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt())
-            for g in groups.unique():
-                here = groups == g
+            for g, here in _by_group(groups, len(self.kernel)):
                 form = ((w[here] @ inner[g]) * w[here]).sum(-1)
                 spread = (w[here].abs() @ lengths[g]).square()
                 slack = (
@@ -214,6 +212,11 @@ class Symbol:
         return self._cache[dtype]
 
 
+def _by_group(groups: Tensor, count: int) -> list[tuple[int, slice | Tensor]]:
+    """Every group met and its rows; nothing is asked of the device where there is but one."""
+    return [(0, slice(None))] if count == 1 else [(g, groups == g) for g in groups.unique().tolist()]
+
+
 def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:
     """`Σ_b weights[f, b]·parts[groups[f], b]` for every row f."""
     if parts.shape[0] == 1:
@@ -221,7 +224,6 @@ def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:
     if parts.shape[-1] <= 64:
         return (weights[:, None] @ parts[groups])[:, 0]
     result = weights.new_empty(len(groups), parts.shape[-1])
-    for g in groups.unique():
-        rows = groups == g
+    for g, rows in _by_group(groups, parts.shape[0]):
         result[rows] = weights[rows] @ parts[g]
     return result

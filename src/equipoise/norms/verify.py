@@ -31,10 +31,17 @@ from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
 LAPACK_FROM = 24
 #: bytes of matrices held at once: they should stay in the cache between being copied and being factorised
 CHUNK_BYTES = 8 * 2**20
+#: the same on other devices, where every batch waits for the one before
+DEVICE_BYTES = 2**28
 #: relative loss that is not worth a guess
 FREE = 1e-6
 #: up to this many multiplications SciPy's BLAS works on one thread
 SERIAL = 2**28
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Bytes of matrices worth holding at once on a device."""
+    return CHUNK_BYTES if device.type == "cpu" else DEVICE_BYTES
 
 
 @cache
@@ -98,8 +105,8 @@ def below_formed(
     """`below` where `negative(rows)` forms −G of some rows, to be overwritten: chunk by chunk, in the cache."""
     count = len(tau)
     one = n * n * torch.finfo(dtype).bits // (4 if dtype.is_complex else 8)
-    # forming many at once is cheaper, where that is one product
-    per = max(1, CHUNK_BYTES // one, min(16, 8 * CHUNK_BYTES // one))
+    room = chunk_bytes(tau.device)
+    per = max(1, room // one, min(16, 8 * room // one))  # forming many at once is cheaper, where that is one product
     proved = torch.zeros(count, dtype=torch.bool, device=tau.device)
     error = error + 4 * n * n * torch.finfo(dtype).tiny  # what products that underflow may lose
     for first in range(0, count, per):
@@ -109,6 +116,8 @@ def below_formed(
         spread = _guess(M, diagonal, tau[rows])
         done, needed = _attempt(M, diagonal, tau[rows], error[rows], spread)
         proved[rows] = done & (needed <= spread)
+        if M.device.type != "cpu":  # nothing is guessed there, and nothing asked in the loop
+            continue
         again = (done & (needed > spread) & (spread < n)).nonzero()[:, 0]
         if len(again):  # guessed too low: once more with what was needed
             wider, which = (needed[again] * 1.1).clamp_max(1.01 * n), again + first
