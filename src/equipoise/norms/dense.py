@@ -23,7 +23,7 @@ from equipoise.norms.deflated import deflated_bracket, orthonormal, orthonormali
 from equipoise.norms.gram import scaled, small_side, wide
 from equipoise.norms.half import gram_lower, lower_error, narrow, subtract_pair, symmetric_product
 from equipoise.norms.lanczos import Krylov, krylov, lanczos, mixed, random_start
-from equipoise.norms.verify import below, expected_loss, verification_loss
+from equipoise.norms.verify import below, expected_loss, one_thread, verification_loss
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster
 LARGE = 160
@@ -54,11 +54,18 @@ def cholesky_bracket(
 
 def _off_the_top(A: Tensor, rtol: float) -> tuple[float, float, Tensor] | Tensor:
     """The route in float32, of A with no more columns than rows; where it does not lead there, the best vector found."""
-    n, f32 = A.shape[1], torch.float32
-    G = gram_lower(A, f32)
+    n = A.shape[1]
+    G = gram_lower(A, torch.float32)
     trace, v = float(torch.diagonal(G).sum(dtype=torch.float64)), random_start(n, G)
     if not 1e-15 < trace < 1e15:
         return v
+    with one_thread(n**3):
+        return _from_gram(A, G, trace, v, rtol)
+
+
+def _from_gram(A: Tensor, G: Tensor, trace: float, v: Tensor, rtol: float) -> tuple[float, float, Tensor] | Tensor:
+    """The same, with `G ≈ AᵀA` in float32 and a start vector."""
+    f32 = torch.float32
     error, product = lower_error(trace, A.shape, f32), symmetric_product(G)
     division = _Division(G, error, rtol)
     for fewest in STEPS:  # a Ritz vector may have been missed: once more with more steps

@@ -16,7 +16,7 @@ computed and added instead.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -37,6 +37,8 @@ DEVICE_BYTES = 2**28
 FREE = 1e-6
 #: up to this many multiplications SciPy's BLAS works on one thread
 SERIAL = 2**28
+#: and up to this many torch as well, where both work by turns
+ALONE = 2**33
 
 
 def chunk_bytes(device: torch.device) -> int:
@@ -56,6 +58,22 @@ def serial(work: int) -> contextlib.AbstractContextManager[object]:
     """
     small = work <= SERIAL
     return _controller().limit(limits=1, user_api="blas") if small else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def one_thread(work: int) -> Iterator[None]:
+    """Inside, torch and SciPy's BLAS keep to the calling thread, unless the work is large: many short steps of both by turns
+    take several times as long where the threads of one wait for work on the cores that the other uses."""
+    threads = torch.get_num_threads()
+    if threads == 1 or work > ALONE:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        with serial(0):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
