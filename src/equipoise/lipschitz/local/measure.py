@@ -191,8 +191,8 @@ def certified(
 def whole_bound(run: Propagation, cache: Cache) -> float:
     """Logarithm of a proved constant on the whole space; refused, with the reason, where there is none.
 
-    LipSDP-Neuron of any feed-forward graph: with slopes of every activation in `[a, b]` everywhere, `δy = m δz + w v`, `|v| ≤ |δz|`, one multiplier per neuron (see
-    `multipliers`). Guarantee: as `lipschitz_bound`, for all inputs.
+    LipSDP-Neuron of any feed-forward graph: with slopes of every activation in `[a, b]` everywhere, `δy = m δz + w v`,
+    `|v| ≤ |δz|`, one multiplier per neuron (see `multipliers`). Guarantee: as `lipschitz_bound`, for all inputs.
     """
     try:
         network = read_network(run, cache)
