@@ -147,6 +147,7 @@ def _plan(recipe: Recipe, as_json: bool) -> None:
     shown.add_row("all steps", f"{found.hours:.3g} h")
     results().print(shown, markup=False)
     results().print(f"number of examples from {found.where}", markup=False, soft_wrap=True)
+    results().print(f"time of a step from {found.basis}", markup=False, soft_wrap=True)
     if found.published:
         results().print(f"published: {found.published}", markup=False, soft_wrap=True)
 
