@@ -152,7 +152,7 @@ def _construction(layer: Effective) -> float:
     power of the channels, and with the longer side. The weights kept are then zero, which costs as much to apply.
     """
     smaller = _smaller(layer) if isinstance(layer, Weighted) else None
-    if smaller is not None:
+    if isinstance(layer, Weighted) and smaller is not None:
         layer.keep((layer.raw.detach().new_zeros(layer.geometry.shape),))
         return _construction(smaller[0]) * smaller[1]
 
@@ -181,7 +181,7 @@ def _smaller(layer: Weighted) -> tuple[Effective, float] | None:
 
 def _seconds(work: Callable[[], object]) -> float:
     """Processor seconds, the smaller of two where one was brief."""
-    found = []
+    found: list[float] = []
     while len(found) < 2 and (not found or found[0] < BRIEF):
         began = time.process_time()
         work()
@@ -210,7 +210,7 @@ class Hurried(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Factors of a QR or SVD factorisation that have the right shapes, one of them the matrix itself."""
-        aten, A = torch.ops.aten, args[0] if args else None
+        aten, A = torch.ops.aten, cast(Any, args[0] if args else None)
         if func in (aten.normal_.default, aten.uniform_.default) and A.numel() > self.DRAWN and A.is_contiguous():
             flat = A.view(-1)
             func(flat[: self.DRAWN], *args[1:], **(kwargs or {}))
