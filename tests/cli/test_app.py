@@ -77,13 +77,22 @@ def test_a_command_that_is_not_wanted_is_listed_but_not_loaded(monkeypatch, tmp_
 
 def failing_command(kind: str):
     """Raise."""
-    raise {"input": eq.InputError("the weight is empty"), "refused": eq.Refused("no bound"), "bug": KeyError("x")}[kind]
+    raise {
+        "input": eq.InputError("the weight is empty"),
+        "refused": eq.Refused("no bound"),
+        "bug": KeyError("x"),
+        "large": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    }[kind]
 
 
 def test_a_users_mistake_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("equipoise.cli.demo.demo", failing_command)
     app = build((Command("demo", "equipoise.cli.demo", "demo"), Command("norm", "equipoise.cli.norm", "norm")))
-    for kind, sentence in (("input", "the weight is empty"), ("refused", "no bound")):
+    for kind, sentence in (
+        ("input", "the weight is empty"),
+        ("refused", "no bound"),
+        ("large", "this does not fit into memory (DefaultCPUAllocator: can't allocate memory)"),
+    ):
         result = CliRunner().invoke(app, ["demo", kind])
         assert result.exit_code == 2
         assert result.stderr.strip() == f"equipoise: {sentence}"

@@ -305,6 +305,18 @@ DOMAINS = {
     "quick gelu": (lambda x: torch.sigmoid(1.702 * x) * x, (6,), 0.99, None),
     "swish of a negative": (lambda x: 2 * x * torch.sigmoid(-x / 3), (6,), 0.99, None),
     "gelu by hand": (lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))), (6,), 0.99, None),
+    "tanh gelu by hand": (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+        (6,),
+        0.99,
+        None,
+    ),
+    "tanh gelu by squares": (
+        lambda x: x * 0.5 * (torch.tanh(x * 0.79788456 * (1 + 0.044715 * x * x)) + 1),
+        (6,),
+        0.99,
+        None,
+    ),
     "gelu of another width": (lambda x: x * (0.5 * (1.0 + torch.erf(3 * x))), (6,), 0.99, None),
     "mish by hand": (lambda x: x * torch.tanh(F.softplus(x)), (6,), 0.99, None),
     "softplus by hand": (lambda x: torch.where(x > 20, x, F.softplus(x)), (6,), 0.9, None),

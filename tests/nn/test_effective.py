@@ -11,6 +11,7 @@ import torch
 from layer_cases import CASES, LayerCase, inputs_for, marked_rows
 from torch import nn
 
+import equipoise as eq
 import equipoise.nn as eqn
 from equipoise.core.errors import Refused
 from equipoise.maps import geometry_of
@@ -245,11 +246,66 @@ def test_writing_into_the_weight_does_not_change_the_layer(case, kind):
 def test_writing_into_the_effective_tensors_does_not_change_the_layer(case, kind):
     layer, x = shaken(case, kind).eval(), inputs_for(kind)
     before = layer(x)
-    own = [p.data_ptr() for p in layer.parameters()]
-    for value in layer.effective():
-        if value.data_ptr() not in own:
+    for values in (layer.effective(), layer.requires_grad_(False).effective()):
+        for value in values:
             value.detach().mul_(3)
+            value.data.mul_(3)  # which no version counter sees
+            value.detach().numpy()[...] = 3
     torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "part", "name", "value"),
+    [
+        (eqn.RKOLinear(4, 4), "method", "scale", 9.0),
+        (eqn.SNConv2d(4, 4, 3), "method", "grid", 0),
+        (eqn.SNConv2d(4, 4, 3), "method", "kernel", None),
+        (eqn.SNConv2d(4, 4, 3), "", "stride", (2, 2)),
+        (eqn.SRConv2d(4, 4, 3), "", "geometry", None),
+        (eqn.SOCConv2d(4, 4, 3), "", "angle", -5.0),
+        (eqn.SOCConv2d(4, 4, 3), "", "coefficients", (9.0,)),
+        (eqn.CayleyConv2d(4, 4, 3), "", "frame", None),
+        (eqn.SLLLinear(4), "", "rescaling", "sn"),
+        (eqn.LastLayerNormalised(4, 9), "", "out_features", 1),
+    ],
+)
+def test_hyper_parameters_are_set_once(layer, part, name, value):
+    with pytest.raises(eq.InputError, match="fixed when the layer is built"):
+        setattr(layer.get_submodule(part), name, value)
+
+
+def test_a_method_made_for_another_layer_proves_nothing():
+    layer, other = eqn.SRConv2d(4, 4, 3, padding=1), eqn.SRConv2d(4, 4, 3, stride=2, padding=1)
+    layer.method = other.method
+    assert eqn.known_constant(layer) is None
+    block = eqn.CPLConv2d(4)
+    block.norm = eqn.CPLConv2d(4, kernel_size=5).norm
+    assert eqn.known_constant(block) is None
+
+
+def patched(layer):
+    forward = layer.forward
+    layer.forward = lambda x: 3 * forward(x)
+
+
+def subclassed(layer):
+    kind = type(layer)
+    layer.__class__ = type("Louder", (kind,), {"forward": lambda self, x: 3 * kind.forward(self, x)})
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda module, args, out: 3 * out)
+
+
+@ROWS
+@pytest.mark.parametrize("change", [patched, subclassed, hooked], ids=lambda change: change.__name__)
+def test_a_layer_that_does_something_else_states_no_bound(case, kind, change):
+    layer, x = shaken(case, kind).eval(), inputs_for(kind)
+    assert float(layer.lipschitz_upper(tuple(x.shape[1:]))) <= 1.00001
+    change(layer)
+    with pytest.raises(Refused, match="does not speak of its calls"):
+        layer.lipschitz_upper(tuple(x.shape[1:]))
+    assert eqn.known_constant(layer) is None
 
 
 def test_kept_weight_follows_the_device_and_dtype():

@@ -18,7 +18,6 @@ from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn import SNLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import Contracted, MaxMin
 from equipoise.nn.constants import known_constant
-from equipoise.nn.normalise import LastLayerNormalised
 from equipoise.nn.pooling import MaxPool2d, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.wrappers import ConvexResidual, Lipschitz
 
@@ -214,7 +213,6 @@ def test_a_contracted_activation_that_is_changed_later_voids_the_constant():
         (lambda: Lipschitz(2.0, MaxMin()), "scale", -50.0, 50.0),
         (lambda: ConvexResidual(nn.ReLU(), 0.5), "fixed", 9.0, 17.0),
         (lambda: MaxPool2d(2), "stride", 1, 2.0),
-        (lambda: LastLayerNormalised(4, 9), "out_features", 1, 3.0),
     ],
 )
 def test_an_attribute_that_is_changed_later_is_seen(make, name, value, least):

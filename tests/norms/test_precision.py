@@ -76,6 +76,18 @@ def test_nothing_false_is_ever_proved(n: int, dtype: torch.dtype) -> None:
     assert not bool(below(G[None], top * 1.3, top * 0.31))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_nothing_false_is_proved_where_products_underflow(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n, wide, tiny = 64, torch.complex128 if dtype.is_complex else torch.float64, torch.finfo(dtype).tiny
+    A = torch.randn(6, n + 3, n, dtype=wide)
+    for size in (1e-6, 1e-4, 1e-2, 1.0, 1e4):
+        G = (A.mH @ A / n * size * 2.0**100 * (tiny * 2.0**-100)).to(dtype)
+        top = torch.linalg.eigvalsh(G.to(wide) / tiny)[:, -1] * tiny
+        for share in (0.5, 0.9, 0.99, 0.9999):
+            assert not bool(below(G, top * share, torch.zeros(6, dtype=torch.float64)).any())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @pytest.mark.parametrize("shape", ["flat", "one direction", "small diagonal", "zero"])
 def test_single_precision_proves_within_its_guess_and_nothing_false(shape: str, dtype: torch.dtype) -> None:

@@ -338,6 +338,12 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         model([helper.make_node("Reshape", ["x", "x"], ["y0"], name="the_Reshape")], (2,), {}, 17),
         "the_Reshape",
     ),
+    "blocks without pixels": (one("DepthToSpace", (1, 4, 2, 2), blocksize=0), "the_DepthToSpace"),
+    "windows without pixels": (one("MaxPool", (1, 1, 4, 4), kernel_shape=[0, 0]), "the_MaxPool"),
+    "more pieces than can be listed": (
+        model([helper.make_node("Split", ["x"], [f"y{i}" for i in range(999)], name="the_Split")], (1, 3), {}, 17),
+        "the_Split",
+    ),
     "NaN": (
         edited(
             lambda m: m.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.full((8, 6), np.nan, np.float32), "w"))
@@ -353,12 +359,14 @@ def specialized(data: bytes) -> OnnxNetwork:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_one_sentence(name: str) -> None:
+def test_what_cannot_be_read_is_one_sentence(name: str, caplog: pytest.LogCaptureFixture) -> None:
     data, words = REFUSED[name]
     with pytest.raises(eq.EquipoiseError) as caught:
         specialized(data)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert not caplog.records  # PyTorch logs tracebacks of what it raises
 
 
 def test_a_refused_operation_names_the_onnx_node() -> None:

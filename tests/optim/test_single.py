@@ -56,6 +56,29 @@ def test_what_leaves_the_range_is_left_to_others(A):
     assert single_bracket(A, None, 1.0) is None
 
 
+@pytest.mark.parametrize("size", [1e-44, 1e-43, 1e-41, 1e-38, 1e-30, 1e18])
+@pytest.mark.parametrize(
+    "module", [nn.Linear(30, 40, bias=False), nn.Conv2d(3, 4, 1, bias=False)], ids=["dense", "conv"]
+)
+def test_brackets_of_weights_at_the_ends_of_the_range_hold(module, size):
+    """Scaling a weight rounds what underflows by more than its last digit."""
+
+    def norm():
+        return float(torch.linalg.svdvals(module.weight.detach().double().flatten(1) / size)[0]) * size
+
+    torch.manual_seed(1)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(module.weight.shape).double() * size)
+    guard = SpectralGuard(module, radius=0.7 * norm())
+    for change in (0.0, 1e-2, 1e-5):
+        with torch.no_grad():
+            module.weight.add_(torch.randn(module.weight.shape).double().mul(change * size).float())
+        guard.step()
+        (bracket,) = guard.bounds().values()
+        assert bracket.lower <= norm() * (1 + 1e-12)
+        assert norm() <= bracket.upper * (1 + 1e-12)
+
+
 def test_a_start_that_is_no_help_is_replaced():
     A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
     for start in (torch.zeros(3), torch.tensor([0.0, 1.0, 0.0]), torch.full((3,), torch.nan)):

@@ -9,13 +9,10 @@ understood is refused, and PyTorch never sees the bytes of the file itself: ther
 
 import io
 import json
-import logging
 import re
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from equipoise.checkpoints.batching import fix_batch, is_dynamic
 from equipoise.checkpoints.description import check_payloads, check_program
 from equipoise.checkpoints.plain_values import NAME
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
 from equipoise.core.files import parse_json, read_bounded
 
 #: an archive longer than this is not read
@@ -50,8 +47,6 @@ _DESCRIPTIONS = (
     "data/constants/model_constants_config.json",
 )
 _PICKLES = ("data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/model.pt")
-#: where `torch.export` reports what it could not read
-_LOGGERS = ("torch.export", "torch._export", "torch.export.pt2_archive", "torch._export.serde.serialize")
 
 
 def load_program(path: str | Path, batch: int = 1) -> ExportedProgram:
@@ -62,7 +57,7 @@ def load_program(path: str | Path, batch: int = 1) -> ExportedProgram:
     path = Path(path)
     rebuilt = inspect_program(read_bounded(path, LARGEST_ARCHIVE), str(path), batch)
     try:
-        with _quiet():
+        with unlogged():
             program = torch.export.load(io.BytesIO(rebuilt))
             _run_once(program)
             return program
@@ -78,20 +73,6 @@ def _run_once(program: ExportedProgram) -> None:
         arguments, keywords = program.example_inputs
         with torch.no_grad():
             program.module()(*arguments, **keywords)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the log of PyTorch's reader, which prints the traceback of what is raised anyway."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL + 1)
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def inspect_program(data: bytes, name: str = "the file", batch: int = 1) -> bytes:
@@ -177,7 +158,7 @@ def _pickle(content: bytes, entry: str, name: str) -> bytes:
         with zipfile.ZipFile(io.BytesIO(content)) as inner:
             if any(i.compress_type != zipfile.ZIP_STORED for i in inner.infolist()):
                 raise ValueError("compressed")
-        with _quiet():
+        with unlogged():
             found = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         _check_plain(found, depth=8)
     except Exception as error:

@@ -106,12 +106,9 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.stdout.flush()
             return result
         except Exception as error:
-            from equipoise.core.errors import EquipoiseError
-
-            long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-            if not isinstance(error, EquipoiseError) and not long:
+            sentence = _sentence(error)
+            if sentence is None:
                 raise
-            sentence = "a name given is too long to be that of a file" if long else str(error)
             refuse(sentence, bool(kwargs.get("json") or kwargs.get("as_json")))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
@@ -120,6 +117,17 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapper.__doc__ = _verbatim(function.__doc__ or "")
     return wrapper
+
+
+def _sentence(error: Exception) -> str | None:
+    """What is said to the user; None: a bug of ours."""
+    from equipoise.core.errors import EquipoiseError, one_line, out_of_memory
+
+    if isinstance(error, EquipoiseError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return "a name given is too long to be that of a file"
+    return f"this does not fit into memory ({one_line(error)})" if out_of_memory(error) else None
 
 
 def refuse(sentence: str, as_json: bool) -> None:

@@ -5,7 +5,9 @@ escapes is a bug of ours and keeps its traceback.
 """
 
 import difflib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class EquipoiseError(Exception):
@@ -31,5 +33,46 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, at most 300 letters of it, or its type where it says nothing."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if len(line) <= 300 else f"{line[:300]} …"
+
+
+#: how PyTorch says that there is not enough memory: of the processor's it has no type of error for it
+_SHORTAGES = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether something did not fit into memory: what was asked for is too large for this machine, and not a bug.
+
+    >>> out_of_memory(MemoryError()), out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SHORTAGES)
+
+
+#: loggers of PyTorch that print the traceback of what is raised anyway
+_LOGGERS = (
+    "torch.export",
+    "torch._export",
+    "torch.export.pt2_archive",
+    "torch._export.serde.serialize",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+)
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Without PyTorch's log of tracebacks: what is raised is said once, in a sentence."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL + 1)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

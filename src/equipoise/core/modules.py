@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 
 from equipoise.core.bounds import Bound, as_upper
+from equipoise.core.errors import Refused
 
 Measured = Callable[[Any, tuple[int, ...]], Bound]
 
@@ -28,7 +29,8 @@ class by_construction:
     """What the construction of a module proves whatever its weights and input shape are: a number, or a function of the module.
 
     A claim of whoever writes it. A function may answer None where the module is no longer what was constructed. Without a
-    method below it, the module has a constant by construction and no bound of its own for the weights it has now.
+    method below it, the module has a constant by construction and no bound of its own for the weights it has now; None
+    above a method: that bound only. The method is refused where it would speak of another map than a call performs (`stands`).
 
     >>> class Half(nn.Module):
     ...     lipschitz_upper = by_construction(0.5)
@@ -38,7 +40,7 @@ class by_construction:
     (0.5, False)
     """
 
-    def __init__(self, constant: float | Callable[[Any], float | None]) -> None:
+    def __init__(self, constant: float | Callable[[Any], float | None] | None) -> None:
         self.constant = constant
         self.measured: Measured | None = None
 
@@ -65,7 +67,16 @@ class by_construction:
             raise AttributeError(
                 f"{owner.__name__} has a constant by construction only: equipoise.lipschitz_bound measures it"
             )
-        return functools.partial(self.measured, module)
+        return functools.partial(self._measure, module)
+
+    def _measure(self, module: nn.Module, input_shape: tuple[int, ...]) -> Bound:
+        assert self.measured is not None
+        if not stands(module, "lipschitz_upper"):
+            raise Refused(
+                f"lipschitz_upper of {type(module).__name__} does not speak of its calls: hooks, a subclass or a patch change "
+                "what they do; equipoise.lipschitz_bound bounds what is called"
+            )
+        return self.measured(module, input_shape)
 
     def of(self, module: nn.Module) -> float | None:
         """The constant of this module."""

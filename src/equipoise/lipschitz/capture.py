@@ -8,7 +8,6 @@ captured, and is refused; so are mutations that something else can see, training
 from __future__ import annotations
 
 import contextlib
-import logging
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core.errors import InputError, Refused, one_line, unlogged
 from equipoise.lipschitz.batches import flat_outputs, settled
 from equipoise.lipschitz.expand import Written, written_out
 from equipoise.lipschitz.modes import asked_about, ordinary_answers, refuse_mutation, written_arguments
@@ -188,17 +187,9 @@ def refuse_training(model: nn.Module) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter logs every failed guard; a refusal says it once."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), unlogged():
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+        yield
 
 
 @contextlib.contextmanager

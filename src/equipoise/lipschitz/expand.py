@@ -168,8 +168,8 @@ def _normalised(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 def _activated(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     """The operations of a written-out activation, one after the other; all have its shape."""
     made: list[fx.Node] = []
-    for target, args in idiom(node) or ():
-        made.append(graph.call_function(target, tuple(made[-1] if a is None and made else a for a in args)))
+    for target, args, keywords in idiom(node) or ():
+        made.append(graph.call_function(target, tuple(made[-1] if a is None and made else a for a in args), keywords))
         made[-1].meta = dict(node.meta)
     return made
 

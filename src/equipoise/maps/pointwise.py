@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from equipoise.core.precision import float64, up
 
 Function = Callable[[Tensor], Tensor]
-GELU, GELU_TANH, SILU = 1.128904145185156, 1.128993068658773, 1.099839320128868
+GELU, SILU = 1.128904145185156, 1.099839320128868
+GELU_TANH = 1.1289934  # 1.128993068658773, and more than the rounding of its two constants to float32 can add
 MISH, MISH_LOW = 1.088498161251729, -0.112526123
 SELU = 1.758099340847378
 SIXTH = 0.1666666716337205  # 1/6 as float32 rounds it up

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import up
 from equipoise.norms.spectral import spectral_norm
 
@@ -122,6 +123,7 @@ class L2Attention(nn.Module):
         mixed = (scores.softmax(-1) @ q).transpose(1, 2).reshape(batch, tokens, width)
         return self.output(mixed) / self.scale
 
+    @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`‖W_O‖·L_N·‖W‖/scale` for sequences of this length."""
         tokens = input_shape[0]

@@ -12,17 +12,19 @@ from torch.autograd import forward_ad
 
 from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision
+from equipoise.nn.method import SetOnce
 
 Tensors = tuple[Tensor, ...]
 
 
-class Effective(nn.Module):
+class Effective(SetOnce):
     """A layer with effective tensors `e = g(θ)`: subclasses write `compute`, and read `effective` in their forward.
+
+    `effective` hands out copies: whoever writes into them, also through `.data` or NumPy, does not change the layer.
 
     * Training mode: `g` is computed in every forward pass, with its graph.
     * Evaluation mode: `g` is computed once and kept with a copy of θ. The copy is compared bit for bit before each
       use, so that no way of changing θ (an optimizer, `load_state_dict`, `.data`, a file, a transfer) leaves a stale value.
-      What was kept is dropped when somebody wrote into it.
       Gradients flow all the same: the backward pass computes `g` again with its graph.
     * Inside `torch.compile`, `torch.export` and `torch.func` transforms `g` is traced like any other code.
 
@@ -32,14 +34,18 @@ class Effective(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: tuple[Tensors, Tensors, tuple[int, ...]] | None = None
+        self._kept: tuple[Tensors, Tensors] | None = None
 
     def compute(self) -> Tensors:
         """The effective tensors as a differentiable, traceable function of this module's parameters and buffers."""
         raise TypeError(f"{type(self).__name__} must say how its effective tensors are computed")
 
     def effective(self) -> Tensors:
-        """The effective tensors for the parameters as they are now."""
+        """The effective tensors for the parameters as they are now, differentiable: copies of what the layer keeps."""
+        return tuple(value.clone() for value in self._current())
+
+    def _current(self) -> Tensors:
+        """The effective tensors for the parameters as they are now, possibly those that are kept: never handed out."""
         raw = tuple(self.parameters()) + tuple(self.buffers())
         for tensor in raw:
             if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -50,7 +56,7 @@ class Effective(nn.Module):
         if self.training or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self.computed()
         kept = self._kept
-        if kept is None or not _same(kept[0], raw) or kept[2] != _versions(kept[1]):
+        if kept is None or not _same(kept[0], raw):
             with torch.inference_mode(False), torch.no_grad():
                 kept = self.keep(self.computed())
         parameters = tuple(p for p in self.parameters() if p.requires_grad)
@@ -58,14 +64,14 @@ class Effective(nn.Module):
             return _Recomputed.apply(self, kept[1], *parameters)
         return kept[1]
 
-    def keep(self, values: Tensors) -> tuple[Tensors, Tensors, tuple[int, ...]]:
-        """Hold what `computed` gave for the parameters as they are, unless they are of inference mode and have no versions."""
+    def keep(self, values: Tensors) -> tuple[Tensors, Tensors]:
+        """Hold what `computed` gave for the parameters as they are, unless they are of inference mode."""
         with torch.inference_mode(False), torch.no_grad():
             copies = tuple(tensor.detach().clone() for tensor in (*self.parameters(), *self.buffers()))
             values = tuple(value.detach() for value in values)
         if any(tensor.is_inference() for tensor in (*copies, *values)):
-            return copies, values, ()
-        self._kept = copies, values, _versions(values)
+            return copies, values
+        self._kept = copies, values
         return self._kept
 
     def constructions(self) -> tuple[Effective, ...]:
@@ -86,11 +92,6 @@ def _same(kept: Tensors, raw: Tensors) -> bool:
     return len(kept) == len(raw) and all(
         a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) for a, b in zip(kept, raw, strict=True)
     )
-
-
-def _versions(values: Tensors) -> tuple[int, ...]:
-    """How often each was written into."""
-    return tuple(value._version for value in values)
 
 
 class _Recomputed(torch.autograd.Function):

@@ -17,27 +17,23 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction, changed
+from equipoise.core.modules import by_construction
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
-from equipoise.nn.method import PLAIN, Method
+from equipoise.nn.method import FIXED, PLAIN, Method
 from equipoise.norms.spectral import spectral_norm
-
-_FIXED = (
-    "{} is fixed when the layer is built: the weight is made for it; build another layer (from_plain keeps the weight)"
-)
 
 
 class Settings(dict[str, Any]):
     """Hyper-parameters that cannot be written to: a weight made for stride 2 may have norm 2 at stride 1."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        raise InputError(_FIXED.format(name))
+        raise InputError(FIXED.format(name))
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Refused."""
-        raise InputError(_FIXED.format("a hyper-parameter"))
+        raise InputError(FIXED.format("a hyper-parameter"))
 
     def __reduce__(self) -> tuple[type[Settings], tuple[dict[str, Any]]]:
         return Settings, (dict(self),)
@@ -104,8 +100,8 @@ class Weighted(Effective):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("settings", ()) or (name == "geometry" and name in self.__dict__):
-            raise InputError(_FIXED.format(name))
+        if name in self.__dict__.get("settings", ()):
+            raise InputError(FIXED.format(name))
         super().__setattr__(name, value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -120,11 +116,11 @@ class Weighted(Effective):
     @property
     def weight(self) -> Tensor:
         """The effective weight, differentiable; a copy, so that writing into it does not change the layer."""
-        return self.effective()[0].clone()
+        return self.effective()[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """The plain layer's map with the effective weight."""
-        weight = self.effective()[0]
+        weight = self._current()[0]
         x = as_weight(x, weight)
         with uncast(x.device.type):
             return self.apply_weight(x, weight)
@@ -161,8 +157,8 @@ class Weighted(Effective):
     @property
     def certified(self) -> bool:
         """Whether the method proves a norm of at most 1; `lipschitz_upper` measures it in any case."""
-        kind, method = self.method_type, self._modules.get("method")
-        return type(method) is kind and isinstance(method, Method) and not changed(method, kind) and method.certified
+        method = self._modules.get("method")
+        return isinstance(method, Method) and method.proves(self.method_type, self.geometry)
 
     def _constant(self) -> float | None:
         """1, where the method proves it."""

@@ -1,5 +1,7 @@
 """What turns a raw weight into one of norm at most 1: a module that also works with `torch.nn.utils.parametrize`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -7,14 +9,32 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import Refused
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import changed
 from equipoise.maps.geometry import Geometry, PaddingMode
 
 #: the plain layers that a method may have a layer for
 PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 
+FIXED = (
+    "{} is fixed when the layer is built: the weight is made for it; build another layer (from_plain keeps the weight)"
+)
 
-class Method(nn.Module):
+
+class SetOnce(nn.Module):
+    """A module whose hyper-parameters cannot be changed once they are set: weights were made, and may be kept, for them.
+
+    That is every public attribute that is neither a tensor nor a module.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = name in self.__dict__ and not isinstance(self.__dict__[name], Tensor)
+        if known and name != "training" and not name.startswith("_"):
+            raise InputError(FIXED.format(name))
+        super().__setattr__(name, value)
+
+
+class Method(SetOnce):
     """A map `raw → weight` such that the layer with that weight is 1-Lipschitz for every input size.
 
     Guarantee, for subclasses: `sup_ω ‖E(ω)‖₂ ≤ 1` for the symbol E of every group, which bounds the operator with zero
@@ -76,6 +96,10 @@ class Method(nn.Module):
                     f"circular padding of {axis.left} on both sides of a kernel that reaches {axis.reach} pixels repeats "
                     f"outputs, so that no kernel has norm 1; use padding ≤ {axis.reach // 2}"
                 )
+
+    def proves(self, kind: type[Method], kernel: Geometry) -> bool:
+        """Whether it is that method as its class describes it, made for layers of this kernel, and certified."""
+        return type(self) is kind and not changed(self, kind) and self.kernel == kernel and self.certified
 
     @property
     def certified(self) -> bool:

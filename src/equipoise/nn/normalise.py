@@ -163,11 +163,11 @@ class LastLayerNormalised(Effective):
     @property
     def weight(self) -> Tensor:
         """The normalised rows, differentiable; a copy, so that writing into it does not change the layer."""
-        return self.effective()[0].clone()
+        return self.effective()[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits."""
-        weight = self.effective()[0]
+        weight = self._current()[0]
         x = as_weight(x, weight)
         with uncast(x.device.type):
             return functional.linear(x, weight, self.bias)

@@ -106,7 +106,7 @@ class Residual(Effective):
     def forward(self, x: Tensor) -> Tensor:
         """The block on `x`."""
         unit_slopes(self.activation)
-        inner, outer, offset, scale = self.effective()
+        inner, outer, offset, scale = self._current()
         x = as_weight(x, inner)
         with uncast(x.device.type):
             fused = offset.numel() > 0 and scale.numel() == 0  # the offset is the bias of the inner map
@@ -124,7 +124,12 @@ class Residual(Effective):
             padding = 0
         return functional.conv2d(x, weight, bias, 1, padding, kernel.dilation, kernel.groups)
 
-    @by_construction(1.0)
+    def _constant(self) -> float | None:
+        """1, as long as σ is found as it was built to be."""
+        sound = self.norm is None if self.rescaling != "sn" else isinstance(self.norm, SN)
+        return 1.0 if sound and (self.norm is None or self.norm.proves(SN, self.kernel)) else None
+
+    @by_construction(_constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`max(1, 2‖U‖² − 1)` with ‖U‖ bounded for this input, from the weights the forward pass uses."""
         return self.export().lipschitz_upper(input_shape)
@@ -133,7 +138,7 @@ class Residual(Effective):
         """The block on plain layers with the effective weights: nothing is recomputed."""
         unit_slopes(self.activation)
         with torch.no_grad():
-            inner, outer, offset, scale = (value.detach().clone() for value in self.effective())
+            inner, outer, offset, scale = (value.detach() for value in self.effective())
         block = ExportedResidual(self._plain(inner), self._plain(outer), self.activation, offset, scale)
         return block.train(self.training)
 
@@ -178,6 +183,7 @@ class ExportedResidual(nn.Module):
         )
         return x - self.outer(bent)
 
+    @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`max(1, 2‖U‖² − 1)`, as long as the two maps belong together and the activation has slopes in [0, 1]."""
         unit_slopes(self.activation)

@@ -325,8 +325,8 @@ def _distance(A: Tensor, r: Reference) -> tuple[float, float]:
     kappa = float(torch.tensor(r.kappa, dtype=A.dtype))
     difference = torch.sub(A, r.S, alpha=kappa)
     d = float(frobenius(_rows(difference)))
-    u = 2 * unit_roundoff(A.dtype)
-    return kappa, up(d * (1 + u) + u * (d + abs(kappa) * r.size))
+    u, lost = 2 * unit_roundoff(A.dtype), 4 * math.sqrt(A.numel()) * torch.finfo(A.dtype).tiny  # by underflow
+    return kappa, up(d * (1 + u) + u * (d + abs(kappa) * r.size) + lost)
 
 
 def _defect(V: Tensor) -> float:

@@ -179,7 +179,8 @@ class CarriedConvolution:
         rows = (x.reshape(len(x), -1) for x in (A, S))  # long rows: sums over them are many times faster
         a, s = (float(frobenius(x)) for x in rows)
         size = 2 * a + 4 * kappa * s
-        return up(unit_roundoff(A.dtype) * math.sqrt(math.prod(A.shape[2:])) * size)
+        lost = 4 * math.sqrt(A.numel()) * torch.finfo(A.dtype).tiny  # by underflow
+        return up(math.sqrt(math.prod(A.shape[2:])) * (unit_roundoff(A.dtype) * size + lost))
 
     def _distance(self, A: Tensor, S: Tensor, kappa: float) -> float:
         """`‖A − κS‖` as operators, with the rounding of the difference."""

@@ -101,6 +101,7 @@ def below_formed(
     # forming many at once is cheaper, where that is one product
     per = max(1, CHUNK_BYTES // one, min(16, 8 * CHUNK_BYTES // one))
     proved = torch.zeros(count, dtype=torch.bool, device=tau.device)
+    error = error + 4 * n * n * torch.finfo(dtype).tiny  # what products that underflow may lose
     for first in range(0, count, per):
         rows = slice(first, first + per)
         M = _ready(negative(rows))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.core.errors import EquipoiseError, InputError, one_line, unlogged
 from equipoise.core.files import read_bounded
 from equipoise.onnx import attention, indexed, layers, recurrent, signals  # noqa: F401 - they fill the table of operators
 from equipoise.onnx import shapes as moving_entries  # noqa: F401
@@ -97,7 +97,7 @@ class OnnxNetwork(nn.Module):
         kept: Values = {}
         numbers: Numbers = {name: value.numpy() for name, value in self.graph.constants.items()}
         left: float = LARGEST_TOTAL * max(1, inputs[0].shape[0] if inputs[0].dim() else 1)
-        with torch.no_grad():
+        with torch.no_grad(), unlogged():
             for spec, node in self._nodes(numbers):
                 with shadows:
                     left = self._step(spec, node, sizes, numbers, left)
@@ -179,7 +179,7 @@ class OnnxNetwork(nn.Module):
             outputs = node(*inputs)
         except EquipoiseError:
             raise
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError) as error:
             shapes = [tuple(x.shape) if isinstance(x, Tensor | np.ndarray) else x for x in inputs]
             raise InputError(
                 f"ONNX node {spec.name!r} ({spec.kind}) does not fit inputs of shapes {shapes}: {one_line(error)}"

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import down
 from equipoise.nn.attention import L2Attention
 from equipoise.nn.wrappers import ConvexResidual
@@ -65,6 +66,7 @@ class TokenShift(nn.Module):
         groups = enumerate(x.tensor_split(self.reach, -1))
         return torch.cat([nn.functional.pad(g, (0, 0, k, 0))[:, : x.shape[1]] for k, g in groups], -1)
 
+    @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """1: every entry is moved to a place of its own, or forgotten."""
         return Bound(1.0, Kind.UPPER, "entries are moved")

@@ -221,6 +221,7 @@ class SpectralConv2d(nn.Module):
         """The convolution, through Fourier space."""
         return _apply(self.frame, x, torch.view_as_complex(self.weight), self.bias, self.size)
 
+    @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """The largest norm over the frequencies, from the stored matrices."""
         return _bound(torch.view_as_complex(self.weight))
@@ -312,7 +313,7 @@ def evaluated(layer: SizedConv2d, x: Tensor) -> Tensor:
     dtype = next(layer.parameters()).dtype
     x = x.to(dtype) if torch.is_autocast_enabled(x.device.type) else x
     size = layer.frame.size((x.shape[-2], x.shape[-1]))
-    (weight,) = layer.effective_at(size)
+    (weight,) = layer._current_at(size)
     with uncast(x.device.type):
         return _apply(layer.frame, x, weight, layer.bias, size)
 

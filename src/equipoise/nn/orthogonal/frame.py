@@ -274,7 +274,10 @@ class SizedConv2d(FramedConv2d):
         raise TypeError(f"{type(self).__name__} must say how its effective tensors are computed")
 
     def effective_at(self, size: Size) -> Tensors:
-        """The effective tensors for the parameters as they are now, and the operator's image size."""
+        """The effective tensors for the parameters as they are now, and the operator's image size: copies, see `Effective`."""
+        return tuple(value.clone() for value in self._current_at(size))
+
+    def _current_at(self, size: Size) -> Tensors:
         if torch.compiler.is_compiling():
             with uncast(next(self.parameters()).device.type):
                 return self.compute_at(size)
@@ -285,7 +288,7 @@ class SizedConv2d(FramedConv2d):
                 views.pop(next(iter(list(views)), size), None)  # another thread may have been here too
             view = views[size] = _AtSize(self, size)
         view.training = self.training
-        return view.effective()
+        return view._current()
 
     def constructions(self) -> tuple[Effective, ...]:
         """One for every size it was called at."""

@@ -81,6 +81,7 @@ class Sandwich(nn.Module):
         """`second(activation(first(x)))`."""
         return self.second(self.activation(self.first(x)))
 
+    @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`‖[A B]‖²` from the stored weights."""
         monotone(self.activation)
@@ -145,7 +146,7 @@ class SandwichLinear(Effective):
     def forward(self, x: Tensor) -> Tensor:
         """The layer with its activation."""
         monotone(self.activation)
-        first, second, _ = self.effective()
+        first, second, _ = self._current()
         x = as_weight(x, first)
         with uncast(x.device.type):
             return functional.linear(self.activation(functional.linear(x, first, self.bias)), second)
@@ -193,6 +194,7 @@ class SpectralSandwich2d(nn.Module):
         first, second = torch.view_as_complex(self.first), torch.view_as_complex(self.second)
         return _apply(self.frame, x, first, second, self.bias, self.activation, self.size)
 
+    @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`‖[A B]‖²` over the frequencies, from the stored matrices."""
         monotone(self.activation)
@@ -240,7 +242,7 @@ class SandwichConv2d(SizedConv2d):
         monotone(self.activation)
         x = x.to(self.raw.dtype) if torch.is_autocast_enabled(x.device.type) else x
         size = self.frame.size((x.shape[-2], x.shape[-1]))
-        first, second, _ = self.effective_at(size)
+        first, second, _ = self._current_at(size)
         with uncast(x.device.type):
             return _apply(self.frame, x, first, second, self.bias, self.activation, size)
 

@@ -165,6 +165,7 @@ class SkewSeries(nn.Module):
         """`p(A)x + bias`."""
         return _apply(self.kernel, self.coefficients, self.frame, x, self.bias)
 
+    @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """From the stored kernel: its proved norm and the modulus of the polynomial."""
         with torch.no_grad():
@@ -243,7 +244,7 @@ class SOCConvTranspose2d(SOCConv2d):
 
 def _evaluated(layer: SOCConv2d, x: Tensor) -> Tensor:
     """The layer on an image; each class has a forward of its own, since a claim stands only beside one."""
-    (A,) = layer.effective()
+    (A,) = layer._current()
     x = x.to(A.dtype) if torch.is_autocast_enabled(x.device.type) else x
     with uncast(x.device.type):
         return _apply(A, layer.coefficients, layer.frame, x, layer.bias)
