@@ -96,7 +96,7 @@ def test_a_plan_makes_the_weights_of_every_kind_once_and_takes_no_step(name, tmp
     depth = "depths=[5,1]" if name.startswith("soc") else "depth=5"
     recipe = read_recipe(name, [f"model.arguments.{a}" for a in (*SHRUNK[model_of(name)], depth)])
     made, passed = Counter(), []
-    computed, forward = Effective.computed, nn.Sequential.forward
+    computed, forward = Effective._computed, nn.Sequential.forward
 
     def counted(layer):
         made[layer] += 1
@@ -106,7 +106,7 @@ def test_a_plan_makes_the_weights_of_every_kind_once_and_takes_no_step(name, tmp
         passed.append(len(x))
         return forward(module, x)
 
-    monkeypatch.setattr(Effective, "computed", counted)
+    monkeypatch.setattr(Effective, "_computed", counted)
     monkeypatch.setattr(nn.Sequential, "forward", seen)
     found = plan_recipe(recipe)
     assert set(made.values()) <= {1, 2}  # twice where the weights depend on the image, which only a pass tells

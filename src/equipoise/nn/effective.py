@@ -54,31 +54,25 @@ class Effective(SetOnce):
                     "keep it in float32 (under autocast it stays there) or call export() and convert that"
                 )
         if self.training or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return self.computed()
+            return self._computed()
         kept = self._kept
         if kept is None or not _same(kept[0], raw):
             with torch.inference_mode(False), torch.no_grad():
-                kept = self.keep(self.computed())
+                copies = tuple(tensor.detach().clone() for tensor in raw)
+                values = tuple(value.detach() for value in self._computed())
+            if any(tensor.is_inference() for tensor in (*copies, *values)):
+                return values
+            self._kept = kept = copies, values
         parameters = tuple(p for p in self.parameters() if p.requires_grad)
         if torch.is_grad_enabled() and parameters:
             return _Recomputed.apply(self, kept[1], *parameters)
         return kept[1]
 
-    def keep(self, values: Tensors) -> tuple[Tensors, Tensors]:
-        """Hold what `computed` gave for the parameters as they are, unless they are of inference mode."""
-        with torch.inference_mode(False), torch.no_grad():
-            copies = tuple(tensor.detach().clone() for tensor in (*self.parameters(), *self.buffers()))
-            values = tuple(value.detach() for value in values)
-        if any(tensor.is_inference() for tensor in (*copies, *values)):
-            return copies, values
-        self._kept = copies, values
-        return self._kept
-
     def constructions(self) -> tuple[Effective, ...]:
         """The modules whose effective tensors a training step computes for this layer, as far as it was called: itself."""
         return (self,)
 
-    def computed(self) -> Tensors:
+    def _computed(self) -> Tensors:
         """`g(θ)` in full precision, with its graph and nothing kept."""
         device = next(iter(self.parameters()), torch.zeros(())).device.type
         with uncast(device), _full_precision():
@@ -124,7 +118,7 @@ def _computed_with(layer: Effective, tensors: dict[str, Tensor]) -> Tensors:
     """`g` of given parameters and buffers: `torch.func.functional_call` has put the module's own back by now."""
     own = dict(layer.named_parameters()) | dict(layer.named_buffers())
     if all(own[name] is tensor for name, tensor in tensors.items()):
-        return layer.computed()
+        return layer._computed()
     found: Tensors = torch.func.functional_call(
         _Computing(layer), {f"layer.{name}": tensor for name, tensor in tensors.items()}, ()
     )
@@ -140,7 +134,7 @@ class _Computing(nn.Module):
 
     def forward(self) -> Tensors:
         """The effective tensors."""
-        return self.layer.computed()
+        return self.layer._computed()
 
 
 def uncast(device: str) -> contextlib.AbstractContextManager[Any]:

@@ -153,17 +153,22 @@ def _construction(layer: Effective) -> float:
     """
     smaller = _smaller(layer) if isinstance(layer, Weighted) else None
     if isinstance(layer, Weighted) and smaller is not None:
-        layer.keep((layer.raw.detach().new_zeros(layer.geometry.shape),))
+        _stand_in(layer, (layer.raw.detach().new_zeros(layer.geometry.shape),))
         return _construction(smaller[0]) * smaller[1]
 
     def once() -> None:
         for made in layer.constructions():
-            values = made.computed()
+            values = made._computed()
             graph = [v for v in values if v.requires_grad]
             torch.autograd.backward(graph, [torch.ones_like(v) for v in graph])
-            made.keep(values)
+            _stand_in(made, tuple(v.detach() for v in values))
 
     return _seconds(once)
+
+
+def _stand_in(layer: Effective, values: tuple[Tensor, ...]) -> None:
+    """Let evaluation take these tensors for the effective ones: of a network that is built to be timed and thrown away."""
+    layer._kept = tuple(t.detach().clone() for t in (*layer.parameters(), *layer.buffers())), values
 
 
 def _smaller(layer: Weighted) -> tuple[Effective, float] | None:

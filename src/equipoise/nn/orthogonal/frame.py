@@ -135,12 +135,12 @@ class Adjoint(Frame):
     @property
     def ins(self) -> int:
         """Channels per group that enter the operator."""
-        return super().out
+        return self.plain.shape[0] // self.groups
 
     @property
     def out(self) -> int:
         """Channels per group that leave it."""
-        return super().ins
+        return self.plain.shape[1] * self.stride[0] * self.stride[1]
 
     def outputs(self, size: Size) -> Size:
         """Size of the image that `nn.ConvTranspose2d` returns for an input of `size`."""
@@ -153,7 +153,7 @@ class Adjoint(Frame):
 
     def size(self, size: Size) -> Size:
         """Size of the operator's image for an input of `size`."""
-        return super().size(self.outputs(size))
+        return Frame.size(self, self.outputs(size))
 
     def enter(self, x: Tensor) -> Tensor:
         """The input among zeros, as the operator's image."""
