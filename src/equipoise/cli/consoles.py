@@ -58,6 +58,18 @@ def complain(sentence: str) -> None:
     messages().print(f"equipoise: {sentence}", markup=False, style="red", soft_wrap=True)
 
 
+def say(text: str) -> None:
+    """A remark on stderr, as it is."""
+    messages().print(text, markup=False, soft_wrap=True)
+
+
+def tell(*lines: str) -> None:
+    """Lines of a result on stdout, as they are."""
+    console = results()
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
 def progress() -> Progress:
     """A progress bar on stderr, shown only on a terminal and gone when done."""
     console = messages()

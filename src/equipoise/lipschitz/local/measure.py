@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, require_one_of
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.attack import lower_ends
 from equipoise.lipschitz.batches import as_examples
@@ -143,8 +143,7 @@ def local_lipschitz(
         raise InputError(f"x needs a batch dimension, got shape {tuple(x.shape)}")
     if not bool(torch.isfinite(x).all()):
         raise InputError("x has non-finite values")
-    if effort not in get_args(Effort):
-        raise InputError(f"effort must be one of {', '.join(get_args(Effort))}, got {effort!r}")
+    require_one_of(get_args(Effort), effort=effort)
     if seconds is not None and not seconds > 0:
         raise InputError(f"seconds must be positive, got {seconds}")
     program = capture(model, x[:1])
@@ -177,7 +176,7 @@ def certified(
     layered = log_root(boxes[o].log for o in run.program.outputs)
     chain = chain_total(run)
     whole = min(layered, run.fused, math.inf if chain is None else chain)
-    upper = min(exp_up(whole), gradient_bound(run, boxes, x, cache))
+    upper = min(exp_up(whole), gradient_bound(run, boxes, x))
     by_multipliers = math.inf if switching is None else switching.bound(x, radius)
     small = effort == "auto" and math.isinf(by_multipliers) and x.numel() <= SMALL
     if effort == "zonotope" or small:

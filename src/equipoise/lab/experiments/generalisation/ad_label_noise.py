@@ -66,10 +66,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             with_wrong_labels(source, path, share)
             for seed in range(1 if context.dry else settings.seeds):
                 for sigma in context.steps(settings.sigmas):
-                    rows = context.cell(
-                        f"share {share:g}, seed {seed}, σ = {sigma:g}",
-                        lambda p=path, g=sigma, s=seed: measured(settings, p, g, s, context),  # type: ignore[misc]
-                    )
+                    key = f"share {share:g}, seed {seed}, σ = {sigma:g}"
+                    rows = context.cell(key, measured, settings, path, sigma, seed, context)
                     yield from ({"share": share, **row} for row in rows)
 
 
