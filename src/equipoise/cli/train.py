@@ -147,6 +147,7 @@ def _plan(recipe: Recipe, as_json: bool) -> None:
     shown.add_row("all steps", f"{found.hours:.3g} h")
     results().print(shown, markup=False)
     tell(f"number of examples from {found.where}")
+    tell(f"time of a step from {found.basis}")
     if found.published:
         tell(f"published: {found.published}")
 

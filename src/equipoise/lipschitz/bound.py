@@ -15,7 +15,7 @@ from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import up
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
-from equipoise.lipschitz.local.whole import whole_bound
+from equipoise.lipschitz.local.measure import whole_bound
 from equipoise.lipschitz.logs import log_product, log_root, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted
 from equipoise.lipschitz.places import module_path

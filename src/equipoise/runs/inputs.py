@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -144,6 +145,14 @@ class Inputs:
         if self.labelled and classes is not None:
             check_label(item.id, item.label, classes)
         return item, None
+
+    def some(self, positions: Ints, count: int) -> list[Item]:
+        """A few inputs spread over these positions; those that cannot be read are left out (they will be failed rows)."""
+        found = []
+        for place in np.unique(np.linspace(0, len(positions) - 1, count).astype(int)):
+            with contextlib.suppress(EquipoiseError, OSError):
+                found.append(self.item(int(positions[place])))
+        return found
 
     def fingerprint(self, positions: Ints) -> str:
         """Of the whole data where that is cheap or the dataset knows its own; else of the selected inputs, read once."""

@@ -135,20 +135,11 @@ def noise_of(
     """
     if asked == "float":
         return asked, None
-    image = all(is_image(x.detach().cpu().double().numpy()) for x in _some(inputs, positions))
+    image = all(is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8))
     kind: NoiseName = asked or ("grid" if image and lipschitz is None else "float")
     if kind != "grid":
         return kind, None
     return kind, 255.0 if image else power_of_two(sigma)
-
-
-def _some(inputs: Inputs, positions: Ints, count: int = 8) -> Iterator[torch.Tensor]:
-    """A few inputs spread over the selected ones; those that cannot be read are left out."""
-    for place in np.unique(np.linspace(0, len(positions) - 1, count).astype(int)):
-        try:
-            yield inputs.item(int(positions[place])).x
-        except (EquipoiseError, OSError):
-            continue  # such an input will be a failed row of its own
 
 
 def usable_device(name: str) -> str:

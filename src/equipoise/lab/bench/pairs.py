@@ -127,6 +127,15 @@ def layer(name: str) -> Maker:
     return make
 
 
+def whole(name: str) -> Maker:
+    """A training step of a network of four convolutions and two dense layers against the plain one."""
+
+    def make(device: torch.device, quick: bool) -> tuple[Work, Work]:
+        return layers.whole_step(name.lower(), device, quick), layers.whole_step(None, device, quick)
+
+    return make
+
+
 def certify(device: torch.device, quick: bool) -> tuple[Work, Work]:
     """`certify` against the plain loop as published, on a CIFAR ResNet."""
     return smoothing.against_loop(smoothing.resnet().to(device), 100 if quick else 900)
@@ -199,6 +208,10 @@ PAIRS: dict[str, tuple[Maker, float | None]] = {
     "ResNet-18, real kernels / SVD of all frequencies": (kernels("real"), 0.1),
     "conv_norm 64 channels, with gradient / training step": (norm_gradient(64), None),
     **{f"{name}, training step / nn.Conv2d": (layer(name), goal) for name, (_, goal) in layers.LAYERS.items()},
+    **{
+        f"network of {name}, training step / plain network": (whole(name), goal)
+        for name, goal in layers.NETWORKS.items()
+    },
     "certify, seconds / plain loop": (certify, 1.0),
     "certify of a compiled network, seconds / plain loop": (certify_compiled, 1 / 1.3),
     "LVM-RS, seconds / Cohen": (soft, 1.05),

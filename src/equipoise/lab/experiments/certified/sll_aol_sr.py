@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
-from equipoise.lab.experiments.figures import COLOURS, canvas, legend, published
+from equipoise.lab.experiments.figures import COLOURS, canvas, intervals, legend, published
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of_mean
 from equipoise.lab.experiments.shared.training import merged, train
 
@@ -146,9 +146,8 @@ def draw(rows: Sequence[Row]) -> Figure:
             for j, dots in enumerate(seeds):
                 top.plot([x[j]] * len(dots), dots, "o", color="0.1", markersize=2.5)
         top.set(ylabel="certified accuracy (%)", title=" ".join(group) if len(every) > 1 else "")
-        halves = [g.half if g.seeds > 1 else 0.0 for g in by_epsilon.values()]
-        gain = [g.value for g in by_epsilon.values()]
-        bottom.errorbar(range(len(epsilons)), gain, yerr=halves, fmt="D", color=COLOURS[2], capsize=4, markersize=5)
+        gained = list(by_epsilon.values())
+        intervals(bottom, range(len(epsilons)), gained, fmt="D", color=COLOURS[2], capsize=4, markersize=5)
         if len(epsilons) == len(PUBLISHED_GAINS):
             published(bottom, [j + 0.2 for j in range(len(epsilons))], PUBLISHED_GAINS)
         bottom.axhline(0, color="0.3", linewidth=0.8)
