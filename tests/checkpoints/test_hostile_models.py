@@ -145,13 +145,17 @@ DESCRIPTIONS = {
 }  # fmt: skip
 
 
+def refused_in_a_sentence(work):
+    with pytest.raises(EquipoiseError) as caught:
+        work()
+    assert not Path(CANARY).exists()
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_a_description_that_would_run_code_is_refused(plain, case):
     Path("bad.pt2").write_bytes(edited(plain, DESCRIPTIONS[case]))
-    with pytest.raises(EquipoiseError) as caught:
-        load_model("bad.pt2").module()(torch.zeros(2, 3))
-    assert not Path(CANARY).exists()
-    assert "\n" not in str(caught.value)
+    refused_in_a_sentence(lambda: load_model("bad.pt2").module()(torch.zeros(2, 3)))
 
 
 def weight(change):
@@ -286,10 +290,7 @@ SYMBOLS = {
 @pytest.mark.parametrize("case", SYMBOLS)
 def test_symbols_that_are_no_sizes_are_refused(dynamic, case):
     Path("bad.pt2").write_bytes(edited(dynamic, SYMBOLS[case]))
-    with pytest.raises(EquipoiseError) as caught:
-        load_model("bad.pt2")
-    assert not Path(CANARY).exists()
-    assert "\n" not in str(caught.value)
+    refused_in_a_sentence(lambda: load_model("bad.pt2"))
 
 
 # ---- checkpoint directories ---------------------------------------------------------------------------------------------
@@ -339,10 +340,7 @@ CONFIGS = {
 @pytest.mark.parametrize("case", CONFIGS)
 def test_a_config_names_registered_models_with_plain_arguments(folder, case):
     rewrite_config(folder, CONFIGS[case])
-    with pytest.raises(EquipoiseError) as caught:
-        load_checkpoint(folder)
-    assert not Path(CANARY).exists()
-    assert "\n" not in str(caught.value)
+    refused_in_a_sentence(lambda: load_checkpoint(folder))
 
 
 def test_a_config_without_end_is_not_read(folder):

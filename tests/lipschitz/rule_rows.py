@@ -1,6 +1,6 @@
 """Rows for the table of rules: operations written out, indexed, ordered, transformed, on bounded domains, and recurrent.
 
-name: (module or function, shape, fraction of the bound an attack reaches, ball)
+A row is `at(module or function, shape, fraction of the bound an attack reaches, ball)`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+def at(operation, shape=(6,), reached=0.99, ball=None):
+    return operation, shape, reached, ball
+
 
 torch.manual_seed(1)
 W = torch.randn(5, 6)
@@ -46,301 +51,201 @@ def _last(module):
     return Last()
 
 
-def _small(module, scale):
-    for p in module.parameters():
-        p.data.mul_(scale)
-    return module
-
-
 WRITTEN_OUT = {
-    "diff": (lambda x: x.diff(dim=1), (6,), 0.9, None),
-    "rot90": (lambda x: x.rot90(1, (1, 2)), (3, 4), 0.99, None),
-    "kron": (lambda x: torch.kron(x, W[:1, :2].to(x.dtype)), (6,), 0.99, None),
-    "addcmul": (lambda x: torch.addcmul(W[:1].to(x.dtype), x, W[1:2].to(x.dtype), value=2.0), (6,), 0.99, None),
-    "addcmul of constants": (lambda x: torch.addcmul(x, W[:1].to(x.dtype), W[1:2].to(x.dtype)), (6,), 0.99, None),
-    "addcdiv": (lambda x: torch.addcdiv(x, -x, P.to(x.dtype), value=0.5), (6,), 0.3, None),
-    "addmm factors": (
-        lambda x: torch.addmm(torch.ones(5, dtype=x.dtype), x, W.mT.to(x.dtype), alpha=2.0, beta=0.5),
-        (6,),
-        0.99,
-        None,
-    ),
-    "addmm of branches": (lambda x: torch.addmm(x[:, :5], x, W.mT.to(x.dtype), alpha=-2.0), (6,), 0.8, None),
-    "baddbmm": (
+    "diff": at(lambda x: x.diff(dim=1), (6,), 0.9),
+    "rot90": at(lambda x: x.rot90(1, (1, 2)), (3, 4)),
+    "kron": at(lambda x: torch.kron(x, W[:1, :2].to(x.dtype))),
+    "addcmul": at(lambda x: torch.addcmul(W[:1].to(x.dtype), x, W[1:2].to(x.dtype), value=2.0)),
+    "addcmul of constants": at(lambda x: torch.addcmul(x, W[:1].to(x.dtype), W[1:2].to(x.dtype))),
+    "addcdiv": at(lambda x: torch.addcdiv(x, -x, P.to(x.dtype), value=0.5), (6,), 0.3),
+    "addmm factors": at(lambda x: torch.addmm(torch.ones(5, dtype=x.dtype), x, W.mT.to(x.dtype), alpha=2.0, beta=0.5)),
+    "addmm of branches": at(lambda x: torch.addmm(x[:, :5], x, W.mT.to(x.dtype), alpha=-2.0), (6,), 0.8),
+    "baddbmm": at(
         lambda x: torch.baddbmm(
             torch.ones(1, 3, 5, dtype=x.dtype), x, W.mT[None].to(x.dtype).expand(len(x), -1, -1), alpha=2.0
         ),
         (3, 6),
-        0.99,
-        None,
     ),
-    "outer": (lambda x: x[:, :, None] * W[0, None, None].to(x.dtype), (6,), 0.99, None),
-    "einsum of one": (lambda x: torch.einsum("bij->bj", x), (3, 4), 0.99, None),
-    "einsum diagonal": (lambda x: torch.einsum("bii->bi", x), (4, 4), 0.99, None),
-    "einsum constant": (lambda x: torch.einsum("bij,oj->bio", x, W.to(x.dtype)), (3, 6), 0.99, None),
-    "einsum of three": (lambda x: torch.einsum("bi,oi,po->bp", x, W.to(x.dtype), T.to(x.dtype)), (6,), 0.5, None),
-    "einsum dots": (lambda x: torch.einsum("...i,oi->...o", x, W.to(x.dtype)), (3, 6), 0.99, None),
-    "tensordot": (lambda x: torch.tensordot(x, W.mT.to(x.dtype), 1), (6,), 0.99, None),
-    "broadcast tensors": (
-        lambda x: torch.broadcast_tensors(x[:, None], torch.ones(4, 1, dtype=x.dtype))[0],
-        (6,),
-        0.99,
-        None,
+    "outer": at(lambda x: x[:, :, None] * W[0, None, None].to(x.dtype)),
+    "einsum of one": at(lambda x: torch.einsum("bij->bj", x), (3, 4)),
+    "einsum diagonal": at(lambda x: torch.einsum("bii->bi", x), (4, 4)),
+    "einsum constant": at(lambda x: torch.einsum("bij,oj->bio", x, W.to(x.dtype)), (3, 6)),
+    "einsum of three": at(lambda x: torch.einsum("bi,oi,po->bp", x, W.to(x.dtype), T.to(x.dtype)), (6,), 0.5),
+    "einsum dots": at(lambda x: torch.einsum("...i,oi->...o", x, W.to(x.dtype)), (3, 6)),
+    "tensordot": at(lambda x: torch.tensordot(x, W.mT.to(x.dtype), 1)),
+    "broadcast tensors": at(lambda x: torch.broadcast_tensors(x[:, None], torch.ones(4, 1, dtype=x.dtype))[0]),
+    "pairwise distance": at(lambda x: F.pairwise_distance(x, torch.ones(6, dtype=x.dtype))),
+    "cdist": at(lambda x: torch.cdist(x, torch.ones(2, 4, dtype=x.dtype)), (3, 4), 0.9),
+    "cdist 1": at(lambda x: torch.cdist(x, torch.ones(2, 4, dtype=x.dtype), p=1.0), (3, 4), 0.9),
+    "lerp by a tensor": at(lambda x: torch.lerp(x, x.flip(1), W[:1].to(x.dtype)), (6,), 0.3),
+    "bilinear on ball": at(lambda x: F.bilinear(x[:, :3], x[:, 3:], BILINEAR.to(x.dtype)), (6,), 0.2, 2.0),
+    "bilinear with a constant": at(
+        lambda x: F.bilinear(x, T[:1, :3].to(x.dtype).expand(len(x), -1), BILINEAR.to(x.dtype)), (3,), 0.3
     ),
-    "pairwise distance": (lambda x: F.pairwise_distance(x, torch.ones(6, dtype=x.dtype)), (6,), 0.99, None),
-    "cdist": (lambda x: torch.cdist(x, torch.ones(2, 4, dtype=x.dtype)), (3, 4), 0.9, None),
-    "cdist 1": (lambda x: torch.cdist(x, torch.ones(2, 4, dtype=x.dtype), p=1.0), (3, 4), 0.9, None),
-    "lerp by a tensor": (lambda x: torch.lerp(x, x.flip(1), W[:1].to(x.dtype)), (6,), 0.3, None),
-    "bilinear on ball": (lambda x: F.bilinear(x[:, :3], x[:, 3:], BILINEAR.to(x.dtype)), (6,), 0.2, 2.0),
-    "bilinear with a constant": (
-        lambda x: F.bilinear(x, T[:1, :3].to(x.dtype).expand(len(x), -1), BILINEAR.to(x.dtype)),
-        (3,),
-        0.3,
-        None,
-    ),
-    "batched product summed": (
+    "batched product summed": at(
         lambda x: torch.stack(
             [torch.addbmm(s[0, :, :2], s, W[None, :4, :2].to(x.dtype).expand(2, 4, 2), alpha=2.0, beta=0.5) for s in x]
         ),
         (2, 3, 4),
         0.4,
-        None,
     ),
-    "cross": (lambda x: torch.linalg.cross(x, torch.ones(1, 3, dtype=x.dtype)), (3,), 0.8, None),
+    "cross": at(lambda x: torch.linalg.cross(x, torch.ones(1, 3, dtype=x.dtype)), (3,), 0.8),
 }
 
 INDEXED = {
-    "unfold": (lambda x: x.unfold(1, 3, 1), (6,), 0.99, None),
-    "patches": (lambda x: F.unfold(x, 3, padding=1, stride=2), (2, 5, 5), 0.99, None),
-    "fold": (lambda x: F.fold(x, (5, 5), 3, padding=1), (18, 25), 0.99, None),
-    "gather": (lambda x: x.gather(1, INDEX.expand(len(x), -1)), (6,), 0.99, None),
-    "take along": (lambda x: x.take_along_dim(INDEX, 1), (6,), 0.99, None),
-    "scatter": (
-        lambda x: torch.ones(len(x), 6, dtype=x.dtype).scatter(1, APART.expand(len(x), -1), x),
-        (3,),
-        0.99,
-        None,
+    "unfold": at(lambda x: x.unfold(1, 3, 1)),
+    "patches": at(lambda x: F.unfold(x, 3, padding=1, stride=2), (2, 5, 5)),
+    "fold": at(lambda x: F.fold(x, (5, 5), 3, padding=1), (18, 25)),
+    "gather": at(lambda x: x.gather(1, INDEX.expand(len(x), -1))),
+    "take along": at(lambda x: x.take_along_dim(INDEX, 1)),
+    "scatter": at(lambda x: torch.ones(len(x), 6, dtype=x.dtype).scatter(1, APART.expand(len(x), -1), x), (3,)),
+    "scatter a number": at(lambda x: x.scatter(1, INDEX.expand(len(x), -1), 2.0)),
+    "scatter itself": at(lambda x: x.scatter(1, APART.expand(len(x), -1), 2 * x[:, :3]), (6,), 0.9),
+    "scatter add": at(
+        lambda x: torch.zeros(len(x), 6, dtype=x.dtype).scatter_add(1, INDEX.expand(len(x), -1), x), (4,)
     ),
-    "scatter a number": (lambda x: x.scatter(1, INDEX.expand(len(x), -1), 2.0), (6,), 0.99, None),
-    "scatter itself": (lambda x: x.scatter(1, APART.expand(len(x), -1), 2 * x[:, :3]), (6,), 0.9, None),
-    "scatter add": (
-        lambda x: torch.zeros(len(x), 6, dtype=x.dtype).scatter_add(1, INDEX.expand(len(x), -1), x),
-        (4,),
-        0.99,
-        None,
+    "scatter maximum": at(lambda x: x.scatter_reduce(1, INDEX.expand(len(x), -1), 3 * x[:, :4], "amax"), (6,), 0.9),
+    "index add": at(lambda x: x.index_add(1, INDEX[0], x[:, :4], alpha=2.0), (6,), 0.6),
+    "index copy": at(lambda x: x.index_copy(1, APART[0], 2 * x[:, :3]), (6,), 0.9),
+    "index fill": at(lambda x: x.index_fill(1, INDEX[0], 3.0)),
+    "select scatter": at(lambda x: torch.select_scatter(x, 2 * x[:, 0], 1, 3), (6,), 0.9),
+    "slice scatter": at(lambda x: torch.slice_scatter(x, 2 * x[:, :2], 1, 2, 4), (6,), 0.9),
+    "masked scatter of copies": at(
+        lambda x: torch.masked_scatter(x[:, None], KEPT, torch.ones(len(x), 24, dtype=x.dtype)), (6,), 0.7
     ),
-    "scatter maximum": (
-        lambda x: x.scatter_reduce(1, INDEX.expand(len(x), -1), 3 * x[:, :4], "amax"),
-        (6,),
-        0.9,
-        None,
+    "diagonal of a vector": at(lambda x: x.diag_embed(), (4,)),
+    "power pooling": at(lambda x: F.lp_pool2d(x, 2.0, (3, 2), stride=1), (1, 4, 4), 0.6),
+    "power pooling apart": at(lambda x: F.lp_pool1d(x, 4, 2, ceil_mode=True), (2, 6), 0.9),
+    "sum pooling": at(lambda x: F.lp_pool2d(x, 1.0, 2, stride=1), (1, 4, 4), 0.6),
+    "sampling": at(
+        lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), align_corners=False), (2, 5, 5)
     ),
-    "index add": (lambda x: x.index_add(1, INDEX[0], x[:, :4], alpha=2.0), (6,), 0.6, None),
-    "index copy": (lambda x: x.index_copy(1, APART[0], 2 * x[:, :3]), (6,), 0.9, None),
-    "index fill": (lambda x: x.index_fill(1, INDEX[0], 3.0), (6,), 0.99, None),
-    "select scatter": (lambda x: torch.select_scatter(x, 2 * x[:, 0], 1, 3), (6,), 0.9, None),
-    "slice scatter": (lambda x: torch.slice_scatter(x, 2 * x[:, :2], 1, 2, 4), (6,), 0.9, None),
-    "masked scatter of copies": (
-        lambda x: torch.masked_scatter(x[:, None], KEPT, torch.ones(len(x), 24, dtype=x.dtype)),
-        (6,),
-        0.7,
-        None,
+    "sampling nearest": at(
+        lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), "nearest", "border", False), (2, 5, 5)
     ),
-    "diagonal of a vector": (lambda x: x.diag_embed(), (4,), 0.99, None),
-    "power pooling": (lambda x: F.lp_pool2d(x, 2.0, (3, 2), stride=1), (1, 4, 4), 0.6, None),
-    "power pooling apart": (lambda x: F.lp_pool1d(x, 4, 2, ceil_mode=True), (2, 6), 0.9, None),
-    "sum pooling": (lambda x: F.lp_pool2d(x, 1.0, 2, stride=1), (1, 4, 4), 0.6, None),
-    "sampling": (
-        lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), align_corners=False),
-        (2, 5, 5),
-        0.99,
-        None,
-    ),
-    "sampling nearest": (
-        lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), "nearest", "border", False),
-        (2, 5, 5),
-        0.99,
-        None,
-    ),
-    "sampling bicubic": (
+    "sampling bicubic": at(
         lambda x: F.grid_sample(x, GRID.to(x.dtype).expand(len(x), -1, -1, -1), "bicubic", "reflection", True),
         (1, 5, 5),
-        0.99,
-        None,
     ),
 }
 
 ORDERED = {
-    "mean in a named type": (
-        lambda x: F.linear(x.mean(-1, dtype=x.dtype), T.mT.to(x.dtype)),
-        (3, 5),
-        0.9,
-        None,
+    "mean in a named type": at(lambda x: F.linear(x.mean(-1, dtype=x.dtype), T.mT.to(x.dtype)), (3, 5), 0.9),
+    "running sum": at(lambda x: x.cumsum(1), (6,), 0.999),
+    "running sum of rows": at(lambda x: x.cumsum(-1), (3, 5), 0.999),
+    "running maximum": at(lambda x: x.cummax(1)[0], (6,), 0.5),
+    "running logsumexp": at(lambda x: x.logcumsumexp(1), (6,), 0.5),
+    "topk": at(lambda x: x.topk(3, 1)[0]),
+    "median": at(lambda x: x.median(1)[0], (3, 5)),
+    "kth value": at(lambda x: x.kthvalue(2, 1)[0]),
+    "quantile": at(lambda x: x.quantile(0.3, dim=1), (6,), 0.7),
+    "logaddexp": at(lambda x: torch.logaddexp(x[:, :3], x[:, 3:]), (6,), 0.9),
+    "hypot": at(lambda x: torch.hypot(x[:, :3], x[:, 3:])),
+    "hypot constant": at(lambda x: torch.hypot(x, torch.ones(6, dtype=x.dtype)), (6,), 0.9),
+    "max min of halves": at(lambda x: torch.cat([torch.max(x[:, :3], x[:, 3:]), torch.min(x[:, :3], x[:, 3:])], 1)),
+    "max min interleaved": at(
+        lambda x: torch.stack([x[:, ::2].maximum(x[:, 1::2]), x[:, ::2].minimum(x[:, 1::2])], 2).flatten(1)
     ),
-    "running sum": (lambda x: x.cumsum(1), (6,), 0.999, None),
-    "running sum of rows": (lambda x: x.cumsum(-1), (3, 5), 0.999, None),
-    "running maximum": (lambda x: x.cummax(1)[0], (6,), 0.5, None),
-    "running logsumexp": (lambda x: x.logcumsumexp(1), (6,), 0.5, None),
-    "topk": (lambda x: x.topk(3, 1)[0], (6,), 0.99, None),
-    "median": (lambda x: x.median(1)[0], (3, 5), 0.99, None),
-    "kth value": (lambda x: x.kthvalue(2, 1)[0], (6,), 0.99, None),
-    "quantile": (lambda x: x.quantile(0.3, dim=1), (6,), 0.7, None),
-    "logaddexp": (lambda x: torch.logaddexp(x[:, :3], x[:, 3:]), (6,), 0.9, None),
-    "hypot": (lambda x: torch.hypot(x[:, :3], x[:, 3:]), (6,), 0.99, None),
-    "hypot constant": (lambda x: torch.hypot(x, torch.ones(6, dtype=x.dtype)), (6,), 0.9, None),
-    "max min of halves": (
-        lambda x: torch.cat([torch.max(x[:, :3], x[:, 3:]), torch.min(x[:, :3], x[:, 3:])], 1),
-        (6,),
-        0.99,
-        None,
+    "max min of groups": at(lambda x: torch.cat([x.view(-1, 2, 3).amax(1), x.view(-1, 2, 3).amin(1)], 1)),
+    "max min by values": at(lambda x: torch.stack([x.view(-1, 3, 2).max(-1)[0], x.view(-1, 3, 2).min(-1)[0]], 1)),
+    "max and max": at(lambda x: torch.cat([x.amax(1, True), x.amax(1, True)], 1)),
+    "max, min and the same max": at(
+        lambda x: (lambda top, low: torch.cat([top, low, top], 1))(x.amax(1, True), x.amin(1, True)), (2,)
     ),
-    "max min interleaved": (
-        lambda x: torch.stack([x[:, ::2].maximum(x[:, 1::2]), x[:, ::2].minimum(x[:, 1::2])], 2).flatten(1),
-        (6,),
-        0.99,
-        None,
-    ),
-    "max min of groups": (
-        lambda x: torch.cat([x.view(-1, 2, 3).amax(1), x.view(-1, 2, 3).amin(1)], 1),
-        (6,),
-        0.99,
-        None,
-    ),
-    "max min by values": (
-        lambda x: torch.stack([x.view(-1, 3, 2).max(-1)[0], x.view(-1, 3, 2).min(-1)[0]], 1),
-        (6,),
-        0.99,
-        None,
-    ),
-    "max and max": (lambda x: torch.cat([x.amax(1, True), x.amax(1, True)], 1), (6,), 0.99, None),
-    "max, min and the same max": (
-        lambda x: (lambda top, low: torch.cat([top, low, top], 1))(x.amax(1, True), x.amin(1, True)),
-        (2,),
-        0.99,
-        None,
-    ),
-    "max and min of one": (lambda x: torch.cat([x[..., :1].amax(1), x[..., :1].amin(1)], 1), (1, 4), 0.99, None),
+    "max and min of one": at(lambda x: torch.cat([x[..., :1].amax(1), x[..., :1].amin(1)], 1), (1, 4)),
 }
 
 FOURIER = {
-    "rfft": (lambda x: torch.view_as_real(torch.fft.rfft(x)), (6,), 0.99, None),
-    "rfft longer": (lambda x: torch.view_as_real(torch.fft.rfft(x, n=9, norm="ortho")), (6,), 0.7, None),
-    "fft modulus": (lambda x: torch.fft.fft2(x).abs(), (4, 4), 0.7, None),
-    "fft real part": (lambda x: torch.fft.fft(x, norm="forward").real, (6,), 0.9, None),
-    "spectral filter": (
-        lambda x: torch.fft.irfft(torch.fft.rfft(x) * SPECTRUM.to(torch.fft.rfft(x).dtype), n=6),
-        (6,),
-        0.5,
-        None,
+    "rfft": at(lambda x: torch.view_as_real(torch.fft.rfft(x))),
+    "rfft longer": at(lambda x: torch.view_as_real(torch.fft.rfft(x, n=9, norm="ortho")), (6,), 0.7),
+    "fft modulus": at(lambda x: torch.fft.fft2(x).abs(), (4, 4), 0.7),
+    "fft real part": at(lambda x: torch.fft.fft(x, norm="forward").real, (6,), 0.9),
+    "spectral filter": at(
+        lambda x: torch.fft.irfft(torch.fft.rfft(x) * SPECTRUM.to(torch.fft.rfft(x).dtype), n=6), (6,), 0.5
     ),
-    "fourier layer": (_fourier_layer, (2, 6), 0.4, None),
-    "fft shift": (lambda x: torch.fft.fftshift(x, (1, 2)), (3, 4), 0.99, None),
-    "short-time transform": (
+    "fourier layer": at(_fourier_layer, (2, 6), 0.4),
+    "fft shift": at(lambda x: torch.fft.fftshift(x, (1, 2)), (3, 4)),
+    "short-time transform": at(
         lambda x: torch.stft(x, 4, 2, window=torch.ones(4, dtype=x.dtype), center=False, return_complex=True).abs(),
         (8,),
         0.4,
-        None,
     ),
 }
 
 DOMAINS = {
-    "log1p": (lambda x: torch.log1p(x.abs()), (6,), 0.9, None),
-    "reciprocal": (lambda x: 1 / (2 + torch.sigmoid(x)), (6,), 0.5, None),
-    "quotient": (lambda x: torch.tanh(x) / (1 + torch.sigmoid(x.flip(1))), (6,), 0.5, None),
-    "square root on ball": (lambda x: torch.sqrt(x.square() + 1), (6,), 0.3, 2.0),
-    "power 1.5 on ball": (lambda x: x.abs() ** 1.5, (6,), 0.9, 2.0),
-    "odd power on ball": (lambda x: x**3, (6,), 0.9, 2.0),
-    "negative power": (lambda x: (1 + F.relu(x)) ** -0.5, (6,), 0.9, None),
-    "logarithm on ball": (lambda x: torch.log(1 + x.exp()), (6,), 0.1, 1.0),
-    "exponential of what is not positive": (lambda x: torch.exp(-3 * F.relu(x)), (6,), 0.9, None),
-    "Gaussian of a distance": (lambda x: torch.exp(-0.5 * (1 + x.abs())), (6,), 0.9, None),
-    "power of 2": (lambda x: 2.0 ** torch.tanh(x), (6,), 0.3, None),
-    "power of a half": (lambda x: 0.5 ** F.relu(x), (6,), 0.9, None),
-    "exp2 on ball": (torch.exp2, (6,), 0.9, 2.0),
-    "sinh on ball": (torch.sinh, (6,), 0.9, 2.0),
-    "cosh on ball": (torch.cosh, (6,), 0.9, 2.0),
-    "tangent": (lambda x: torch.tan(torch.tanh(x)), (6,), 0.2, None),
-    "arcsine": (lambda x: torch.asin(0.9 * torch.tanh(x)), (6,), 0.3, None),
-    "arccosine": (lambda x: torch.acos(0.9 * torch.tanh(x)), (6,), 0.3, None),
-    "artanh": (lambda x: torch.atanh(x.clamp(-0.9, 0.9)), (6,), 0.2, None),
-    "logit": (lambda x: torch.logit(x, eps=0.1), (6,), 0.7, None),
-    "log2": (lambda x: torch.log2(x.abs() + 0.5), (6,), 0.8, None),
-    "log10": (lambda x: torch.log10(x.abs() + 0.5), (6,), 0.8, None),
-    "sinc": (torch.sinc, (6,), 0.9, None),
-    "erfc": (torch.erfc, (6,), 0.9, None),
-    "angle to the right": (lambda x: torch.atan2(x[:, :3], 0.5 + x[:, 3:].abs()), (6,), 0.5, None),
-    "angle above": (lambda x: torch.atan2(0.5 + x[:, :3].abs(), x[:, 3:]), (6,), 0.5, None),
-    "angle below a constant": (lambda x: torch.atan2(-P.to(x.dtype), x), (6,), 0.8, None),
-    "angle repeated": (lambda x: torch.atan2(x[:, :1], torch.ones_like(x)), (6,), 0.8, None),
-    "product on ball": (lambda x: x.prod(1), (4,), 0.7, 2.0),
-    "product of bounded entries": (lambda x: torch.sigmoid(x).prod(-1), (2, 3), 0.1, None),
-    "product of all rows": (
-        lambda x: torch.stack([F.normalize(s, dim=-1, eps=0.5).prod() for s in x]),
-        (2, 3),
-        0.01,
-        None,
+    "log1p": at(lambda x: torch.log1p(x.abs()), (6,), 0.9),
+    "reciprocal": at(lambda x: 1 / (2 + torch.sigmoid(x)), (6,), 0.5),
+    "quotient": at(lambda x: torch.tanh(x) / (1 + torch.sigmoid(x.flip(1))), (6,), 0.5),
+    "square root on ball": at(lambda x: torch.sqrt(x.square() + 1), (6,), 0.3, 2.0),
+    "power 1.5 on ball": at(lambda x: x.abs() ** 1.5, (6,), 0.9, 2.0),
+    "odd power on ball": at(lambda x: x**3, (6,), 0.9, 2.0),
+    "negative power": at(lambda x: (1 + F.relu(x)) ** -0.5, (6,), 0.9),
+    "logarithm on ball": at(lambda x: torch.log(1 + x.exp()), (6,), 0.1, 1.0),
+    "exponential of what is not positive": at(lambda x: torch.exp(-3 * F.relu(x)), (6,), 0.9),
+    "Gaussian of a distance": at(lambda x: torch.exp(-0.5 * (1 + x.abs())), (6,), 0.9),
+    "power of 2": at(lambda x: 2.0 ** torch.tanh(x), (6,), 0.3),
+    "power of a half": at(lambda x: 0.5 ** F.relu(x), (6,), 0.9),
+    "exp2 on ball": at(torch.exp2, (6,), 0.9, 2.0),
+    "sinh on ball": at(torch.sinh, (6,), 0.9, 2.0),
+    "cosh on ball": at(torch.cosh, (6,), 0.9, 2.0),
+    "tangent": at(lambda x: torch.tan(torch.tanh(x)), (6,), 0.2),
+    "arcsine": at(lambda x: torch.asin(0.9 * torch.tanh(x)), (6,), 0.3),
+    "arccosine": at(lambda x: torch.acos(0.9 * torch.tanh(x)), (6,), 0.3),
+    "artanh": at(lambda x: torch.atanh(x.clamp(-0.9, 0.9)), (6,), 0.2),
+    "logit": at(lambda x: torch.logit(x, eps=0.1), (6,), 0.7),
+    "log2": at(lambda x: torch.log2(x.abs() + 0.5), (6,), 0.8),
+    "log10": at(lambda x: torch.log10(x.abs() + 0.5), (6,), 0.8),
+    "sinc": at(torch.sinc, (6,), 0.9),
+    "erfc": at(torch.erfc, (6,), 0.9),
+    "angle to the right": at(lambda x: torch.atan2(x[:, :3], 0.5 + x[:, 3:].abs()), (6,), 0.5),
+    "angle above": at(lambda x: torch.atan2(0.5 + x[:, :3].abs(), x[:, 3:]), (6,), 0.5),
+    "angle below a constant": at(lambda x: torch.atan2(-P.to(x.dtype), x), (6,), 0.8),
+    "angle repeated": at(lambda x: torch.atan2(x[:, :1], torch.ones_like(x)), (6,), 0.8),
+    "product on ball": at(lambda x: x.prod(1), (4,), 0.7, 2.0),
+    "product of bounded entries": at(lambda x: torch.sigmoid(x).prod(-1), (2, 3), 0.1),
+    "product of all rows": at(lambda x: torch.stack([F.normalize(s, dim=-1, eps=0.5).prod() for s in x]), (2, 3), 0.01),
+    "product of one": at(lambda x: x[:, :1].prod(1), (4,)),
+    "running product on ball": at(lambda x: x.cumprod(1), (4,), 0.5, 2.0),
+    "expm1 on ball": at(torch.expm1, (6,), 0.9, 1.0),
+    "variance on ball": at(lambda x: x.var(1), (6,), 0.8, 2.0),
+    "normalize": at(lambda x: F.normalize(x, dim=1, eps=0.5)),
+    "normalize plus": at(lambda x: x / (x.norm(dim=-1, keepdim=True) + 0.5), (6,), 0.9),
+    "normalize copies": at(lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(0.5).expand(-1, 4, 6), (1, 6)),
+    "cosine similarity": at(
+        lambda x: F.cosine_similarity(x, torch.ones(6, dtype=x.dtype), dim=1, eps=1.0), (6,), 0.1, 2.0
     ),
-    "product of one": (lambda x: x[:, :1].prod(1), (4,), 0.99, None),
-    "running product on ball": (lambda x: x.cumprod(1), (4,), 0.5, 2.0),
-    "expm1 on ball": (torch.expm1, (6,), 0.9, 1.0),
-    "variance on ball": (lambda x: x.var(1), (6,), 0.8, 2.0),
-    "normalize": (lambda x: F.normalize(x, dim=1, eps=0.5), (6,), 0.99, None),
-    "normalize plus": (lambda x: x / (x.norm(dim=-1, keepdim=True) + 0.5), (6,), 0.9, None),
-    "normalize copies": (
-        lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(0.5).expand(-1, 4, 6),
-        (1, 6),
-        0.99,
-        None,
+    "rms norm by hand": at(lambda x: _rms(x, P), (3, 6), 0.9),
+    "rms norm by reciprocals": at(lambda x: x * (1 / torch.sqrt((x * x).mean(-1, True) + 0.3)), (6,), 0.9),
+    "rms norm by a power": at(lambda x: x * (x.pow(2).mean(-1, True) + 0.3) ** -0.5, (6,), 0.9),
+    "swish by hand": at(lambda x: x * torch.sigmoid(x)),
+    "quick gelu": at(lambda x: torch.sigmoid(1.702 * x) * x),
+    "swish of a negative": at(lambda x: 2 * x * torch.sigmoid(-x / 3)),
+    "gelu by hand": at(lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
+    "tanh gelu by hand": at(
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
     ),
-    "cosine similarity": (
-        lambda x: F.cosine_similarity(x, torch.ones(6, dtype=x.dtype), dim=1, eps=1.0),
-        (6,),
-        0.1,
-        2.0,
-    ),
-    "rms norm by hand": (lambda x: _rms(x, P), (3, 6), 0.9, None),
-    "rms norm by reciprocals": (lambda x: x * (1 / torch.sqrt((x * x).mean(-1, True) + 0.3)), (6,), 0.9, None),
-    "rms norm by a power": (lambda x: x * (x.pow(2).mean(-1, True) + 0.3) ** -0.5, (6,), 0.9, None),
-    "swish by hand": (lambda x: x * torch.sigmoid(x), (6,), 0.99, None),
-    "quick gelu": (lambda x: torch.sigmoid(1.702 * x) * x, (6,), 0.99, None),
-    "swish of a negative": (lambda x: 2 * x * torch.sigmoid(-x / 3), (6,), 0.99, None),
-    "gelu by hand": (lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))), (6,), 0.99, None),
-    "tanh gelu by hand": (
-        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
-        (6,),
-        0.99,
-        None,
-    ),
-    "tanh gelu by squares": (
-        lambda x: x * 0.5 * (torch.tanh(x * 0.79788456 * (1 + 0.044715 * x * x)) + 1),
-        (6,),
-        0.99,
-        None,
-    ),
-    "gelu of another width": (lambda x: x * (0.5 * (1.0 + torch.erf(3 * x))), (6,), 0.99, None),
-    "mish by hand": (lambda x: x * torch.tanh(F.softplus(x)), (6,), 0.99, None),
-    "softplus by hand": (lambda x: torch.where(x > 20, x, F.softplus(x)), (6,), 0.9, None),
-    "log of a sigmoid": (lambda x: torch.log(torch.sigmoid(x)), (6,), 0.9, None),
-    "log of a softmax": (lambda x: torch.log(torch.softmax(x, -1)), (6,), 0.3, None),
-    "rms norm by division": (lambda x: x / torch.sqrt((x * x).mean(-1, True) + 0.3), (6,), 0.9, None),
-    "attention after rms norm": (
-        lambda x: F.scaled_dot_product_attention(_rms(x), 2 * _rms(x), _rms(x)),
-        (3, 4),
-        0.0,
-        None,
+    "tanh gelu by squares": at(lambda x: x * 0.5 * (torch.tanh(x * 0.79788456 * (1 + 0.044715 * x * x)) + 1)),
+    "gelu of another width": at(lambda x: x * (0.5 * (1.0 + torch.erf(3 * x)))),
+    "mish by hand": at(lambda x: x * torch.tanh(F.softplus(x))),
+    "softplus by hand": at(lambda x: torch.where(x > 20, x, F.softplus(x)), (6,), 0.9),
+    "log of a sigmoid": at(lambda x: torch.log(torch.sigmoid(x)), (6,), 0.9),
+    "log of a softmax": at(lambda x: torch.log(torch.softmax(x, -1)), (6,), 0.3),
+    "rms norm by division": at(lambda x: x / torch.sqrt((x * x).mean(-1, True) + 0.3), (6,), 0.9),
+    "attention after rms norm": at(
+        lambda x: F.scaled_dot_product_attention(_rms(x), 2 * _rms(x), _rms(x)), (3, 4), 0.0
     ),
 }
 
 torch.manual_seed(1)  # rows above may change without changing these
 RECURRENT = {
-    "rnn": (_last(nn.RNN(2, 2, batch_first=True)), (3, 2), 0.2, None),
-    "rnn relu two layers": (_last(nn.RNN(2, 2, 2, nonlinearity="relu", batch_first=True)), (2, 2), 0.05, None),
-    "lstm": (_last(nn.LSTM(2, 2, batch_first=True)), (2, 2), 0.01, None),
-    "lstm both ways": (_last(nn.LSTM(2, 1, batch_first=True, bidirectional=True)), (2, 2), 0.01, None),
-    "gru": (_last(nn.GRU(2, 2, batch_first=True)), (2, 2), 0.05, None),
-    "rnn cell": (nn.RNNCell(4, 3), (4,), 0.9, None),
-    "lstm cell": (nn.LSTMCell(4, 3), (4,), 0.15, None),
-    "gru cell": (nn.GRUCell(4, 3), (4,), 0.3, None),
+    "rnn": at(_last(nn.RNN(2, 2, batch_first=True)), (3, 2), 0.2),
+    "rnn relu two layers": at(_last(nn.RNN(2, 2, 2, nonlinearity="relu", batch_first=True)), (2, 2), 0.05),
+    "lstm": at(_last(nn.LSTM(2, 2, batch_first=True)), (2, 2), 0.01),
+    "lstm both ways": at(_last(nn.LSTM(2, 1, batch_first=True, bidirectional=True)), (2, 2), 0.01),
+    "gru": at(_last(nn.GRU(2, 2, batch_first=True)), (2, 2), 0.05),
+    "rnn cell": at(nn.RNNCell(4, 3), (4,), 0.9),
+    "lstm cell": at(nn.LSTMCell(4, 3), (4,), 0.15),
+    "gru cell": at(nn.GRUCell(4, 3), (4,), 0.3),
 }
 
 ROWS = {**WRITTEN_OUT, **INDEXED, **ORDERED, **FOURIER, **DOMAINS, **RECURRENT}

@@ -9,7 +9,9 @@ from equipoise.lab.bench import layers
 
 
 def test_quick_sections_hold_every_layer():
-    costs, profile = layers.sections(quick=True)
+    costs, whole, profile = layers.sections(quick=True)
+    assert [row["network"] for row in whole.rows] == ["plain", *layers.NETWORKS]
+    assert all(row["train ratio"] > 0 for row in whole.rows)
     names = [row["layer"] for row in costs.rows]
     assert names[: 1 + len(layers.LAYERS)] == ["nn.Conv2d", *layers.LAYERS]
     assert all(row["train ratio"] > 0 and row["eval ratio"] > 0 for row in costs.rows[: 1 + len(layers.LAYERS)])
@@ -26,6 +28,16 @@ def test_goals_are_stated_for_real_sizes():
         "AOL, training step",
         "SOC, training step",
     ]
+
+
+@pytest.mark.parametrize("method", [None, "aol", "bcop"])
+def test_whole_networks_differ_in_their_layers_only(method):
+    """Four convolutions and a dense layer of 4096 inputs, of one method throughout."""
+    net = layers.network(method)
+    kinds = [type(layer).__name__ for layer in net if not isinstance(layer, torch.nn.ReLU | torch.nn.Flatten)]
+    prefix = {None: "", "aol": "AOL", "bcop": "BCOP"}[method]
+    assert kinds == [f"{prefix}Conv2d"] * 4 + [f"{prefix}Linear"] * 2
+    assert (net[9].in_features, net[9].out_features) == (4096, 512)
 
 
 def test_singular_values_after_rescaling():

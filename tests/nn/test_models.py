@@ -18,10 +18,11 @@ from equipoise.nn.constants import known_constant
 from equipoise.nn.losses import offset_cross_entropy
 from equipoise.nn.models import LIPSCHITZ, MODELS, PLAIN, build, factory, input_shape
 
+GREY = {"in_channels": 1, "input_size": 8}
 #: small arguments for every builder: (name → arguments)
 SMALL = {
     "mlp": {"widths": [16], "activation": "gelu", "dropout": 0.1},
-    "cnn": {"in_channels": 1, "input_size": 8, "channels": [4, 8], "hidden": 8, "mean": [0.5], "std": [0.25]},
+    "cnn": {**GREY, "channels": [4, 8], "hidden": 8, "mean": [0.5], "std": [0.25]},
     "mlp_mixer": {
         "in_channels": 1,
         "input_size": [8, 12],
@@ -40,22 +41,13 @@ SMALL = {
     "cifar_resnet56": {"input_size": 8},
     "cifar_resnet110": {"input_size": 8},
     "wide_resnet": {"depth": 10, "widen": 1, "input_size": 8, "width": 4, "dropout": 0.1},
-    "sll": {
-        "in_channels": 1,
-        "input_size": 8,
-        "channels": 8,
-        "depth": 3,
-        "dense_depth": 1,
-        "hidden": 16,
-        "constant": 2.0,
-    },
-    "sll_tiny": {"in_channels": 1, "input_size": 8},
-    "orthogonal_cnn": {"in_channels": 1, "input_size": 8, "channels": [4, 4], "hidden": 12, "head": "first"},
-    "sandwich_cnn": {"in_channels": 1, "input_size": 8, "channels": [4], "hidden": 12, "constant": 3.0},
+    "sll": {**GREY, "channels": 8, "depth": 3, "dense_depth": 1, "hidden": 16, "constant": 2.0},
+    "sll_tiny": GREY,
+    "orthogonal_cnn": {**GREY, "channels": [4, 4], "hidden": 12, "head": "first"},
+    "sandwich_cnn": {**GREY, "channels": [4], "hidden": 12, "constant": 3.0},
     "sandwich_mlp": {"widths": [16], "head": "aol"},
     "lipschitz_cnn": {
-        "in_channels": 1,
-        "input_size": 8,
+        **GREY,
         "channels": [4, 8],
         "depths": [1, 2],
         "hidden": 12,
@@ -63,15 +55,7 @@ SMALL = {
         "mirrored": True,
         "head": "sr",
     },
-    "liresnet": {
-        "in_channels": 1,
-        "input_size": 8,
-        "channels": 8,
-        "depth": 2,
-        "dense_depth": 1,
-        "hidden": 16,
-        "head": "sr",
-    },
+    "liresnet": {**GREY, "channels": 8, "depth": 2, "dense_depth": 1, "hidden": 16, "head": "sr"},
 }
 SMALL["bronet"] = {**SMALL["liresnet"], "rank": 0.25}
 LARGE = {"sll_small", "sll_medium", "sll_large", "sll_xlarge"}  # checked by their number of blocks only

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from equipoise.core import InputError, Kind, Refused, as_upper
 from equipoise.nn import orthogonal as o
 from equipoise.nn.constants import known_constant
-from equipoise.nn.orthogonal.frame import SizedConv2d
+from equipoise.nn.orthogonal.frame import FramedConv2d, SizedConv2d
 from equipoise.norms import spectral_norm
 from equipoise.norms.reference import operator_matrix
 
@@ -47,6 +47,10 @@ def conv(cls: type[nn.Module], *args: Any, size: int = 5, lowest: float | None =
 LINEAR = [type(case.make("linear")) for case in TABLE if "linear" in case.orthogonal]
 LOW = {type(case.make("conv2d")): case.lowest for case in TABLE if "conv2d" in case.orthogonal}
 CONV = list(LOW)
+#: the framed ones: a square operator with something before and after it
+SPATIAL = [cls for cls in CONV if issubclass(cls, FramedConv2d)]
+#: transposed ones of these, with the smallest singular value for «same» padding
+TRANSPOSED = {o.SOCConvTranspose2d: LOW[o.SOCConv2d], o.CayleyConvTranspose2d: None}
 
 #: layer × padding × stride
 CORE = [
@@ -79,6 +83,17 @@ CASES = [
     conv(o.RKOConv1d, 3, 3, 4, stride=2),
     conv(o.BCOPConvTranspose2d, 4, 3, 3, stride=2),
     conv(o.RKOConvTranspose2d, 4, 3, 3, stride=2, padding=1),
+    *(conv(cls, 2, 8, 3, stride=2, dilation=2, padding=2, size=7) for cls in SPATIAL),
+    *(conv(cls, 2, 18, 3, stride=3, dilation=2, padding=2, padding_mode="circular", size=6) for cls in SPATIAL),
+    conv(o.SOCConv2d, 4, 4, 2, padding="same", lowest=LOW[o.SOCConv2d]),
+    conv(o.SOCConv2d, 3, 5, 4, padding=2, dilation=2, size=4),
+    conv(o.SOCConv2d, 2, 8, 3, stride=2, dilation=3, padding=3, size=6, lowest=LOW[o.SOCConv2d]),
+    conv(o.CayleyConv2d, 2, 8, 3, stride=2, dilation=3, padding=3, padding_mode="circular", size=6, lowest=1 - 1e-5),
+    *(conv(cls, 4, 4, 3, padding=1, lowest=low) for cls, low in TRANSPOSED.items()),
+    *(conv(cls, 4, 3, 3, stride=2, padding=1, output_padding=1) for cls in TRANSPOSED),
+    *(conv(cls, 4, 6, (3, 2), stride=(1, 2), groups=2, dilation=(2, 3)) for cls in TRANSPOSED),
+    *(conv(cls, 4, 2, 2, stride=2, lowest=1 - 1.1e-3) for cls in TRANSPOSED),
+    conv(o.SOCConvTranspose2d, 8, 2, 3, stride=2, padding=1, output_padding=1, lowest=LOW[o.SOCConv2d]),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 slow64 = pytest.param(torch.float64, marks=pytest.mark.slow, id="float64")
@@ -206,14 +221,10 @@ def test_shapes_are_those_of_the_plain_layer(case: Case) -> None:
     layer = case.make()
     if not hasattr(layer, "kernel_size"):
         return
-    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"]
     plain_type = getattr(layer, "plain_type", nn.Conv2d)
-    if plain_type is nn.ConvTranspose2d:
-        plain: nn.Module = nn.ConvTranspose2d(
-            layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding
-        )
-    else:
-        plain = plain_type(**{name: getattr(layer, name) for name in names})
+    names += ["output_padding"] if plain_type is nn.ConvTranspose2d else []
+    plain = plain_type(**{name: getattr(layer, name) for name in names})
     x = torch.randn(2, *case.shape)
     assert layer(x).shape == plain(x).shape
     assert layer(x[0]).shape == plain(x[0]).shape  # one image without a batch
@@ -334,10 +345,8 @@ def test_unsound_padding_is_refused(cls: type[nn.Module], options: dict[str, Any
 
 
 def test_what_a_construction_cannot_do_is_refused() -> None:
-    with pytest.raises(Refused, match="odd"):
-        o.SOCConv2d(3, 3, 4)
-    with pytest.raises(Refused, match="dilation"):
-        o.SOCConv2d(3, 3, 3, stride=2, dilation=2)
+    with pytest.raises(InputError, match="stands for"):
+        o.SOCConvTranspose2d.from_plain(nn.Conv2d(3, 3, 3))
     with pytest.raises(Refused, match="wider than the kernel"):
         o.CayleyConv2d(3, 3, 3, stride=2, padding=2)
     with pytest.raises(InputError, match="multiple of 2"):

@@ -16,7 +16,7 @@ from equipoise.core import Refused
 from equipoise.nn import orthogonal as o
 from equipoise.nn.orthogonal.bcop import two_taps
 from equipoise.nn.orthogonal.cayley import cayley, isometry_bound
-from equipoise.nn.orthogonal.polar import CONVERGING, by_steps, last_step, orthonormal, scaled_steps
+from equipoise.nn.orthogonal.polar import CONVERGING, by_gram, by_steps, last_step, orthonormal, scaled_steps
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
 from equipoise.norms.reference import operator_matrix, reference_norm
 
@@ -200,3 +200,46 @@ def test_rko_reaches_its_bound() -> None:
     layer = o.RKOConv2d(1, 1, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64).eval()
     layer.raw.data.fill_(1.0)
     assert reference_norm(layer, (1, 6, 6)) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "condition", "scale", "proved"),
+    [
+        (129, 129, 1e2, 1.0, True),
+        (256, 1024, 5.0, 1e30, True),
+        (200, 400, 1.0, 1e-30, True),
+        (150, 150, 3e4, 1.0, False),
+    ],
+)
+def test_polar_factors_of_large_matrices_are_proved_on_the_small_side(rows, columns, condition, scale, proved):
+    torch.manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(n, rows, dtype=torch.float64))[0] for n in (rows, columns))
+    W = (scale * (U * torch.logspace(0, -math.log10(condition), rows, dtype=torch.float64)) @ V.mT).float()
+    assert (by_gram(W) is not None) == proved
+    found = torch.linalg.svdvals(orthonormal(W).double())
+    assert float(found[0]) <= 1
+    assert not proved or float(found[-1]) > 1 - 1e-5
+
+
+@pytest.mark.parametrize("error", [1e-10, 1e-7, 1e-3, 1.0])
+def test_the_proof_on_the_small_side_does_not_rest_on_the_eigenvectors(error, monkeypatch):
+    """Wrong factors are seen in `T·WWᵀ·Tᵀ`: a contraction all the same, or another way."""
+    torch.manual_seed(0)
+    W, eigh = torch.randn(160, 200), torch.linalg.eigh
+
+    def wrong(G):
+        squares, U = eigh(G)
+        return squares * (1 - error * torch.rand_like(squares)), U + error * torch.randn_like(U) / 12
+
+    monkeypatch.setattr(torch.linalg, "eigh", wrong)
+    found = by_gram(W)
+    assert found is None or float(torch.linalg.matrix_norm(found[0].double(), 2)) <= 1
+    assert float(torch.linalg.matrix_norm(orthonormal(W).double(), 2)) <= 1
+    assert error == 1e-7 or (found is None) == (error > 1e-7)
+
+
+def test_no_polar_factor_is_proved_of_what_is_no_number():
+    W = torch.randn(140, 150)
+    for value in (math.nan, math.inf, 0.0):
+        W[3] = value
+        assert by_gram(W) is None

@@ -25,7 +25,7 @@ def numbers(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
-def built(nodes: list[Any], shape: tuple[Any, ...], constants: dict[str, np.ndarray], opset: int) -> Any:
+def built(nodes: list[Any], shape: tuple[Any, ...], opset: int, **constants: np.ndarray) -> Any:
     return helper.make_model(
         helper.make_graph(
             nodes,
@@ -70,8 +70,8 @@ def choice(taken: bool) -> Any:
             helper.make_node("If", ["same"], ["y"], name="the_If", **graphs),
         ],
         (2, 3),
-        {"wanted": np.array(6 if taken else 7, dtype=np.int64)},
         17,
+        wanted=np.array(6 if taken else 7, dtype=np.int64),
     )
 
 
@@ -79,103 +79,83 @@ EIGHT, ONE = whole(8, 1)
 GELU = [node("Div", "x", "root", to="a"), node("Erf", "a", to="b"), node("Add", "b", "one", to="c")]
 QKV = {"wq": numbers(8, 8), "wk": numbers(8, 4), "wv": numbers(8, 4)}
 HEADS = [node("MatMul", "x", w, to=w[1]) for w in QKV]
-#: name: model, ball on which it is bounded
-NETWORKS: dict[str, tuple[Any, float | None]] = {
-    "a branch that is taken": (choice(True), None),
-    "the other branch": (choice(False), None),
-    "swish": (built([node("Sigmoid", "x", to="s"), node("Mul", "x", "s")], ("n", 5), {}, 13), None),
-    "gelu": (
-        built(
-            [*GELU, node("Mul", "x", "c", to="d"), node("Mul", "d", "half")],
-            ("n", 5),
-            {"root": scalar(math.sqrt(2)), "one": scalar(1), "half": scalar(0.5)},
-            13,
-        ),
-        None,
+NETWORKS: dict[str, Any] = {
+    "a branch that is taken": choice(True),
+    "the other branch": choice(False),
+    "swish": built([node("Sigmoid", "x", to="s"), node("Mul", "x", "s")], ("n", 5), 13),
+    "gelu": built(
+        [*GELU, node("Mul", "x", "c", to="d"), node("Mul", "d", "half")],
+        ("n", 5),
+        13,
+        root=scalar(math.sqrt(2)),
+        one=scalar(1),
+        half=scalar(0.5),
     ),
-    "softplus with a threshold": (
-        built(
-            [node("Softplus", "x", to="s"), node("Greater", "x", "t", to="g"), node("Where", "g", "x", "s")],
-            ("n", 5),
-            {"t": scalar(20)},
-            17,
-        ),
-        None,
+    "softplus with a threshold": built(
+        [node("Softplus", "x", to="s"), node("Greater", "x", "t", to="g"), node("Where", "g", "x", "s")],
+        ("n", 5),
+        17,
+        t=scalar(20),
     ),
-    "root mean square": (
-        built(
-            [
-                node("Pow", "x", "two", to="p"),
-                node("ReduceMean", "p", "last", to="m"),
-                node("Add", "m", "eps", to="e"),
-                node("Sqrt", "e", to="r"),
-                node("Reciprocal", "r", to="i"),
-                node("Mul", "x", "i"),
-            ],
-            ("n", 3, 5),
-            {"two": scalar(2), "last": whole(-1), "eps": scalar(0.1)},
-            18,
-        ),
-        None,
+    "root mean square": built(
+        [
+            node("Pow", "x", "two", to="p"),
+            node("ReduceMean", "p", "last", to="m"),
+            node("Add", "m", "eps", to="e"),
+            node("Sqrt", "e", to="r"),
+            node("Reciprocal", "r", to="i"),
+            node("Mul", "x", "i"),
+        ],
+        ("n", 3, 5),
+        18,
+        two=scalar(2),
+        last=whole(-1),
+        eps=scalar(0.1),
     ),
-    "a spectrum": (built([node("DFT", "x", onesided=1, axis=1)], (2, 12, 1), {}, 17), None),
-    "an inverse transform": (built([node("DFT", "x", "n", "a", inverse=1)], (2, 6, 3, 2), {"n": EIGHT, "a": ONE}, 20), None),
-    "frames": (
-        built([node("STFT", "x", "step", "w", to="y")], (2, 20), {"step": whole(4)[0], "w": numbers(8)}, 17),
-        None,
+    "a spectrum": built([node("DFT", "x", onesided=1, axis=1)], (2, 12, 1), 17),
+    "an inverse transform": built([node("DFT", "x", "n", "a", inverse=1)], (2, 6, 3, 2), 20, n=EIGHT, a=ONE),
+    "frames": built([node("STFT", "x", "step", "w", to="y")], (2, 20), 17, step=whole(4)[0], w=numbers(8)),
+    "a window": built([node("HannWindow", "n", to="w"), node("Mul", "x", "w")], (2, 8), 17, n=whole(8)[0]),
+    "power pooling": built([node("LpPool", "x", kernel_shape=[2, 2], strides=[2, 1], p=2)], (1, 2, 4, 5), 18),
+    "one hot": built(
+        [node("OneHot", "i", "d", "v", to="h"), node("MatMul", "x", "h")],
+        (2, 3),
+        13,
+        i=whole(2, 0, -1),
+        d=whole(4)[0],
+        v=np.array([0, 1], dtype=np.float32),
     ),
-    "a window": (
-        built([node("HannWindow", "n", to="w"), node("Mul", "x", "w")], (2, 8), {"n": whole(8)[0]}, 17),
-        None,
+    "nonzero entries": built(
+        [node("NonZero", "m", to="p"), node("Squeeze", "p", to="q"), node("Gather", "x", "q", axis=1)],
+        (2, 4),
+        13,
+        m=np.array([1, 0, 1, 1], dtype=np.float32),
     ),
-    "power pooling": (built([node("LpPool", "x", kernel_shape=[2, 2], strides=[2, 1], p=2)], (1, 2, 4, 5), {}, 18), None),
-    "one hot": (
-        built(
-            [node("OneHot", "i", "d", "v", to="h"), node("MatMul", "x", "h")],
-            (2, 3),
-            {"i": whole(2, 0, -1), "d": whole(4)[0], "v": np.array([0, 1], dtype=np.float32)},
-            13,
-        ),
-        None,
+    "reversed": built([node("ReverseSequence", "x", "n", batch_axis=0, time_axis=1)], (2, 4, 3), 10, n=whole(2, 4)),
+    "a product": built([node("Tanh", "x", to="t"), node("ReduceProd", "t", axes=[1])], (2, 3), 13),
+    "standardized": built([node("MeanVarianceNormalization", "x", axes=[2])], (1, 2, 6), 13),
+    "attention": built([*HEADS, node("Attention", "q", "k", "v", q_num_heads=4, kv_num_heads=2)], (1, 5, 8), 23, **QKV),
+    "causal attention": built(
+        [*HEADS, node("Attention", "q", "k", "v", q_num_heads=2, kv_num_heads=1, is_causal=1, scale=0.3)],
+        (1, 5, 8),
+        23,
+        **QKV,
     ),
-    "nonzero entries": (
-        built(
-            [node("NonZero", "m", to="p"), node("Squeeze", "p", to="q"), node("Gather", "x", "q", axis=1)],
-            (2, 4),
-            {"m": np.array([1, 0, 1, 1], dtype=np.float32)},
-            13,
-        ),
-        None,
+    "masked attention": built(
+        [*HEADS, node("Attention", "q", "k", "v", "m", q_num_heads=2, kv_num_heads=1)],
+        (1, 3, 8),
+        23,
+        **QKV,
+        m=np.array([[True, False, True], [True, True, False], [False, False, True]]),
     ),
-    "reversed": (built([node("ReverseSequence", "x", "n", batch_axis=0, time_axis=1)], (2, 4, 3), {"n": whole(2, 4)}, 10), None),
-    "a product": (built([node("Tanh", "x", to="t"), node("ReduceProd", "t", axes=[1])], (2, 3), {}, 13), None),
-    "standardized": (built([node("MeanVarianceNormalization", "x", axes=[2])], (1, 2, 6), {}, 13), None),
-    "attention": (
-        built([*HEADS, node("Attention", "q", "k", "v", q_num_heads=4, kv_num_heads=2)], (1, 5, 8), QKV, 23),
-        2.0,
-    ),
-    "causal attention": (
-        built(
-            [*HEADS, node("Attention", "q", "k", "v", q_num_heads=2, kv_num_heads=1, is_causal=1, scale=0.3)],
-            (1, 5, 8), QKV, 23,
-        ),
-        2.0,
-    ),
-    "masked attention": (
-        built(
-            [*HEADS, node("Attention", "q", "k", "v", "m", q_num_heads=2, kv_num_heads=1)],
-            (1, 3, 8),
-            {**QKV, "m": np.array([[True, False, True], [True, True, False], [False, False, True]])},
-            23,
-        ),
-        2.0,
-    ),
-}  # fmt: skip
+}
+#: those that are bounded on a ball only
+BALLS = {"attention": 2.0, "causal attention": 2.0, "masked attention": 2.0}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_exporters_write_is_read_and_bounded(name: str) -> None:
-    made, ball = NETWORKS[name]
+    made, ball = NETWORKS[name], BALLS.get(name)
     data = made.SerializeToString()
     network = read_onnx(data)
     (shape,) = network.input_shapes
@@ -211,14 +191,14 @@ def test_a_decision_by_the_data_and_loops_are_refused_by_name() -> None:
         [helper.make_tensor_value_info(n, k, []) for n, k in (("i", TensorProto.INT64), ("c", TensorProto.BOOL))],
         [helper.make_tensor_value_info("d", TensorProto.BOOL, [])],
     )
-    loop = built([helper.make_node("Loop", ["n", ""], ["y"], name="the_Loop", body=body)], (2,), {"n": whole(3)[0]}, 17)
+    loop = built([helper.make_node("Loop", ["n", ""], ["y"], name="the_Loop", body=body)], (2,), 17, n=whole(3)[0])
     with pytest.raises(eq.Refused, match=r"the_Loop.*steps written out"):
         read_onnx(loop.SerializeToString())
 
 
 def stored_beside(folder: Path, **changes: str) -> Path:
     """A dense layer whose weight lies in weights.bin, or where `changes` say."""
-    made = built([node("Gemm", "x", "w")], ("n", 3), {"w": numbers(3, 2)}, 17)
+    made = built([node("Gemm", "x", "w")], ("n", 3), 17, w=numbers(3, 2))
     tensor = made.graph.initializer[0]
     (folder / "weights.bin").write_bytes(b"\0" * 4 + tensor.raw_data)
     tensor.ClearField("raw_data")

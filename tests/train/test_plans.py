@@ -1,14 +1,19 @@
 """Recipes at paper scale: a dry run of each on tiny data with a small network, and what `--plan` says."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
+import equipoise.nn as eqn
 from equipoise.cli.app import Command, build
 from equipoise.core.errors import InputError
+from equipoise.nn.effective import Effective
 from equipoise.train import bundled, read_recipe, run_recipe
+from equipoise.train import plan as plans
 from equipoise.train.plan import plan_recipe
 
 _SLL = ["depth=1", "channels=4", "dense_depth=1", "hidden=8"]
@@ -48,9 +53,12 @@ def test_every_family_has_a_recipe_for_every_data_set():
     assert {f"{f}-{d}" for f in families for d in ("cifar10", "cifar100", "tinyimagenet")} <= set(PAPER)
 
 
+def model_of(name):
+    return read_recipe(name).model.factory.rpartition(":")[2]
+
+
 def shrunk(name):
-    recipe = read_recipe(name)
-    arguments = SHRUNK[recipe.model.factory.rpartition(":")[2]]
+    arguments = SHRUNK[model_of(name)]
     return read_recipe(name, [f"model.arguments.{a}" for a in arguments])
 
 
@@ -78,6 +86,48 @@ def test_a_plan_needs_no_data(name, tmp_path, monkeypatch):
     without = recipe.model_copy(update={"data": recipe.data.model_copy(update={"examples": None})})
     with pytest.raises(InputError):
         plan_recipe(without)
+
+
+@pytest.mark.parametrize("name", ["sll-sr-small-cifar10", "soc-cifar10", "bronet-cifar10"])
+def test_a_plan_makes_the_weights_of_every_kind_once_and_takes_no_step(name, tmp_path, monkeypatch):
+    """However deep the network: what is run depends on the kinds of its layers, and on five examples at most."""
+    monkeypatch.setenv("EQUIPOISE_DATA", str(tmp_path))
+    monkeypatch.setattr(plans, "BRIEF", 0.0)  # nothing is measured twice
+    depth = "depths=[5,1]" if name.startswith("soc") else "depth=5"
+    recipe = read_recipe(name, [f"model.arguments.{a}" for a in (*SHRUNK[model_of(name)], depth)])
+    made, passed = Counter(), []
+    computed, forward = Effective._computed, nn.Sequential.forward
+
+    def counted(layer):
+        made[layer] += 1
+        return computed(layer)
+
+    def seen(module, x):
+        passed.append(len(x))
+        return forward(module, x)
+
+    monkeypatch.setattr(Effective, "_computed", counted)
+    monkeypatch.setattr(nn.Sequential, "forward", seen)
+    found = plan_recipe(recipe)
+    assert set(made.values()) <= {1, 2}  # twice where the weights depend on the image, which only a pass tells
+    assert len(made) < 8 < found.steps
+    assert max(passed) == 5
+    assert len(passed) <= 3 * 2
+    assert f"{len(made)} of " in found.basis
+    assert "no step was taken" in found.basis
+
+
+def test_a_large_layer_is_measured_on_a_smaller_one():
+    for layer, factor in (
+        (eqn.SNLinear(5000, 1024), 64 * 1250 / 1024),
+        (eqn.SRConv2d(256, 512, 3, padding=1), 64),
+        (eqn.SRConv2d(255, 512, 3), None),
+    ):
+        found = plans._smaller(layer)
+        assert (found is None) if factor is None else found[1] == factor
+        if found is not None:
+            assert type(found[0]) is type(layer)
+            assert found[0].raw.numel() <= layer.raw.numel() / 16
 
 
 def test_the_command_says_what_it_costs():

@@ -84,12 +84,16 @@ def _onnx(source: str) -> Loaded:
     return Loaded(source, network, one, network.examples())
 
 
-def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
+def program_input(program: ExportedProgram) -> torch.Tensor | None:
+    """The one tensor that a program takes, without its numbers; None where it takes something else."""
     names = program.graph_signature.user_inputs
     values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
-    return (
-        tuple(int(d) for d in values[0].shape[1:]) if len(values) == 1 and isinstance(values[0], torch.Tensor) else None
-    )
+    return values[0] if len(values) == 1 and isinstance(values[0], torch.Tensor) else None
+
+
+def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
+    value = program_input(program)
+    return None if value is None else tuple(int(d) for d in value.shape[1:])
 
 
 def draws_weights(source: str, model: nn.Module | ExportedProgram) -> bool:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, progress, results, table
-from equipoise.cli.options import Device, Json, Skip, Split, Stride, Weights
-from equipoise.core.errors import InputError
+from equipoise.cli.consoles import emit_json, progress, results, say, table, tell
+from equipoise.cli.options import Device, Json, Skip, Split, Stride, Weights, numbers
 
 if TYPE_CHECKING:
     from equipoise.runs.attacks.run import AttackSummary
@@ -60,7 +59,7 @@ def attack(
     from equipoise.data import load_dataset
     from equipoise.runs.attacks.run import attack_run
 
-    levels = _radii(epsilon)
+    levels = numbers(epsilon, "--epsilon takes numbers like 0.25,0.5,1.0")
     network, dataset = load_model(model, weights), load_dataset(data, split)
     chosen: dict[str, Any] = {
         "sigma": sigma, "skip": skip, "limit": limit, "stride": stride, "device": device,
@@ -81,7 +80,7 @@ def attack(
             )  # fmt: skip
     except KeyboardInterrupt:
         kept = "nothing was stored" if folder is None else f"what was attacked is stored in {folder}"
-        messages().print(f"interrupted: {kept}; run the same command to continue", markup=False, soft_wrap=True)
+        say(f"interrupted: {kept}; run the same command to continue")
         raise typer.Exit(130) from None
     _show(summary, json)
     if summary.violations or summary.suspected or summary.failures:
@@ -101,14 +100,5 @@ def _show(summary: AttackSummary, json: bool) -> None:
         cells = [f"{percent(summary.certified[e])} %"] if proved else []
         cells += [f"{100 * by[e]:.2f} %" for _, by in reversed(summary.accuracy.items())]
         shown.add_row(f"{e:g}", *cells)
-    console = results()
-    console.print(shown)
-    for line in summary.lines():
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _radii(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"--epsilon takes numbers like 0.25,0.5,1.0, got {text!r}") from error
+    results().print(shown)
+    tell(*summary.lines())

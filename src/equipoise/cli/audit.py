@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli.consoles import emit_json, messages
-from equipoise.cli.options import Json, Weights
+from equipoise.cli.options import Json, Weights, sizes
 from equipoise.core.bounds import round_down, round_up
 from equipoise.core.errors import InputError
 from equipoise.core.files import write_whole
@@ -108,13 +108,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     >>> parse_shape("3,32,32")
     (3, 32, 32)
     """
-    try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        shape = ()
-    if not shape or any(n < 1 for n in shape):
-        raise InputError(f"--input-shape takes positive numbers like 3,32,32, got {text!r}")
-    return shape
+    return sizes(text, "--input-shape takes positive numbers like 3,32,32")
 
 
 def local_rows(loaded: Loaded, data: str, radius: float, limit: int, seconds: float | None) -> list[dict[str, Any]]:

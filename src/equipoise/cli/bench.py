@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.cli.consoles import emit_json, messages, results, table, tell
 from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def everything(
     if json_file is not None:
         write_whole(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
     if as_markdown or json_file is None:
-        results().print(markdown(*read(stored, "this run")), markup=False, soft_wrap=True)
+        tell(markdown(*read(stored, "this run")))
 
 
 @bench.command()
@@ -201,7 +201,7 @@ def merge(
     stored = merged({str(path): read_json(path) for path in runs})
     if json_file is not None:
         write_whole(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
-    results().print(markdown(*read(stored, "the joined runs")), markup=False, soft_wrap=True)
+    tell(markdown(*read(stored, "the joined runs")))
 
 
 @bench.command()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.cli.consoles import emit_json, interrupted, messages, results, say, table, tell
 from equipoise.cli.datasets import read_data
 from equipoise.core.errors import InputError
 
@@ -127,16 +127,17 @@ def certify(
     names, levels = list(targets or []), _epsilons(epsilon)
     own = {"norm": norm, "effort": effort, "seconds": seconds, "attack_steps": attack_steps}
     if deterministic or (len(names) == 1 and data is None and is_proved(names[0])):
-        _only_proved(sigma=sigma, plan=plan, merge=merge, re_derive=re_derive, adaptive=adaptive, alpha=alpha)
+        _refuse_given(
+            "", " belongs to randomized smoothing: leave it out with --deterministic",
+            sigma=sigma, plan=plan, merge=merge, re_derive=re_derive, adaptive=adaptive, alpha=alpha,
+        )  # fmt: skip
         if len(names) != 1:
             raise InputError(f"expected one MODEL or one run directory, got {len(names)}: see equipoise certify --help")
         return certify_deterministic(
             names[0], data, split, weights, run, levels, export, json, retry_failed, limit=limit, skip=skip, stride=stride,
             **{k: v for k, v in own.items() if v is not None},
         )  # fmt: skip
-    for name, value in own.items():
-        if value is not None:
-            raise InputError(f"--{name.replace('_', '-')} goes with --deterministic")
+    _refuse_given("", " goes with --deterministic", **own)
     if export is not None:
         check_path(export)
     if merge:
@@ -150,8 +151,9 @@ def certify(
     if len(names) != 1:
         raise InputError(f"expected one MODEL or one run directory, got {len(names)}: see equipoise certify --help")
     if data is None and (is_run(names[0]) or not targets):
-        _require_stored(
-            names[0], sigma=sigma, map=map, limit=limit, weights=weights, adaptive=adaptive, plan=plan,
+        _refuse_given(
+            f"{names[0]} is a run directory, and ", " needs the network: give MODEL and --data too",
+            sigma=sigma, map=map, limit=limit, weights=weights, adaptive=adaptive, plan=plan,
             retry_failed=retry_failed,
         )  # fmt: skip
         return _existing(names[0], re_derive, alpha, procedure, lipschitz, target_radius, levels, export, json)
@@ -185,18 +187,11 @@ def certify(
     _finish(_sample(job, folder, engine, execution, retry_failed, levels), None, levels, export, json, seen)
 
 
-def _only_proved(**asked: Any) -> None:
-    """Refuse options of randomized smoothing: a deterministic run draws nothing."""
-    given = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value not in (None, False)]
-    if given:
-        raise InputError(f"{given[0]} belongs to randomized smoothing: leave it out with --deterministic")
-
-
-def _require_stored(folder: str, **asked: Any) -> None:
-    """Refuse options that would need new draws: a run directory alone has only the stored ones."""
-    given = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value not in (None, False)]
-    if given:
-        raise InputError(f"{folder} is a run directory, and {given[0]} needs the network: give MODEL and --data too")
+def _refuse_given(before: str, after: str, **asked: Any) -> None:
+    """Refuse options that mean nothing here; the sentence names the first that was given."""
+    for name, value in asked.items():
+        if value is not None and value is not False:
+            raise InputError(f"{before}--{name.replace('_', '-')}{after}")
 
 
 def _may_be_model(name: str) -> bool:
@@ -255,11 +250,10 @@ def _look(job: Job, model: str, weights: Path | None, data: str) -> Glance:
 
     payload = job.model.payload
     if weights is None and not isinstance(payload, bytes) and draws_weights(model, payload):
-        messages().print(
+        say(
             f"warning: {model} gives other weights every time it is called: they are drawn at random, not trained; give "
-            "--weights FILE.safetensors",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            "--weights FILE.safetensors"
+        )
     found = glance(job)
     lines = found.lines()
     if found.disturbed and ":" in model:  # a network of the user's own, which can be trained further
@@ -269,7 +263,7 @@ def _look(job: Job, model: str, weights: Path | None, data: str) -> Glance:
             f"--set noise.sigma={job.parameters.sigma:g} --set data.path={data}"
         )
     for line in lines:
-        messages().print(line, markup=False, soft_wrap=True)
+        say(line)
     return found
 
 
@@ -283,13 +277,7 @@ def _sample(job: Job, folder: Path, engine: str, execution: Execution, retry: bo
         with Reporter(folder, messages(), shown) as report:
             return start(job, folder, engine=engine, execution=execution, progress=report, retry_failed=retry)
     except KeyboardInterrupt:
-        done = len(open_run(folder).rows) if is_run(folder) else 0
-        messages().print(
-            f"interrupted: {done} of {job.manifest.total} inputs are stored in {folder}; run the same command to continue",
-            markup=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(130) from None
+        interrupted(len(open_run(folder).rows) if is_run(folder) else 0, job.manifest.total, folder)
 
 
 def _existing(
@@ -325,14 +313,12 @@ def _finish(
 
         from equipoise.core.accuracy import percent
 
-        console = results()
         share = "certified accuracy" if summary.labelled else "certified (no labels: any answer)"
         shown = table(escape(f"Run {run.folder}"), "radius ε", share, right=("radius ε", share))
         for level, accuracy in summary.accuracy.items():
             shown.add_row(f"{level:g}", f"{percent(accuracy)} %")
-        console.print(shown)
-        for line in summary.lines():
-            console.print(line, markup=False, soft_wrap=True)
+        results().print(shown)
+        tell(*summary.lines())
     if summary.failed:
         raise typer.Exit(1)
 
@@ -351,27 +337,17 @@ def _plan(job: Job, workers: int | None, json: bool) -> None:
 def _show_plan(e: Estimate) -> None:
     from equipoise.runs.progress import clock
 
-    console = results()
     shown = table(f"Plan for {e.inputs} inputs (estimates)", "", "all draws", f"adaptive at ε = {e.target_radius:g}")
     shown.add_row("draws per input", f"{e.draws_per_input:,}", f"{e.draws_per_input_adaptive:,.0f}")
     shown.add_row(f"forward passes of {e.batch}", f"{e.forward_passes:,}", f"{e.adaptive_forward_passes:,}")
     for k, seconds in e.seconds.items():
         shown.add_row(f"time, {k} worker{'s' if k > 1 else ''}", clock(seconds), clock(e.adaptive_seconds[k]))
-    console.print(shown)
-    for line in e.lines():
-        console.print(line, markup=False, soft_wrap=True)
+    results().print(shown)
+    tell(*e.lines())
 
 
 def _epsilons(text: str | None) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        levels = [float(part) for part in text.split(",")]
-    except ValueError:
-        levels = [math.nan]
-    if not all(level >= 0 for level in levels):
-        raise InputError(f"--epsilon takes numbers like 0,0.25,0.5, got {text!r}")
-    return levels
+    return None if text is None else options.numbers(text, "--epsilon takes numbers like 0,0.25,0.5", least=0)
 
 
 def _constant(text: str | None) -> Any:
@@ -389,8 +365,5 @@ def noise_levels(text: str) -> float | list[float]:
     >>> noise_levels("0.25"), noise_levels("0.25,0.5")
     (0.25, [0.25, 0.5])
     """
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"--sigma takes a number, or one per channel like 0.25,0.25,0.5, got {text!r}") from error
+    values = options.numbers(text, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
     return values[0] if len(values) == 1 else values

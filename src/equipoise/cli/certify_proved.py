@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.consoles import emit_json, interrupted, progress, results, say, table, tell
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import round_down
 from equipoise.core.errors import InputError
@@ -61,19 +61,11 @@ def certify_deterministic(
                 now = time.monotonic()
                 if bar.disable and (now - last >= EVERY or done == total):
                     last = now
-                    messages().print(f"{done} of {total} inputs; {text}", markup=False, soft_wrap=True)
+                    say(f"{done} of {total} inputs; {text}")
 
-            found = start_proved(
-                job, folder, progress=show, retry_failed=retry_failed,
-                tell=lambda text: messages().print(text, markup=False, soft_wrap=True),
-            )  # fmt: skip
+            found = start_proved(job, folder, progress=show, retry_failed=retry_failed, tell=say)
     except KeyboardInterrupt:
-        done = len(open_proved(folder).rows) if is_proved(folder) else 0
-        messages().print(
-            f"interrupted: {done} of {job.manifest.total} inputs are stored in {folder}; run the same command to continue",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
-        raise typer.Exit(130) from None
+        interrupted(len(open_proved(folder).rows) if is_proved(folder) else 0, job.manifest.total, folder)
     _finish(found, levels, export, json)
 
 
@@ -87,17 +79,12 @@ def _finish(run: ProvedRun, levels: list[float] | None, export: Path | None, jso
     if json:
         emit_json({"run": str(run.folder), **found, "manifest": run.manifest.to_dict()})
     else:
-        console = results()
-        shown = table(
-            escape(f"Run {run.folder}"), "radius ε", "certified accuracy", right=("radius ε", "certified accuracy")
-        )
+        columns = ("radius ε", "certified accuracy")
+        shown = table(escape(f"Run {run.folder}"), *columns, right=columns)
         for level, accuracy in found["accuracy"].items():
             shown.add_row(f"{level:.4g}", f"{percent(accuracy)} %")
-        console.print(shown)
-        for line in _lines(found):
-            console.print(line, markup=False, soft_wrap=True)
-        for name, why in list(run.failures.items())[:5]:
-            console.print(f"input {name} failed: {why}", markup=False, soft_wrap=True)
+        results().print(shown)
+        tell(*_lines(found), *(f"input {name} failed: {why}" for name, why in list(run.failures.items())[:5]))
     if found["failed"] or found["broken"]:
         raise typer.Exit(1)
 

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -56,6 +58,24 @@ def messages() -> Console:
 def complain(sentence: str) -> None:
     """One sentence on stderr."""
     messages().print(f"equipoise: {sentence}", markup=False, style="red", soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """A remark on stderr, as it is."""
+    messages().print(text, markup=False, soft_wrap=True)
+
+
+def tell(*lines: str) -> None:
+    """Lines of a result on stdout, as they are."""
+    console = results()
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def interrupted(done: int, total: int, folder: Path) -> NoReturn:
+    """Say what a run that was stopped has stored, and end."""
+    say(f"interrupted: {done} of {total} inputs are stored in {folder}; run the same command to continue")
+    raise typer.Exit(130) from None
 
 
 def progress() -> Progress:

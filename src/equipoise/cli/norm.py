@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from equipoise.cli.consoles import complain, emit_json, progress, results, table
+from equipoise.cli.options import sizes
 
 if TYPE_CHECKING:
     from equipoise.norms.files import Reading, WeightRow
@@ -69,7 +70,8 @@ def norm(
     """
     from equipoise.norms.files import Reading
 
-    reading = Reading(rtol, _sizes(input_size), padding.value, stride)
+    known = None if input_size is None else sizes(input_size, "--input-size takes positive numbers such as 32,32")
+    reading = Reading(rtol, known, padding.value, stride)
     if watch:
         _watch(file, reading, only, seconds, every, as_json)
         return
@@ -123,20 +125,6 @@ def _rows(file: Path, reading: Reading, only: str | None) -> list[WeightRow]:
     return rows
 
 
-def _sizes(text: str | None) -> tuple[int, ...] | None:
-    from equipoise.core.errors import InputError
-
-    if text is None:
-        return None
-    try:
-        sizes = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise InputError(f"--input-size takes positive numbers such as 32,32, got {text!r}")
-    return sizes
-
-
 def _document(file: Path, reading: Reading, rows: list[WeightRow]) -> dict[str, object]:
     return {
         "file": str(file),
@@ -152,16 +140,8 @@ def _document(file: Path, reading: Reading, rows: list[WeightRow]) -> dict[str, 
 def _show(file: Path, rows: list[WeightRow], title: str | None = None) -> None:
     from equipoise.core.bounds import round_down, round_up
 
-    result = table(
-        file.name if title is None else title,
-        "weight",
-        "shape",
-        "dtype",
-        "lower",
-        "upper",
-        "note",
-        right=("lower", "upper"),
-    )
+    columns = ("weight", "shape", "dtype", "lower", "upper", "note")
+    result = table(file.name if title is None else title, *columns, right=("lower", "upper"))
     for row in rows:
         shape = "×".join(map(str, row.shape))
         if row.bracket is not None:

@@ -1,4 +1,4 @@
-"""Options that several commands share: what is read, which inputs, where the network runs, what is printed."""
+"""Options that several commands share: what is read, which inputs, where the network runs, what is printed; lists of numbers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,3 +21,37 @@ Columns = Annotated[str | None, typer.Option(help="names of inputs and labels in
 Classes = Annotated[
     Path | None, typer.Option(help="class names in the order of the logits: a line each, or JSON name → number")
 ]
+
+
+def numbers(text: str, takes: str, least: float | None = None) -> list[float]:
+    """Numbers between commas; `takes` begins the sentence that refuses others, or those below `least`.
+
+    >>> numbers("0.25,0.5", "--sigma takes numbers like 0.25")
+    [0.25, 0.5]
+    """
+    from equipoise.core.errors import InputError
+
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"{takes}, got {text!r}") from error
+    if least is not None and not all(value >= least for value in found):
+        raise InputError(f"{takes}, got {text!r}")
+    return found
+
+
+def sizes(text: str, takes: str) -> tuple[int, ...]:
+    """Positive whole numbers between commas or crosses.
+
+    >>> sizes("3,32x32", "--input-shape takes positive numbers like 3,32,32")
+    (3, 32, 32)
+    """
+    from equipoise.core.errors import InputError
+
+    try:
+        found = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise InputError(f"{takes}, got {text!r}")
+    return found

@@ -10,7 +10,7 @@ import typer
 
 from equipoise.cli import options
 from equipoise.cli.certify import CHUNK, channels, noise_levels
-from equipoise.cli.consoles import emit_json, progress, results, table
+from equipoise.cli.consoles import emit_json, progress, results, table, tell
 from equipoise.cli.datasets import read_data
 from equipoise.core.errors import InputError
 
@@ -114,12 +114,10 @@ def _show(found: list[Answer], names: Any, json: bool, about: dict[str, Any]) ->
     for a in found:
         said = f"failed: {a.failure}" if a.failure else word(a.answer) or "no answer"
         shown.add_row(str(a.id), said, *((word(a.label),) if labelled else ()))
-    console = results()
-    console.print(shown)
+    results().print(shown)
     silent = sum(a.answer < 0 and a.failure is None for a in found)
     right = f", {sum(a.answer == a.label >= 0 for a in found)} right" if labelled else ""
-    console.print(
+    tell(
         f"{len(found)} inputs{right}, {silent} without an answer; an answer is not the majority with probability at most "
-        f"{about['alpha']:g} each",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{about['alpha']:g} each"
+    )

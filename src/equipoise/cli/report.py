@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, results
+from equipoise.cli.consoles import emit_json, say, tell
 from equipoise.core.errors import InputError
 
 
@@ -70,7 +70,7 @@ def report(
     if as_json:
         emit_json({**as_document(data), "report": str(output)})
     else:
-        results().print(f"wrote {output}", markup=False, soft_wrap=True)
+        tell(f"wrote {output}")
 
 
 def _follow(runs: list[Path], output: Path, title: str, alpha: float | None, port: int, minutes: float) -> None:
@@ -80,9 +80,8 @@ def _follow(runs: list[Path], output: Path, title: str, alpha: float | None, por
         raise InputError(f"a port lies between 0 and 65535, got {port}")
     if not 0 < minutes <= 7 * 24 * 60:
         raise InputError(f"--minutes must be positive and at most a week, got {minutes}")
-    say = messages()
     why = follow(
         runs, output, title=title, alpha=alpha, port=port, seconds=60 * minutes,
-        announce=lambda address: say.print(f"following at {address} (Ctrl-C ends it)", markup=False, soft_wrap=True),
+        announce=lambda address: say(f"following at {address} (Ctrl-C ends it)"),
     )  # fmt: skip
-    results().print(f"{why}; wrote {output}", markup=False, soft_wrap=True)
+    tell(f"{why}; wrote {output}")

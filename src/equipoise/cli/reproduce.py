@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, results, table
+from equipoise.cli.consoles import emit_json, messages, results, table, tell
 from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def reproduce(
     ):
         outcomes.append(outcome)
         if not as_json:
-            results().print(f"{outcome.experiment.id}: {_line(outcome)}", markup=False, soft_wrap=True)
+            tell(f"{outcome.experiment.id}: {_line(outcome)}")
     if every and not dry_run:
         from equipoise.core.files import write_whole
 

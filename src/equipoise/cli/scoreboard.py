@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, results
+from equipoise.cli.consoles import emit_json, results, say, tell
 from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def scoreboard(
     if as_json:
         emit_json({"budget": board.budget, "cells": board.cells, "out": str(out)})
     else:
-        results().print(board.markdown(), markup=False, soft_wrap=True)
+        tell(board.markdown())
         results().print(f"written: {out / 'index.html'}", markup=False)
     if all("refused" in cell for cell in board.cells):
         raise typer.Exit(1)
@@ -78,10 +78,10 @@ def _names(text: str) -> list[str]:
 
 def _tell(cell: Cell, figures: dict[str, Any]) -> None:
     if "refused" in figures:
-        messages().print(f"{cell.name}: refused: {figures['refused']}", markup=False, soft_wrap=True)
+        say(f"{cell.name}: refused: {figures['refused']}")
         return
     from equipoise.core.accuracy import percent
 
     first = next(iter(figures["certified"].values()))
     said = f"{cell.name}: clean {figures['accuracy']:.2%}, certified {percent(first)}%, {figures['step_seconds']:.3f} s a step"
-    messages().print(said, markup=False, soft_wrap=True)
+    say(said)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.consoles import emit_json, messages, progress, results, say, table, tell
 from equipoise.cli.options import Json
 from equipoise.core.errors import InputError
 
@@ -123,13 +123,13 @@ def _robustify(
     results().print(shown, markup=False)
     left = [r.name for r in found.conversion.left]
     if left:
-        results().print(f"not converted: {', '.join(left)}", markup=False, soft_wrap=True)
+        tell(f"not converted: {', '.join(left)}")
     results().print(f"written: {folder / 'before-after.md'}", markup=False)
 
 
 def _epochs(event: Progress) -> None:
     if event.row is not None:
-        messages().print(_line(event), markup=False, soft_wrap=True)
+        say(_line(event))
 
 
 def _plan(recipe: Recipe, as_json: bool) -> None:
@@ -146,9 +146,10 @@ def _plan(recipe: Recipe, as_json: bool) -> None:
     shown.add_row("a step, processor time of this machine", f"{found.step_seconds:.3g} s")
     shown.add_row("all steps", f"{found.hours:.3g} h")
     results().print(shown, markup=False)
-    results().print(f"number of examples from {found.where}", markup=False, soft_wrap=True)
+    tell(f"number of examples from {found.where}")
+    tell(f"time of a step from {found.basis}")
     if found.published:
-        results().print(f"published: {found.published}", markup=False, soft_wrap=True)
+        tell(f"published: {found.published}")
 
 
 def _show_recipe(recipe: Recipe, as_json: bool) -> None:
@@ -170,7 +171,7 @@ def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
             result = run_recipe(recipe, folder, cpu=cpu, progress=_reporter(bar, recipe))
         except KeyboardInterrupt:
             said = f"interrupted: the same command goes on from the last checkpoint in {folder}"
-            messages().print(said, markup=False, soft_wrap=True)
+            say(said)
             raise typer.Exit(130) from None
     from accelerate.state import PartialState
 

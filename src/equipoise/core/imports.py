@@ -60,6 +60,16 @@ def guarded(work: Callable[[], Any], what: str) -> Any:
         raise InputError(f"{what} failed with {name}: {one_line(error)[:200]}") from error
 
 
+def lightning_callback() -> Any:
+    """The class that callbacks of Lightning inherit from, under either of its names."""
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return importlib.import_module(package).Callback
+        except ImportError as error:
+            missing = error
+    raise InputError("this callback is for Lightning, which is not installed: pip install lightning") from missing
+
+
 def _module(name: str) -> Any:
     _look_here(name.partition(".")[0])
     try:

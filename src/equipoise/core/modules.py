@@ -160,6 +160,26 @@ def stands(module: nn.Module, claim: str) -> bool:
     return all(getattr(type(module), name, None) is getattr(nn.Module, name, None) for name in _CALL[1:])
 
 
+def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]:
+    """For every distinct parameter (and buffer), by its first name, all places that hold it, every module counted once.
+
+    `functional_call` with its own tying leaves a module that is used twice with the replaced parameters (torch 2.13); so places
+    are listed here and its tying is switched off.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> tensor_slots(nn.Sequential(layer, nn.ReLU(), layer))
+    {'0.weight': ['0.weight']}
+    """
+    first: dict[int, str] = {}
+    slots: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for local, tensor in [*module._parameters.items(), *(module._buffers.items() if buffers else ())]:
+            if tensor is not None:
+                full = f"{name}.{local}" if name else local
+                slots.setdefault(first.setdefault(id(tensor), full), []).append(full)
+    return slots
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside, every module's own mode restored after.

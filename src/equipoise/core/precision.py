@@ -174,6 +174,13 @@ def row_lengths(x: Tensor) -> Tensor:
     return up(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64)))
 
 
+def safe_root(square: Tensor) -> Tensor:
+    """`√s` for s ≥ 0, with the derivative 0 at 0, where that of the root is infinite."""
+    positive = square > 0
+    root = torch.where(positive, square, torch.ones_like(square)).sqrt()
+    return torch.where(positive, root, torch.zeros_like(square))
+
+
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """Inside, float32 matrix products really are float32: no TF32, no bfloat16 passes, no autocast, no flushing.

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import evaluating, fresh_strides
+from equipoise.core.modules import evaluating, fresh_strides, tensor_slots
 
 Loss = Literal["ce", "mse"] | Callable[[Tensor, Tensor], Tensor]
 
@@ -276,26 +276,6 @@ class LossHessian:
             raise InputError(f"noise takes (sigma ≥ 0, samples ≥ 1, seed), got {noise}")
         generator = np.random.default_rng(seed)
         return [self._unflatten(sigma * generator.standard_normal(self.size)) for _ in range(samples)]
-
-
-def tensor_slots(model: nn.Module) -> dict[str, list[str]]:
-    """For every distinct parameter and buffer, by its first name, all places that hold it, every module counted once.
-
-    `functional_call` with its own tying leaves a module that is used twice with the replaced parameters (torch 2.13); so places
-    are listed here and its tying is switched off.
-
-    >>> layer = nn.Linear(1, 1, bias=False)
-    >>> tensor_slots(nn.Sequential(layer, nn.ReLU(), layer))
-    {'0.weight': ['0.weight']}
-    """
-    first: dict[int, str] = {}
-    slots: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        for local, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                full = f"{name}.{local}" if name else local
-                slots.setdefault(first.setdefault(id(tensor), full), []).append(full)
-    return slots
 
 
 def _plus(point: dict[str, Tensor], shift: dict[str, Tensor] | None) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from scipy.linalg import solve_triangular
 from scipy.special import stdtrit
 from torch import nn
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, require_one_of
 from equipoise.curvature.hessian import Data, Loss, LossHessian, Pattern, Vector
 
 TraceMethod = Literal["hutchinson", "hutch++", "xtrace"]
@@ -78,8 +78,7 @@ def trace_of(
     hessian: LossHessian, *, method: TraceMethod = "xtrace", products: int = 60, seed: int = 0
 ) -> TraceEstimate:
     """`trace` of an operator that is there already."""
-    if method not in get_args(TraceMethod):
-        raise InputError(f"method must be one of {', '.join(get_args(TraceMethod))}, got {method!r}")
+    require_one_of(get_args(TraceMethod), method=method)
     if products < 6:
         raise InputError(f"a trace with a standard error takes at least 6 products, got {products}")
     n, before = hessian.size, hessian.products

@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.bounds import round_up
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import up
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
-from equipoise.lipschitz.local.whole import whole_bound
+from equipoise.lipschitz.local.measure import whole_bound
 from equipoise.lipschitz.logs import log_product, log_root, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted
 from equipoise.lipschitz.places import module_path
@@ -65,8 +65,7 @@ def lipschitz_bound(
         raise InputError(f"ball must be a positive radius, got {ball}")
     if not rtol > 0:
         raise InputError(f"rtol must be positive, got {rtol}")
-    if chain not in get_args(ChainMethod):
-        raise InputError(f"chain must be one of {', '.join(get_args(ChainMethod))}, got {chain!r}")
+    require_one_of(get_args(ChainMethod), chain=chain)
     if example_input is None and not isinstance(model, ExportedProgram):
         raise InputError("lipschitz_bound needs example_input: the bound depends on the input's shape")
     program = capture(model, example_input)

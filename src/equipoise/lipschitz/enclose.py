@@ -17,26 +17,12 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, gamma, up
+from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
-from equipoise.lipschitz.operations import (
-    Average,
-    Copy,
-    Join,
-    Largest,
-    Normalised,
-    Opaque,
-    Padded,
-    Piece,
-    Pieces,
-    Scaled,
-    Sorted,
-    Sum,
-    Weighted,
-)
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import perform
+from equipoise.lipschitz.values import exactly, first_of, perform
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
@@ -61,14 +47,8 @@ def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx
     """Boxes of every node of a program with one input, for inputs within `radius` of `x` (a batch of one)."""
     x = x.detach().double()
     boxes = {run.program.inputs[0]: Box(x, torch.full_like(x, radius), radius, 0.0, 0.0)}
-    signals = {node: facts.signal for node, facts in run.facts.items()}
-
-    def lookup(node: fx.Node) -> Any:
-        return signals[node] if node in signals else run.program.constants[node]
-
     for node in run.program.nodes:
-        call, step = Call(node, lookup, cache), run.steps[node]
-        boxes[node] = _box(call, step, run, boxes, radius)
+        boxes[node] = _box(run.call(node, cache), run.steps[node], run, boxes, radius)
     return boxes
 
 
@@ -77,10 +57,10 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     short = min(
         (log_product(log_up(r.bound), boxes[r.source].log) for r in run.regions.get(node, ())), default=math.inf
     )
-    if isinstance(step.map, Opaque) and step.map.inside:
+    if isinstance(step.map, op.Opaque) and step.map.inside:
         return Box(None, None, math.inf, math.inf, min(short, run.facts[node].fused))
     sources = [(boxes[s.node], gain) for s, gain in step.gains]
-    if isinstance(step.map, Normalised):
+    if isinstance(step.map, op.Normalised):
         sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
     log = _combine(step, [log_product(log_up(g), b.log) for b, g in sources])
     log = min(log, short, run.facts[node].fused, _pruned(node, step, run, boxes, call.cache))
@@ -95,7 +75,7 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     dev = min(dev, float(frobenius(half.reshape(1, -1))), up(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)
     if step.curve is not None:
-        log = min(log, _pruned_rows(node, step, run, boxes, half, call.cache))
+        log = min(log, _pruned_rows(step, run, boxes, half, call.cache))
     return Box(mid, half, dev, rho, log)
 
 
@@ -114,23 +94,23 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
     assert box.mid is not None
     assert box.half is not None
     match step.map:
-        case Copy() | Pieces() | Piece() | Padded() | Join() | Scaled() | Sum():
+        case op.Copy() | op.Pieces() | op.Piece() | op.Padded() | op.Join() | op.Scaled() | op.Sum():
             return _moved(call, step, boxes) if supported(call, step) else None
-        case Weighted():
+        case op.Weighted():
             return _weighted(step.map, box)
-        case Average():
+        case op.Average():
             run = _runner(call, boxes)
             rounding = gamma(box.mid.numel() + 8, torch.float64) * run(lambda b: b.mid.abs())
             return run(lambda b: b.mid), up(run(lambda b: b.half) * (1 + 1e-10)), up(rounding)
-        case Largest(sliding=True):
+        case op.Largest(sliding=True):
             run = _runner(call, boxes)
             return run(lambda b: b.mid), run(lambda b: b.half), None
-        case Sorted() if call.node.all_input_nodes == [step.gains[0][0].node]:
+        case op.Sorted() if call.node.all_input_nodes == [step.gains[0][0].node]:
             mid = _runner(call, boxes)(lambda b: b.mid)
             return mid, torch.full_like(mid, box.dev), None
         case Pointwise():
             return _bent(call, step.map, box, gain)
-        case Normalised():
+        case op.Normalised():
             mid = _runner(call, boxes)(lambda b: b.mid)
             noise = up(
                 gain * gamma(8 * box.mid.shape[-1] + 64, torch.float64) * float(frobenius(box.mid.reshape(1, -1)))
@@ -146,7 +126,7 @@ def _moved(call: Call, step: Step, boxes: dict[fx.Node, Box]) -> Image:
     mids: dict[fx.Node, Any] = {n: boxes[n].mid for n in nodes}
     halves: dict[fx.Node, Any] = {n: boxes[n].half for n in nodes}
     mid, half = apply(call, step, mids, offset=True), apply(call, step, halves, magnitude=True)
-    if roundoff(call, step) == 0:
+    if roundoff(step) == 0:
         return mid, half, None
     size = apply(call, step, {n: m.abs() for n, m in mids.items()}, offset=True, magnitude=True)
     return mid, up(half * (1 + 1e-14)), 16 * _U * size
@@ -181,22 +161,14 @@ def _outward(box: Box) -> Tensor:
 def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], Any]], Tensor]:
     """Run the node's own operation in float64 on something read off the boxes of its inputs."""
 
-    def value(node: fx.Node, pick: Callable[[Any], Any]) -> Any:
-        if node in boxes:
-            return pick(boxes[node])
-        constant = call.lookup(node)
-        return constant.double() if isinstance(constant, Tensor) and constant.is_floating_point() else constant
-
     def run(pick: Callable[[Any], Any]) -> Tensor:
-        args: Any = fx.node.map_arg(call.node.args, lambda n: value(n, pick))
-        kwargs = fx.node.map_arg(call.node.kwargs, lambda n: value(n, pick))
-        result = perform(call.node, args, kwargs, exact=True)
-        return result[0] if isinstance(result, tuple | list) else result
+        picked = {n: pick(boxes[n]) for n in call.node.all_input_nodes if n in boxes}
+        return first_of(exactly(call.node, picked, call.lookup))
 
     return run
 
 
-def _weighted(layer: Weighted, box: Box) -> Image:
+def _weighted(layer: op.Weighted, box: Box) -> Image:
     """`|W|·half` and, where rows are known, `‖row‖·dev`."""
     assert box.mid is not None
     assert box.half is not None
@@ -213,7 +185,7 @@ def _weighted(layer: Weighted, box: Box) -> Image:
     return mid, up(half), rounding
 
 
-def _local_norm(layer: Normalised, gain: float, box: Box) -> float:
+def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
     """`max|γ|/√(max(0, std(x) − r/√d)² + ε)` with r the deviation of the row on the ball; the global constant elsewhere."""
     if box.mid is None or box.half is None:
         return gain
@@ -236,9 +208,7 @@ def _pruned(node: fx.Node, step: Step, run: Propagation, boxes: dict[fx.Node, Bo
     return log_product(log_up(masked_norm(facts.form, alive, None, cache)), base.log)
 
 
-def _pruned_rows(
-    node: fx.Node, step: Step, run: Propagation, boxes: dict[fx.Node, Box], half: Tensor, cache: Cache
-) -> float:
+def _pruned_rows(step: Step, run: Propagation, boxes: dict[fx.Node, Box], half: Tensor, cache: Cache) -> float:
     """The same with the rows of neurons that stay off dropped as well, for the output of an activation."""
     facts = run.facts[step.gains[0][0].node]
     if facts.form is None or facts.base is None:

@@ -10,22 +10,9 @@ from torch.export import ExportedProgram
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, up
+from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
-from equipoise.lipschitz.operations import (
-    Average,
-    Copy,
-    Join,
-    Largest,
-    Opaque,
-    Padded,
-    Piece,
-    Pieces,
-    Scaled,
-    Sorted,
-    Sum,
-    Weighted,
-)
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import propagate
 from equipoise.lipschitz.rules import Step
@@ -60,7 +47,7 @@ def _total(program: Program, order: Order) -> float:
     with torch.no_grad():
         for node in program.nodes:
             step = run.steps[node]
-            if isinstance(step.map, Opaque) and step.map.inside:
+            if isinstance(step.map, op.Opaque) and step.map.inside:
                 raise _unknown(node, step, order)
             terms = [
                 log_product(log_up(_gain(node, step, order, i)), logs[s.node]) for i, (s, _) in enumerate(step.gains)
@@ -80,19 +67,19 @@ def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
     copies = 1.0 if order == "linf" else float(max(1, math.prod(shape_of(node)) // max(1, signal.numel)))
     found: float | None = None
     match step.map:
-        case Copy() | Pieces() | Piece() | Padded() | Join() | Sorted():
+        case op.Copy() | op.Pieces() | op.Piece() | op.Padded() | op.Join() | op.Sorted():
             found = 1.0 if order == "linf" else float(round(gain * gain))
-        case Sum(weights=weights):
+        case op.Sum(weights=weights):
             found = up(abs(weights[which]) * copies)
-        case Scaled(factor=factor):
+        case op.Scaled(factor=factor):
             found = up(up(float(factor.abs().max())) * copies)
-        case Largest(windows=windows, sliding=sliding):
+        case op.Largest(windows=windows, sliding=sliding):
             found = 1.0 if order == "linf" else float(windows) if sliding else copies
         case Pointwise():
             found = gain
-        case Average():
+        case op.Average():
             found = _positive(node, signal.shape, order)
-        case Weighted(form=form):
+        case op.Weighted(form=form):
             found = None if form is None else _linear(form, order)
         case _:
             pass

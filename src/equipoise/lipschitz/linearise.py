@@ -23,17 +23,16 @@ from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.operations import Affine, Copy, Join, Weighted
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Step
-from equipoise.lipschitz.values import perform
+from equipoise.lipschitz.values import exactly
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms import spectral_norm
-from equipoise.norms.bracket import Cache
 
 #: more outputs than this would need too many backward passes
 OUTPUTS = 128
 
 
-def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor, cache: Cache) -> float:
+def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor) -> float:
     """Upper bound of the local Lipschitz constant; infinite where the network is not affine up to pointwise activations."""
     if len(run.program.outputs) != 1 or len(run.program.inputs) != 1:
         return math.inf
@@ -83,22 +82,15 @@ def _reference_pass(run: Propagation, x: Tensor, slopes: dict[fx.Node, Tensor]) 
     """The reference network in float64 with a graph for gradients: activations replaced by their reference slopes."""
     values: dict[fx.Node, Any] = {run.program.inputs[0]: x.detach().double().clone().requires_grad_()}
 
-    def value(node: fx.Node) -> Any:
-        if node in values:
-            return values[node]
-        constant = run.program.constants[node]
-        return constant.double() if isinstance(constant, Tensor) and constant.is_floating_point() else constant
-
     with torch.enable_grad():
         for node in run.program.nodes:
             step = run.steps[node]
             if node in slopes:
-                values[node] = value(step.gains[0][0].node) * slopes[node]
+                values[node] = values[step.gains[0][0].node] * slopes[node]
             elif isinstance(step.map, Copy) and step.map.same:
-                values[node] = value(step.gains[0][0].node)
+                values[node] = values[step.gains[0][0].node]
             else:
-                args: Any = fx.node.map_arg(node.args, value)
-                values[node] = perform(node, args, fx.node.map_arg(node.kwargs, value), exact=True)
+                values[node] = exactly(node, values, run.program.constants.__getitem__)
     return values
 
 

@@ -51,6 +51,13 @@ class Propagation:
     fused: float
     regions: dict[fx.Node, tuple[Region, ...]] = field(default_factory=dict)
 
+    def call(self, node: fx.Node, cache: Cache) -> Call:
+        """A node with its arguments: signals where they depend on the input, constants elsewhere."""
+        return Call(node, self._known, cache)
+
+    def _known(self, node: fx.Node) -> Any:
+        return self.facts[node].signal if node in self.facts else self.program.constants[node]
+
 
 def propagate(
     program: Program, ball: float | None = None, rtol: float = 1e-3, cache: Cache | None = None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,7 +34,7 @@ from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import functional, perform
+from equipoise.lipschitz.values import exactly, first_of, functional
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache
 
@@ -121,18 +120,13 @@ class Rounding:
             raise Refused(
                 "the rounding of constants that an operation computes on its way is not bounded; compute them first"
             )
-        signals = {node: facts.signal for node, facts in run.facts.items()}
-
-        def lookup(node: fx.Node) -> Any:
-            return signals[node] if node in signals else program.constants[node]
-
-        calls = {node: Call(node, lookup, cache) for node in program.nodes}
+        calls = {node: run.call(node, cache) for node in program.nodes}
         for node, call in calls.items():
             if not _known(call, run.steps[node]):
                 raise Refused(
                     f"{where(node)}: the rounding of {node.target} is not bounded; evaluate it apart, or in another form"
                 )
-        kinds = {s.dtype for s in signals.values()}
+        kinds = {facts.signal.dtype for facts in run.facts.values()}
         coarse = torch.float32 if torch.float32 in kinds else torch.float64
         reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
         inner = {}
@@ -255,24 +249,9 @@ def _value(call: Call, step: Step, values: dict[fx.Node, Tensor]) -> Tensor:
         case Pointwise():
             return activated(call, step.map, values[step.gains[0][0].node])
         case Largest() | Sorted():
-            return _performed(call, values)
+            return first_of(exactly(call.node, values, call.lookup))
         case _:
             return apply(call, step, values, offset=True)
-
-
-def _performed(call: Call, given: dict[fx.Node, Tensor]) -> Tensor:
-    """The operation itself in float64; the values of one that returns indices too."""
-
-    def pick(node: fx.Node) -> Any:
-        if node in given:
-            return given[node]
-        constant = call.lookup(node)
-        return constant.double() if isinstance(constant, Tensor) and constant.is_floating_point() else constant
-
-    args: Any = fx.node.map_arg(call.node.args, pick)
-    result = perform(call.node, args, fx.node.map_arg(call.node.kwargs, pick), exact=True)
-    found: Tensor = result[0] if isinstance(result, tuple | list) else result
-    return found
 
 
 def _carried(call: Call, step: Step, slips: dict[fx.Node, Tensor]) -> Tensor:
@@ -281,7 +260,7 @@ def _carried(call: Call, step: Step, slips: dict[fx.Node, Tensor]) -> Tensor:
         case Pointwise():
             return up(next(iter(slips.values())) * step.map.gain)
         case Largest(sliding=True):
-            return _performed(call, slips)
+            return first_of(exactly(call.node, slips, call.lookup))
         case Largest() if len(step.gains) > 1 or tuple(step.gains[0][0].shape) == call.shape:
             worst = [s.expand(call.shape) for s in slips.values()]
             return torch.stack(worst).amax(0)
@@ -308,7 +287,7 @@ def _local(call: Call, step: Step, sizes: dict[fx.Node, Tensor], value: Tensor, 
             top = value.abs() + next(iter(sizes.values())).amax()
             rounding = 2 * u * top + kind.tiny
         case _:
-            g = roundoff(call, step, dtype)
+            g = roundoff(step, dtype)
             if g == 0:
                 return torch.zeros_like(value)
             top = apply(call, step, sizes, offset=True, magnitude=True)

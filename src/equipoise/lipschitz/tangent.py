@@ -6,7 +6,6 @@ with `magnitude` all coefficients are replaced by their absolute values, which b
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +13,7 @@ from torch import Tensor, fx
 from equipoise.core.precision import gamma
 from equipoise.lipschitz.operations import Average, Copy, Join, Padded, Piece, Pieces, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.values import replay
+from equipoise.lipschitz.values import first_of, replay
 
 #: directions mapped at once
 CHUNK = 256
@@ -42,7 +41,7 @@ def apply(call: Call, step: Step, values: Values, *, offset: bool = False, magni
         case Piece(index=index):
             return replay(step.gains[0][0].node, x)[index]
         case Copy() | Average():
-            return _first_of(replay(call.node, x))
+            return first_of(replay(call.node, x))
         case Padded(fill=fill, run=run):
             return run(x, (abs(fill) if magnitude else fill) if offset else 0.0)
         case Weighted(weight=weight, bias=bias, run=run):
@@ -69,16 +68,11 @@ def apply(call: Call, step: Step, values: Values, *, offset: bool = False, magni
             raise AssertionError(f"{call.node.name} is not affine")
 
 
-def _first_of(value: Any) -> Tensor:
-    found: Tensor = value[0] if isinstance(value, tuple | list) else value
-    return found
-
-
 def _expanded(total: Tensor, call: Call) -> Tensor:
     return total if tuple(total.shape) == call.shape else total.expand(call.shape)
 
 
-def roundoff(call: Call, step: Step, dtype: torch.dtype = torch.float64) -> float:
+def roundoff(step: Step, dtype: torch.dtype = torch.float64) -> float:
     """γ of the inner products the node takes, evaluated in a dtype; 0 where it only moves entries."""
     match step.map:
         case Copy() | Pieces() | Piece() | Padded() | Join():

@@ -85,6 +85,22 @@ def replay(node: fx.Node, x: Tensor) -> Any:
     return perform(node, args, fx.node.map_arg(node.kwargs, lambda _: x), exact=True)
 
 
+def exactly(node: fx.Node, given: Mapping[fx.Node, Any], known: Callable[[fx.Node], Any]) -> Any:
+    """An operation in float64 on the values given of its operands, and on constants that are `known`."""
+
+    def value(operand: fx.Node) -> Any:
+        return given[operand] if operand in given else in_float64(known(operand))
+
+    args: Any = fx.node.map_arg(node.args, value)
+    return perform(node, args, fx.node.map_arg(node.kwargs, value), exact=True)
+
+
+def first_of(result: Any) -> Tensor:
+    """The values of an operation that returns indices too."""
+    found: Tensor = result[0] if isinstance(result, tuple | list) else result
+    return found
+
+
 def evaluate(
     nodes: Sequence[fx.Node],
     known: Callable[[fx.Node], Any],

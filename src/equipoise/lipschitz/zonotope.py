@@ -163,13 +163,10 @@ def zonotope_bound(
 def _calls(run: Propagation, cache: Cache) -> dict[fx.Node, Call] | None:
     """The calls of all nodes, or None where one is neither affine nor pointwise."""
 
-    def lookup(node: fx.Node) -> object:
-        return run.facts[node].signal if node in run.facts else run.program.constants[node]
-
     calls = {}
     for node in run.program.nodes:
         step = run.steps[node]
-        call = Call(node, lookup, cache)
+        call = run.call(node, cache)
         if step.curve is not None and (not step.curve.everywhere or step.gains[0][0].shape != call.shape):
             return None  # centres are no values of the network: the slopes need not hold there
         if step.curve is None and not supported(call, step):
@@ -186,7 +183,7 @@ def _affine(state: Zonotope, call: Call, step: Step, clouds: dict[fx.Node, Cloud
     blocks = {k: pushforward(call, step, {n: c.blocks.get(k) for n, c in inputs.items()}) for k in keys}
     slack = apply(call, step, {n: c.slack for n, c in inputs.items()}, magnitude=True) * _WIDER
     own = (0.0, 0.0)
-    g = roundoff(call, step)
+    g = roundoff(step)
     if g > 0:
         sizes = {n: c.centre.abs() + state.half(c) for n, c in inputs.items()}
         fresh = 2 * g * apply(call, step, sizes, offset=True, magnitude=True) + _TINY

@@ -68,7 +68,12 @@ class Effective(SetOnce):
             return _Recomputed.apply(self, kept[1], *parameters)
         return kept[1]
 
+    def constructions(self) -> tuple[Effective, ...]:
+        """The modules whose effective tensors a training step computes for this layer, as far as it was called: itself."""
+        return (self,)
+
     def _computed(self) -> Tensors:
+        """`g(θ)` in full precision, with its graph and nothing kept."""
         device = next(iter(self.parameters()), torch.zeros(())).device.type
         with uncast(device), _full_precision():
             return self.compute()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
+from equipoise.core.precision import safe_root
 from equipoise.nn.transport import check_logits, hkr, one_hot, soft_hkr, widened
 
 #: covers the rounding of a handful of float64 operations and of sums of squares over up to 2¹⁶ features
@@ -264,12 +265,7 @@ def _lengths(x: Tensor) -> Tensor:
     """‖x‖₂ over the last axis, scaled so that no square vanishes or overflows; the gradient at equal rows is 0."""
     largest = x.detach().abs().amax(-1, keepdim=True)
     unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))
-    square = unit.square().sum(-1)
-    positive = square > 0
-    length = torch.where(
-        positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), torch.zeros_like(square)
-    )
-    return largest[..., 0] * length
+    return largest[..., 0] * safe_root(unit.square().sum(-1))
 
 
 def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -152,10 +152,20 @@ def symbol_norm(K: Tensor, iterations: int, grid: int) -> tuple[Tensor, float]:
     """
     K = K.cpu() if K.device.type == "mps" else K
     sizes, factor = _points(K, grid, [None] * (K.dim() - 3))
-    points = len(frequencies(tuple(sizes), real=True))
-    wide = K.dtype is torch.float64 or rounding(K.shape, points, torch.float32) > MOST_ROUNDING
-    dtype = torch.float64 if wide else torch.float32
-    return _peak_of(K.to(dtype), sizes, iterations) * factor, rounding(K.shape, points, dtype)
+    dtype, delta = _working(tuple(K.shape), tuple(sizes), K.dtype)
+    return _peak_of(K.to(dtype), sizes, iterations) * factor, delta
+
+
+def _working(shape: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """The dtype that products run in, and the δ of `rounding` in it."""
+    points = len(frequencies(sizes, real=True))
+    wide = dtype is torch.float64 or rounding(shape, points, torch.float32) > MOST_ROUNDING
+    chosen = torch.float64 if wide else torch.float32
+    return chosen, rounding(shape, points, chosen)
+
+
+#: shapes are constants to a compiler (what `torch.compiler.assume_constant_result` says)
+vars(_working)["_dynamo_marked_constant"] = True
 
 
 def rounding(kernel: Sequence[int], frequencies: int, dtype: torch.dtype) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from equipoise.core import imports
 from equipoise.core.errors import InputError
 from equipoise.core.files import make_folder
 from equipoise.optim.guard import SpectralGuard
@@ -116,15 +117,9 @@ def trainer_callback(guard: SpectralGuard, sink: Sink | None = None) -> Any:
 
 def lightning_callback(guard: SpectralGuard) -> Any:
     """A Lightning `Callback`: attaches to all optimizers, logs with the module, and keeps the guard's state in checkpoints."""
-    try:
-        from lightning.pytorch import Callback
-    except ImportError:
-        try:
-            from pytorch_lightning import Callback
-        except ImportError as error:
-            raise InputError("this callback is for Lightning, which is not installed: pip install lightning") from error
+    base: Any = imports.lightning_callback()
 
-    class SpectralGuardCallback(Callback):
+    class SpectralGuardCallback(base):
         """Attaches at the start, logs at the end of a batch."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.precision import safe_root
 from equipoise.regularizers.selection import Names, select_layers, weight_of
 
 Form = Literal["jensen", "centred", "taylor", "montecarlo"]
@@ -92,7 +92,42 @@ def _cross_entropy(z: Tensor, targets: Tensor) -> Tensor:
     return z.logsumexp(-1) - z.gather(-1, index)[..., 0]
 
 
-class ActivationDecay:
+class _Watching:
+    """Hooks on a model that put hooks on its layers for the time of a forward pass; `_seen` is what they saw of the latest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: Any = None
+        self._inner: list[Any] = []
+        self._differentiated = True
+        self._outer = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles start without a forward pass: the activations of this one are not theirs."""
+        return {**self.__dict__, "_seen": None, "_inner": []}
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in [*self._outer, *self._inner]:
+            handle.remove()
+        self._outer, self._inner, self._seen = [], [], None
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        self._drop()
+        self._seen, self._differentiated = None, torch.is_grad_enabled()
+
+    def _end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        for handle in self._inner:
+            handle.remove()
+        self._inner = []
+
+
+class ActivationDecay(_Watching):
     """`L + (σ²/2)·mean‖h‖²`, h the input of the last linear layer: an upper bound of the loss smoothed over that layer's weights.
 
     Guarantee (`form="jensen"` and `"centred"`): for mean cross-entropy over the rows that are counted, `CE + ad()` is at
@@ -133,24 +168,14 @@ class ActivationDecay:
     ) -> None:
         if not (math.isfinite(sigma) and sigma >= 0):
             raise InputError(f"sigma must be a non-negative number, got {sigma}")
-        if form not in get_args(Form):
-            raise InputError(f"form must be one of {', '.join(get_args(Form))}, got {form!r}")
+        require_one_of(get_args(Form), form=form)
         self.sigma, self.form, self.samples, self.generator = sigma, form, samples, generator
         self.name = layer
         self._layers = _linear_layers(model)
         if layer is not None and layer not in self._layers:
             raise InputError(f"there is no nn.Linear named {layer!r}; there are {', '.join(map(repr, self._layers))}")
+        super().__init__(model)
         self._seen: tuple[str, Tensor, Tensor] | None = None
-        self._inner: list[Any] = []
-        self._differentiated = True
-        self._outer = [
-            model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end, with_kwargs=True, always_call=True),
-        ]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles start without a forward pass: the activations of this one are not theirs."""
-        return {**self.__dict__, "_seen": None, "_inner": []}
 
     def __call__(
         self, targets: Tensor | None = None, mask: Tensor | None = None, count: Tensor | float | None = None
@@ -179,18 +204,10 @@ class ActivationDecay:
         )
         return SmoothedLoss(mean.mean(), error.square().sum().sqrt() / len(error))
 
-    def remove(self) -> None:
-        """Take all hooks off."""
-        for handle in [*self._outer, *self._inner]:
-            handle.remove()
-        self._outer, self._inner, self._seen = [], [], None
-
     def __enter__(self) -> ActivationDecay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _rows(self, targets: Tensor | None) -> Tensor:
@@ -219,8 +236,7 @@ class ActivationDecay:
         return seen
 
     def _begin(self, model: nn.Module, args: Any) -> None:
-        self._drop()
-        self._seen, self._differentiated = None, torch.is_grad_enabled()
+        super()._begin(model, args)
         watched = self._layers if self.name is None else {self.name: self._layers[self.name]}
         self._inner = [
             layer.register_forward_hook(partial(self._pass, name), with_kwargs=True)
@@ -229,7 +245,7 @@ class ActivationDecay:
         ]
 
     def _end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        self._drop()
+        super()._end(model, args, kwargs, output)
         if model in self._layers.values():  # the model is itself the last layer
             self._note(next(iter(self._layers)), args, kwargs, output)
         if self._seen is None and isinstance(output, Tensor):
@@ -245,13 +261,8 @@ class ActivationDecay:
         refuse_without_gradient(name, self._differentiated)
         self._seen = (name, _input(args, kwargs), output)
 
-    def _drop(self) -> None:
-        for handle in self._inner:
-            handle.remove()
-        self._inner = []
 
-
-class LayerwiseDecay:
+class LayerwiseDecay(_Watching):
     """`(σ_h²/2)·Σ_l mean‖h_l‖² + (σ_w²/2)·‖W_L‖_F²`: the layer-wise variant of Baek et al. 2024.
 
     h_l are the inputs of all chosen linear layers but the first, W_L is the weight of the last one called. Two coefficients to
@@ -270,17 +281,8 @@ class LayerwiseDecay:
                 raise InputError(f"both coefficients must be non-negative numbers, got {value}")
         self.sigma_activations, self.sigma_weight = sigma_activations, sigma_weight
         self._layers = _linear_layers(model, names)
-        self._seen: list[tuple[str, Tensor]] = []
-        self._inner: list[Any] = []
-        self._differentiated = True
-        self._outer = [
-            model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles start without a forward pass."""
-        return {**self.__dict__, "_seen": [], "_inner": []}
+        super().__init__(model)
+        self._seen: list[tuple[str, Tensor]] | None = None
 
     def __call__(self) -> Tensor:
         """The penalty of the latest forward pass."""
@@ -288,21 +290,15 @@ class LayerwiseDecay:
             raise InputError(
                 "layer-wise decay looks at the latest forward pass, and there is none: call the model first"
             )
-        seen, self._seen = self._seen, []
+        seen, self._seen = self._seen, None
         last = weight_of(self._layers[seen[-1][0]])
         total = self.sigma_weight**2 / 2 * last.square().sum()
         for _, h in seen[1:]:
             total = total + jensen_penalty(h, self.sigma_activations).mean()
         return total
 
-    def remove(self) -> None:
-        """Take all hooks off."""
-        for handle in [*self._outer, *self._inner]:
-            handle.remove()
-        self._outer, self._inner, self._seen = [], [], []
-
     def _begin(self, model: nn.Module, args: Any) -> None:
-        self._seen, self._differentiated = [], torch.is_grad_enabled()
+        super()._begin(model, args)
         self._inner = [
             layer.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
             for name, layer in self._layers.items()
@@ -311,12 +307,7 @@ class LayerwiseDecay:
     def _note(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self._inner:
             refuse_without_gradient(name, self._differentiated)
-            self._seen.append((name, _input(args, kwargs)))
-
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        for handle in self._inner:
-            handle.remove()
-        self._inner = []
+            self._seen = [*(self._seen or ()), (name, _input(args, kwargs))]
 
 
 def refuse_without_gradient(name: str, wanted: bool) -> None:
@@ -350,8 +341,4 @@ def _square(h: Tensor) -> Tensor:
 
 def _length(h: Tensor) -> Tensor:
     """‖h‖ per row; its gradient at zero is zero."""
-    square = _square(h)
-    positive = square > 0
-    return torch.where(
-        positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), torch.zeros_like(square)
-    )
+    return safe_root(_square(h))

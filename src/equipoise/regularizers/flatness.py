@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+from equipoise.core.modules import tensor_slots
 from equipoise.regularizers.selection import Names, name_matches
 
 
@@ -56,7 +57,7 @@ def smoothed_loss(
     chosen = {name: p for name, p in model.named_parameters() if name_matches(name, names)}
     if not chosen:
         raise InputError(f"no parameter of this model has a name that matches {names!r}; see model.named_parameters()")
-    slots, total = _slots(model), torch.zeros(())
+    slots, total = tensor_slots(model, buffers=False), torch.zeros(())
     for i in range(samples):
         moved = {name: p + sigma * _noise_like(p, generator) for name, p in chosen.items()}
         tensors = {slot: p for name, p in moved.items() for slot in slots[name]}
@@ -169,20 +170,6 @@ class SharpnessAware:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self.optimizer.load_state_dict(state)
-
-
-def _slots(model: nn.Module) -> dict[str, list[str]]:
-    """All places that hold a parameter, by its first name, every module once: `functional_call`'s own tying leaves a module that
-    is used twice with the moved parameters (torch 2.13).
-    """
-    first: dict[int, str] = {}
-    slots: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        for local, p in module._parameters.items():
-            if p is not None:
-                full = f"{name}.{local}" if name else local
-                slots.setdefault(first.setdefault(id(p), full), []).append(full)
-    return slots
 
 
 def _noise_like(p: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from equipoise.core.errors import InputError
 from equipoise.core.modules import fresh_strides
+from equipoise.core.precision import safe_root
 from equipoise.smoothing.ramp import ramp_quantile
 from equipoise.smoothing.simplex import SimplexMap
 
@@ -234,16 +235,7 @@ def input_gradient_penalty(
         else:
             total = loss(output, y) * len(x)  # the loss is a mean over samples: the sum has the samples' own gradients
         (slope,) = torch.autograd.grad(total, x, create_graph=True)
-        excess = _length(slope.flatten(1)) - target
+        excess = safe_root(slope.flatten(1).square().sum(1)) - target
         if not two_sided:
             excess = excess.clamp_min(0)
         return weight * excess.square().mean()
-
-
-def _length(v: Tensor) -> Tensor:
-    """‖v‖₂ per row, with gradient zero where it is zero."""
-    square = v.square().sum(1)
-    positive = square > 0
-    return torch.where(
-        positive, torch.where(positive, square, torch.ones_like(square)).sqrt(), torch.zeros_like(square)
-    )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equipoise.core.bounds import Bracket, Kind
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, require_one_of
 from equipoise.maps.linear import Convolution
 from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.carried import CarriedMatrix
@@ -18,16 +18,7 @@ from equipoise.norms.carried_convolution import CarriedConvolution
 from equipoise.norms.differentiable import gram_norm, map_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.norms.tracked import SingularVectors
-from equipoise.regularizers.selection import (
-    LINEAR_MAPS,
-    Names,
-    Types,
-    input_shapes,
-    linear_map,
-    select_layers,
-    weight_of,
-    zero_image,
-)
+from equipoise.regularizers import selection
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
 BoundName = Literal["tracked", "gram", "proved"]
@@ -93,8 +84,8 @@ class SpectralPenalty:
         model: nn.Module,
         kind: PenaltyKind = "sum",
         target: float = 1.0,
-        only: Types = LINEAR_MAPS,
-        names: Names = None,
+        only: selection.Types = selection.LINEAR_MAPS,
+        names: selection.Names = None,
         weight: float = 1.0,
         input_size: int | tuple[int, ...] | None = None,
         *,
@@ -109,13 +100,9 @@ class SpectralPenalty:
         rtol: float = 0.02,
         seed: int = 0,
     ) -> None:
-        for what, value, allowed in (
-            ("kind", kind, get_args(PenaltyKind)),
-            ("bound", bound, get_args(BoundName)),
-            ("scope", scope, ("layer", "network")),
-        ):
-            if value not in allowed:
-                raise InputError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
+        require_one_of(get_args(PenaltyKind), kind=kind)
+        require_one_of(get_args(BoundName), bound=bound)
+        require_one_of(("layer", "network"), scope=scope)
         if not (math.isfinite(weight) and weight >= 0 and math.isfinite(target) and target >= 0):
             raise InputError(f"weight and target must be non-negative numbers, got {weight} and {target}")
         if steps < 0 or vectors < 1 or every < 1 or not 0 < rtol < 1:
@@ -124,7 +111,7 @@ class SpectralPenalty:
             )
         self.kind, self.target, self.weight, self.scope, self.bound = kind, target, weight, scope, bound
         self.steps, self.iterations, self.grid, self.every, self.rtol = steps, iterations, grid, every, rtol
-        self.layers = select_layers(model, only, names)
+        self.layers = selection.select_layers(model, only, names)
         for module in self.layers.values():
             module_kind(module)  # refuses overridden forwards and hooks: their weight says nothing about their norm
         self.shapes = self._shapes(model, input_size, example_input)
@@ -140,7 +127,7 @@ class SpectralPenalty:
         if bound != "gram":
             self._vectors = {
                 name: SingularVectors(
-                    partial(linear_map, module, self.shapes[name]), self.shapes[name], vectors, seed + i
+                    partial(selection.linear_map, module, self.shapes[name]), self.shapes[name], vectors, seed + i
                 )
                 for i, (name, module) in enumerate(self.layers.items())
             }
@@ -158,7 +145,7 @@ class SpectralPenalty:
         """The penalty, to be added to the loss; moves the tracked vectors by one step."""
         with parametrize.cached():  # a computed weight is computed once per call, here and with its graph
             for module in self.layers.values():
-                weight_of(module)
+                selection.weight_of(module)
             s = self._norms()
         if self.scope == "network":
             s = s.log().sum().exp()[None] if bool((s > 0).all()) else s.prod()[None]
@@ -221,7 +208,7 @@ class SpectralPenalty:
         if self.bound == "proved":
             sigma = self._vectors[name].norm()
             enough = self.target if self.kind == "hinge" and self.scope == "layer" else 0.0
-            W = weight_of(self.layers[name]).detach()
+            W = selection.weight_of(self.layers[name]).detach()
             what = f"weight of {name!r}"
             upper = self._carried[name].bracket(W, enough, self.rtol, what, loose=self.rtol)[1]
             return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
@@ -229,7 +216,7 @@ class SpectralPenalty:
 
     def _keep(self, found: list[Tensor]) -> None:
         for (name, module), s in zip(self.layers.items(), found, strict=True):
-            W = weight_of(module)
+            W = selection.weight_of(module)
             if s.requires_grad:
                 (gradient,) = torch.autograd.grad(s, W, retain_graph=True)
                 self._kept[name] = (s.detach(), gradient.detach(), W.detach().clone())
@@ -238,7 +225,7 @@ class SpectralPenalty:
         if name not in self._kept:
             return self._norm(name)
         s, gradient, W0 = self._kept[name]
-        return s + (gradient * (weight_of(self.layers[name]) - W0)).sum()
+        return s + (gradient * (selection.weight_of(self.layers[name]) - W0)).sum()
 
     def _size(self, name: str) -> tuple[int, ...] | None:
         shape = self.shapes.get(name)
@@ -262,8 +249,8 @@ class SpectralPenalty:
             )
         if example is None:
             assert input_size is not None
-            example = zero_image(model, input_size)
-        found = input_shapes(model, {name: self.layers[name] for name in spatial}, example)
+            example = selection.zero_image(model, input_size)
+        found = selection.input_shapes(model, {name: self.layers[name] for name in spatial}, example)
         return {**linear, **found}
 
 
@@ -283,7 +270,7 @@ def layer_bound(module: nn.Module, size: tuple[int, ...] | None, iterations: int
     >>> layer_bound(nn.Linear(2, 2, bias=False).requires_grad_(False), None).shape
     torch.Size([])
     """
-    W = weight_of(module)
+    W = selection.weight_of(module)
     if isinstance(module, nn.Linear):
         return gram_norm(W, iterations)
     return map_norm(Convolution(W, geometry_of(module, size)), iterations, grid)

@@ -110,34 +110,40 @@ def _distinct(parts: Sequence[_Part]) -> list[_Part]:
     return [renamed(part) for part in parts]
 
 
-def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
-    if not run.rows:
+def _described(name: str, run: Run | ProvedRun, own: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What a run is, with its own settings; and a note where it is not finished."""
+    manifest, done = run.manifest, len(run.rows)
+    if not done:
         raise InputError(f"{run.folder} has no finished inputs yet")
+    about = {
+        "run": name, "model": manifest.model.get("source", "network"), "model hash": manifest.model.get("hash", ""),
+        "data": str(manifest.data.get("source", "")), "data fingerprint": manifest.data.get("fingerprint", ""),
+        "inputs": f"{done} of {manifest.total}", **own, "failed inputs": len(run.failures),
+        "started": manifest.created, "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
+    }  # fmt: skip
+    left = manifest.total - done
+    return about, (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
+
+
+def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
     manifest, p = run.manifest, run.manifest.parameters
     model, ids = manifest.model.get("source", "network"), tuple(str(i) for i in run.ids)
     constant = manifest.lipschitz
+    about, notes = _described(name, run, {
+        **p.to_dict(), "alpha": p.alpha if alpha is None else alpha,
+        "map": None if manifest.map is None else str(manifest.map), "lipschitz": None if constant is None else str(constant),
+    })  # fmt: skip
     series = []
-    data = str(manifest.data.get("source", ""))
     for position, (label, options) in enumerate(_ways(run).items()):
         found = run.certificates(alpha, **options)
         assumption = str(constant) if constant is not None and constant.assumed and "lipschitz" not in options else ""
         series.append(
             Series(
                 model, name, label, ids, run.labels, found.prediction, found.radius, p.sigma, found.alpha, found.about,
-                assumption, len(run.failures), data, manifest.total, position == 0,
+                assumption, len(run.failures), about["data"], manifest.total, position == 0,
             )
         )  # fmt: skip
     rows = run.attacks()
-    about: dict[str, Any] = {
-        "run": name, "model": model, "model hash": manifest.model.get("hash", ""), "data": data,
-        "data fingerprint": manifest.data.get("fingerprint", ""), "inputs": f"{len(run.rows)} of {manifest.total}",
-        **p.to_dict(), "alpha": p.alpha if alpha is None else alpha,
-        "map": None if manifest.map is None else str(manifest.map),
-        "lipschitz": None if constant is None else str(constant), "failed inputs": len(run.failures),
-        "started": manifest.created, "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
-    }  # fmt: skip
-    left = manifest.total - len(run.rows)
-    notes = (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
     key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', name)}"
     attacks, tested = closest(model, name, ids, rows), contradictions(series, rows, Attacked.SMOOTHED, key)
     return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), about, tested, notes)
@@ -161,19 +167,8 @@ def _deterministic(name: str, found: Margins) -> _Part:
     if found.rule == PAIRS:
         divided = f"proved constants of pairs of classes, or by {divided} where that is better"
     about = f"Certifies the network itself: its margin divided by {divided}."
-    series = [
-        Series(
-            model,
-            name,
-            "deterministic",
-            found.ids,
-            found.labels,
-            found.prediction,
-            found.radius,
-            about=about,
-            data=found.data,
-        )
-    ]
+    certified = (found.ids, found.labels, found.prediction, found.radius)
+    series = [Series(model, name, "deterministic", *certified, about=about, data=found.data)]
     described = {
         "run": name, "model": model, "model hash": found.model.get("hash", ""), "data": found.data, "inputs": len(found.ids),
         "procedure": "deterministic margin", "lipschitz": f"{constant}, computed by equipoise.lipschitz_bound",
@@ -185,31 +180,22 @@ def _deterministic(name: str, found: Margins) -> _Part:
 
 def _proved(name: str, run: ProvedRun) -> _Part:
     """A deterministic run: radii with rival and method, and the attacks beside them."""
-    if not run.rows:
-        raise InputError(f"{run.folder} has no finished inputs yet")
     manifest, asked, rows = run.manifest, run.manifest.asked, run.rows
     model, ids = manifest.model.get("source", "network"), tuple(str(row.id) for row in rows)
     ball = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}[asked.norm]
     about = f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball."
+    procedure = "deterministic" if asked.norm == "l2" else f"deterministic, {ball}"
+    described, notes = _described(name, run, {"procedure": procedure, **asdict(asked), "note": manifest.note})
     labels, prediction = (
         np.array(v, dtype=np.int64) for v in zip(*((r.label, r.prediction) for r in rows), strict=True)
     )
-    procedure = "deterministic" if asked.norm == "l2" else f"deterministic, {ball}"
     series = [
         Series(
             model, name, procedure, ids, labels, prediction, run.radius, about=about, failed=len(run.failures),
-            data=str(manifest.data.get("source", "")), total=manifest.total,
+            data=described["data"], total=manifest.total,
             rivals=tuple(r.rival for r in rows), methods=tuple(r.failure or r.method for r in rows),
         )
     ]  # fmt: skip
-    described = {
-        "run": name, "model": model, "model hash": manifest.model.get("hash", ""), "data": manifest.data.get("source", ""),
-        "data fingerprint": manifest.data.get("fingerprint", ""), "inputs": f"{len(rows)} of {manifest.total}",
-        "procedure": procedure, **asdict(asked), "note": manifest.note, "failed inputs": len(run.failures),
-        "started": manifest.created, "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
-    }  # fmt: skip
-    left = manifest.total - len(rows)
-    notes = (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
     attacks = closest(model, name, ids, run.attacks)
     key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', '')} network"
     tested = contradictions(series if asked.norm != "l1" else (), run.attacks, Attacked.BASE, key)

@@ -60,13 +60,13 @@ def derive(
     for scored, members in groups.items():
         if members:
             own = [r for _, r in members]
-            setting = setting_of(manifest, own, alpha, "")
+            setting = setting_of(manifest, alpha, "")
             sample = (
                 _scores(p, own, row, manifest.stretched(constant)) if scored else _votes(p, own, row, target_radius)
             )
             parts.append(([i for i, _ in members], derive_sample(sample, row, setting)))
     whole = joined(
-        parts, len(rows), "adaptive" if p.adaptive else row.name, setting_of(manifest, [], alpha, _about(manifest, row))
+        parts, len(rows), "adaptive" if p.adaptive else row.name, setting_of(manifest, alpha, _about(manifest, row))
     )
     whole.details["failures"] = {str(r.id): r.failure for r in rows if r.failure is not None}
     if constant is not None and soft:
@@ -74,7 +74,7 @@ def derive(
     return whole
 
 
-def setting_of(manifest: Manifest, rows: list[Row], alpha: float, about: str) -> Setting:
+def setting_of(manifest: Manifest, alpha: float, about: str) -> Setting:
     """What certificates of these rows rest on, from what the manifest says was drawn."""
     return manifest.parameters.drawn().setting(alpha, about)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core import InputError, fresh_strides
+from equipoise.core import EquipoiseError, InputError, fresh_strides
 from equipoise.core.digests import Digest
 from equipoise.data.dataset import UNKNOWN
 from equipoise.data.factories import pair_of
@@ -133,6 +134,25 @@ class Inputs:
         if not bool(torch.isfinite(x).all()):
             raise InputError(f"input {self.ids[position]!r} holds NaN or infinity")
         return Item(position, self.ids[position], y, fresh_strides(x))
+
+    def attempt(self, position: int, classes: int | None) -> tuple[Item, str | None]:
+        """The input; or a blank in its place, and why it could not be read. A label of no class is refused."""
+        try:
+            item = self.item(position)
+        except (EquipoiseError, OSError) as error:
+            label = -1 if self.labels is None else self.labels[position]
+            return Item(position, self.ids[position], label, torch.empty(0)), f"it could not be read: {error}"
+        if self.labelled and classes is not None:
+            check_label(item.id, item.label, classes)
+        return item, None
+
+    def some(self, positions: Ints, count: int) -> list[Item]:
+        """A few inputs spread over these positions; those that cannot be read are left out (they will be failed rows)."""
+        found = []
+        for place in np.unique(np.linspace(0, len(positions) - 1, count).astype(int)):
+            with contextlib.suppress(EquipoiseError, OSError):
+                found.append(self.item(int(positions[place])))
+        return found
 
     def fingerprint(self, positions: Ints) -> str:
         """Of the whole data where that is cheap or the dataset knows its own; else of the selected inputs, read once."""

@@ -17,7 +17,7 @@ from equipoise.core.errors import one_line
 from equipoise.core.files import make_folder
 from equipoise.runs import store as store_file
 from equipoise.runs.engines import Execution, find_engine
-from equipoise.runs.inputs import Inputs, check_label
+from equipoise.runs.inputs import Inputs
 from equipoise.runs.manifest import Constant, Manifest, is_run, read_manifest, require_same, versions
 from equipoise.runs.models import Batched, Portable, denoised, portable
 from equipoise.runs.parameters import Keywords, Parameters, Settings, parse_map
@@ -135,20 +135,11 @@ def noise_of(
     """
     if asked == "float":
         return asked, None
-    image = all(is_image(x.detach().cpu().double().numpy()) for x in _some(inputs, positions))
+    image = all(is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8))
     kind: NoiseName = asked or ("grid" if image and lipschitz is None else "float")
     if kind != "grid":
         return kind, None
     return kind, 255.0 if image else power_of_two(sigma)
-
-
-def _some(inputs: Inputs, positions: Ints, count: int = 8) -> Iterator[torch.Tensor]:
-    """A few inputs spread over the selected ones; those that cannot be read are left out."""
-    for place in np.unique(np.linspace(0, len(positions) - 1, count).astype(int)):
-        try:
-            yield inputs.item(int(positions[place])).x
-        except (EquipoiseError, OSError):
-            continue  # such an input will be a failed row of its own
 
 
 def usable_device(name: str) -> str:
@@ -259,11 +250,8 @@ def start(
     make_folder(folder)
     with locked(folder):
         manifest = _settle(job, folder)
-        with Store(folder, identity=manifest.digest(), seal=manifest.seal(), writable=True) as store:
-            if retry_failed:
-                store.forget_failures()
-            done = store.done()
-            pending = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
+        with Store.of(folder, manifest, writable=True) as store:
+            pending = store.pending(job.positions, job.inputs.ids, retry_failed=retry_failed)
             if pending:
                 network = manifest.stretched(manifest.lipschitz)
                 spec = TaskSpec(job.model, manifest.parameters, manifest.map, network, job.batch_size, job.device)
@@ -271,7 +259,7 @@ def start(
                 store.add_session(started, engine, job.device, versions())
                 reader = _Reader(job, pending)
                 rows = work(spec, reader, execution)
-                _write_all(rows, reader, store, len(done), job.manifest.total, progress)
+                _write_all(rows, reader, store, len(store.done()), job.manifest.total, progress)
     return open_run(folder)
 
 
@@ -307,16 +295,10 @@ class _Reader(Iterator[Item]):
 
     def __next__(self) -> Item:
         for position in self.pending:
-            try:
-                item = self.job.inputs.item(position)
-            except (EquipoiseError, OSError) as error:
-                label = -1 if self.job.inputs.labels is None else self.job.inputs.labels[position]
-                blank = Item(position, self.job.inputs.ids[position], label, torch.empty(0))
-                self.broken.append(failed(blank, f"it could not be read: {error}"))
-                continue
-            if self.job.inputs.labelled:
-                check_label(item.id, item.label, self.job.parameters.num_classes)
-            return item
+            item, problem = self.job.inputs.attempt(position, self.job.parameters.num_classes)
+            if problem is None:
+                return item
+            self.broken.append(failed(item, problem))
         raise StopIteration
 
 

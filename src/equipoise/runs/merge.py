@@ -32,7 +32,7 @@ def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
         raise InputError(f"cannot make {target}: {error.strerror}") from error
     try:
         manifest.write(draft)
-        with Store(draft, identity=manifest.digest(), seal=manifest.seal(), writable=True) as store:
+        with Store.of(draft, manifest, writable=True) as store:
             for run in runs:
                 store.put_all(run.rows)
                 store.put_attacks(run.attacks())

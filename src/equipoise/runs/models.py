@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from equipoise.checkpoints import Loaded
+from equipoise.checkpoints.sources import program_input
 from equipoise.core import InputError, Refused
 from equipoise.core.digests import Digest
 from equipoise.nn.models.plain import Normalise
@@ -118,20 +119,18 @@ def normalised(loaded: Loaded, mean: Sequence[float], std: Sequence[float]) -> L
     name = "{}, inputs (x − {})/{}".format(loaded.source, *shown)
     if isinstance(loaded.model, nn.Module):
         return replace(loaded, source=name, model=Chain(layer, loaded.model))
-    wanted = loaded.model.graph_signature.user_inputs
-    values = [n.meta.get("val") for n in loaded.model.graph.nodes if n.op == "placeholder" and n.name in wanted]
-    if len(values) != 1 or not isinstance(values[0], Tensor):
+    value = program_input(loaded.model)
+    if value is None:
         raise InputError("the exported program must take one tensor with a batch dimension")
-    example = torch.zeros(tuple(int(d) for d in values[0].shape), dtype=values[0].dtype)
+    example = torch.zeros(tuple(int(d) for d in value.shape), dtype=value.dtype)
     return replace(loaded, source=name, model=torch.export.export(Chain(layer, loaded.model.module()), (example,)))
 
 
 def _batch(program: ExportedProgram) -> int | None:
-    names = program.graph_signature.user_inputs
-    values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in names]
-    if len(values) != 1 or not isinstance(values[0], Tensor) or values[0].ndim < 2:
+    value = program_input(program)
+    if value is None or value.ndim < 2:
         raise InputError("the exported program must take one tensor with a batch dimension")
-    size = values[0].shape[0]
+    size = value.shape[0]
     return size if isinstance(size, int) else None
 
 

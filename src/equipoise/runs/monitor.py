@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+from equipoise.core.imports import lightning_callback
 from equipoise.smoothing import SmoothedClassifier
 
 
@@ -65,17 +66,11 @@ class CertifiedMonitor:
 
 def lightning_monitor(monitor: CertifiedMonitor, every: int = 1) -> Any:
     """A Lightning `Callback` that logs the monitor's scalars with the module after every `every`-th training epoch."""
-    try:
-        from lightning.pytorch import Callback
-    except ImportError:
-        try:
-            from pytorch_lightning import Callback
-        except ImportError as error:
-            raise InputError("this callback is for Lightning, which is not installed: pip install lightning") from error
+    base: Any = lightning_callback()
     if every < 1:
         raise InputError(f"every must be at least 1, got {every}")
 
-    class CertifiedCallback(Callback):
+    class CertifiedCallback(base):
         """Logs at the end of an epoch."""
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

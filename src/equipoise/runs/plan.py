@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from equipoise.core import EquipoiseError, InputError
+from equipoise.core import InputError
 from equipoise.runs.jobs import Job
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Item
@@ -84,7 +84,9 @@ def estimate(job: Job, *, workers: Sequence[int] = (1,), batches: int = 5, pilot
     if batches < 1 or pilot < 1 or not workers or min(workers) < 1:
         raise InputError("batches, pilot and the numbers of workers must be positive")
     classifier = classifier_of(job.model, p, job.batch_size, job.device)
-    items = _pilot(job, pilot)
+    items = job.inputs.some(job.positions, pilot)
+    if not items:
+        raise InputError("none of the pilot inputs can be read")
     each = _seconds_per_chunk(classifier, items[0], p, job.device, batches)
     passes = math.ceil(p.n0 / p.chunk_size) + math.ceil(p.n / p.chunk_size)
     target = p.target_radius if p.target_radius is not None else p.sigma / 2
@@ -109,20 +111,6 @@ def estimate(job: Job, *, workers: Sequence[int] = (1,), batches: int = 5, pilot
         process_bytes=_peak(job.device),
         pilot_inputs=len(items),
     )
-
-
-def _pilot(job: Job, count: int) -> list[Item]:
-    """Inputs spread over the run, readable ones only."""
-    chosen = np.unique(np.linspace(0, len(job.positions) - 1, count).astype(int))
-    items = []
-    for position in job.positions[chosen]:
-        try:
-            items.append(job.inputs.item(int(position)))
-        except (EquipoiseError, OSError):
-            continue
-    if not items:
-        raise InputError("none of the pilot inputs can be read")
-    return items
 
 
 def _seconds_per_chunk(classifier: SmoothedClassifier, item: Item, p: Parameters, device: str, batches: int) -> float:

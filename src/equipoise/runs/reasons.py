@@ -32,13 +32,13 @@ def explain(
     said = []
     lowest = min(accuracy)
     if accuracy[lowest] < max(LOW, 1.5 / manifest.parameters.num_classes) and lowest < certificates.sigma:
-        said.append(_votes(manifest, good, certificates, labelled))
+        said.append(_votes(manifest, good, labelled))
     elif any(share == 0 for share in accuracy.values()):
         said.append(_reach(manifest, rows, certificates, accuracy, labelled))
     return said
 
 
-def _votes(manifest: Manifest, rows: list[Row], certificates: Certificates, labelled: bool) -> str:
+def _votes(manifest: Manifest, rows: list[Row], labelled: bool) -> str:
     """What the votes say about a run that certifies next to nothing."""
     p = manifest.parameters
     votes = counts_matrix([r.selection for r in rows], p.num_classes)

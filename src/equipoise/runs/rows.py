@@ -1,11 +1,13 @@
 """What is stored of one input: the sufficient statistics of its draws, never a radius; and how the file is opened."""
 
 import sqlite3
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.core.errors import one_line
@@ -14,6 +16,7 @@ from equipoise.smoothing.moments import Ints
 from equipoise.smoothing.ramp import Floats
 
 InputId = int | str
+LARGEST = 1 << 26  # bytes of one stored array
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,22 @@ def counts_matrix(values: list[Ints | None], classes: int) -> Ints:
         if value is not None:
             result[i] = value
     return result
+
+
+def pack(array: NDArray[Any] | None, kind: str) -> bytes | None:
+    """An array as it is stored: its bytes, compressed."""
+    return None if array is None else zlib.compress(np.ascontiguousarray(array, dtype=kind).tobytes(), 1)
+
+
+def unpack(blob: bytes | None, kind: str, as_: type) -> Any:
+    """The inverse; damaged bytes are a ValueError."""
+    if blob is None:
+        return None
+    reader = zlib.decompressobj()
+    content = reader.decompress(blob, LARGEST)
+    if not reader.eof:
+        raise ValueError("cut short, or larger than any row we write")
+    return np.frombuffer(content, dtype=kind).astype(as_)
 
 
 def plain_id(value: Any) -> InputId:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equipoise.core import files
 from equipoise.core.digests import Digest
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.runs.rows import InputId, Row, Soft, connect, explain
+from equipoise.runs.manifest import Described
+from equipoise.runs.rows import InputId, Row, Soft, connect, explain, pack, unpack
 from equipoise.smoothing import SimplexMap
 
 NAME = "store.sqlite"
@@ -48,7 +48,6 @@ _COLUMNS = (
     "stopped", "failure", "key", "seconds",
 )  # fmt: skip
 _SESSION = ("started", "engine", "device", "versions")
-_LARGEST = 1 << 26  # bytes of one array
 
 
 class Attacked(StrEnum):
@@ -128,6 +127,11 @@ class Table(Generic[R]):
                 self._check(identity, seal, writable)
             else:
                 self.close()
+
+    @classmethod
+    def of(cls, folder: str | Path, manifest: Described, *, writable: bool = False) -> Self:
+        """The store of the run that a manifest describes."""
+        return cls(folder, identity=manifest.digest(), seal=manifest.seal(), writable=writable)
 
     def _tables(self) -> set[str]:
         return {row[0] for row in self.db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -233,6 +237,13 @@ class Table(Generic[R]):
     def done(self) -> set[InputId]:
         """Ids of the stored inputs, failed ones included."""
         return {row[0] for row in self._select("SELECT id FROM inputs")}
+
+    def pending(self, positions: Iterable[int], ids: Sequence[InputId], *, retry_failed: bool) -> list[int]:
+        """Positions of the data whose inputs (`ids` are those of all of it) are not stored; failed ones are, unless retried."""
+        if retry_failed:
+            self.forget_failures()
+        done = self.done()
+        return [int(p) for p in positions if ids[p] not in done]
 
     def rows(self) -> list[R]:
         """Every stored input, in the order of the data."""
@@ -343,20 +354,6 @@ class Table(Generic[R]):
             raise InputError(explain(self.path, error)) from error
 
 
-def _pack(array: NDArray[Any] | None, kind: str) -> bytes | None:
-    return None if array is None else zlib.compress(np.ascontiguousarray(array, dtype=kind).tobytes(), 1)
-
-
-def _unpack(blob: bytes | None, kind: str, as_: type) -> Any:
-    if blob is None:
-        return None
-    reader = zlib.decompressobj()
-    content = reader.decompress(blob, _LARGEST)
-    if not reader.eof:
-        raise ValueError("cut short, or larger than any row we write")
-    return np.frombuffer(content, dtype=kind).astype(as_)
-
-
 class Store(Table[Row]):
     """What is drawn of every input, by `runs.rows`."""
 
@@ -367,10 +364,10 @@ class Store(Table[Row]):
         """Counts and moments as compressed arrays."""
         soft = row.soft
         described = None if soft is None else json.dumps([soft.map.name, soft.map.temperature, soft.map.mass])
-        buckets = None if soft is None else _pack(soft.order, "<i4")
-        moments = None if soft is None else _pack(soft.moments, "<f8")
+        buckets = None if soft is None else pack(soft.order, "<i4")
+        moments = None if soft is None else pack(soft.moments, "<f8")
         return (
-            row.id, row.position, row.label, row.n0, row.draws, _pack(row.selection, "<i8"), _pack(row.estimation, "<i8"),
+            row.id, row.position, row.label, row.n0, row.draws, pack(row.selection, "<i8"), pack(row.estimation, "<i8"),
             described, buckets, None if soft is None else soft.singles, None if soft is None else int(soft.direct), moments,
             row.stopped, row.failure, f"{row.key:016x}", row.seconds,
         )  # fmt: skip
@@ -381,10 +378,10 @@ class Store(Table[Row]):
         try:
             soft = None
             if v["moments"] is not None:
-                moments = _unpack(v["moments"], "<f8", np.float64).reshape(4, -1)
-                order = _unpack(v["buckets"], "<i4", np.int64)
+                moments = unpack(v["moments"], "<f8", np.float64).reshape(4, -1)
+                order = unpack(v["buckets"], "<i4", np.int64)
                 soft = Soft(SimplexMap(*json.loads(v["map"])), order, v["singles"], bool(v["direct"]), moments)
-            selection, estimation = (_unpack(v[name], "<i8", np.int64) for name in ("selection", "estimation"))
+            selection, estimation = (unpack(v[name], "<i8", np.int64) for name in ("selection", "estimation"))
         except (zlib.error, ValueError, TypeError, IndexError, KeyError) as error:
             raise InputError(
                 f"{self.path} is damaged at input {v['id']!r} ({error}): restore it from a copy"

@@ -18,7 +18,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from equipoise.core import InputError
+from equipoise.core import InputError, as_upper
 from equipoise.smoothing.intervals import OneSide, Pair, Side, clopper_pearson, empirical_bernstein, randomized_binomial
 from equipoise.smoothing.moments import Moments, Partition
 from equipoise.smoothing.radii import positive, radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
@@ -101,6 +101,16 @@ class Smoothness:
 
     component: Any = np.inf
     pair: Any = np.inf
+
+    @classmethod
+    def of(cls, lipschitz: Any, pair: Any = None) -> Smoothness:
+        """Read constants: only upper bounds are let through; that of a pair defaults to twice the component's."""
+        if lipschitz is None:
+            return cls()
+        if isinstance(lipschitz, np.ndarray) and lipschitz.ndim:
+            return cls(lipschitz, 2 * lipschitz if pair is None else np.asarray(pair))
+        constant = as_upper(lipschitz)
+        return cls(constant, 2 * constant if pair is None else as_upper(pair))
 
 
 UNKNOWN = Smoothness()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr
 
-from equipoise.core import InputError, Refused, as_upper
+from equipoise.core import InputError, Refused
 from equipoise.smoothing.adaptive import TargetTest, lower_sequence, upper_sequence
 from equipoise.smoothing.bounds import (
     UNKNOWN,
@@ -97,7 +97,7 @@ def derive(sample: Votes | Scores | Stopped, row: Procedure, setting: Setting) -
     stopped samples get anytime-valid bounds only.
     """
     if isinstance(sample, Scores):
-        return _assemble(_score_bounds(sample, row, setting), sample.plan, sample.moments.n, row.name, setting)
+        return _assemble(_score_bounds(sample, setting), sample.plan, sample.moments.n, row.name, setting)
     if isinstance(sample, Stopped):
         return _stopped(sample, row, setting)
     plan = plan_votes(sample, row, setting)
@@ -152,7 +152,7 @@ def _joint_bounds(sample: Votes, plan: Plan, at: NDArray[np.bool_], setting: Set
     return Bounds(p, 1 - p, radius * noise.sigma)
 
 
-def _score_bounds(sample: Scores, row: Procedure, setting: Setting) -> Bounds:
+def _score_bounds(sample: Scores, setting: Setting) -> Bounds:
     plan, noise, alpha = sample.plan, setting.noise, setting.alpha
     shared = (plan.partition, noise, alpha * plan.top, alpha * plan.rival, sample.smoothness)
     if sample.interval == "bernstein":
@@ -333,7 +333,7 @@ def certify_scores(
     setting = Setting(noise, alpha, f"the smoothed scores of the given map under N(0, {_level(noise):g}²·I) noise")
     shape = second.shape[:-2]
     first, second = (s.reshape(-1, *s.shape[-2:]) for s in (first, second))
-    smoothness = smoothness_of(lipschitz, pair_lipschitz)
+    smoothness = Smoothness.of(lipschitz, pair_lipschitz)
     plan = plan_scores(row, first, second.shape[1], setting.noise, alpha, smoothness)
     buckets = bucket_scores(second, plan.partition)
     sample = Scores(plan, Moments.of(buckets, plan.shift), smoothness, buckets, interval)
@@ -344,17 +344,6 @@ def _reshaped(found: Certificates, shape: tuple[int, ...]) -> Certificates:
     direct = np.asarray(found.details["direct"]).reshape(shape).tolist()
     arrays = {name: getattr(found, name).reshape(shape) for name in _ARRAYS}
     return replace(found, **arrays, details={**found.details, "direct": direct})
-
-
-def smoothness_of(lipschitz: Any, pair: Any = None) -> Smoothness:
-    """Read Lipschitz constants: only upper bounds are let through; the pair constant defaults to twice the
-    component's."""
-    if lipschitz is None:
-        return Smoothness()
-    if isinstance(lipschitz, np.ndarray) and lipschitz.ndim:
-        return Smoothness(lipschitz, 2 * lipschitz if pair is None else np.asarray(pair))
-    constant = as_upper(lipschitz)
-    return Smoothness(constant, 2 * constant if pair is None else as_upper(pair))
 
 
 def _numbers(values: ArrayLike, name: str) -> Floats:

@@ -179,7 +179,14 @@ def _load(path: str, split: str) -> Source:
 
 
 def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]]:
-    """The network and the arguments it was made with.
+    """The network and the arguments it was made with, tried on an example of the data."""
+    net, arguments = made_for(model, source)
+    require_fit(net, source, model.factory)
+    return net.train(), arguments
+
+
+def made_for(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]]:
+    """The network and its arguments, not yet tried.
 
     `num_classes`, `in_channels`, `input_size`, `in_features` and `input_shape` are filled in from the data where the
     factory takes them and the recipe does not say.
@@ -196,8 +203,7 @@ def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]
     net = load_factory(model.factory, arguments)
     if model.weights is not None:
         load_weights(net, fill_in(model.weights))
-    require_fit(net, source, model.factory)
-    return net.train(), arguments
+    return net, arguments
 
 
 def require_fit(net: nn.Module, source: Source, name: str) -> None:

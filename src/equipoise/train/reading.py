@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import warnings
@@ -15,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from equipoise.checkpoints.builders import registered
-from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core.errors import InputError, Refused, near, one_line
 from equipoise.core.files import read_bounded
 from equipoise.core.imports import SPEC
 from equipoise.train.recipe import Recipe
@@ -308,10 +307,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     "; did you mean 'cosine'?"
     """
     names = list(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known are {', '.join(sorted(names))}" if names else ""
+    return near(word, names, 0.5) or (f"; known are {', '.join(sorted(names))}" if names else "")
 
 
 def fill_in(path: str) -> str:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from equipoise.optim import SpectralGuard
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
+#: names of layer types, or of layers, in a recipe
+Names = str | list[str] | None
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def _alone(term: Callable[[], Tensor]) -> Penalty:
     return Penalty(lambda x, y: term(), term)
 
 
-def layer_types(only: str | list[str] | None) -> dict[str, Any]:
+def layer_types(only: Names) -> dict[str, Any]:
     """`only: Conv2d` (or a list) as the module types the regularizers take.
 
     >>> layer_types("Conv2d")
@@ -76,14 +78,17 @@ def layer_types(only: str | list[str] | None) -> dict[str, Any]:
     return {"only": tuple(known[name] for name in names)}
 
 
-def _names(names: str | list[str] | None) -> dict[str, Any]:
+def _names(names: Names) -> dict[str, Any]:
     return {} if names is None else {"names": names if isinstance(names, str) else tuple(names)}
+
+
+def _chosen(only: Names, names: Names) -> dict[str, Any]:
+    return {**layer_types(only), **_names(names)}
 
 
 def spectral(
     context: Context, weight: float = 1.0, penalty: str = "sum", target: float = 1.0, scope: str = "layer",
-    bound: str = "tracked", only: str | list[str] | None = None, names: str | list[str] | None = None,
-    steps: int = 1, every: int = 1, iterations: int = 5,
+    bound: str = "tracked", only: Names = None, names: Names = None, steps: int = 1, every: int = 1, iterations: int = 5,
 ) -> Penalty:  # fmt: skip
     """`SpectralPenalty`: `penalty` is its kind (sum, squares, log, hinge, target)."""
     from equipoise.regularizers.spectral import SpectralPenalty
@@ -92,27 +97,23 @@ def spectral(
     return _alone(
         SpectralPenalty(
             context.model, target=target, weight=weight, example_input=context.example, steps=steps, every=every,
-            iterations=iterations, **chosen, **layer_types(only), **_names(names),
+            iterations=iterations, **chosen, **_chosen(only, names),
         )
     )  # fmt: skip
 
 
-def frobenius(
-    context: Context, weight: float = 1.0, only: str | list[str] | None = None, names: str | list[str] | None = None
-) -> Penalty:
+def frobenius(context: Context, weight: float = 1.0, only: Names = None, names: Names = None) -> Penalty:
     """`weight·Σ‖W‖_F²`."""
     from equipoise.regularizers.projections import FrobeniusPenalty
 
-    return _alone(FrobeniusPenalty(context.model, weight=weight, **layer_types(only), **_names(names)))
+    return _alone(FrobeniusPenalty(context.model, weight=weight, **_chosen(only, names)))
 
 
-def orthogonality(
-    context: Context, weight: float = 1.0, only: str | list[str] | None = None, names: str | list[str] | None = None
-) -> Penalty:
+def orthogonality(context: Context, weight: float = 1.0, only: Names = None, names: Names = None) -> Penalty:
     """`weight·Σ‖WWᵀ − I‖_F²`."""
     from equipoise.regularizers.projections import OrthogonalityPenalty
 
-    return _alone(OrthogonalityPenalty(context.model, weight=weight, **layer_types(only), **_names(names)))
+    return _alone(OrthogonalityPenalty(context.model, weight=weight, **_chosen(only, names)))
 
 
 def input_gradient(context: Context, weight: float = 1.0, target: float = 0.0, two_sided: bool = False) -> Penalty:
@@ -142,7 +143,7 @@ def activation_decay(context: Context, sigma: float = 0.1, layer: str | None = N
 
 
 def layerwise_decay(
-    context: Context, sigma_activations: float = 1e-3, sigma_weight: float = 1e-2, names: str | list[str] | None = None
+    context: Context, sigma_activations: float = 1e-3, sigma_weight: float = 1e-2, names: Names = None
 ) -> Penalty:
     """`LayerwiseDecay`: the variant of Baek et al. on all linear layers."""
     from equipoise.regularizers.decay import LayerwiseDecay
@@ -162,26 +163,23 @@ REGULARIZERS: dict[str, Callable[..., Penalty]] = {
 
 
 def project_norm(
-    context: Context, p: float = 2, radius: float = 1.0, only: str | list[str] | None = None,
-    names: str | list[str] | None = None,
-) -> Callable[[], Any]:  # fmt: skip
+    context: Context, p: float = 2, radius: float = 1.0, only: Names = None, names: Names = None
+) -> Callable[[], Any]:
     """`W ← W/max(1, ‖W‖_p/radius)` after each step, p ∈ {1, 2, ∞}."""
     from equipoise.regularizers.projections import project_
 
     if p not in (1, 2, float("inf")):
         raise InputError(f"projections: p must be 1, 2 or .inf, got {p}")
     exponent: Any = p if p == float("inf") else int(p)
-    options = {**layer_types(only), **_names(names)}
+    options = _chosen(only, names)
     return lambda: project_(context.model, exponent, radius, **options)
 
 
-def clip(
-    context: Context, limit: float, only: str | list[str] | None = None, names: str | list[str] | None = None
-) -> Callable[[], Any]:
+def clip(context: Context, limit: float, only: Names = None, names: Names = None) -> Callable[[], Any]:
     """`W ← clamp(W, −limit, limit)` after each step."""
     from equipoise.regularizers.projections import clip_weights_
 
-    options = {**layer_types(only), **_names(names)}
+    options = _chosen(only, names)
     return lambda: clip_weights_(context.model, limit, **options)
 
 
@@ -198,13 +196,13 @@ class Guarding:
 
 def guard(
     context: Context, radius: float | dict[str, float] | None = None, how: str = "cap", tolerance: float = 1e-3,
-    every: int = 1, headroom: float = 0.01, only: str | list[str] | None = None, names: str | list[str] | None = None,
+    every: int = 1, headroom: float = 0.01, only: Names = None, names: Names = None,
 ) -> Guarding:  # fmt: skip
     """`SpectralGuard`: norms held at `radius`, proved after each step; a model with a constant has radii of its own."""
     from equipoise.nn.models import LipschitzGPT
     from equipoise.optim import SpectralGuard
 
-    chosen: Any = {"how": how, "headroom": headroom, **layer_types(only), **_names(names)}
+    chosen: Any = {"how": how, "headroom": headroom, **_chosen(only, names)}
     if radius is None:
         if not isinstance(context.model, LipschitzGPT):
             raise InputError("guard: say the radius; only lipschitz_gpt, which is built for a constant, has its own")

@@ -52,18 +52,12 @@ def test_another_package_adds_an_experiment(outside: Path, equipoise, tmp_path: 
     assert json.loads((tmp_path / "results" / "outside-squares" / "result.json").read_text())["rows"][-1]["square"] == 4
 
 
-def test_a_taken_name_is_refused(outside: Path):
-    folder = outside / "outside_squares-1.0.dist-info"
-    (folder / "entry_points.txt").write_text("[equipoise.experiments]\nreadouts = outside_squares:EXPERIMENT\n")
-    with pytest.raises(InputError, match="readouts"):
-        catalogue()
-
-
-def test_an_object_that_is_no_experiment_is_refused(outside: Path):
-    folder = outside / "outside_squares-1.0.dist-info"
-    (folder / "entry_points.txt").write_text("[equipoise.experiments]\nsquares = outside_squares:EXPERIMENT\n")
-    with pytest.raises(InputError, match="squares"):
-        find("squares")
+@pytest.mark.parametrize(("name", "look"), [("readouts", lambda: catalogue()), ("squares", lambda: find("squares"))])
+def test_a_taken_name_and_a_name_that_is_not_its_own_are_refused(outside: Path, name, look):
+    entries = outside / "outside_squares-1.0.dist-info" / "entry_points.txt"
+    entries.write_text(f"[equipoise.experiments]\n{name} = outside_squares:EXPERIMENT\n")
+    with pytest.raises(InputError, match=name):
+        look()
 
 
 def test_a_plan_says_what_would_run(outside: Path, equipoise, tmp_path: Path):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, require_one_of
 from equipoise.core.timing import take_turns
 from equipoise.lab.bench.layers import conv, train_step
 from equipoise.lab.bench.norms import Layer, Section
@@ -81,8 +81,7 @@ def exponent(values: list[float], seconds: list[float]) -> float:
 
 def grow(what: str, repeats: int = 3, most: int | None = None, quick: bool = False) -> Section:
     """The rows of one sweep, and its exponent in the note; `most` leaves larger values out."""
-    if what not in SWEEPS:
-        raise InputError(f"what must be one of {', '.join(SWEEPS)}, got {what!r}")
+    require_one_of(SWEEPS, what=what)
     sweep = SWEEPS[what]
     values = [v for v in (sweep.few if quick else sweep.values) if most is None or v <= most]
     if len(values) < 2:

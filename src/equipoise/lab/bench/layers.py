@@ -141,6 +141,58 @@ def costs(repeats: int = 5, channels: int = 64, size: int = 32, batch: int = 32,
     return Section("1-Lipschitz convolutions against nn.Conv2d", rows, goals, "; ".join([note, *missing]))
 
 
+#: methods of whole networks, with the ratio of a training step to reach
+NETWORKS = {"AOL": 1.3, "SR": 1.3, "BCOP": 1.3}
+
+
+def network(method: str | None = None, width: int = 32, size: int = 32, hidden: int = 512) -> nn.Sequential:
+    """Four 3×3 convolutions, two of them with stride 2, and two dense layers: plain, or all of one method.
+
+    >>> network("aol", width=4, size=8, hidden=8)(torch.zeros(1, 3, 8, 8)).shape
+    torch.Size([1, 10])
+    """
+    kinds: dict[type[nn.Module], Any] = {k: k for k in (nn.Conv2d, nn.Linear)} if method is None else methods()[method]
+    convolve, dense, c = kinds[nn.Conv2d], kinds[nn.Linear], width
+    found: list[nn.Module] = []
+    for ins, out, stride in ((3, c, 1), (c, c, 2), (c, 2 * c, 1), (2 * c, 2 * c, 2)):
+        found += [convolve(ins, out, 3, stride=stride, padding=1), nn.ReLU()]
+    return nn.Sequential(*found, nn.Flatten(), dense(2 * c * (size // 4) ** 2, hidden), nn.ReLU(), dense(hidden, 10))
+
+
+def whole_step(method: str | None, device: torch.device | str = "cpu", quick: bool = False) -> Callable[[], None]:
+    """A training step of `network`: forward, cross-entropy, backward, SGD with momentum; batch 128 of 32×32 pixels."""
+    width, size, hidden, batch = (4, 8, 8, 2) if quick else (32, 32, 512, 128)
+    net = network(method, width, size, hidden).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+    x, y = torch.randn(batch, 3, size, size, device=device), torch.arange(batch, device=device) % 10
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def networks(repeats: int = 5, quick: bool = False) -> Section:
+    """A training step of a whole network of every method as ratio to the plain one."""
+    torch.manual_seed(0)
+    steps = {"plain": whole_step(None, quick=quick)}
+    steps |= {name: whole_step(name.lower(), quick=quick) for name in NETWORKS}
+    take_turns(steps, 1)
+    training = take_turns(steps, repeats)
+    rows: list[Row] = [
+        {"network": name, "train s": training.seconds[name], "train ratio": training.ratio(name, "plain")}
+        for name in steps
+    ]
+    goals = [
+        Goal(f"network of {row['network']}, training step", row["train ratio"], NETWORKS[row["network"]])
+        for row in rows[1:]
+    ]
+    note = "four 3×3 convolutions on 32×32 pixels, dense layers 4096 → 512 → 10, batch 128; with loss and optimizer"
+    return Section("whole networks against the plain one", rows, goals, note)
+
+
 def dense_weight() -> tuple[Tensor, str]:
     """The last layer (1000×512) of a trained ResNet-18 where its weights lie, else a Gaussian one with unequal channels."""
     kernels = real_kernels()
@@ -187,7 +239,9 @@ def sections(quick: bool = False, repeats: int = 5) -> Iterator[Section]:
     """All sections; `quick` is a tiny subset that only shows that everything runs."""
     if quick:  # the goals speak of real sizes
         yield replace(costs(1, channels=4, size=8, batch=2), goals=[])
+        yield replace(networks(1, quick=True), goals=[])
         yield replace(profiles(torch.randn(32, 16), "Gaussian matrix"), goals=[])
         return
     yield costs(repeats)
+    yield networks(repeats)
     yield profiles(*dense_weight())

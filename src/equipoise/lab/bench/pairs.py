@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError
 from equipoise.core.timing import take_turns
 from equipoise.lab.bench import layers, lipschitz, norms, smoothing, training
+from equipoise.lab.bench.smoothing import Work
 from equipoise.lab.experiments.results import machine
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.norms.differentiable import conv_norm
 from equipoise.norms.spectral import spectral_norm
 from equipoise.optim import SpectralGuard
-from equipoise.smoothing import SimplexMap, SmoothedClassifier
 
-Work = Callable[[], Any]
 #: makes `(ours, baseline)` on a device, at full size or at one that only shows that it runs; None where data is missing
 Maker = Callable[[torch.device, bool], tuple[Work, Work] | None]
 
@@ -128,42 +127,37 @@ def layer(name: str) -> Maker:
     return make
 
 
+def whole(name: str) -> Maker:
+    """A training step of a network of four convolutions and two dense layers against the plain one."""
+
+    def make(device: torch.device, quick: bool) -> tuple[Work, Work]:
+        return layers.whole_step(name.lower(), device, quick), layers.whole_step(None, device, quick)
+
+    return make
+
+
 def certify(device: torch.device, quick: bool) -> tuple[Work, Work]:
     """`certify` against the plain loop as published, on a CIFAR ResNet."""
-    model, n, chunk = smoothing.resnet().to(device), 100 if quick else 900, 100
-    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
-    smooth = SmoothedClassifier(model, 0.25, 10, chunk_size=chunk, seed=0)
-    return (
-        lambda: smooth.certify(x, n0=chunk, n=n, procedure="cohen"),
-        lambda: smoothing.plain_certify(model, x[0], 0.25, 10, chunk, n, 1e-3, chunk),
-    )
+    return smoothing.against_loop(smoothing.resnet().to(device), 100 if quick else 900)
 
 
 def certify_compiled(device: torch.device, quick: bool) -> tuple[Work, Work] | None:
     """`certify` of a network that went through `torch.compile` against the plain loop; None where nothing can be compiled."""
     if quick:  # compiling takes longer than all the rest
         return None
-    model, chunk, n = smoothing.resnet().to(device), 100, 900
+    model = smoothing.resnet().to(device)
     compiled: Any = torch.compile(model)
-    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
     try:
         with torch.inference_mode():
-            compiled(x.expand(chunk, -1, -1, -1).contiguous())
+            compiled(torch.rand(smoothing.CHUNK, 3, 32, 32, device=device))
     except torch._dynamo.exc.TorchDynamoException:  # no compiler on this machine
         return None
-    smooth = SmoothedClassifier(compiled, 0.25, 10, chunk_size=chunk, seed=0)
-    return (
-        lambda: smooth.certify(x, n0=chunk, n=n, procedure="cohen"),
-        lambda: smoothing.plain_certify(model, x[0], 0.25, 10, chunk, n, 1e-3, chunk),
-    )
+    return smoothing.against_loop(model, 900, compiled)
 
 
 def soft(device: torch.device, quick: bool) -> tuple[Work, Work]:
     """LVM-RS against Cohen on a small network, where the passes are cheap."""
-    model, n = smoothing.small_cnn().to(device), 200 if quick else 10_000
-    x = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(device)
-    smooth = SmoothedClassifier(model, 0.25, 10, map=SimplexMap("softmax", 0.5), seed=0)
-    return partial(smooth.certify, x, n=n, procedure="lvm"), partial(smooth.certify, x, n=n, procedure="cohen")
+    return smoothing.against_votes(smoothing.small_cnn().to(device), 200 if quick else 10_000)
 
 
 def audit(depth: int) -> Maker:
@@ -214,6 +208,10 @@ PAIRS: dict[str, tuple[Maker, float | None]] = {
     "ResNet-18, real kernels / SVD of all frequencies": (kernels("real"), 0.1),
     "conv_norm 64 channels, with gradient / training step": (norm_gradient(64), None),
     **{f"{name}, training step / nn.Conv2d": (layer(name), goal) for name, (_, goal) in layers.LAYERS.items()},
+    **{
+        f"network of {name}, training step / plain network": (whole(name), goal)
+        for name, goal in layers.NETWORKS.items()
+    },
     "certify, seconds / plain loop": (certify, 1.0),
     "certify of a compiled network, seconds / plain loop": (certify_compiled, 1 / 1.3),
     "LVM-RS, seconds / Cohen": (soft, 1.05),

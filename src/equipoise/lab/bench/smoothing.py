@@ -7,6 +7,7 @@ that a busy machine slows both sides alike.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,13 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor, nn
 
+from equipoise import smoothing
 from equipoise.core.timing import take_turns
 from equipoise.nn.models import build
-from equipoise.smoothing import (
-    SimplexMap,
-    SmoothedClassifier,
-    Stream,
-    certify_adaptive,
-    certify_counts,
-    radius_mono,
-    radius_multi_lipschitz,
-)
 from equipoise.smoothing.intervals import clopper_pearson
 
 Row = dict[str, Any]
+Work = Callable[[], Any]
 
 
 def rows(repeats: int = 5, n: int = 900) -> list[Row]:
@@ -43,7 +37,7 @@ def rows(repeats: int = 5, n: int = 900) -> list[Row]:
     ]
 
 
-def interleaved(ours: Callable[[], Any], baseline: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
+def interleaved(ours: Work, baseline: Work, repeats: int) -> tuple[float, float, float]:
     """Median seconds of both, and the median of the ratios ours/baseline of each round."""
     ours(), baseline()
     contest = take_turns({"ours": ours, "baseline": baseline}, repeats)
@@ -56,54 +50,67 @@ def quantile_row(repeats: int = 5, values: int = 1_000_000) -> Row:
     p1 = rng.uniform(0.5, 1, values)
     p2 = (1 - p1) * rng.uniform(0, 1, values)
     ours, base, ratio = interleaved(
-        lambda: radius_multi_lipschitz(p1, p2, 0.5, 1.0), lambda: (ndtri(p1), ndtri(p2)), repeats
+        lambda: smoothing.radius_multi_lipschitz(p1, p2, 0.5, 1.0), lambda: (ndtri(p1), ndtri(p2)), repeats
     )
     return row(f"radius_multi_lipschitz, {values:,} values / ndtri, seconds", ours, base, ratio, "≤ 8")
 
 
-def throughput_rows(repeats: int = 5, n: int = 900, chunk: int = 100) -> list[Row]:
+#: draws of one forward pass
+CHUNK = 100
+
+
+def against_loop(model: nn.Module, n: int, compiled: Any = None) -> tuple[Work, Work]:
+    """`certify` (of the compiled network, if there is one) and the plain loop as published, on a CIFAR network."""
+    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()).device)
+    smooth = smoothing.SmoothedClassifier(model if compiled is None else compiled, 0.25, 10, chunk_size=CHUNK, seed=0)
+    return (
+        lambda: smooth.certify(x, n0=CHUNK, n=n, procedure="cohen"),
+        lambda: plain_certify(model, x[0], 0.25, 10, CHUNK, n, 1e-3, CHUNK),
+    )
+
+
+def against_votes(model: nn.Module, n: int) -> tuple[Work, Work]:
+    """LVM-RS and Cohen on a small network for 28×28 images, where the passes are cheap."""
+    x = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0)).to(next(model.parameters()).device)
+    smooth = smoothing.SmoothedClassifier(model, 0.25, 10, map=smoothing.SimplexMap("softmax", 0.5), seed=0)
+    return partial(smooth.certify, x, n=n, procedure="lvm"), partial(smooth.certify, x, n=n, procedure="cohen")
+
+
+def throughput_rows(repeats: int = 5, n: int = 900) -> list[Row]:
     """Throughput of `certify` against bare forward passes on the same batches, and against a plain loop."""
-    model, x = resnet(), torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    smooth = SmoothedClassifier(model, 0.25, 10, chunk_size=chunk, seed=0)
-    batch = x[0] + 0.25 * torch.randn(chunk, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    n0 = chunk
+    model, draws = resnet(), CHUNK + n
+    ours, plain = against_loop(model, n)
+    batch = torch.rand(CHUNK, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
     def bare() -> None:
         with torch.inference_mode():
-            for _ in range((n0 + n) // chunk):
+            for _ in range(draws // CHUNK):
                 model(batch)
-
-    def ours() -> None:
-        smooth.certify(x, n0=n0, n=n, procedure="cohen")
-
-    def plain() -> None:
-        plain_certify(model, x[0], 0.25, 10, n0, n, 1e-3, chunk)
 
     a, b, ratio = interleaved(ours, bare, repeats)
     c, d, against = interleaved(ours, plain, repeats)
-    draws = n0 + n
     return [
         row("certify, draws per second / bare forward passes", draws / a, draws / b, 1 / ratio, "≥ 0.95"),
         row("certify, draws per second / plain loop as published", draws / c, draws / d, 1 / against, "≥ 1"),
     ]
 
 
-def grid_rows(repeats: int = 5, n: int = 900, chunk: int = 100) -> list[Row]:
+def grid_rows(repeats: int = 5, n: int = 900) -> list[Row]:
     """Votes with exact noise on the 8-bit grid against the same passes with float32 normals of torch, drawn in place."""
     found = []
     cases = (("ResNet-20", resnet(), (3, 32, 32), "≤ 1.05"), ("small CNN", small_cnn(), (1, 28, 28), "≤ 1.2"))
     for name, model, shape, goal in cases:
         x = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).float() / 255
-        smooth = SmoothedClassifier(model, 0.25, 10, chunk_size=chunk, seed=0, noise="grid")
-        buffer, generator = torch.empty(chunk, *shape), torch.Generator().manual_seed(0)
+        smooth = smoothing.SmoothedClassifier(model, 0.25, 10, chunk_size=CHUNK, seed=0, noise="grid")
+        buffer, generator = torch.empty(CHUNK, *shape), torch.Generator().manual_seed(0)
 
-        def ours(smooth: SmoothedClassifier = smooth, x: Tensor = x) -> Any:
-            return smooth.counts(x, n, input_id=0, stream=Stream.ESTIMATION)
+        def ours(smooth: smoothing.SmoothedClassifier = smooth, x: Tensor = x) -> Any:
+            return smooth.counts(x, n, input_id=0, stream=smoothing.Stream.ESTIMATION)
 
         def plain(model: nn.Module = model, x: Tensor = x, buffer: Tensor = buffer, draw: Any = generator) -> Any:
             votes = torch.zeros(10, dtype=torch.int64)
             with torch.inference_mode():
-                for _ in range(n // chunk):
+                for _ in range(n // CHUNK):
                     votes += torch.bincount(
                         model(buffer.normal_(0, 0.25, generator=draw).add_(x)).argmax(1), minlength=10
                     )
@@ -133,11 +140,7 @@ def rivals_rows() -> list[Row]:
 
 def soft_row(repeats: int = 5, n: int = 10_000) -> Row:
     """LVM-RS against Cohen at n = 10⁴ and 10 classes, on a small convolutional network (the worst case: cheap passes)."""
-    model, x = small_cnn(), torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    smooth = SmoothedClassifier(model, 0.25, 10, map=SimplexMap("softmax", 0.5), seed=0)
-    ours, base, ratio = interleaved(
-        lambda: smooth.certify(x, n=n, procedure="lvm"), lambda: smooth.certify(x, n=n, procedure="cohen"), repeats
-    )
+    ours, base, ratio = interleaved(*against_votes(small_cnn(), n), repeats)
     return row("LVM-RS seconds / Cohen seconds, n = 10⁴, 10 classes", ours, base, ratio, "≤ 1.10")
 
 
@@ -148,10 +151,10 @@ def adaptive_row(inputs: int = 40, n_max: int = 10_000, epsilon: float = 0.25) -
         def forward(self, z: Tensor) -> Tensor:
             return torch.stack([z[:, 0], -z[:, 0]], dim=1)
 
-    smooth = SmoothedClassifier(Half().eval(), 0.25, 2, seed=0)
+    smooth = smoothing.SmoothedClassifier(Half().eval(), 0.25, 2, seed=0)
     x = torch.zeros(inputs, 16)
     x[:, 0] = torch.linspace(0, 3 * epsilon, inputs)
-    result = certify_adaptive(smooth, x, target_radius=epsilon, n_max=n_max)
+    result = smoothing.certify_adaptive(smooth, x, target_radius=epsilon, n_max=n_max)
     used = float(result.draws.mean())
     return row("adaptive draws per input / fixed n", used, n_max, used / n_max, "≤ 0.25")
 
@@ -175,7 +178,7 @@ def plain_certify(
 
     top = int(count(n0).argmax())
     low = clopper_pearson(int(count(n)[top]), n, alpha, "lower")
-    return (top, float(radius_mono(low, sigma))) if low > 0.5 else (-1, 0.0)
+    return (top, float(smoothing.radius_mono(low, sigma))) if low > 0.5 else (-1, 0.0)
 
 
 def resnet() -> nn.Module:
@@ -242,7 +245,7 @@ def compare(law: Law, n: int, n0: int = 100, *, alpha: float = 1e-3, repetitions
     first, second = rng.multinomial(n0, p, repetitions), rng.multinomial(n, p, repetitions)
     radii = {}
     for name in (*OTHERS, "rivals"):
-        found = certify_counts(first, second, 1.0, alpha, name)
+        found = smoothing.certify_counts(first, second, 1.0, alpha, name)
         radii[name] = float(np.where(found.selected == 0, found.radius, 0.0).mean())
     return Point(law, n, n0, radii)
 

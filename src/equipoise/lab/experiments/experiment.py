@@ -52,11 +52,11 @@ class Cells:
                 cells.processor += stored["processor"]
         return cells
 
-    def rows(self, key: str, make: Callable[[], Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
+    def rows(self, key: str, make: Callable[..., Iterable[dict[str, Any]]], *given: Any) -> list[dict[str, Any]]:
         """The rows of a cell: those stored, else made now and stored."""
         if key not in self.found:
             wall, processor = time.perf_counter(), time.process_time()
-            self.found[key] = list(make())
+            self.found[key] = list(make(*given))
             self._append(key, time.perf_counter() - wall, time.process_time() - processor)
         return self.found[key]
 
@@ -92,6 +92,11 @@ class Label(enum.StrEnum):
     INCONCLUSIVE = "inconclusive"
     CORRECTED = "corrected"
     DRY = "dry run"
+
+
+def graded(full: bool, partly: bool = False) -> Label:
+    """Reproduced, reproduced in direction, or not."""
+    return Label.REPRODUCED if full else Label.DIRECTION if partly else Label.NOT
 
 
 @dataclass(frozen=True)
@@ -157,9 +162,9 @@ class Context:
     tell: Callable[[str], None] = field(default=lambda text: None)
     cells: Cells = field(default_factory=Cells)
 
-    def cell(self, key: str, make: Callable[[], Iterable[Row]]) -> list[Row]:
-        """The rows of one part of a long run, kept: a run that was stopped takes them from its file."""
-        return self.cells.rows(key, make)
+    def cell(self, key: str, make: Callable[..., Iterable[Row]], *given: Any) -> list[Row]:
+        """`make(*given)`, the rows of one part of a long run, kept: a run that was stopped takes them from its file."""
+        return self.cells.rows(key, make, *given)
 
     def steps(self, items: Iterable[T]) -> Iterator[T]:
         """The items of a loop; the first two of them in a dry run."""

@@ -13,6 +13,8 @@ from equipoise.core.files import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
+
+    from equipoise.lab.experiments.intervals import Mean
 else:  # matplotlib is loaded when something is drawn
     Axes = Figure = Any
 
@@ -54,6 +56,12 @@ def line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, k: int, 
     options = {"linewidth": 1.6, "markersize": 4, **options}
     style = {"color": COLOURS[k % 8], "marker": MARKERS[k % 8], "linestyle": DASHES[k % 8]}
     axes.plot(x, y, label=name, **{**style, **options})
+
+
+def intervals(axes: Axes, x: Sequence[float], means: Sequence[Mean], **options: Any) -> None:
+    """Means over seeds with their intervals; a single seed has none."""
+    halves = [m.half if m.seeds > 1 else 0.0 for m in means]
+    axes.errorbar(x, [m.value for m in means], yerr=halves, **options)
 
 
 def published(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from equipoise.lab.experiments.experiment import MOST, Label, Power
+from equipoise.lab.experiments.experiment import MOST, Label, Power, graded
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,6 @@ def mean_of(values: Sequence[float], level: float = 0.95) -> Mean:
         return Mean(mean, math.inf, n)
     variance = math.fsum((v - mean) ** 2 for v in values) / (n - 1)
     return Mean(mean, float(stats.t.ppf(0.5 + level / 2, n - 1)) * math.sqrt(variance / n), n)
-
-
-def graded(full: bool, partly: bool = False) -> Label:
-    """Reproduced, reproduced in direction, or not."""
-    return Label.REPRODUCED if full else Label.DIRECTION if partly else Label.NOT
 
 
 def gain_label(effect: Mean, published: float | None = None, share: float = 0.5) -> Label:

@@ -4,7 +4,6 @@ A module has a constant `EXPERIMENT`, or `EXPERIMENTS` where several share their
 point group `equipoise.experiments`, whose name is the identifier and whose object is an `Experiment`.
 """
 
-import difflib
 import importlib
 import pkgutil
 import time
@@ -14,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.errors import EquipoiseError, InputError, near
 from equipoise.lab.experiments import results
 from equipoise.lab.experiments.experiment import CHAPTERS, Cells, Context, Experiment, Label, Row, Verdict
 
@@ -44,9 +43,8 @@ def find(identifier: str) -> Experiment:
     """The experiment of this identifier; a misspelt one is answered with the nearest."""
     known = catalogue()
     if identifier not in known:
-        near = difflib.get_close_matches(identifier, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`equipoise reproduce --list` shows all"
-        raise InputError(f"there is no experiment {identifier!r}; {hint}")
+        hint = near(identifier, known) or "; `equipoise reproduce --list` shows all"
+        raise InputError(f"there is no experiment {identifier!r}{hint}")
     found = known[identifier]
     if isinstance(found, EntryPoint):
         found = found.load()

@@ -4,23 +4,25 @@ from torch import Tensor
 
 from equipoise.lab.selfcheck.writing import Bench, Row
 
+#: layers of our own with a weight
+CONVOLUTIONS = ("SN", "AOL", "SR", "RKO", "BCOP", "SOC", "Cayley", "Sandwich")
+DENSE = ("SN", "AOL", "SR", "Bjorck", "Cayley", "Householder", "Sandwich", "RKO", "SOC")
+
 
 def _linear(b: Bench, v: str, t: Tensor) -> str:
     n, out = t.shape[-1], b.choose(t.shape[-1], 3, 5)
     bias = b.choose(True, False)
-    return str(
-        b.choose(
-            lambda: f"{b.module(f'nn.Linear({n}, {out}, bias={bias})')}({v})",
-            lambda: f"{v} @ {b.constant((n, out))}",
-            lambda: f"F.linear({v}, {b.constant((out, n))}, {b.constant((out,))})",
-            lambda: f"{v}.matmul({b.constant((n,))})",
-            lambda: f"{b.constant((3, t.shape[-2] if t.dim() > 1 else n))} @ {v}",
-            lambda: f"torch.addmm({b.constant((out,))}, {v}, {b.constant((n, out))}, alpha={b.choose(1, 2.0, -0.5)})",
-            lambda: f"torch.bmm({v}, {b.constant((t.shape[0], n, out))})",
-            lambda: f"torch.einsum('bi,ij->bj', {v}, {b.constant((n, out))})",
-            lambda: f"torch.mv({b.constant((out, n))}, {v})",
-        )()
-    )
+    return b.choose(
+        lambda: f"{b.module(f'nn.Linear({n}, {out}, bias={bias})')}({v})",
+        lambda: f"{v} @ {b.constant((n, out))}",
+        lambda: f"F.linear({v}, {b.constant((out, n))}, {b.constant((out,))})",
+        lambda: f"{v}.matmul({b.constant((n,))})",
+        lambda: f"{b.constant((3, t.shape[-2] if t.dim() > 1 else n))} @ {v}",
+        lambda: f"torch.addmm({b.constant((out,))}, {v}, {b.constant((n, out))}, alpha={b.choose(1, 2.0, -0.5)})",
+        lambda: f"torch.bmm({v}, {b.constant((t.shape[0], n, out))})",
+        lambda: f"torch.einsum('bi,ij->bj', {v}, {b.constant((n, out))})",
+        lambda: f"torch.mv({b.constant((out, n))}, {v})",
+    )()
 
 
 def _tied(b: Bench, v: str, t: Tensor) -> str:
@@ -29,16 +31,14 @@ def _tied(b: Bench, v: str, t: Tensor) -> str:
     W = b.constant((b.choose(n, 2 * n, 2), n), scale=float(b.choose(0.3, 0.5, 1.0)))
     act = b.choose("F.relu", "torch.tanh", "F.gelu", "F.silu", "torch.sin", "")
     branch, c = f"{act}({v} @ {W}.t() + {b.choose(0, 0.5)}) @ {W}", b.number()
-    return str(
-        b.choose(
-            f"{v} + {branch}",
-            f"{v} - {branch}",
-            f"{branch} - {v}",
-            f"{v} - 2 * {branch}",
-            f"torch.add({v}, {branch}, alpha={c})",
-            f"torch.sub({v}, {branch}, alpha={c})",
-            f"{v} + {c} * ({branch})",
-        )
+    return b.choose(
+        f"{v} + {branch}",
+        f"{v} - {branch}",
+        f"{branch} - {v}",
+        f"{v} - 2 * {branch}",
+        f"torch.add({v}, {branch}, alpha={c})",
+        f"torch.sub({v}, {branch}, alpha={c})",
+        f"{v} + {c} * ({branch})",
     )
 
 
@@ -46,10 +46,8 @@ def _tied_in_place(b: Bench, v: str, t: Tensor) -> str:
     n = t.shape[-1]
     W = b.constant((b.choose(n, 2 * n), n), scale=float(b.choose(0.5, 1.0)))
     branch = f"{b.choose('F.relu', 'torch.tanh', 'F.gelu')}({v} @ {W}.t()) @ {W}"
-    return str(
-        b.choose(
-            f"{v} += {branch}", f"{v} -= {branch}", f"{v}.add_({branch}, alpha={b.number()})", f"{v}.sub_({branch})"
-        )
+    return b.choose(
+        f"{v} += {branch}", f"{v} -= {branch}", f"{v}.add_({branch}, alpha={b.number()})", f"{v}.sub_({branch})"
     )
 
 
@@ -61,15 +59,13 @@ def _residual_layers(b: Bench, v: str, t: Tensor) -> str:
     else:
         layer = b.module(f"nn.Linear({t.shape[-1]}, {t.shape[-1]})")
     act = b.choose("F.relu", "torch.tanh", "F.gelu", "F.mish")
-    return str(
-        b.choose(
-            f"{v} + {act}({layer}({v}))",
-            f"{layer}({act}({layer}({v}))) - {v}",
-            f"{v} + {layer}({v})",
-            f"{v} - {layer}({act}({v}))",
-            f"{act}({layer}({v}) + {v})",
-            f"{layer}({v}) - {layer}({act}({v}))",
-        )
+    return b.choose(
+        f"{v} + {act}({layer}({v}))",
+        f"{layer}({act}({layer}({v}))) - {v}",
+        f"{v} + {layer}({v})",
+        f"{v} - {layer}({act}({v}))",
+        f"{act}({layer}({v}) + {v})",
+        f"{layer}({v}) - {layer}({act}({v}))",
     )
 
 
@@ -104,16 +100,14 @@ def _pool(b: Bench, v: str, t: Tensor) -> str:
     k, s, p = b.choose(2, 3), b.choose(1, 2, 3), b.choose(0, 1)
     average = f"ceil_mode={b.choose(True, False)}, count_include_pad={b.choose(True, False)}"
     average += "" if d == 1 else f", divisor_override={b.choose(None, None, 3)}"
-    return str(
-        b.choose(
-            f"F.max_pool{d}d({v}, {k}, {s}, {p})",
-            f"F.max_pool{d}d({v}, {k}, {s}, {p}, dilation=2)",
-            f"F.max_pool{d}d({v}, 2, ceil_mode=True)",
-            f"F.avg_pool{d}d({v}, {k}, {s}, {p}, {average})",
-            f"F.adaptive_avg_pool{d}d({v}, {b.choose(1, 2, 3)})",
-            f"F.adaptive_max_pool{d}d({v}, {b.choose(1, 2, 3)})",
-            f"F.adaptive_avg_pool{d}d({v}, 1).flatten(1)",
-        )
+    return b.choose(
+        f"F.max_pool{d}d({v}, {k}, {s}, {p})",
+        f"F.max_pool{d}d({v}, {k}, {s}, {p}, dilation=2)",
+        f"F.max_pool{d}d({v}, 2, ceil_mode=True)",
+        f"F.avg_pool{d}d({v}, {k}, {s}, {p}, {average})",
+        f"F.adaptive_avg_pool{d}d({v}, {b.choose(1, 2, 3)})",
+        f"F.adaptive_max_pool{d}d({v}, {b.choose(1, 2, 3)})",
+        f"F.adaptive_avg_pool{d}d({v}, 1).flatten(1)",
     )
 
 
@@ -146,18 +140,16 @@ def _normalised(b: Bench, v: str, t: Tensor) -> str:
     d = max(1, t.dim() - 2)
     settings = f"{c}, eps={eps}, affine={affine}"
     tracked = f"track_running_stats={b.choose(True, False)}"
-    return str(
-        b.choose(
-            lambda: f"{b.module(f'nn.LayerNorm({n}, eps={eps}, elementwise_affine={affine})')}({v})",
-            lambda: f"{b.module(f'nn.LayerNorm({list(t.shape[1:])}, eps={eps})')}({v})",
-            lambda: f"{b.module(f'nn.RMSNorm({n}, eps={eps})')}({v})",
-            lambda: f"{b.module(f'nn.GroupNorm({b.choose(1, c)}, {c}, eps={eps}, affine={affine})')}({v})",
-            lambda: f"{b.module(f'nn.InstanceNorm{d}d({settings}, {tracked})')}({v})",
-            lambda: f"{b.module(f'nn.BatchNorm{d}d({settings})')}({v})",
-            lambda: f"{b.module(f'nn.PReLU({b.choose(1, c)})')}({v})",
-            lambda: f"F.layer_norm({v}, ({n},), None, {b.constant((n,))}, {eps})",
-        )()
-    )
+    return b.choose(
+        lambda: f"{b.module(f'nn.LayerNorm({n}, eps={eps}, elementwise_affine={affine})')}({v})",
+        lambda: f"{b.module(f'nn.LayerNorm({list(t.shape[1:])}, eps={eps})')}({v})",
+        lambda: f"{b.module(f'nn.RMSNorm({n}, eps={eps})')}({v})",
+        lambda: f"{b.module(f'nn.GroupNorm({b.choose(1, c)}, {c}, eps={eps}, affine={affine})')}({v})",
+        lambda: f"{b.module(f'nn.InstanceNorm{d}d({settings}, {tracked})')}({v})",
+        lambda: f"{b.module(f'nn.BatchNorm{d}d({settings})')}({v})",
+        lambda: f"{b.module(f'nn.PReLU({b.choose(1, c)})')}({v})",
+        lambda: f"F.layer_norm({v}, ({n},), None, {b.constant((n,))}, {eps})",
+    )()
 
 
 def _attention(b: Bench, v: str, t: Tensor) -> str:
@@ -166,13 +158,11 @@ def _attention(b: Bench, v: str, t: Tensor) -> str:
     z = v if b.rng.random() < 0.3 else f"F.layer_norm({v}, ({d},), eps=0.1)"
     causal = b.choose(True, False)
     mask = f".masked_fill(torch.ones({n}, {n}).triu(1).bool(), float('-inf'))" if causal else ""
-    return str(
-        b.choose(
-            f"F.scaled_dot_product_attention({z} @ {q}, {z} @ {k}, {z} @ {w}, is_causal={causal})",
-            f"torch.softmax((({z} @ {q}) @ ({z} @ {k}).transpose(-1, -2) / {d**0.5:.3f}){mask}, -1) @ ({z} @ {w})",
-            f"({z} @ {q}) @ ({z} @ {k}).transpose(-1, -2)",
-            f"torch.einsum('bij,bkj->bik', {z}, torch.tanh({v}))",
-        )
+    return b.choose(
+        f"F.scaled_dot_product_attention({z} @ {q}, {z} @ {k}, {z} @ {w}, is_causal={causal})",
+        f"torch.softmax((({z} @ {q}) @ ({z} @ {k}).transpose(-1, -2) / {d**0.5:.3f}){mask}, -1) @ ({z} @ {w})",
+        f"({z} @ {q}) @ ({z} @ {k}).transpose(-1, -2)",
+        f"torch.einsum('bij,bkj->bik', {z}, torch.tanh({v}))",
     )
 
 
@@ -201,16 +191,7 @@ def _own(b: Bench, v: str, t: Tensor) -> str | None:
     if t.dim() == 4:
         k, s = b.choose(1, 3), b.choose(1, 1, 2)
         mode = b.choose("circular", "zeros")
-        kind = b.choose(
-            "SNConv2d",
-            "AOLConv2d",
-            "SRConv2d",
-            "RKOConv2d",
-            "BCOPConv2d",
-            "SOCConv2d",
-            "CayleyConv2d",
-            "SandwichConv2d",
-        )
+        kind = f"{b.choose(*CONVOLUTIONS)}Conv2d"
         text = b.choose(
             f"{kind}({c}, {b.choose(c, 2)}, {k}, padding={k // 2}, stride={s}, padding_mode={mode!r})",
             f"{kind}({c}, {c}, {k}, padding={k // 2})",
@@ -223,17 +204,7 @@ def _own(b: Bench, v: str, t: Tensor) -> str | None:
             "MaxPool2d(2)",
         )
     else:
-        kind = b.choose(
-            "SNLinear",
-            "AOLLinear",
-            "SRLinear",
-            "BjorckLinear",
-            "CayleyLinear",
-            "HouseholderLinear",
-            "SandwichLinear",
-            "RKOLinear",
-            "SOCLinear",
-        )
+        kind = f"{b.choose(*DENSE)}Linear"
         text = b.choose(
             f"{kind}({n}, {b.choose(n, 3, 7)})",
             f"{b.choose('SLLLinear', 'CPLLinear')}({n}, {2 * n})",

@@ -34,11 +34,9 @@ def _lines(text: str, weight: float, in_place: bool = False, bounded: bool = Fal
 def _masked(b: Bench, v: str, t: Tensor) -> str:
     mask = f"torch.tensor({[b.rng.random() < 0.5 for _ in range(t.shape[-1])]})"
     w = b.other(t) or v
-    return str(
-        b.choose(
-            f"torch.where({mask}, {v}, {w})", f"torch.where({mask}, {v}, {b.number()})", f"{v}.masked_fill({mask}, {b.number()})",
-            f"torch.where({mask}, {b.number()}, {v})", f"{v}.masked_fill({mask}, torch.tensor(0.25))"
-        )
+    return b.choose(
+        f"torch.where({mask}, {v}, {w})", f"torch.where({mask}, {v}, {b.number()})", f"{v}.masked_fill({mask}, {b.number()})",
+        f"torch.where({mask}, {b.number()}, {v})", f"{v}.masked_fill({mask}, torch.tensor(0.25))"
     )  # fmt: skip
 
 
@@ -46,12 +44,10 @@ def _shift(b: Bench, v: str, t: Tensor) -> str:
     """Arithmetic with parameters as they are stored: what is computed from them rounds in the program's type."""
     shape = b.choose(t.shape[-1:], t.shape, (1,), t.shape[:1] + (1,) * (t.dim() - 1), (2, *t.shape[1:]))
     c, above = b.constant(shape), b.constant(shape, "positive")
-    return str(
-        b.choose(
-            f"{v} + {c}", f"{c} - {v}", f"{v} * {c}", f"{v} / {above}", f"{b.number()} - {v}", f"{v} * {b.number()}",
-            f"torch.clamp({v}, {c}, {c} + 1)", f"torch.maximum({v}, {c})", f"torch.rsub({v}, {c}, alpha={b.number()})",
-            f"torch.add({c}, {v}, alpha={b.number()})",
-        )
+    return b.choose(
+        f"{v} + {c}", f"{c} - {v}", f"{v} * {c}", f"{v} / {above}", f"{b.number()} - {v}", f"{v} * {b.number()}",
+        f"torch.clamp({v}, {c}, {c} + 1)", f"torch.maximum({v}, {c})", f"torch.rsub({v}, {c}, alpha={b.number()})",
+        f"torch.add({c}, {v}, alpha={b.number()})",
     )  # fmt: skip
 
 

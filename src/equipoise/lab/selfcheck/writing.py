@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from equipoise.lab.selfcheck.programs import Statement, namespace
+
+T = TypeVar("T")
 
 #: no tensor of a program has more entries
 MOST = 160
@@ -32,15 +34,15 @@ class Bench:
         }
         self.space["self"] = torch.nn.Module()
 
-    def choose(self, *options: Any) -> Any:
+    def choose(self, *options: T) -> T:
         """One of the options."""
         return self.rng.choice(options)
 
     def scale(self) -> float:
         """1, or now and then a factor far from it."""
         if self.rng.random() < 0.92:
-            return float(self.choose(1.0, 1.0, 0.5, 2.0))
-        value = float(self.choose(*EXTREMES))
+            return self.choose(1.0, 1.0, 0.5, 2.0)
+        value = self.choose(*EXTREMES)
         self.scales |= {value, 1 / value}
         return value
 
@@ -50,7 +52,7 @@ class Bench:
 
     def kind(self) -> str:
         """How parameters are drawn."""
-        return str(self.choose("gaussian", "gaussian", "positive", "signs", "sparse"))
+        return self.choose("gaussian", "gaussian", "positive", "signs", "sparse")
 
     def module(self, text: str) -> str:
         """A module with parameters of its own; the name by which `forward` calls it."""

@@ -58,6 +58,18 @@ class Ball:
     spread: list[Tensor | None] = field(default_factory=list, repr=False)
     rows: int = 0
 
+    def add(
+        self, centre: Tensor, slip: Tensor, low: Tensor, high: Tensor, lip: Tensor, total: float, spread: Tensor | None
+    ) -> None:
+        """What is known of the next node; `spread` is what rounding there costs per unit of |A| (see `walk`)."""
+        self.centre.append(centre)
+        self.slip.append(slip)
+        self.low.append(low)
+        self.high.append(high)
+        self.lip.append(lip)
+        self.total.append(total)
+        self.spread.append(spread)
+
     def size(self, k: int) -> Tensor:
         """Bound of |value| of node k."""
         return torch.maximum(self.low[k].abs(), self.high[k].abs())
@@ -98,13 +110,8 @@ def enclose_ball(
 
 def _enter(ball: Ball) -> None:
     wide = ball.radius * (1 + 4 * _U) + 4 * _U * ball.x.abs()
-    ball.centre.append(ball.x)
-    ball.slip.append(torch.zeros_like(ball.x))
-    ball.low.append(ball.x - wide)
-    ball.high.append(ball.x + wide)
-    ball.lip.append(torch.ones_like(ball.x))
-    ball.total.append(1.0)
-    ball.spread.append(None)
+    zero, one = torch.zeros_like(ball.x), torch.ones_like(ball.x)
+    ball.add(ball.x, zero, ball.x - wide, ball.x + wide, one, 1.0, None)
 
 
 def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
@@ -127,13 +134,7 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
     if ball.norm == "l2":
         moved = up(lip * ball.radius) + slip + 4 * _U * centre.abs()
         low, high = torch.maximum(low, centre - moved), torch.minimum(high, centre + moved)
-    ball.centre.append(centre)
-    ball.slip.append(slip)
-    ball.low.append(low)
-    ball.high.append(high)
-    ball.lip.append(lip)
-    ball.total.append(total)
-    ball.spread.append(spread)
+    ball.add(centre, slip, low, high, lip, total, spread)
 
 
 def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
@@ -182,15 +183,10 @@ def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> Non
     lip = up(torch.maximum(slopes[0].abs(), slopes[1].abs()) * ball.lip[s])
     total = min(up(steep * ball.total[s]), up(float(torch.linalg.vector_norm(lip)) * _WIDER))
     ball.lines[k] = lines
-    ball.centre.append(centre)
-    ball.slip.append(slip)
-    ball.low.append(least)
-    ball.high.append(most)
-    ball.lip.append(lip)
-    ball.total.append(total)
     largest = torch.maximum(lines.lower.abs(), lines.upper.abs()) * ball.size(s)
     g = gamma(len(least) + 1024, torch.float64)
-    ball.spread.append(g * (largest + torch.maximum(lines.below.abs(), lines.above.abs())) + 1e-300)
+    spread = g * (largest + torch.maximum(lines.below.abs(), lines.above.abs())) + 1e-300
+    ball.add(centre, slip, least, most, lip, total, spread)
 
 
 def _refine(ball: Ball, k: int, most_rows: int | None, deadline: float) -> None:

@@ -144,11 +144,8 @@ def read_network(run: Propagation, cache: Cache) -> Network:
     source = program.inputs[0]
     builder.index[source] = builder.add(None, tuple(source.meta["val"].shape))
 
-    def lookup(node: fx.Node) -> Any:
-        return run.facts[node].signal if node in run.facts else program.constants[node]
-
     for node in program.nodes:
-        _read(builder, Call(node, lookup, cache), run.steps[node])
+        _read(builder, run.call(node, cache), run.steps[node])
     out = builder.index[program.outputs[0]]
     kept = _ancestors(builder.nodes, out)
     place = {old: new for new, old in enumerate(kept)}
@@ -215,7 +212,7 @@ def _affine(builder: _Builder, call: Call, step: Step) -> int:
     elif len(signals) == 1 and isinstance(form, Convolution) and form.padding == "zeros":
         rows = frobenius(form.weight.detach().double().flatten(1), (-1,))
         rows = rows.repeat_interleave(math.prod(call.shape) // len(rows))
-    size = roundoff(call, step) + _SHORT
+    size = roundoff(step) + _SHORT
     sources = tuple(builder.index[n] for n in signals)
     node = Affine(sources, call.shape, shapes, run, size, gains, rows, matrices, step.combine == "root")
     return builder.add(node, call.shape)

@@ -114,9 +114,7 @@ class Case:
             maps = self.segment(inner, outer)
             found = None
             if maps is not None and maps.switching:
-                scale = torch.cat([torch.ones(maps.switching, dtype=torch.float64), 1 / self.margins])
-                joint = Reduced(maps.C * scale[:, None], maps.D * scale[:, None], maps.slack * scale, maps.counts)
-                found = best_multipliers(joint, gap=1.0, deadline=self.deadline)
+                found = best_multipliers(maps.divided(self.margins), gap=1.0, deadline=self.deadline)
             self.starts[key] = None if found is None else found.s
         return self.starts[key]
 
@@ -266,8 +264,6 @@ def common_constant(case: Case, outer: float, margins: Tensor, most: int = MOST)
     slopes = slope_ranges(ball, anchored=True)
     if count_switching(slopes) > most:
         return math.inf
-    maps = reduced_maps(ball, slopes, case.rows)
-    scale = torch.cat([torch.ones(maps.switching, dtype=torch.float64), 1 / margins])
-    joint = Reduced(maps.C * scale[:, None], maps.D * scale[:, None], up(maps.slack * scale), maps.counts)
+    joint = reduced_maps(ball, slopes, case.rows).divided(margins)
     found = best_multipliers(joint, gap=0.3, enough=_ROOM * (1 - 1e-6) / outer, deadline=case.deadline)
     return math.inf if found is None else found.bound

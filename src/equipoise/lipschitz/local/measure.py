@@ -1,4 +1,7 @@
-"""`local_lipschitz`: how much can the network stretch distances near an input? Attacked from below, certified from above."""
+"""`local_lipschitz`: how much can the network stretch distances near an input? Attacked from below, certified from above.
+
+By the same multipliers the constant of the whole space (`whole_bound`): every neuron may switch, whatever the input.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError
+from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.attack import lower_ends
 from equipoise.lipschitz.batches import as_examples
@@ -19,19 +22,20 @@ from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.linearise import gradient_bound
-from equipoise.lipschitz.local.backward import enclose_ball, slope_ranges
-from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
+from equipoise.lipschitz.local.backward import Slopes, enclose_ball, slope_ranges, whole_space
+from equipoise.lipschitz.local.graph import Activation, Network, Unsupported, read_network
 from equipoise.lipschitz.local.multipliers import best_multipliers
 from equipoise.lipschitz.local.reduced import count_switching, reduced_maps
-from equipoise.lipschitz.logs import exp_up, log_root
+from equipoise.lipschitz.logs import exp_up, log_root, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.zonotope import zonotope_bound
 from equipoise.norms.bracket import Cache
 
 #: limits of `effort="auto"`: neurons of the network, and of those that may switch
 NEURONS, SWITCHING = 20_000, 400
-#: most switching neurons at all: a factorisation and its workspace take some 60·n² bytes
-MOST = 6000
+#: most switching neurons on a ball, and on the whole space, where all may switch: a factorisation takes n³/3 operations and
+#: some 60·n² bytes
+MOST, WHOLE = 6000, 3000
 #: more outputs than this would need too many backward passes
 OUTPUTS = 1024
 
@@ -143,8 +147,7 @@ def local_lipschitz(
         raise InputError(f"x needs a batch dimension, got shape {tuple(x.shape)}")
     if not bool(torch.isfinite(x).all()):
         raise InputError("x has non-finite values")
-    if effort not in get_args(Effort):
-        raise InputError(f"effort must be one of {', '.join(get_args(Effort))}, got {effort!r}")
+    require_one_of(get_args(Effort), effort=effort)
     if seconds is not None and not seconds > 0:
         raise InputError(f"seconds must be positive, got {seconds}")
     program = capture(model, x[:1])
@@ -177,9 +180,47 @@ def certified(
     layered = log_root(boxes[o].log for o in run.program.outputs)
     chain = chain_total(run)
     whole = min(layered, run.fused, math.inf if chain is None else chain)
-    upper = min(exp_up(whole), gradient_bound(run, boxes, x, cache))
+    upper = min(exp_up(whole), gradient_bound(run, boxes, x))
     by_multipliers = math.inf if switching is None else switching.bound(x, radius)
     small = effort == "auto" and math.isinf(by_multipliers) and x.numel() <= SMALL
     if effort == "zonotope" or small:
         upper = min(upper, zonotope_bound(run, boxes, x, radius, cache)[0])
     return min(upper, by_multipliers)
+
+
+def whole_bound(run: Propagation, cache: Cache) -> float:
+    """Logarithm of a proved constant on the whole space; refused, with the reason, where there is none.
+
+    LipSDP-Neuron of any feed-forward graph: with slopes of every activation in `[a, b]` everywhere, `δy = m δz + w v`,
+    `|v| ≤ |δz|`, one multiplier per neuron (see `multipliers`). Guarantee: as `lipschitz_bound`, for all inputs.
+    """
+    try:
+        network = read_network(run, cache)
+    except Unsupported as reason:
+        raise Refused(f"no multipliers: {reason}; use chain='closed'") from reason
+    if network.neurons > WHOLE or network.sizes[-1] > OUTPUTS:
+        seconds = 30 * 12 * network.neurons**3 / 1e10
+        raise Refused(
+            f"multipliers take up to {WHOLE:,} neurons and {OUTPUTS:,} outputs, this network has {network.neurons:,} and "
+            f"{network.sizes[-1]:,} (some {seconds:,.0f} s and {60 * network.neurons**2 / 1e9:,.1f} GB); use chain='closed'"
+        )
+    with torch.no_grad(), full_precision():
+        ball = whole_space(network, torch.zeros(network.sizes[0], dtype=torch.float64))
+        outputs = torch.eye(network.sizes[-1], dtype=torch.float64)
+        found = best_multipliers(reduced_maps(ball, everywhere(network), outputs))
+    if found is None:
+        raise Refused("the bound by multipliers could not be proved in float64; use chain='closed'")
+    return log_up(found.bound)
+
+
+def everywhere(network: Network) -> Slopes:
+    """Middle and half-width of the slopes that every activation has anywhere."""
+    found: Slopes = {}
+    for k in network.activations:
+        node = network.nodes[k]
+        assert isinstance(node, Activation)
+        low, high = node.curve.slopes
+        size = torch.ones(network.sizes[k], dtype=torch.float64)
+        middle = (low + high) / 2
+        found[k] = middle * size, up(max(high - middle, middle - low) * size)
+    return found

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import down, full_precision, up
 from equipoise.lipschitz.batches import as_examples
 from equipoise.lipschitz.capture import capture
@@ -111,9 +111,8 @@ def certified_radius(
     (x,) = as_examples(x)
     if x.dim() < 2 or not bool(torch.isfinite(x).all()):
         raise InputError(f"x needs a batch dimension and finite values, got shape {tuple(x.shape)}")
-    for name, value, known in (("norm", norm, get_args(Norm)), ("effort", effort, get_args(Effort))):
-        if value not in known:
-            raise InputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    require_one_of(get_args(Norm), norm=norm)
+    require_one_of(get_args(Effort), effort=effort)
     if seconds is not None and not seconds > 0:
         raise InputError(f"seconds must be positive, got {seconds}")
     program = capture(model, x[:1])

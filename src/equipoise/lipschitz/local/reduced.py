@@ -36,6 +36,11 @@ class Reduced:
         keep = torch.cat([torch.arange(self.switching), self.switching + chosen])
         return Reduced(self.C[keep], self.D[keep], self.slack[keep], self.counts)
 
+    def divided(self, margins: Tensor) -> Reduced:
+        """The same neurons with every output divided by its margin; that division is what `multipliers.proves` has room for."""
+        scale = torch.cat([torch.ones(self.switching, dtype=torch.float64), 1 / margins])
+        return Reduced(self.C * scale[:, None], self.D * scale[:, None], up(self.slack * scale), self.counts)
+
 
 def count_switching(slopes: Slopes) -> int:
     """Neurons whose slope is not a constant."""

@@ -11,6 +11,7 @@ from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, up
 from equipoise.lipschitz.operations import Average, Constant, Copy, Own
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule
+from equipoise.lipschitz.rules.shapes import entries
 from equipoise.norms import spectral_norm
 
 #: operations that are not of one sign are read off as a matrix up to this many entries
@@ -26,17 +27,11 @@ def _fixed(call: Call, name: str) -> Tensor:
     return found
 
 
-def _read(call: Call, x: Signal, places: Tensor, low: float) -> Step:
-    """Entries of x at these places of its flat order: √ of how often the most frequent one is read."""
-    most = int(torch.bincount(places.flatten(), minlength=1).max()) if places.numel() else 0
-    return Step(((x, root(most)),), "index", offset=0.0, peak=x.peak, low=low, map=Copy())
-
-
 @rule("aten.gather.default")
 def gather(call: Call) -> Step:
     """Entries at constant positions along a dimension."""
     x, flat = call.signal("self"), torch.arange(call.signal("self").numel)
-    return _read(call, x, flat.reshape(x.shape).gather(call["dim"], _fixed(call, "index")), x.low)
+    return entries(x, flat.reshape(x.shape).gather(call["dim"], _fixed(call, "index")))
 
 
 @rule("aten.unfold.default")
@@ -44,7 +39,7 @@ def windows(call: Call) -> Step:
     """Sliding windows along a dimension: √ of how many hold one entry."""
     x = call.signal("self")
     flat = torch.arange(x.numel).reshape(x.shape)
-    return _read(call, x, flat.unfold(call["dimension"], call["size"], call["step"]), x.low)
+    return entries(x, flat.unfold(call["dimension"], call["size"], call["step"]))
 
 
 @rule("aten.as_strided.default")
@@ -54,7 +49,7 @@ def strided(call: Call) -> Step:
     if not stored.is_contiguous() or stored.storage_offset() or stored.untyped_storage().nbytes() != stored.nbytes:
         call.refuse("strides over a tensor that is a view of another", "call .contiguous() before, or use unfold")
     flat = torch.arange(x.numel)
-    return _read(call, x, flat.as_strided(call["size"], call["stride"], call["storage_offset"] or 0), x.low)
+    return entries(x, flat.as_strided(call["size"], call["stride"], call["storage_offset"] or 0))
 
 
 @rule("aten.im2col.default")

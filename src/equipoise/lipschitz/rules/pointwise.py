@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,16 +36,25 @@ def _lowest(curve: Pointwise, x: Signal) -> float:
     return -math.inf if bool(found.isnan()) else float(found - 1e-12 * found.abs())
 
 
-def _fixed(call: Call, *, curve: Pointwise, label: str) -> Step:
-    """Activations without parameters."""
-    return pointwise(call, curve, label)
-
-
 #: operations that PyTorch writes out, or that are linear
 _WRITTEN_OUT = ("softsign", "tanhshrink", "identity", "neg")
 for _name, _curve in TABLE.items():
     if _name not in _WRITTEN_OUT:
-        rule(f"aten.{_name}.default")(functools.partial(_fixed, curve=_curve, label=_name))
+        rule(f"aten.{_name}.default")(functools.partial(pointwise, curve=_curve, label=_name))
+
+
+def _row(call: Call, *, curve: Callable[[Call], Pointwise], label: str) -> Step:
+    return pointwise(call, curve(call), label)
+
+
+#: curves with a parameter of the call
+_CURVES: dict[str, Callable[[Call], Pointwise]] = {
+    "gelu": lambda call: gelu(call["approximate"]),
+    "leaky_relu": lambda call: hinge(float(call["negative_slope"])),
+    "softshrink": lambda call: softshrink(float(call["lambd"])),
+}
+for _name, _made in _CURVES.items():
+    rule(f"aten.{_name}.default")(functools.partial(_row, curve=_made, label=_name))
 
 
 @rule("aten.neg.default")
@@ -53,18 +63,6 @@ def negative(call: Call) -> Step:
     x, minus = call.signal("self"), torch.tensor(-1.0, dtype=torch.float64)
     found = Scaled(minus, form=Diagonal(minus.reshape(1), 1))
     return Step(((x, 1.0),), "neg", offset=0.0, peak=x.peak, row=x.row, norm=x.norm, map=found)
-
-
-@rule("aten.gelu.default")
-def gelu_(call: Call) -> Step:
-    """GELU, or its tanh form."""
-    return pointwise(call, gelu(call["approximate"]), "gelu")
-
-
-@rule("aten.leaky_relu.default")
-def leaky_relu(call: Call) -> Step:
-    """Slopes 1 and a."""
-    return pointwise(call, hinge(float(call["negative_slope"])), "leaky_relu")
 
 
 @rule("aten.prelu.default")
@@ -148,12 +146,6 @@ def _clipped(call: Call, low: float | Tensor | None, high: float | Tensor | None
     return pointwise(call, curve, "clamp")
 
 
-@rule("aten.softshrink.default")
-def softshrink_(call: Call) -> Step:
-    """Continuous, slopes 0 and 1."""
-    return pointwise(call, softshrink(float(call["lambd"])), "softshrink")
-
-
 @rule("aten.threshold.default")
 def threshold(call: Call) -> Step:
     """Continuous only where the value is the threshold."""
@@ -164,18 +156,8 @@ def threshold(call: Call) -> Step:
 
 
 _JUMPS = (
-    "hardshrink",
-    "sign",
-    "sgn",
-    "round",
-    "floor",
-    "ceil",
-    "trunc",
-    "frac",
-    "floor_divide",
-    "heaviside",
-    "signbit",
-)
+    "hardshrink", "sign", "sgn", "round", "floor", "ceil", "trunc", "frac", "floor_divide", "heaviside", "signbit",
+)  # fmt: skip
 
 
 @rule(*(f"aten.{_name}.default" for _name in _JUMPS))

@@ -110,6 +110,12 @@ class Step:
         return self.label
 
 
+def unchanged(x: Signal) -> Step:
+    """The step of an operation that is the identity here: a cast, dropout in evaluation."""
+    same = Copy(same=True, traced=True)
+    return Step(((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, low=x.low, map=same)
+
+
 class Call:
     """One node with its arguments by schema name: `Signal` where they depend on the input, values elsewhere."""
 

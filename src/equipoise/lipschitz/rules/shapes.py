@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equipoise.core.precision import up
 from equipoise.lipschitz.operations import Constant, Copy, Map, Padded, Piece, Pieces, Product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule, unchanged
 from equipoise.maps.linear import Padding
 
 #: the same entries in another order of dimensions
@@ -198,8 +198,12 @@ def _indexed(call: Call, indices: list[Any]) -> Step:
     if any(isinstance(i, Signal) for i in indices or []):
         call.refuse("positions that depend on the input jump with it", "index with constants")
     flat = torch.arange(x.numel).reshape(x.shape)
-    read = flat[tuple(slice(None) if i is None else i for i in indices)]
-    most = int(torch.bincount(read.flatten(), minlength=1).max()) if read.numel() else 0
+    return entries(x, flat[tuple(slice(None) if i is None else i for i in indices)])
+
+
+def entries(x: Signal, places: Tensor) -> Step:
+    """Entries of x at these places of its flat order: √ of how often the most frequent one is read."""
+    most = int(torch.bincount(places.flatten(), minlength=1).max()) if places.numel() else 0
     return Step(((x, root(most)),), "index", offset=0.0, peak=x.peak, low=x.low, map=Copy())
 
 
@@ -213,10 +217,7 @@ def dropout(call: Call) -> Step:
     """The identity in evaluation; random in training."""
     if call["train"]:
         call.refuse("dropout is active, so the map is random", "call model.eval() first")
-    x = _first(call)
-    return Step(
-        ((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, low=x.low, map=Copy(same=True, traced=True)
-    )
+    return unchanged(_first(call))
 
 
 @rule(
@@ -234,9 +235,7 @@ def cast(call: Call) -> Step:
     kept = (torch.float32, torch.float64)
     if not isinstance(value, Tensor) or value.dtype not in kept or x.dtype not in kept:
         call.refuse("a cast to a narrow or integer type rounds, which is discontinuous", "keep float32 or float64")
-    return Step(
-        ((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, low=x.low, map=Copy(same=True, traced=True)
-    )
+    return unchanged(x)
 
 
 @rule("aten.constant_pad_nd.default")

@@ -240,11 +240,11 @@ class CayleyConv2d(SizedConv2d):
     True
     """
 
-    def build(self, plain: nn.Conv2d, **options: Any) -> None:
+    def build(self, plain: Any, **options: Any) -> None:
         """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""
         self.frame = frame_of(plain, embed=True)
         frame = self.frame
-        if tuple(plain.weight.shape[2:]) == frame.taps and frame.stride == (1, 1):
+        if frame.stride == (1, 1) and not isinstance(plain, nn.ConvTranspose2d):
             raw = plain.weight.detach().clone()
         else:
             coarse = nn.Conv2d(frame.ins, frame.groups * frame.out, frame.taps)
@@ -278,7 +278,34 @@ class CayleyConv2d(SizedConv2d):
         return exported(self, input_size)
 
 
+class CayleyConvTranspose2d(CayleyConv2d):
+    """`nn.ConvTranspose2d` as the adjoint of a `CayleyConv2d` from its outputs to its inputs: Cayley at every frequency.
+
+    Guarantee: 1-Lipschitz on every input size, for every raw weight: torch pads transposed convolutions with zeros, so the
+    layer is a part of an orthogonal operator on a larger circle; stride is depth-to-space after. Where k ≤ s nothing
+    is cut off: with in ≤ out·s² lengths are kept.
+
+    >>> layer = CayleyConvTranspose2d(4, 2, 2, stride=2, bias=False)
+    >>> x = torch.randn(1, 4, 3, 3)
+    >>> y = layer(x)
+    >>> tuple(y.shape), bool((y.norm() / x.norm() - 1).abs() < 1e-4)
+    ((1, 2, 6, 6), True)
+    """
+
+    plain_type = nn.ConvTranspose2d
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The transposed convolution, through Fourier space."""
+        return evaluated(self, x)
+
+    @by_construction(1.0)
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """The largest norm over the frequencies of this image size, from the effective weights."""
+        return frequency_bound(self, input_shape)
+
+
 enter("cayley", nn.Conv2d, CayleyConv2d)
+enter("cayley", nn.ConvTranspose2d, CayleyConvTranspose2d)
 
 
 def evaluated(layer: SizedConv2d, x: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 SOC, Cayley and Sandwich convolutions map an image to one of the same size. Before it: space-to-depth for a stride,
 zeros around the image. After it: the pixels that `nn.Conv2d` would return. Both are isometries or selections, so they
-do not enlarge distances.
+do not enlarge distances. A transposed layer is the adjoint of such a thing: the steps in reverse, each transposed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,9 @@ Size = tuple[int, int]
 class Frame:
     """What stands before and after a square operator on `channels` channels per group, with `taps` taps around the centre.
 
-    `before` zeros (left/top) and `after` zeros (right/bottom) per axis; `shift` is the first pixel returned; `stride`
-    is that of space-to-depth, and `taps` then count coarse pixels.
+    `stride` is that of space-to-depth, and `taps` then count coarse pixels. The tap a = s'b + r of a convolution with stride s
+    and dilation d, `s' = s/gcd(s, d)`, lies `b·d/gcd(s, d)` coarse pixels and r·d fine ones away: the operator has `⌈k/s'⌉` taps
+    (or one more) at that coarse distance, and the fine ones are its channels.
     """
 
     plain: Geometry
@@ -42,8 +44,9 @@ class Frame:
 
     @property
     def dilation(self) -> Size:
-        """Distance of the operator's taps."""
-        return self.plain.dilation[0], self.plain.dilation[1]
+        """Distance of the operator's taps, in coarse pixels."""
+        found = [d // math.gcd(s, d) for s, d in zip(self.stride, self.plain.dilation, strict=True)]
+        return found[0], found[1]
 
     @property
     def groups(self) -> int:
@@ -69,9 +72,11 @@ class Frame:
         """Zeros put around the image along an axis: all of the padding where the operator is a circle, else what it lacks."""
         if self.plain.padding == "circular":
             return 0, 0
-        reach, centre = self.dilation[axis] * (self.taps[axis] - 1), self.centre[axis]
-        left, right = self.plain.amount[axis] if self.stride == (1, 1) else (centre, reach - centre)
-        return (left, right) if self.embed else (max(0, left - centre), max(0, right - reach + centre))
+        if self.stride != (1, 1):
+            reach, centre = self.dilation[axis] * (self.taps[axis] - 1), self.centre[axis]
+            return (centre, reach - centre) if self.embed else (0, 0)
+        (left, right), reach = self.plain.amount[axis], self.plain.axes[axis].reach
+        return (left, right) if self.embed else (max(0, left - reach // 2), max(0, right - reach + reach // 2))
 
     def size(self, size: Size) -> Size:
         """Size of the operator's image for an input of `size`."""
@@ -99,39 +104,103 @@ class Frame:
 
     def leave(self, y: Tensor, size: Size) -> Tensor:
         """The pixels that `nn.Conv2d` returns for an input of `size`."""
-        for axis, n in enumerate(size):
-            s, k, d = self.stride[axis], self.plain.shape[2 + axis], self.dilation[axis]
-            pads, centre, (before, _) = self.plain.amount[axis], self.centre[axis], self.zeros(axis)
-            count = (n + sum(pads) - d * (k - 1) - 1) // s + 1
-            if count < 1:
-                raise InputError(f"an input of {n} pixel(s) with padding {pads} is smaller than the kernel of {k} taps")
-            first = (
-                centre - pads[0] + before if s == 1 and self.stride == (1, 1) else before + (-(-n // s) - count) // 2
-            )
+        for axis, (first, count) in enumerate(self.window(size)):
             if first or count != y.shape[2 + axis]:
                 y = y.narrow(2 + axis, first, count)
         return y
 
+    def window(self, size: Size) -> list[Size]:
+        """Along each axis the first of the operator's pixels that `nn.Conv2d` returns for an input of `size`, and how many."""
+        found = []
+        for axis, n in enumerate(size):
+            s, reach, pads = self.stride[axis], self.plain.axes[axis].reach, self.plain.amount[axis]
+            count, (before, _) = (n + sum(pads) - reach - 1) // s + 1, self.zeros(axis)
+            if count < 1:
+                k = self.plain.shape[2 + axis]
+                raise InputError(f"an input of {n} pixel(s) with padding {pads} is smaller than the kernel of {k} taps")
+            first = reach // 2 - pads[0] + before if self.stride == (1, 1) else before + (-(-n // s) - count) // 2
+            found.append((first, count))
+        return found
 
-def frame_of(plain: nn.Conv2d, *, embed: bool) -> Frame:
-    """The frame of a convolution; `embed`: the operator lives on a circle, so that zero padding means zeros around the image."""
+
+@dataclass(frozen=True)
+class Adjoint(Frame):
+    """The adjoint of a frame, for `nn.ConvTranspose2d`: `enter` puts pixels where `leave` took them, `leave` undoes `enter`.
+
+    `plain` is the geometry of the convolution that the layer is the adjoint of; `extra` is `output_padding`.
+    """
+
+    extra: Size = (0, 0)
+
+    @property
+    def ins(self) -> int:
+        """Channels per group that enter the operator."""
+        return self.plain.shape[0] // self.groups
+
+    @property
+    def out(self) -> int:
+        """Channels per group that leave it."""
+        return self.plain.shape[1] * self.stride[0] * self.stride[1]
+
+    def outputs(self, size: Size) -> Size:
+        """Size of the image that `nn.ConvTranspose2d` returns for an input of `size`."""
+        found = []
+        for n, axis, extra in zip(size, self.plain.axes, self.extra, strict=True):
+            found.append((n - 1) * axis.stride - axis.left - axis.right + axis.reach + 1 + extra)
+            if found[-1] < 1:
+                raise InputError(f"a transposed convolution of {n} pixel(s) with padding {axis.left} has no output")
+        return found[0], found[1]
+
+    def size(self, size: Size) -> Size:
+        """Size of the operator's image for an input of `size`."""
+        return Frame.size(self, self.outputs(size))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The input among zeros, as the operator's image."""
+        size = x.shape[-2], x.shape[-1]
+        pads = [
+            n - first - count if last else first
+            for n, (first, count) in reversed(list(zip(self.size(size), self.window(self.outputs(size)), strict=True)))
+            for last in (False, True)
+        ]
+        return functional.pad(x, pads) if any(pads) else x
+
+    def leave(self, y: Tensor, size: Size) -> Tensor:
+        """The pixels of the image, without the zeros that were put around it."""
+        (height, width), (sh, sw) = self.outputs(size), self.stride
+        y = y.narrow(2, self.zeros(0)[0], -(-height // sh)).narrow(3, self.zeros(1)[0], -(-width // sw))
+        return depth_to_space(y, self.stride)[..., :height, :width] if sh * sw > 1 else y
+
+
+def frame_of(plain: nn.Module, *, embed: bool, odd: bool = False) -> Frame:
+    """The frame of a convolution, or the adjoint one of a transposed convolution.
+
+    `embed`: the operator lives on a circle, so that zero padding means zeros around the image. `odd`: it has a centre, so that an
+    even number of taps becomes one more.
+    """
     kernel = kernel_of(plain)
     Method.check(kernel)
-    taps = kernel.shape[2], kernel.shape[3]
-    if any(s > 1 for s in kernel.stride):
-        if any(d > 1 for d in kernel.dilation):
-            raise Refused(
-                "stride goes through space-to-depth here, which leaves no room for a dilation; use one of the two"
-            )
-        for pad, k in zip(kernel.amount, taps, strict=True):
-            if sum(pad) > k - 1:
+    taps, strided = [kernel.shape[2], kernel.shape[3]], any(s > 1 for s in kernel.stride)
+    if strided:
+        for axis in kernel.axes:
+            if axis.left + axis.right > axis.reach:
                 raise Refused(
-                    f"padding {pad} is wider than the kernel's reach of {k - 1}: with a stride there is no pixel to return "
-                    f"there; use padding ≤ {(k - 1) // 2}"
+                    f"padding {(axis.left, axis.right)} is wider than the kernel's reach of {axis.reach}: with a stride there is "
+                    f"no pixel to return there; use padding ≤ {axis.reach // 2}"
                 )
-        coarse = [-(-k // s) for k, s in zip(taps, kernel.stride, strict=True)]
-        taps = coarse[0] + (coarse[0] + 1) % 2, coarse[1] + (coarse[1] + 1) % 2
-    return Frame(kernel, taps, embed)
+        taps = [-(-k * math.gcd(a.stride, a.dilation) // a.stride) for k, a in zip(taps, kernel.axes, strict=True)]
+    if strided or odd:
+        taps = [k + (k + 1) % 2 for k in taps]
+    if not isinstance(plain, nn.ConvTranspose2d):
+        return Frame(kernel, (taps[0], taps[1]), embed)
+    extra = plain.output_padding[0], plain.output_padding[-1]
+    for axis, more in zip(kernel.axes, extra, strict=True):
+        if more >= axis.stride:
+            raise Refused(
+                f"output_padding {extra} of a transposed convolution with stride {kernel.stride} adds pixels that no input "
+                "belongs to; use one smaller than the stride"
+            )
+    return Adjoint(kernel, (taps[0], taps[1]), embed, extra)
 
 
 def space_to_depth(x: Tensor, block: Size) -> Tensor:
@@ -142,41 +211,53 @@ def space_to_depth(x: Tensor, block: Size) -> Tensor:
     return x.permute(0, 1, 3, 5, 2, 4).reshape(b, c * bh * bw, h // bh, w // bw)
 
 
-class FramedConv2d(Effective):
-    """`nn.Conv2d`'s signature around a square operator; subclasses write `build`, `compute` and `operator`."""
+def depth_to_space(x: Tensor, block: Size) -> Tensor:
+    """The inverse of `space_to_depth`."""
+    b, c, h, w = x.shape
+    bh, bw = block
+    x = x.reshape(b, c // (bh * bw), bh, bw, h, w)
+    return x.permute(0, 1, 4, 2, 5, 3).reshape(b, c // (bh * bw), h * bh, w * bw)
 
+
+class FramedConv2d(Effective):
+    """The plain layer's signature around a square operator; subclasses write `build`, `compute` and `operator`."""
+
+    plain_type: ClassVar[type[nn.Module]] = nn.Conv2d
     bias: nn.Parameter | None
     frame: Frame
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
-        self._start(build_plain(nn.Conv2d, args, options), **options)
+        self._start(build_plain(self.plain_type, args, options), **options)
 
     @classmethod
-    def from_plain(cls, plain: nn.Conv2d, **options: Any) -> FramedConv2d:
-        """This layer with the hyper-parameters of an `nn.Conv2d`."""
+    def from_plain(cls, plain: nn.Module, **options: Any) -> FramedConv2d:
+        """This layer with the hyper-parameters of a plain one."""
+        if not isinstance(plain, cls.plain_type):
+            raise InputError(f"{cls.__name__} stands for nn.{cls.plain_type.__name__}, got {type(plain).__name__}")
         layer = cls.__new__(cls)
         Effective.__init__(layer)
         layer._start(plain, **options)
         return layer.train(plain.training)
 
     def _start(self, plain: Any, **options: Any) -> None:
-        for name in _ATTRIBUTES:
+        for name in self._attributes():
             setattr(self, name, getattr(plain, name))
         bias = plain.bias
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
         self.build(plain, **options)
 
-    def build(self, plain: nn.Conv2d) -> None:
+    @classmethod
+    def _attributes(cls) -> tuple[str, ...]:
+        return tuple(name for name in arguments(cls.plain_type) if name not in ("bias", "device", "dtype"))
+
+    def build(self, plain: Any) -> None:
         """Set `frame` and make the parameters."""
         raise TypeError(f"{type(self).__name__} must say what its parameters are")
 
     def extra_repr(self) -> str:
-        """`nn.Conv2d`'s arguments."""
-        return ", ".join(f"{name}={getattr(self, name)}" for name in _ATTRIBUTES)
-
-
-_ATTRIBUTES = tuple(name for name in arguments(nn.Conv2d) if name not in ("bias", "device", "dtype"))
+        """The plain layer's arguments."""
+        return ", ".join(f"{name}={getattr(self, name)}" for name in self._attributes())
 
 
 class SizedConv2d(FramedConv2d):
@@ -208,6 +289,10 @@ class SizedConv2d(FramedConv2d):
             view = views[size] = _AtSize(self, size)
         view.training = self.training
         return view._current()
+
+    def constructions(self) -> tuple[Effective, ...]:
+        """One for every size it was called at."""
+        return tuple(self.__dict__.get("_views", {}).values())
 
     def known_size(self, input_size: int | Size | None) -> Size:
         """The operator's image size to export for: that of `input_size`, or the one size this layer was evaluated at."""

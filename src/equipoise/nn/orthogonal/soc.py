@@ -15,6 +15,7 @@ References: Singla & Feizi 2021 (SOC); Abramowitz & Stegun 9.1 (Chebyshev expans
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,7 +151,7 @@ def _bound(A: Tensor, coefficients: tuple[float, ...], frame: Frame, input_shape
 
 
 class SkewSeries(nn.Module):
-    """What `SOCConv2d` exports: a polynomial of one fixed convolution."""
+    """What SOC convolutions export: a polynomial of one fixed convolution."""
 
     bias: nn.Parameter | None
 
@@ -176,7 +177,7 @@ class SOCConv2d(FramedConv2d):
 
     Guarantee: 1-Lipschitz for every raw weight and input size, with zero and circular padding; singular values at least
     1 − 1e-3 (default) for in = out, stride 1 and «same» padding. Unequal channels: zero channels are added, or channels
-    left out. Stride is space-to-depth before; kernel sizes are odd (a skew kernel has a centre).
+    left out. Stride is space-to-depth before. A skew kernel has a centre: an even number of taps becomes one more.
 
     >>> layer = SOCConv2d(4, 4, 3, padding=1, bias=False)
     >>> x = torch.randn(1, 4, 6, 6)
@@ -184,13 +185,9 @@ class SOCConv2d(FramedConv2d):
     True
     """
 
-    def build(self, plain: nn.Conv2d, *, terms: int = 4, angle: float = 1.0) -> None:
+    def build(self, plain: Any, *, terms: int = 4, angle: float = 1.0) -> None:
         """One raw kernel `(groups, c, c, *taps)`, c the larger number of channels."""
-        self.frame = frame_of(plain, embed=False)
-        if any(k % 2 == 0 for k in self.frame.taps):
-            raise Refused(
-                f"a skew-symmetric kernel needs a centre, so odd sizes, got {self.frame.taps}; use BCOPConv2d or an odd size"
-            )
+        self.frame = frame_of(plain, embed=False, odd=True)
         self.terms, self.angle = terms, float(angle)
         self.coefficients = exponential_series(self.angle, terms)
         c, taps = max(self.frame.ins, self.frame.out), self.frame.taps
@@ -203,10 +200,7 @@ class SOCConv2d(FramedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """`p(A)x + bias`."""
-        (A,) = self._current()
-        x = x.to(A.dtype) if torch.is_autocast_enabled(x.device.type) else x
-        with uncast(x.device.type):
-            return _apply(A, self.coefficients, self.frame, x, self.bias)
+        return _evaluated(self, x)
 
     @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
@@ -219,6 +213,41 @@ class SOCConv2d(FramedConv2d):
         with torch.no_grad():
             (A,) = self.effective()
         return SkewSeries(self.frame, self.coefficients, A, self.bias).train(self.training)
+
+
+class SOCConvTranspose2d(SOCConv2d):
+    """`nn.ConvTranspose2d` as `exp(A)`: the adjoint of a `SOCConv2d` from its outputs to its inputs (`exp(A)ᵀ = exp(−A)`).
+
+    Guarantee: 1-Lipschitz for every raw weight and input size; stride is depth-to-space after. Singular values are at least
+    1 − 1e-3 (default) where the adjoint keeps every pixel: in = out·s², and `padding` and `output_padding` that make the image
+    s times as large.
+
+    >>> layer = SOCConvTranspose2d(16, 4, 3, stride=2, padding=1, output_padding=1, bias=False)
+    >>> x = torch.randn(1, 16, 3, 3)
+    >>> y = layer(x)
+    >>> tuple(y.shape), bool(0.998 < y.norm() / x.norm() <= 1)
+    ((1, 4, 6, 6), True)
+    """
+
+    plain_type = nn.ConvTranspose2d
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`p(A)x + bias`."""
+        return _evaluated(self, x)
+
+    @by_construction(1.0)
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """From the effective kernel: its proved norm and the modulus of the polynomial."""
+        with torch.no_grad():
+            return _bound(self.effective()[0], self.coefficients, self.frame, input_shape)
+
+
+def _evaluated(layer: SOCConv2d, x: Tensor) -> Tensor:
+    """The layer on an image; each class has a forward of its own, since a claim stands only beside one."""
+    (A,) = layer._current()
+    x = x.to(A.dtype) if torch.is_autocast_enabled(x.device.type) else x
+    with uncast(x.device.type):
+        return _apply(A, layer.coefficients, layer.frame, x, layer.bias)
 
 
 class SOC(Method):
@@ -255,3 +284,4 @@ class SOC(Method):
 
 (SOCLinear,) = layers_of(SOC)
 enter("soc", nn.Conv2d, SOCConv2d)
+enter("soc", nn.ConvTranspose2d, SOCConvTranspose2d)

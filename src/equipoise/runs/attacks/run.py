@@ -10,6 +10,7 @@ import numpy as np
 
 from equipoise.core import InputError
 from equipoise.core.accuracy import certified_at
+from equipoise.core.errors import require_one_of
 from equipoise.core.files import make_folder
 from equipoise.runs.attacks.search import Known, Search, Searcher, Target, Violation, find_target
 from equipoise.runs.rows import InputId, Item
@@ -284,9 +285,7 @@ def _opened(target: Target) -> Iterator[Store | None]:
     with locked(target.folder):
         if target.new:
             target.manifest.write(target.folder)
-        with Store(
-            target.folder, identity=target.manifest.digest(), seal=target.manifest.seal(), writable=True
-        ) as store:
+        with Store.of(target.folder, target.manifest, writable=True) as store:
             yield store
 
 
@@ -300,8 +299,7 @@ def _levels(epsilons: Sequence[float]) -> list[float]:
 def _kinds(kind: str | None, target: Target) -> tuple[Attacked, ...]:
     if kind is None:
         kind = "base" if target.parameters is None else "both"
-    if kind not in KINDS:
-        raise InputError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    require_one_of(KINDS, kind=kind)
     if target.parameters is None and Attacked.SMOOTHED in KINDS[kind]:
         raise InputError("a smoothed attack needs the noise level: give --sigma, or --run of a certification run")
     return KINDS[kind]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from equipoise.attacks import AttackResult, pgd, smooth_pgd
 from equipoise.attacks.pgd import overtaken
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
-from equipoise.runs.inputs import Inputs, Selection, check_label
+from equipoise.runs.inputs import Inputs, Selection
 from equipoise.runs.jobs import count_logits, describe, usable_device
 from equipoise.runs.manifest import Manifest, differences, is_run, read_manifest
 from equipoise.runs.models import Batched, Portable, portable
@@ -189,14 +189,12 @@ class Searcher:
     def readable(self, inputs: Inputs, positions: Iterable[int]) -> Iterator[Item]:
         """The inputs at these positions; those that cannot be read are noted as failures."""
         for position in positions:
-            try:
-                item = inputs.item(int(position))
-            except (EquipoiseError, OSError) as error:
-                self.failures[inputs.ids[position]] = f"it could not be read: {error}"
-                continue
-            if self.parameters is not None:
-                check_label(item.id, item.label, self.parameters.num_classes)
-            yield item
+            classes = None if self.parameters is None else self.parameters.num_classes
+            item, problem = inputs.attempt(int(position), classes)
+            if problem is None:
+                yield item
+            else:
+                self.failures[item.id] = problem
 
     def attack(
         self, kind: Attacked, items: Sequence[Item], levels: Sequence[float], known: Sequence[float]

@@ -23,28 +23,17 @@ from equipoise.lipschitz.local.radius import LARGEST, Certifier, Effort
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.bracket import Cache
 from equipoise.runs import store as store_file
-from equipoise.runs.inputs import Inputs, Selection, check_label
+from equipoise.runs.inputs import Inputs, Selection
 from equipoise.runs.jobs import count_logits, first_input
 from equipoise.runs.manifest import is_run, versions
 from equipoise.runs.models import Portable, portable
-from equipoise.runs.proved.run import (
-    Asked,
-    ProvedManifest,
-    ProvedRow,
-    ProvedRun,
-    ProvedStore,
-    failed_row,
-    is_proved,
-    open_proved,
-    read_proved,
-    require_same,
-)
+from equipoise.runs.proved import run as stored
 from equipoise.runs.rows import Item
 from equipoise.runs.store import Attacked, AttackRow, locked
 from equipoise.smoothing.moments import Ints
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
-Progress = Callable[[ProvedRow, int, int], None]
+Progress = Callable[[stored.ProvedRow, int, int], None]
 #: radii that are attacked, as multiples of the proved one: the first lies inside, where nothing may be found
 OUTSIDE = (0.99, 2.0, 4.0, 8.0, 16.0)
 RTOL = 1e-3
@@ -57,7 +46,7 @@ class ProvedJob:
     model: Portable
     inputs: Inputs
     positions: Ints
-    manifest: ProvedManifest
+    manifest: stored.ProvedManifest
 
     def default_folder(self) -> Path:
         """`runs/proved-<digest>`: the same command finds its run again."""
@@ -90,7 +79,7 @@ def certify_proved(
     progress: Progress | None = None,
     retry_failed: bool = False,
     **settings: Unpack[ProvedKeywords],
-) -> ProvedRun:
+) -> stored.ProvedRun:
     """The proved radius of every input of a dataset, with its limiting rival, its method and attacks beside it.
 
     `f_y(x') > f_k(x')` for all k ≠ y and all `‖x' − x‖ < R`, y the label (the network's own answer where the data has none),
@@ -132,8 +121,8 @@ def describe_proved(
     positions = selection.positions(len(inputs), inputs.labels)
     classes = count_logits(ported, inputs, positions, "cpu")
     inputs.check_labels(positions, classes)
-    asked = Asked(classes, **settings)
-    manifest = ProvedManifest(
+    asked = stored.Asked(classes, **settings)
+    manifest = stored.ProvedManifest(
         {"source": ported.source, "hash": ported.hash},
         {"source": inputs.name, "fingerprint": inputs.fingerprint(positions), "inputs": len(inputs)},
         selection, len(positions), asked,
@@ -148,7 +137,7 @@ def start_proved(
     progress: Progress | None = None,
     tell: Callable[[str], None] | None = None,
     retry_failed: bool = False,
-) -> ProvedRun:
+) -> stored.ProvedRun:
     """Run a job in a directory, or continue it there; `tell` is given what the run will need before it begins."""
     folder = Path(run_dir)
     if is_run(folder):
@@ -157,30 +146,28 @@ def start_proved(
     with locked(folder):
         prover = Prover.of(job)
         manifest = _settle(replace(job.manifest, note=prover.note), folder)
-        with ProvedStore(folder, identity=manifest.digest(), seal=manifest.seal(), writable=True) as store:
-            if retry_failed:
-                store.forget_failures()
-            done = store.done()
-            pending = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
+        with stored.ProvedStore.of(folder, manifest, writable=True) as store:
+            pending = store.pending(job.positions, job.inputs.ids, retry_failed=retry_failed)
+            done = len(store.done())
             if pending:
                 store.add_session(datetime.now(UTC).isoformat(timespec="seconds"), "local", "cpu", versions())
                 if tell is not None:
                     tell(prover.needs(len(pending)))
-            for count, position in enumerate(pending, len(done) + 1):
+            for count, position in enumerate(pending, done + 1):
                 row, attacks = _one(job, prover, position)
                 store.put(row)
                 if attacks:
                     store.put_attacks(attacks)
                 if progress is not None:
                     progress(row, count, manifest.total)
-    return open_proved(folder)
+    return stored.open_proved(folder)
 
 
-def _settle(manifest: ProvedManifest, folder: Path) -> ProvedManifest:
+def _settle(manifest: stored.ProvedManifest, folder: Path) -> stored.ProvedManifest:
     """The manifest on disk if it is this run's, else a new one."""
-    if is_proved(folder):
-        old = read_proved(folder)
-        require_same(folder, old, manifest)
+    if stored.is_proved(folder):
+        old = stored.read_proved(folder)
+        stored.require_same(folder, old, manifest)
         return old
     if (folder / store_file.NAME).exists():
         raise Refused(f"{folder} holds a store but no proved.json: restore it, or use another run directory")
@@ -188,21 +175,16 @@ def _settle(manifest: ProvedManifest, folder: Path) -> ProvedManifest:
     return manifest
 
 
-def _one(job: ProvedJob, prover: Prover, position: int) -> tuple[ProvedRow, list[AttackRow]]:
+def _one(job: ProvedJob, prover: Prover, position: int) -> tuple[stored.ProvedRow, list[AttackRow]]:
     """The row of one input and the attacks on it."""
     began = time.perf_counter()
-    label = -1 if job.inputs.labels is None else job.inputs.labels[position]
-    item = Item(position, job.inputs.ids[position], label, torch.empty(0))
-    try:
-        item = job.inputs.item(position)
-    except (EquipoiseError, OSError) as error:
-        return failed_row(item, f"it could not be read: {error}"), []
-    if job.inputs.labelled:
-        check_label(item.id, item.label, job.manifest.asked.classes)
+    item, problem = job.inputs.attempt(position, job.manifest.asked.classes)
+    if problem is not None:
+        return stored.failed_row(item, problem), []
     try:
         row = prover.prove(item)
     except Refused as error:
-        return failed_row(item, str(error), time.perf_counter() - began), []
+        return stored.failed_row(item, str(error), time.perf_counter() - began), []
     return replace(row, seconds=time.perf_counter() - began), prover.attack(item, row)
 
 
@@ -212,7 +194,7 @@ class Prover:
 
     module: nn.Module
     certifier: Certifier
-    asked: Asked
+    asked: stored.Asked
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -246,7 +228,7 @@ class Prover:
             f"once{budget}; the time of the first input tells the rest"
         )
 
-    def prove(self, item: Item) -> ProvedRow:
+    def prove(self, item: Item) -> stored.ProvedRow:
         """The radius of one input."""
         if tuple(item.x.shape) != self.shape:
             raise Refused(f"the input has shape {tuple(item.x.shape)}, the inputs of this run have {self.shape}")
@@ -255,7 +237,7 @@ class Prover:
             asked = item.label if item.label >= 0 else None
             radius, label, rival, margin, method = self.certifier.certify(item.x.to(self.dtype)[None], asked, deadline)
         answer = label if margin > 0 else self._answer(item.x)
-        return ProvedRow(item.id, item.position, item.label, answer, radius, rival, margin, method)
+        return stored.ProvedRow(item.id, item.position, item.label, answer, radius, rival, margin, method)
 
     def _answer(self, x: Tensor) -> int:
         """The network's own answer."""
@@ -269,7 +251,7 @@ class Prover:
             raise InputError(f"the model failed on an input of shape {self.shape}: {one_line(error)}") from error
         return out
 
-    def attack(self, item: Item, row: ProvedRow) -> list[AttackRow]:
+    def attack(self, item: Item, row: stored.ProvedRow) -> list[AttackRow]:
         """ℓ2 attacks at growing multiples of the radius, until one succeeds; none where the answer is wrong as it is."""
         steps, seed, rows = self.asked.attack_steps, self.asked.attack_seed, list[AttackRow]()
         if not steps or not 0 < row.radius < LARGEST:

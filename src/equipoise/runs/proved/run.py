@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from equipoise.core import InputError, Refused, round_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.core.digests import unsealed
+from equipoise.core.errors import require_one_of
 from equipoise.core.files import describing, read_json, write_whole
 from equipoise.lipschitz.local import radius as methods
 from equipoise.lipschitz.local.backward import Norm
@@ -104,11 +105,8 @@ class Asked:
     attack_seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("norm", self.norm, get_args(Norm)), ("effort", self.effort, get_args(methods.Effort)),
-        ):  # fmt: skip
-            if value not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        require_one_of(get_args(Norm), norm=self.norm)
+        require_one_of(get_args(methods.Effort), effort=self.effort)
         if self.seconds is not None and not self.seconds > 0:
             raise InputError(f"seconds must be positive, got {self.seconds}")
         if self.attack_steps < 0 or self.classes < 2:

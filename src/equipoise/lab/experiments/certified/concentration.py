@@ -8,18 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import canvas, legend, line
-from equipoise.lab.experiments.intervals import gain_label, graded, mean_of
-from equipoise.lab.experiments.shared.smoothed_networks import (
-    CIFAR,
-    FASHION,
-    Sampling,
-    logits,
-    pick,
-    prepared,
-    under_noise,
-)
+from equipoise.lab.experiments.intervals import gain_label, mean_of
+from equipoise.lab.experiments.shared import smoothed_networks as smoothed
 from equipoise.smoothing import SimplexMap, betting, empirical_bernstein, hoeffding, radius_multi
 from equipoise.smoothing.simplex import apply_map
 
@@ -65,14 +57,14 @@ def radii(scores: np.ndarray, top: np.ndarray, sigma: float, alpha: float, inter
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per number of draws, interval and input; the softmax's temperature is fixed on held-out inputs."""
-    network = prepared(under_noise(settings.recipe, settings.sigma), context)
+    network = smoothed.prepared(smoothed.under_noise(settings.recipe, settings.sigma), context)
     classifier = network.classifier(settings.sigma)
-    largest = Sampling(max(settings.draws), settings.n0, settings.alpha)
+    largest = smoothed.Sampling(max(settings.draws), settings.n0, settings.alpha)
     grid = [SimplexMap("softmax", t) for t in np.geomspace(0.01, 50, settings.temperatures).tolist()]
     n0 = context.steps_of(settings.n0)
     chosen: SimplexMap = classifier.calibrate(network.calibration, n0=n0, n=largest.n, alpha=settings.alpha, grid=grid)
     context.tell(f"{chosen}")
-    for part, first, second in logits(classifier, network.x, largest, context):
+    for part, first, second in smoothed.logits(classifier, network.x, largest, context):
         top = apply_map(chosen, first).mean(axis=1).argmax(axis=1)
         scores = apply_map(chosen, second)
         for n in context.steps(settings.draws):
@@ -84,7 +76,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
 
 def paired(rows: Sequence[Row], n: int, name: str) -> list[float]:
     """Radii at n draws in the order of the inputs."""
-    return [r["radius"] for r in sorted(pick(rows, draws=n, interval=name), key=lambda r: r["input"])]
+    return [r["radius"] for r in sorted(smoothed.pick(rows, draws=n, interval=name), key=lambda r: r["input"])]
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
@@ -131,7 +123,7 @@ EXPERIMENT = of_module(
     title="Bernstein's and Hoeffding's intervals for soft votes",
     claim="Bernstein's interval gives larger corrected radii than Hoeffding's.",
     published="Bernstein larger (1000 ImageNet images, σ = 1)",
-    laptop=Settings(FASHION, (250, 500, 1000, 2000)),
-    paper=Settings(CIFAR, (1000, 10_000), temperatures=50),
+    laptop=Settings(smoothed.FASHION, (250, 500, 1000, 2000)),
+    paper=Settings(smoothed.CIFAR, (1000, 10_000), temperatures=50),
     needs=("fashion_mnist.npz",),
 )

@@ -11,21 +11,10 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.intervals import Mean, graded
-from equipoise.lab.experiments.shared.smoothed_networks import (
-    CIFAR,
-    DESK,
-    FASHION,
-    Rated,
-    Sampling,
-    counts,
-    curves,
-    prepared,
-    rated,
-    under_noise,
-)
+from equipoise.lab.experiments.intervals import Mean
+from equipoise.lab.experiments.shared import smoothed_networks as smoothed
 from equipoise.smoothing import certify_counts, class_partition
 from equipoise.smoothing.bounds import Gaussian, count_bounds
 
@@ -39,8 +28,8 @@ class Settings:
 
     recipe: dict[str, Any]
     sigmas: tuple[float, ...]
-    sampling: Sampling
-    many: Sampling
+    sampling: smoothed.Sampling
+    many: smoothed.Sampling
     classes: int = 1000
     inputs: int = 500
     concentrations: tuple[float, ...] = (0.95, 0.98, 0.998)
@@ -76,22 +65,22 @@ def synthetic(level: float, settings: Settings, context: Context) -> tuple[np.nd
 
 def compare(
     first: np.ndarray, second: np.ndarray, labels: np.ndarray, sigma: float, alpha: float
-) -> tuple[dict[str, Rated], np.ndarray]:
+) -> tuple[dict[str, smoothed.Rated], np.ndarray]:
     """All procedures on the same votes, and the number of buckets c* of the thesis' partition."""
     names = {ONE: "cohen", EVERY: "bonferroni", OURS: "cpm", RIVALS: "rivals"}
-    methods = {m: rated(certify_counts(first, second, sigma, alpha, p), labels) for m, p in names.items()}
+    methods = {m: smoothed.rated(certify_counts(first, second, sigma, alpha, p), labels) for m, p in names.items()}
     partition = class_partition(first.astype(np.float64))
     total = second.sum(axis=1).astype(np.float64)
     share = alpha / partition.intervals
     radius = count_bounds(second.astype(np.float64), total, partition, Gaussian(sigma), share, share).radius
-    methods[CPM] = Rated(radius, (partition.selected == labels) & (radius > 0))
+    methods[CPM] = smoothed.Rated(radius, (partition.selected == labels) & (radius > 0))
     return {m: methods[m] for m in METHODS}, partition.buckets
 
 
 def real(sigma: float, settings: Settings, context: Context) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Votes of a network trained at σ, and the labels."""
-    network = prepared(under_noise(settings.recipe, sigma), context)
-    return *counts(network.classifier(sigma), network.x, settings.sampling, context), network.y
+    network = smoothed.prepared(smoothed.under_noise(settings.recipe, sigma), context)
+    return *smoothed.counts(network.classifier(sigma), network.x, settings.sampling, context), network.y
 
 
 def rows_of(
@@ -105,7 +94,7 @@ def rows_of(
         "setting": name, "sigma": sigma, "classes": first.shape[1], "TVU": float(found.mean()),
         "c* mean": float(buckets.mean()), "c* median": float(np.median(buckets)),
     }  # fmt: skip
-    for row in curves(methods, (ONE, EVERY, CPM), [level * sigma for level in settings.levels]):
+    for row in smoothed.curves(methods, (ONE, EVERY, CPM), [level * sigma for level in settings.levels]):
         yield {**row, **shared}
 
 
@@ -113,7 +102,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """The trained networks, then synthetic votes over many classes."""
     for sigma in context.steps(settings.sigmas):
         name = f"10 classes, σ = {sigma:g}"
-        rows = context.cell(name, lambda s=sigma, n=name: rows_of(n, s, real(s, settings, context), settings))  # type: ignore[misc]
+        rows = context.cell(name, lambda n=name, s=sigma: rows_of(n, s, real(s, settings, context), settings))
         context.tell(f"{name}: c* {rows[0]['c* median']:g} (median), TVU {rows[0]['TVU']:.3f}")
         yield from rows
     for level in context.steps(settings.concentrations):
@@ -205,9 +194,9 @@ EXPERIMENT = of_module(
     title="Sharing the risk among classes",
     claim="Class partitioning certifies at least as much as Clopper–Pearson and Bonferroni, with few effective classes.",
     published="CPM ≥ both nearly everywhere; c* 2–3 (10 classes), 3–5 (1000 classes)",
-    laptop=Settings(FASHION, (0.25, 0.5, 1.0), Sampling(1000), Sampling(10_000)),
-    desk=Settings(DESK, (0.25, 0.5, 1.0), Sampling(10_000), Sampling(10_000)),
-    paper=Settings(CIFAR, (0.12, 0.25, 0.5, 1.0), Sampling(10_000), Sampling(10_000)),
+    laptop=Settings(smoothed.FASHION, (0.25, 0.5, 1.0), smoothed.Sampling(1000), smoothed.Sampling(10_000)),
+    desk=Settings(smoothed.DESK, (0.25, 0.5, 1.0), smoothed.Sampling(10_000), smoothed.Sampling(10_000)),
+    paper=Settings(smoothed.CIFAR, (0.12, 0.25, 0.5, 1.0), smoothed.Sampling(10_000), smoothed.Sampling(10_000)),
     notes=("votes over 1000 classes are drawn from laws as concentrated as ImageNet's, not from an ImageNet network",),
     needs=("fashion_mnist.npz",),
 )

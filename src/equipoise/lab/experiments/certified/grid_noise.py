@@ -14,9 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas
-from equipoise.lab.experiments.intervals import graded
 from equipoise.smoothing import SmoothedClassifier, Stream
 
 NOISES: tuple[Literal["float", "grid"], ...] = ("float", "grid")

@@ -18,15 +18,7 @@ from equipoise.lab.experiments.certified.lvm_rs import Settings as Votes
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, published
 from equipoise.lab.experiments.intervals import gain_label
-from equipoise.lab.experiments.shared.smoothed_networks import (
-    Sampling,
-    by_method,
-    curves,
-    gain_of,
-    joined,
-    logits,
-    pick,
-)
+from equipoise.lab.experiments.shared import smoothed_networks as smoothed
 from equipoise.smoothing import SmoothedClassifier
 
 DENOISED, SALMAN = "denoiser and ViT", "Salman's ResNet"
@@ -69,10 +61,10 @@ def rows_of(name: str, sigma: float, settings: Settings, context: Context) -> It
     fixed = classifier.calibrate(
         others, n0=sampling.n0, n=sampling.n, alpha=sampling.alpha, grid=settings.votes.grid[1:]
     )
-    blocks = logits(classifier, x, sampling, context)
+    blocks = smoothed.logits(classifier, x, sampling, context)
     labels = y[: settings.inputs].numpy()
-    methods = joined(compare(a, b, labels[part], fixed, sigma, settings.votes) for part, a, b in blocks)
-    for row in curves(methods, (COHEN, HARD), settings.votes.epsilons):
+    methods = smoothed.joined(compare(a, b, labels[part], fixed, sigma, settings.votes) for part, a, b in blocks)
+    for row in smoothed.curves(methods, (COHEN, HARD), settings.votes.epsilons):
         yield {**row, "network": name, "sigma": sigma, "map": str(fixed)}
 
 
@@ -81,10 +73,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     context.file(settings.data)
     for name, sigmas in settings.sigmas.items():
         for sigma in sigmas:
-            yield from context.cell(
-                f"{name}, σ = {sigma:g}",
-                lambda n=name, s=sigma: rows_of(n, s, settings, context),  # type: ignore[misc]
-            )
+            yield from context.cell(f"{name}, σ = {sigma:g}", rows_of, name, sigma, settings, context)
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
@@ -93,8 +82,8 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     for name in dict.fromkeys(r["network"] for r in rows):
         epsilon, hard, soft = PUBLISHED_TABLE[name][0]
         least = min(r["sigma"] for r in rows if r["network"] == name)
-        row = pick(rows, network=name, method=SOFT, sigma=least, epsilon=epsilon)[0]
-        gain, over = gain_of(row, HARD), gain_of(row, COHEN)
+        row = smoothed.pick(rows, network=name, method=SOFT, sigma=least, epsilon=epsilon)[0]
+        gain, over = smoothed.gain_of(row, HARD), smoothed.gain_of(row, COHEN)
         text = f"{gain.signed} points over hard votes, {over.signed} over Cohen's, at ε = {epsilon:g} ({gain.seeds} inputs)"
         verdicts.append(Verdict(gain_label(gain, soft - hard), text, f"{hard} → {soft}", name))
     return tuple(verdicts)
@@ -106,7 +95,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, axes = canvas(len(names), width=4.4)
     for panel, name in zip(axes, names, strict=True):
         least = min(r["sigma"] for r in rows if r["network"] == name)
-        by_method(panel, pick(rows, network=name, sigma=least), METHODS, every=6)
+        smoothed.by_method(panel, smoothed.pick(rows, network=name, sigma=least), METHODS, every=6)
         x, hard, soft = zip(*PUBLISHED_TABLE[name], strict=True)
         published(panel, x, hard, "published, best σ: hard votes", 0)
         published(panel, x, soft, "published, best σ: LVM-RS", 2)
@@ -122,8 +111,8 @@ EXPERIMENT = of_module(
     title="LVM-RS on ImageNet",
     claim="Soft votes certify more than hard votes on ImageNet, with a denoiser and with adversarially trained smoothing.",
     published="79.88/69.57/51.55/36.04/25.53/14.01 → 80.66/69.84/53.85/36.04/27.43/14.31 % at ε = 0/0.5/1/1.5/2/3",
-    laptop=Settings(Votes({}, Sampling(1000), temperatures=8, epsilons=RADII), inputs=20, calibration=10),
-    paper=Settings(Votes({}, Sampling(10_000), temperatures=50, epsilons=RADII)),
+    laptop=Settings(Votes({}, smoothed.Sampling(1000), temperatures=8, epsilons=RADII), inputs=20, calibration=10),
+    paper=Settings(Votes({}, smoothed.Sampling(10_000), temperatures=50, epsilons=RADII)),
     notes=("about 6 s an input and σ on a V100 in the thesis: an hour for each σ at 500 inputs",),
     needs=("imagenet-val",),
 )

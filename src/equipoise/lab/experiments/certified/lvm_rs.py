@@ -19,23 +19,7 @@ import numpy as np
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, published
 from equipoise.lab.experiments.intervals import gain_label, power_of_mean
-from equipoise.lab.experiments.shared.smoothed_networks import (
-    CIFAR,
-    DESK,
-    FASHION,
-    Rated,
-    Sampling,
-    by_method,
-    certify_logits,
-    curves,
-    gain_of,
-    joined,
-    logits,
-    pick,
-    prepared,
-    rated,
-    votes,
-)
+from equipoise.lab.experiments.shared import smoothed_networks as smoothed
 from equipoise.lab.experiments.shared.training import merged
 from equipoise.smoothing import (
     SimplexMap,
@@ -69,7 +53,7 @@ class Settings:
     """The recipe, trained at each σ in each way; temperatures of the grid; draws; radii ε."""
 
     recipe: dict[str, Any]
-    sampling: Sampling
+    sampling: smoothed.Sampling
     temperatures: int
     sigmas: tuple[float, ...] = (0.25, 0.5, 1.0)
     trainings: tuple[str, ...] = tuple(TRAININGS)
@@ -82,7 +66,7 @@ class Settings:
 
 
 def printed(chosen: SimplexMap, first: np.ndarray, second: np.ndarray, labels: np.ndarray, sigma: float,
-            alpha: float) -> Rated:  # fmt: skip
+            alpha: float) -> smoothed.Rated:  # fmt: skip
     """The thesis' last step: two intervals at α each, whose variance is divided by n once too often (errata 8)."""
     selection, scores = apply_map(chosen, first), apply_map(chosen, second)
     n, top = scores.shape[1], selection.mean(axis=1).argmax(axis=1)
@@ -93,41 +77,43 @@ def printed(chosen: SimplexMap, first: np.ndarray, second: np.ndarray, labels: n
     low, rivals = lower[rows, top], upper.copy()
     rivals[rows, top] = 0.0
     radius = radius_multi(low, rivals.max(axis=1), sigma)
-    return Rated(radius, (top == labels) & (radius > 0))
+    return smoothed.Rated(radius, (top == labels) & (radius > 0))
 
 
 def compare(
     first: np.ndarray, second: np.ndarray, labels: np.ndarray, fixed: SimplexMap, sigma: float, settings: Settings
-) -> dict[str, Rated]:
+) -> dict[str, smoothed.Rated]:
     """All methods on the same draws."""
     alpha, n = settings.sampling.alpha, second.shape[1]
-    counts = votes(first), votes(second)
+    counts = smoothed.votes(first), smoothed.votes(second)
     own = choose_map(first, n, sigma, alpha, grid=settings.grid, per_input=True)
     each = [(chosen, slice(i, i + 1)) for i, chosen in enumerate(own)]
 
-    def certified(chosen: SimplexMap, at: slice) -> Rated:
-        return rated(certify_logits(chosen, first[at], second[at], sigma, alpha, procedure="rivals"), labels[at])
+    def certified(chosen: SimplexMap, at: slice) -> smoothed.Rated:
+        return smoothed.rated(
+            smoothed.certify_logits(chosen, first[at], second[at], sigma, alpha, procedure="rivals"), labels[at]
+        )
 
     return {
-        COHEN: rated(certify_counts(*counts, sigma, alpha, "cohen"), labels),
-        HARD: rated(certify_counts(*counts, sigma, alpha, "rivals"), labels),
+        COHEN: smoothed.rated(certify_counts(*counts, sigma, alpha, "cohen"), labels),
+        HARD: smoothed.rated(certify_counts(*counts, sigma, alpha, "rivals"), labels),
         SOFT: certified(fixed, slice(None)),
-        OWN: joined({OWN: certified(m, i)} for m, i in each)[OWN],
-        PRINTED: joined({OWN: printed(m, first[i], second[i], labels[i], sigma, alpha)} for m, i in each)[OWN],
+        OWN: smoothed.joined({OWN: certified(m, i)} for m, i in each)[OWN],
+        PRINTED: smoothed.joined({OWN: printed(m, first[i], second[i], labels[i], sigma, alpha)} for m, i in each)[OWN],
     }
 
 
 def rows_of(sigma: float, training: str, settings: Settings, context: Context) -> Iterator[Row]:
     """One network: a row per method and ε."""
     recipe = merged(settings.recipe, {"noise": {**TRAININGS[training], "sigma": sigma}})
-    network = prepared(recipe, context)
+    network = smoothed.prepared(recipe, context)
     classifier, sampling = network.classifier(sigma), settings.sampling
     n0, soft = context.steps_of(sampling.n0), settings.grid[1:]
     fixed = classifier.calibrate(network.calibration, n0=n0, n=sampling.n, alpha=sampling.alpha, grid=soft)
     context.tell(f"σ = {sigma:g}, trained {training}: {fixed}")
-    blocks = logits(classifier, network.x, sampling, context)
-    methods = joined(compare(a, b, network.y[part], fixed, sigma, settings) for part, a, b in blocks)
-    for row in curves(methods, (COHEN, HARD), settings.epsilons):
+    blocks = smoothed.logits(classifier, network.x, sampling, context)
+    methods = smoothed.joined(compare(a, b, network.y[part], fixed, sigma, settings) for part, a, b in blocks)
+    for row in smoothed.curves(methods, (COHEN, HARD), settings.epsilons):
         yield {**row, "sigma": sigma, "training": training, "map": str(fixed)}
 
 
@@ -135,20 +121,19 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """Every σ and training."""
     for sigma in context.steps(settings.sigmas):
         for training in settings.trainings:
-            yield from context.cell(
-                f"σ = {sigma:g}, {training}",
-                lambda s=sigma, t=training: rows_of(s, t, settings, context),  # type: ignore[misc]
-            )
+            yield from context.cell(f"σ = {sigma:g}, {training}", rows_of, sigma, training, settings, context)
 
 
 def at_zero(rows: Sequence[Row], method: str, training: str = "noise") -> Row:
     """The row at ε = 0 and the largest σ, where the thesis gains most."""
-    return pick(rows, method=method, training=training, sigma=max(r["sigma"] for r in rows), epsilon=0.0)[0]
+    return smoothed.pick(rows, method=method, training=training, sigma=max(r["sigma"] for r in rows), epsilon=0.0)[0]
 
 
 def best(rows: Sequence[Row], method: str) -> str:
     """Certified accuracies at the published radii, the best over σ and training."""
-    found = [max(r["accuracy"] for r in pick(rows, method=method, epsilon=e)) for e in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    found = [
+        max(r["accuracy"] for r in smoothed.pick(rows, method=method, epsilon=e)) for e in (0.0, 0.25, 0.5, 0.75, 1.0)
+    ]
     return "/".join(f"{v:.1f}" for v in found)
 
 
@@ -160,18 +145,18 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     said = f"+{GAIN:.2f} for both parts together (σ = 1, ε = 0)"
     verdicts = []
     for training in dict.fromkeys(r["training"] for r in rows):
-        gain, own = (gain_of(at_zero(rows, m, training), HARD) for m in (SOFT, OWN))
+        gain, own = (smoothed.gain_of(at_zero(rows, m, training), HARD) for m in (SOFT, OWN))
         losses = [
             r
-            for r in pick(rows, method=SOFT, training=training)
-            if r["epsilon"] in (0.0, 0.25, 0.5, 0.75, 1.0) and gain_of(r, HARD).high < 0
+            for r in smoothed.pick(rows, method=SOFT, training=training)
+            if r["epsilon"] in (0.0, 0.25, 0.5, 0.75, 1.0) and smoothed.gain_of(r, HARD).high < 0
         ]
         text = (
             f"σ = {sigma:g}, ε = 0: {gain.signed} points (map per input {own.signed}); sure losses at {len(losses)} of "
             f"the published cells; {at_zero(rows, SOFT, training)['map']}; {gain.seeds} inputs"
         )
         verdicts.append(Verdict(gain_label(gain, GAIN), text, said, f"soft over hard votes, trained {training}"))
-    gain = gain_of(at_zero(rows, HARD), COHEN)
+    gain = smoothed.gain_of(at_zero(rows, HARD), COHEN)
     text = (
         f"σ = {sigma:g}, ε = 0: {gain.signed} points; best over σ: Cohen {best(rows, COHEN)}, hard votes "
         f"{best(rows, HARD)}, soft votes {best(rows, SOFT)}, as printed (no certificate) {best(rows, PRINTED)} %"
@@ -186,7 +171,9 @@ def draw(rows: Sequence[Row]) -> Figure:
     figure, axes = canvas(columns=len(sigmas), rows=len(trainings), width=3.7, height=2.9)
     for k, (training, sigma) in enumerate((t, s) for t in trainings for s in sigmas):
         panel = axes[k]
-        by_method(panel, pick(rows, training=training, sigma=sigma), METHODS, every=8, markersize=3.5, linewidth=1.3)
+        smoothed.by_method(
+            panel, smoothed.pick(rows, training=training, sigma=sigma), METHODS, every=8, markersize=3.5, linewidth=1.3
+        )
         if sigma in PUBLISHED_TABLE:
             x, hard, soft = zip(*PUBLISHED_TABLE[sigma], strict=True)
             published(panel, x, hard, "published (CIFAR-10): hard votes", 0, markersize=5)
@@ -205,15 +192,15 @@ EXPERIMENT = of_module(
     title="LVM-RS against hard votes",
     claim="Soft votes with a chosen simplex map and variance-aware intervals certify more than hard votes, most at large σ.",
     published="CIFAR-10 best over σ: 86.7/74.4/58.3/41.0/29.9 → 88.5/76.2/60.2/43.8/32.4 %; σ = 1, ε = 0: 48.97 → 63.72 %",
-    laptop=Settings(FASHION, Sampling(2000), temperatures=16, trainings=("noise",)),
+    laptop=Settings(smoothed.FASHION, smoothed.Sampling(2000), temperatures=16, trainings=("noise",)),
     desk=Settings(
-        merged(DESK, {"data": {"limit": 12_000, "test_limit": 200, "validation": 0.008}, "epochs": 6}),
-        Sampling(2000),
+        merged(smoothed.DESK, {"data": {"limit": 12_000, "test_limit": 200, "validation": 0.008}, "epochs": 6}),
+        smoothed.Sampling(2000),
         temperatures=12,
         sigmas=(0.5, 1.0),
     ),
-    paper=Settings(CIFAR, Sampling(100_000), temperatures=50),
+    paper=Settings(smoothed.CIFAR, smoothed.Sampling(100_000), temperatures=50),
     notes=("the thesis smooths a denoiser and a vision transformer; paper scale trains Cohen's ResNet-110",),
-    power=lambda rows: power_of_mean(gain_of(at_zero(rows, SOFT), HARD), GAIN, over="inputs"),
+    power=lambda rows: power_of_mean(smoothed.gain_of(at_zero(rows, SOFT), HARD), GAIN, over="inputs"),
     needs=("fashion_mnist.npz",),
 )

@@ -11,17 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.lab.experiments.intervals import mean_of
-from equipoise.lab.experiments.shared.smoothed_networks import (
-    CIFAR,
-    FASHION,
-    Sampling,
-    counts,
-    prepared,
-    under_noise,
-)
+from equipoise.lab.experiments.shared import smoothed_networks as smoothed
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_mono
 
 PROCEDURES = {"R_mono": "cohen", "R_mult": "bonferroni", "R_mult, CPM": "cpm"}
@@ -37,14 +30,14 @@ class Settings:
 
     recipe: dict[str, Any]
     sigmas: tuple[float, ...]
-    sampling: Sampling
+    sampling: smoothed.Sampling
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per σ: mean radii of the selected class over the inputs, paired gaps, mean distance of the votes to uniform."""
     for sigma in context.steps(settings.sigmas):
-        network = prepared(under_noise(settings.recipe, sigma), context)
-        first, second = counts(network.classifier(sigma), network.x, settings.sampling, context)
+        network = smoothed.prepared(smoothed.under_noise(settings.recipe, sigma), context)
+        first, second = smoothed.counts(network.classifier(sigma), network.x, settings.sampling, context)
         found = {m: certify_counts(first, second, sigma, settings.sampling.alpha, p) for m, p in PROCEDURES.items()}
         row: Row = {m: float(c.radius.mean()) for m, c in found.items()}
         for name in ("R_mult", "R_mult, CPM"):
@@ -69,7 +62,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     sure = last[key] - last[f"{key} ±"] > 0
     whole = falls and sure and last["R_mono"] <= last["R_mult"] / 2
     some = any(r[key] - r[f"{key} ±"] > 0 for r in rows) and last[key] > rows[0][key]
-    label = Label.REPRODUCED if whole else Label.DIRECTION if some else Label.NOT
+    label = graded(whole, some)
     cells = ", ".join(
         f"σ={r['sigma']:g} (TVU {r['TVU']:.2f}) {r['R_mult']:.3f} vs {r['R_mono']:.3f}, gap "
         f"{r[key]:+.3f} ± {r[f'{key} ±']:.3f}"
@@ -110,7 +103,7 @@ EXPERIMENT = of_module(
     claim="As noise flattens the votes, the radius from two classes keeps certifying where the one from one class fails.",
     notes=("the printed radii exceed what n = 10⁴ draws can certify at α = 10⁻³ (errata): σ·Φ⁻¹(α^(1/n)) at most",),
     published="R_mult vs R_mono: σ=0.25: 5.89 vs 5.89; σ=0.5: 1.28 vs 0.59; σ=0.6: 0.56 vs 0 (more than n = 10⁴ can certify)",
-    laptop=Settings(FASHION, (0.25, 0.5, 1.0, 2.0, 4.0), Sampling(1000)),
-    paper=Settings(CIFAR, (0.25, 0.3, 0.35, 0.4, 0.5, 0.6), Sampling(10_000)),
+    laptop=Settings(smoothed.FASHION, (0.25, 0.5, 1.0, 2.0, 4.0), smoothed.Sampling(1000)),
+    paper=Settings(smoothed.CIFAR, (0.25, 0.3, 0.35, 0.4, 0.5, 0.6), smoothed.Sampling(10_000)),
     needs=("fashion_mnist.npz",),
 )

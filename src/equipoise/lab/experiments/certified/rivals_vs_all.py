@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from equipoise.lab.bench.smoothing import OTHERS, Law, compare
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
-from equipoise.lab.experiments.intervals import graded
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_multi
 
 

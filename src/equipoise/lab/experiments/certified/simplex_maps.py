@@ -6,19 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.intervals import gain_label, graded, mean_of
-from equipoise.lab.experiments.shared.smoothed_networks import (
-    CIFAR,
-    FASHION,
-    Sampling,
-    certify_logits,
-    logits,
-    prepared,
-    under_noise,
-    votes,
-)
+from equipoise.lab.experiments.intervals import gain_label, mean_of
+from equipoise.lab.experiments.shared import smoothed_networks as smoothed
 from equipoise.smoothing import SimplexMap, certify_counts, certify_scores
 from equipoise.smoothing.simplex import apply_map
 
@@ -31,7 +22,7 @@ class Settings:
     """The recipe at noise σ, temperatures T, draws."""
 
     recipe: dict[str, Any]
-    sampling: Sampling
+    sampling: smoothed.Sampling
     temperatures: tuple[float, ...]
     sigma: float = 1.0
 
@@ -44,10 +35,10 @@ def rows_of(name: str, temperature: float, radius: np.ndarray, start: int) -> It
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per map, temperature and input, all on the same draws; the hardmax has no temperature (0 here)."""
-    network = prepared(under_noise(settings.recipe, settings.sigma), context)
+    network = smoothed.prepared(smoothed.under_noise(settings.recipe, settings.sigma), context)
     classifier, sigma, alpha = network.classifier(settings.sigma), settings.sigma, settings.sampling.alpha
-    for part, first, second in logits(classifier, network.x, settings.sampling, context):
-        counts = votes(first), votes(second)
+    for part, first, second in smoothed.logits(classifier, network.x, settings.sampling, context):
+        counts = smoothed.votes(first), smoothed.votes(second)
         hard = SimplexMap("hardmax")
         scores = apply_map(hard, first), apply_map(hard, second)
         yield from rows_of(HARD, 0.0, certify_counts(*counts, sigma, alpha, "cpm").radius, part.start)
@@ -56,7 +47,9 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
         for name in SOFT:
             for t in context.steps(settings.temperatures):
                 chosen = SimplexMap(name, t)  # type: ignore[arg-type]
-                yield from rows_of(name, t, certify_logits(chosen, first, second, sigma, alpha).radius, part.start)
+                yield from rows_of(
+                    name, t, smoothed.certify_logits(chosen, first, second, sigma, alpha).radius, part.start
+                )
 
 
 def table(rows: Sequence[Row]) -> dict[tuple[str, float], np.ndarray]:
@@ -122,7 +115,7 @@ EXPERIMENT = of_module(
     title="Radius against the temperature of the simplex map",
     claim="At a temperature inside the range, softmax and sparsemax certify larger radii than the hardmax.",
     published="an interior T beats hardmax (one ImageNet image, σ = 1)",
-    laptop=Settings(FASHION, Sampling(2000), tuple(float(t) for t in np.geomspace(0.01, 50, 16).round(4))),
-    paper=Settings(CIFAR, Sampling(10_000), tuple(float(t) for t in np.geomspace(0.01, 50, 50).round(4))),
+    laptop=Settings(smoothed.FASHION, smoothed.Sampling(2000), smoothed.temperatures(50, 16)),
+    paper=Settings(smoothed.CIFAR, smoothed.Sampling(10_000), smoothed.temperatures(50, 50)),
     needs=("fashion_mnist.npz",),
 )

@@ -7,19 +7,9 @@ from typing import Any
 import numpy as np
 
 from equipoise.lab.experiments.certified.rs_new_bound import LAPTOP_NETWORK, LIPSCHITZ, MASS, PAPER_NETWORK
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.shared.smoothed_networks import (
-    Rated,
-    Sampling,
-    certify_logits,
-    curves,
-    gain_of,
-    joined,
-    logits,
-    pick,
-    prepared,
-)
+from equipoise.lab.experiments.shared import smoothed_networks as smoothed
 from equipoise.smoothing import SimplexMap, optimal_sigma, radius_weak
 
 USUAL = "r = 1"
@@ -30,14 +20,14 @@ class Settings:
     """The recipe of the 5-Lipschitz network, masses r, draws, radii ε."""
 
     recipe: dict[str, Any]
-    sampling: Sampling
+    sampling: smoothed.Sampling
     masses: tuple[float, ...] = (0.5, 1.0, 2.0, 3.0, 5.0, 10.0)
     epsilons: tuple[float, ...] = tuple(round(0.04 * k, 2) for k in range(26))
 
 
 def radii(
     first: np.ndarray, second: np.ndarray, labels: np.ndarray, settings: Settings, sigma: float
-) -> dict[str, Rated]:
+) -> dict[str, smoothed.Rated]:
     """R = margin/(2·Lip(F̃_k)) with the bound of σ, L and r, for every mass on the same draws.
 
     Mass r at temperature 1 is mass 1 at temperature r: the knob is the temperature of the scores.
@@ -45,21 +35,21 @@ def radii(
     result = {}
     for r in settings.masses:
         chosen = SimplexMap("sparsemax", 1.0, r)
-        found = certify_logits(chosen, first, second, sigma, settings.sampling.alpha)
+        found = smoothed.certify_logits(chosen, first, second, sigma, settings.sampling.alpha)
         constant = chosen.constant(second.shape[-1]) * LIPSCHITZ
         radius = radius_weak(r * found.p_lower, r * found.p_upper, sigma, constant, mass=r)
-        result[f"r = {r:g}"] = Rated(radius, (found.selected == labels) & (radius > 0))
+        result[f"r = {r:g}"] = smoothed.Rated(radius, (found.selected == labels) & (radius > 0))
     return result
 
 
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per mass and ε; intervals of the gain over r = 1 hold for all masses and radii at once (Bonferroni)."""
-    network = prepared(settings.recipe, context)
+    network = smoothed.prepared(settings.recipe, context)
     sigma = optimal_sigma(LIPSCHITZ, mass=MASS, vector=True)
-    blocks = logits(network.classifier(sigma), network.x, settings.sampling, context)
-    methods = joined(radii(first, second, network.y[part], settings, sigma) for part, first, second in blocks)
+    blocks = smoothed.logits(network.classifier(sigma), network.x, settings.sampling, context)
+    methods = smoothed.joined(radii(first, second, network.y[part], settings, sigma) for part, first, second in blocks)
     level = 1 - 0.05 / (len(settings.masses) * len(settings.epsilons))
-    yield from curves(methods, (USUAL,), settings.epsilons, level)
+    yield from smoothed.curves(methods, (USUAL,), settings.epsilons, level)
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
@@ -71,14 +61,14 @@ def judge(rows: Sequence[Row]) -> Verdict:
     best = max(others, key=lambda r: r[key] - r[f"{key} ±"])
     winners = {}
     for epsilon in sorted({r["epsilon"] for r in rows}):
-        here = pick(rows, epsilon=epsilon)
+        here = smoothed.pick(rows, epsilon=epsilon)
         top = max(r["accuracy"] for r in here)
         winners[epsilon] = {r["method"] for r in here if r["accuracy"] == top and top > 0}
     crossing = not set.intersection(*(w for w in winners.values() if w))
     sure = best[key] - best[f"{key} ±"] > 0
-    label = Label.REPRODUCED if sure and crossing else Label.DIRECTION if best[key] > 0 else Label.NOT
+    label = graded(sure and crossing, best[key] > 0)
     text = (
-        f"{best['method']} at ε = {best['epsilon']:g}: {gain_of(best, USUAL).signed} points over {USUAL} "
+        f"{best['method']} at ε = {best['epsilon']:g}: {smoothed.gain_of(best, USUAL).signed} points over {USUAL} "
         f"({best['inputs']} inputs, simultaneous interval); "
         f"{'the best mass depends on ε' if crossing else 'one mass is best at every ε'}"
     )
@@ -89,7 +79,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     """Certified accuracy over ε for every mass."""
     figure, (axes,) = canvas(width=5.4, height=3.6)
     for k, name in enumerate(dict.fromkeys(r["method"] for r in rows)):
-        found = pick(rows, method=name)
+        found = smoothed.pick(rows, method=name)
         x, y = [r["epsilon"] for r in found], [r["accuracy"] for r in found]
         line(axes, x, y, f"{name} (usual)" if name == USUAL else name, k, markevery=3)
     axes.set(xlabel="ℓ2 radius ε", ylabel="certified accuracy (%)", ylim=(0, None))
@@ -103,7 +93,7 @@ EXPERIMENT = of_module(
     title="Certified accuracy for several simplex masses",
     claim="Masses other than r = 1 give other robustness profiles, with more certified accuracy at some radii.",
     published="new profiles beyond r = 1",
-    laptop=Settings(LAPTOP_NETWORK, Sampling(1000)),
-    paper=Settings(PAPER_NETWORK, Sampling(10_000)),
+    laptop=Settings(LAPTOP_NETWORK, smoothed.Sampling(1000)),
+    paper=Settings(PAPER_NETWORK, smoothed.Sampling(10_000)),
     needs=("fashion_mnist.npz",),
 )

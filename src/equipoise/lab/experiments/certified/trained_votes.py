@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.lab.experiments.intervals import Mean, mean_of
 from equipoise.lab.experiments.shared.smoothed_networks import Rated, Sampling, curves, logits, pick, prepared, votes
@@ -145,16 +145,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-EXPERIMENT = Experiment(
-    id="trained-votes",
-    chapter="Certified robustness",
+EXPERIMENT = of_module(
+    __name__,
     title="Networks trained for the certificate they get",
     claim="A network trained through map and temperature for the soft vote, or for the Lipschitz-aware radius, certifies more by "
     "it than by Cohen's bound, by rivals and by the deterministic certificate.",
     published="not in the thesis, which trains under plain noise",
     laptop=Settings(),
     paper=Settings(inputs=360, sampling=Sampling(100_000)),
-    run=run,
-    judge=judge,
-    draw=draw,
 )

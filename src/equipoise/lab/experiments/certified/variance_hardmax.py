@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 
 
@@ -37,7 +37,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     limit = 4 * (0.8 / rows[0]["draws"]) ** 0.5  # kurtosis of the uniform law: Var(s²) ≈ 0.8 σ⁴/n
     good = soft < limit and hard < 4 / rows[0]["draws"] * 4
     text = f"relative deviation at most {soft:.1e} from ε²/3 and {hard:.1e} from 1/4 ({rows[0]['draws']:,} draws each)"
-    return Verdict(Label.REPRODUCED if good else Label.NOT, text, EXPERIMENT.published)
+    return Verdict(graded(good), text, EXPERIMENT.published)
 
 
 def draw(rows: Sequence[Row]) -> Figure:

@@ -11,7 +11,7 @@ import torch
 
 from equipoise.curvature import trace
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
-from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, intervals, legend
 from equipoise.lab.experiments.generalisation.activation_decay import SCALE, decay
 from equipoise.lab.experiments.intervals import gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import STANDARD, merged, recipe, train
@@ -66,10 +66,8 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
             with_wrong_labels(source, path, share)
             for seed in range(1 if context.dry else settings.seeds):
                 for sigma in context.steps(settings.sigmas):
-                    rows = context.cell(
-                        f"share {share:g}, seed {seed}, σ = {sigma:g}",
-                        lambda p=path, g=sigma, s=seed: measured(settings, p, g, s, context),  # type: ignore[misc]
-                    )
+                    key = f"share {share:g}, seed {seed}, σ = {sigma:g}"
+                    rows = context.cell(key, measured, settings, path, sigma, seed, context)
                     yield from ({"share": share, **row} for row in rows)
 
 
@@ -112,15 +110,8 @@ def draw(rows: Sequence[Row]) -> Figure:
         sigmas = swept(rows, share)
         for k, axes in enumerate(panels):
             means = [mean_of(gains(rows, sigma, share)[k]) for sigma in sigmas]
-            axes.errorbar(
-                sigmas,
-                [m.value for m in means],
-                yerr=[m.half if m.seeds > 1 else 0.0 for m in means],
-                color=COLOURS[j],
-                marker=MARKERS[j],
-                capsize=3,
-                label=f"{share:.0%} wrong labels",
-            )
+            shown = f"{share:.0%} wrong labels"
+            intervals(axes, sigmas, means, color=COLOURS[j], marker=MARKERS[j], capsize=3, label=shown)
     for axes, name in zip(panels, ("gain in accuracy (points)", "trace of the Hessian, less by (%)"), strict=True):
         axes.axhline(0, color="0.3", linewidth=0.8)
         axes.set(xlabel="σ of activation decay", ylabel=name)

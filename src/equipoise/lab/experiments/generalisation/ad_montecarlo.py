@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
-from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
 from equipoise.regularizers import ActivationDecay
 

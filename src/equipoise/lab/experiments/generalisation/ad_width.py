@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
-from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, legend
+from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, intervals, legend
 from equipoise.lab.experiments.generalisation.activation_decay import AD, SCALE, SMALL, perceptron
 from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
 from equipoise.lab.experiments.shared.training import Settings as Comparison
@@ -57,10 +57,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     widths = sorted({row["width"] for row in rows})
     for k, name in enumerate(("baseline", "AD")):
         means = [mean_of([100 * v for v in by_variant([r for r in rows if r["width"] == w])[name]]) for w in widths]
-        half = [m.half if m.seeds > 1 else 0.0 for m in means]
-        axes.errorbar(
-            widths, [m.value for m in means], yerr=half, color=COLOURS[k], marker=MARKERS[k], capsize=3, label=name
-        )
+        intervals(axes, widths, means, color=COLOURS[k], marker=MARKERS[k], capsize=3, label=name)
     axes.set(xscale="log", xlabel="width of the hidden layers", ylabel="test accuracy (%)")
     axes.set_xticks(widths, [str(w) for w in widths])
     axes.minorticks_off()

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
 
 

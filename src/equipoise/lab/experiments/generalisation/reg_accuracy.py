@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, published
-from equipoise.lab.experiments.intervals import gain_label, graded, mean_of, parity_label, power_of
+from equipoise.lab.experiments.intervals import gain_label, mean_of, parity_label, power_of
 from equipoise.lab.experiments.shared import training
 from equipoise.lab.experiments.shared.training import STANDARD, Plain, Settings, Variants, by_variant, paired, recipe
 from equipoise.norms.peers import reshapings

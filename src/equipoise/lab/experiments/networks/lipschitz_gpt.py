@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
-from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import merged, train
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.models import LipschitzGPT
@@ -46,7 +45,7 @@ class Settings:
 def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per constant."""
     for constant in context.steps(settings.constants):
-        yield from context.cell(f"constant {constant}", lambda c=constant: measured(c, settings, context))  # type: ignore[misc]
+        yield from context.cell(f"constant {constant}", measured, constant, settings, context)
 
 
 def measured(constant: float | None, settings: Settings, context: Context) -> Iterator[Row]:
@@ -82,7 +81,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     price = ", ".join(f"{100 * r['accuracy']:.1f} %, {r['bits']:.2f} bits at {r['proved']:.4g}" for r in rows)
     return (
         Verdict(
-            Label.REPRODUCED if kept else Label.NOT,
+            graded(kept),
             f"proved from the graph (product of the blocks) {constants}",
             "our own claim",
             "constant",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_weights
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Experiment, Label, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend
 from equipoise.lab.experiments.shared.local_networks import (
     dense,
@@ -214,8 +214,12 @@ def _random(rows: Sequence[Row]) -> Verdict:
     below = all(r["ECLipsE-Gen-Local"] is None or r["upper"] < r["ECLipsE-Gen-Local"] for r in rows)
     text = ", ".join(f"{r['network']} {r['radius']:g}: {r['upper']:.4g} (attack {r['attack']:.3g})" for r in rows)
     shown = ", ".join(f"{r['prototype']:g}" for r in rows)
-    label = Label.REPRODUCED if all(reached) and below else Label.NOT
-    return Verdict(label, text, f"{shown} (prototype, not proved); ECLipsE-Gen-Local above", "random networks")
+    return Verdict(
+        graded(all(reached) and below),
+        text,
+        f"{shown} (prototype, not proved); ECLipsE-Gen-Local above",
+        "random networks",
+    )
 
 
 def _eclipse(rows: Sequence[Row]) -> Verdict:
@@ -242,8 +246,7 @@ def _mnist(rows: Sequence[Row]) -> Verdict:
         f"{mean:.3f} × CROWN over {len(ratios)} of {len(rows)} images (least {min(ratios, default=math.nan):.3f}), ℓ∞ at least "
         f"CROWN's: {linf}; {times[len(times) // 2]:.1f} s an image in the median, {times[-1]:.1f} at most"
     )
-    label = Label.REPRODUCED if mean >= GOAL_MNIST and linf else Label.DIRECTION if mean > 1 else Label.NOT
-    return Verdict(label, text, f"≥ {GOAL_MNIST:g} × CROWN", "mnist-6x100, ℓ2")
+    return Verdict(graded(mean >= GOAL_MNIST and linf, mean > 1), text, f"≥ {GOAL_MNIST:g} × CROWN", "mnist-6x100, ℓ2")
 
 
 def _fashion(rows: Sequence[Row]) -> Verdict:
@@ -260,9 +263,7 @@ def _fashion(rows: Sequence[Row]) -> Verdict:
         f"the smoothed network {share['smoothed']:.0f} %, at risk 0.001) of {len(rows)} images"
     )
     done = over["zonotope"] >= GOAL_FASHION and over["crown"] >= 1
-    return Verdict(
-        Label.REPRODUCED if done else Label.DIRECTION, text, f"≥ {GOAL_FASHION:g} × zonotope, ≥ CROWN", "fashion CNN"
-    )
+    return Verdict(graded(done, True), text, f"≥ {GOAL_FASHION:g} × zonotope, ≥ CROWN", "fashion CNN")
 
 
 def _resnet(rows: Sequence[Row]) -> Verdict:
@@ -272,8 +273,7 @@ def _resnet(rows: Sequence[Row]) -> Verdict:
         f"{r['attack']:.3g} of {r['global']:.3g})"
         for r in rows
     )
-    label = Label.REPRODUCED if all(met) else Label.DIRECTION if any(met) else Label.NOT
-    return Verdict(label, text, "below 0.01 at 0.05 and 0.1 at 0.25", "ResNet-20")
+    return Verdict(graded(all(met), any(met)), text, "below 0.01 at 0.05 and 0.1 at 0.25", "ResNet-20")
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -299,18 +299,14 @@ DESK = Settings(
     draws=10_000,
     attack_steps=100,
 )
-EXPERIMENT = Experiment(
-    id="local-tightness",
-    chapter="Lipschitz networks",
+EXPERIMENT = of_module(
+    __name__,
     title="How tight proved local bounds are",
     claim="Multipliers on the neurons that may switch give smaller proved constants and larger proved radii than what was known.",
     published="2.38, 2.71, 0.346, 0.184, 0.00197, 0.043, 0.0024 on random networks; 1.25 × CROWN on mnist-6x100",
     laptop=Settings(("random", "mnist")),
     desk=DESK,
     paper=replace(DESK, parts=PARTS, linf_images=50, fashion_images=100, draws=100_000, resnet_radii=(0.05, 0.25)),
-    run=run,
-    judge=judge,
-    draw=draw,
     needs=(
         "random-relu-nets.npz",
         "mnist-6x100.safetensors",

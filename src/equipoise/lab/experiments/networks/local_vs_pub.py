@@ -8,9 +8,8 @@ import torch
 
 from equipoise.conversion import export
 from equipoise.data import load_dataset
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
-from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 

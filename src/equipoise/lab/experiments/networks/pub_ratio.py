@@ -12,7 +12,7 @@ from torch import nn
 from equipoise.checkpoints import load_weights
 from equipoise.core.timing import take_turns
 from equipoise.lab.bench.lipschitz import ryu_product
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend, published
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.models import build
@@ -72,8 +72,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     sound = all(value >= 1 - 1e-6 for value in product.values())
     near = max(product.values()) <= 2
     text = ", ".join(f"{name} {value:.2f} (fused {fused[name]:.2g})" for name, value in product.items())
-    label = Label.REPRODUCED if sound and near else Label.DIRECTION if sound else Label.NOT
-    return Verdict(label, text, EXPERIMENT.published)
+    return Verdict(graded(sound and near, sound), text, EXPERIMENT.published)
 
 
 def draw(rows: Sequence[Row]) -> Figure:

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import COLOURS, MARKERS, Figure, canvas
 from equipoise.lab.experiments.generalisation.reg_accuracy import WEIGHT_DECAY, regularized, resnet18, rivals
-from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import merged, train
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import input_shapes
@@ -50,7 +49,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per method and convolution."""
     with rivals():
         for name in context.steps(settings.methods):
-            yield from context.cell(name, lambda name=name: measured(name, settings, context))  # type: ignore[misc]
+            yield from context.cell(name, measured, name, settings, context)
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
 from equipoise.smoothing import Probit, component_bound
 from equipoise.smoothing.weierstrass import lipschitz_local_bound, range_bound
@@ -58,7 +58,7 @@ def judge(rows: Sequence[Row], ours: str, others: Sequence[str], published: str)
     rival = min(middle[name] for name in others)
     share, other = middle["gradient"] / middle[ours], middle["gradient"] / rival
     text = f"at x = 0 the gradient is {share:.3f} of our bound and {other:.3f} of the best other; all hold at {len(rows)} points"
-    return Verdict(Label.REPRODUCED if holds and tighter else Label.NOT, text, published)
+    return Verdict(graded(holds and tighter), text, published)
 
 
 def draw(rows: Sequence[Row], names: dict[str, str], ylabel: str) -> Figure:

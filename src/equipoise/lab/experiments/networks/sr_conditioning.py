@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.intervals import graded
 from equipoise.nn import AOLLinear, SNLinear, SRLinear
 from equipoise.nn.layers import Weighted
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.intervals import graded
 from equipoise.lab.experiments.shared.training import train
 from equipoise.nn.models import build
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.timing import take_turns
-from equipoise.lab.experiments.experiment import CHAPTERS, Context, Experiment, Row, Verdict
+from equipoise.lab.experiments.experiment import Context, Experiment, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.intervals import graded
 from equipoise.norms.peers import PEERS
 from equipoise.norms.spectral import spectral_norm
 
@@ -112,19 +111,10 @@ def draw(rows: Sequence[Row], vary: str, label: str) -> Figure:
 
 def sweep(identifier: str, place: str, title: str, label: str, laptop: Settings, paper: Settings) -> Experiment:
     """The experiment of one sweep."""
-    return Experiment(
-        identifier,
-        CHAPTERS["norms"],
-        title,
-        "Gram iteration gives Sedghi's exact circular value at a fraction of the time of the other methods.",
-        PUBLISHED,
-        laptop,
-        paper,
-        run,
-        judge,
-        lambda rows: draw(rows, laptop.vary, label),
-        place=place,
-    )
+    claim = "Gram iteration gives Sedghi's exact circular value at a fraction of the time of the other methods."
+    shared: dict[str, Any] = {"claim": claim, "published": PUBLISHED, "laptop": laptop, "paper": paper}
+    draws = partial(draw, vary=laptop.vary, label=label)
+    return of_module(__name__, id=identifier, place=place, title=title, draw=draws, **shared)
 
 
 EXPERIMENTS = (

@@ -12,9 +12,8 @@ from statistics import median
 import numpy as np
 from scipy.linalg import eigvalsh_tridiagonal
 
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.intervals import graded
 
 #: relative error that counts as numerical zero in float64
 ZERO = 1e-10

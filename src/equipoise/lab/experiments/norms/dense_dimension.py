@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.norms.peers import power_iterates
@@ -41,10 +41,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     signs = all(r["gram error"] > -1e-9 * r["sigma"] and r["power error"] < 1e-9 * r["sigma"] for r in rows)
     good = signs and gram <= abs(power) / 10
     text = f"p = {p}: GI10 at most {gram:+.1e}, PI100 down to {power:+.1e}, at σ₁ = {last[0]['sigma']:.0f}"
-    reached = p >= 50_000
-    return Verdict(
-        (Label.REPRODUCED if reached else Label.DIRECTION) if good else Label.NOT, text, EXPERIMENT.published
-    )
+    return Verdict(graded(good and p >= 50_000, good), text, EXPERIMENT.published)
 
 
 def draw(rows: Sequence[Row]) -> Figure:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.timing import take_turns
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line, published
-from equipoise.lab.experiments.intervals import graded
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.norms.peers import power_iterates
 

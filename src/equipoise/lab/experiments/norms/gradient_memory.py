@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.timing import peak_bytes
-from equipoise.lab.experiments.experiment import Context, Label, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import COLOURS, Figure, canvas, legend
 from equipoise.nn.models import build
 from equipoise.norms.functional import conv_norm
@@ -77,8 +77,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     text = "; ".join(
         f"{m} {peak[m, 'autodiff']:.0f} vs {peak[m, 'explicit']:.0f} MB ({r:.2f}×)" for m, r in ratio.items()
     )
-    good = max(ratio.values()) <= 0.5
-    return Verdict(Label.REPRODUCED if good else Label.NOT, f"largest layer, {text}", EXPERIMENT.published)
+    return Verdict(graded(max(ratio.values()) <= 0.5), f"largest layer, {text}", EXPERIMENT.published)
 
 
 def draw(rows: Sequence[Row]) -> Figure:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise.lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise.lab.experiments.figures import Figure, canvas, legend, line
-from equipoise.lab.experiments.intervals import graded
 from equipoise.norms.gram import Readout, gram_norm_plain
 from equipoise.norms.peers import power_iterates
 

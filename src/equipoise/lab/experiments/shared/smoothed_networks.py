@@ -76,6 +76,11 @@ class Sampling:
     alpha: float = 1e-3
 
 
+def temperatures(most: float, count: int) -> tuple[float, ...]:
+    """Log-spaced temperatures of a map, from 0.01."""
+    return tuple(float(t) for t in np.geomspace(0.01, most, count).round(4))
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A trained network with its inputs: those it is certified on, and others to calibrate maps on."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from equipoise.core.errors import InputError
 from equipoise.lab.experiments.experiment import Context, Experiment, Power, Row, Verdict, of_module
-from equipoise.lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, legend, published
+from equipoise.lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, intervals, legend, published
 from equipoise.lab.experiments.intervals import gain_label, mean_of, power_of
 
 if TYPE_CHECKING:
@@ -180,9 +180,7 @@ def draw(rows: Sequence[Row], claims: Sequence[Claim] = (), key: str = "accuracy
     for k, values in enumerate(found.values()):
         percent = [100 * v for v in values]
         axes.plot([k - 0.12] * len(percent), percent, MARKERS[k % 8], color=COLOURS[k % 8], alpha=0.45, markersize=4)
-        mean = mean_of(percent)
-        half = mean.half if mean.seeds > 1 else 0.0
-        axes.errorbar([k + 0.12], [mean.value], yerr=[half], fmt="D", color=COLOURS[k % 8], capsize=3, markersize=5)
+        intervals(axes, [k + 0.12], [mean_of(percent)], fmt="D", color=COLOURS[k % 8], capsize=3, markersize=5)
     axes.set_xticks(range(len(found)), list(found), rotation=25, ha="right")
     axes.set(ylabel="test accuracy (%)")
     if known:
@@ -193,9 +191,8 @@ def draw(rows: Sequence[Row], claims: Sequence[Claim] = (), key: str = "accuracy
 def _draw_gains(axes: Axes, rows: Sequence[Row], claims: Sequence[Claim]) -> None:
     """Paired gains with their intervals, and the published ones beside."""
     means = [mean_of(paired(rows, c.wanted, c.rival, c.key)) for c in claims]
-    halves = [m.half if m.seeds > 1 else 0.0 for m in means]
     x = range(len(claims))
-    axes.errorbar(x, [m.value for m in means], yerr=halves, fmt="D", color=COLOURS[0], capsize=4, label="measured")
+    intervals(axes, x, means, fmt="D", color=COLOURS[0], capsize=4, label="measured")
     printed = [(k + 0.15, c.effect) for k, c in enumerate(claims) if c.effect is not None]
     if printed:
         published(axes, [k for k, _ in printed], [effect for _, effect in printed])

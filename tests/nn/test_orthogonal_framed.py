@@ -1,0 +1,80 @@
+"""SOC, Cayley, BRO and CHORD convolutions, also transposed, against the dense Jacobian in float64, over a grid of settings.
+
+Shapes are those of the plain layer, no singular value exceeds 1 or the layer's own bound, and a transposed layer is an adjoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equipoise.core import Refused
+from equipoise.nn import orthogonal as o
+
+PLAIN = {
+    o.SOCConv2d: nn.Conv2d,
+    o.CayleyConv2d: nn.Conv2d,
+    o.BROConv2d: nn.Conv2d,
+    o.CHORDConv2d: nn.Conv2d,
+    o.SOCConvTranspose2d: nn.ConvTranspose2d,
+    o.CayleyConvTranspose2d: nn.ConvTranspose2d,
+}
+#: (kernel, stride, dilation, padding, output_padding): even kernels, strides with dilations, padding none, half, full
+SETTINGS = [
+    (1, 1, 1, 0, 0), (2, 1, 1, 1, 0), (3, 1, 2, 2, 0), (4, 1, 1, 3, 0), (2, 2, 1, 0, 0), (3, 2, 1, 1, 1), (4, 2, 1, 1, 0),
+    (3, 2, 2, 2, 1), (2, 3, 2, 1, 2), (3, 2, 3, 3, 0), (3, 3, 3, 2, 1), (2, 4, 2, 0, 3),
+]  # fmt: skip
+
+
+def jacobian(layer: nn.Module, shape: tuple[int, int, int]) -> Tensor:
+    """Columns: the images of unit vectors."""
+    x = torch.eye(shape[0] * shape[1] * shape[2], dtype=torch.float64).reshape(-1, *shape)
+    with torch.no_grad():
+        return layer(x).flatten(1).T
+
+
+@pytest.mark.parametrize("cls", PLAIN, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(("k", "s", "d", "p", "extra"), SETTINGS)
+def test_no_singular_value_exceeds_one_or_the_bound(cls, k, s, d, p, extra):
+    transposed, done = PLAIN[cls] is nn.ConvTranspose2d, 0
+    more = {"output_padding": extra} if transposed else {}
+    for (ins, out), groups, size, mode in itertools.product(
+        [(4, 4), (2, 6), (6, 2)], (1, 2), [(3, 4), (6, 12)], ("zeros",) if transposed else ("zeros", "circular")
+    ):
+        torch.manual_seed(0)
+        options = dict(stride=s, padding=p, dilation=d, groups=groups, bias=False, padding_mode=mode, **more)
+        if mode == "circular" and (2 * p > d * (k - 1) or any(n % s or n < d * (k - 1) for n in size)):
+            continue  # refused: see the tests of refusals
+        layer = cls(ins, out, k, dtype=torch.float64, **options).eval()
+        plain = PLAIN[cls](ins, out, k, dtype=torch.float64, **options)
+        x = torch.randn(1, ins, *size, dtype=torch.float64)
+        try:
+            wanted = plain(x).shape
+        except RuntimeError:  # an image smaller than the kernel
+            continue
+        assert layer(x).shape == wanted
+        largest = float(torch.linalg.svdvals(jacobian(layer, (ins, *size)))[0])
+        assert largest <= min(1 + 1e-12, float(layer.lipschitz_upper((ins, *size)).value) * (1 + 1e-13))
+        done += 1
+    assert done >= 6
+
+
+@pytest.mark.parametrize(("k", "s", "d", "p", "extra"), SETTINGS)
+def test_a_transposed_series_is_the_adjoint_of_one(k, s, d, p, extra):
+    """`exp(A)ᵀ = exp(−A)`: the convolution back, with the raw kernel negated."""
+    up = o.SOCConvTranspose2d(6, 4, k, s, p, extra, 2, False, d, dtype=torch.float64).eval()
+    down = o.SOCConv2d(4, 6, k, s, p, d, 2, False, dtype=torch.float64).eval()
+    with torch.no_grad():
+        down.raw.copy_(-up.raw)
+    image = up(torch.zeros(1, 6, 4, 5, dtype=torch.float64)).shape[1:]
+    assert (jacobian(up, (6, 4, 5)) - jacobian(down, image).T).abs().max() < 1e-12
+
+
+def test_output_padding_beyond_the_stride_is_refused():
+    with pytest.raises(Refused, match="smaller than the stride"):
+        o.SOCConvTranspose2d(4, 4, 3, dilation=2, output_padding=1)
+    with pytest.raises(Refused, match="reach"):
+        o.CayleyConvTranspose2d(4, 4, 3, stride=2, padding=2)
