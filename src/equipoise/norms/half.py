@@ -51,13 +51,17 @@ def gram_lower(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     if W.device.type != "cpu" or threaded:
         return _by_products(pieces, n, tall, dtype)
     syrk, number = (dsyrk, np.float64) if dtype is torch.float64 else (ssyrk, np.float32)
-    total = np.zeros((n, n), dtype=number, order="F")
+    total: np.ndarray | None = None
     with serial(long * n * n):
-        for piece in pieces:  # row-major here is column-major transposed there, so nothing is copied but the cast,
-            a = np.ascontiguousarray(
-                piece.numpy(), dtype=number
-            ).T  # by NumPy: torch's threads would meet those of the BLAS
-            total = syrk(1.0, a, beta=1.0, c=total, trans=not tall, lower=0, overwrite_c=1)
+        for piece in pieces:
+            # row-major here is column-major transposed there, so nothing is copied but the cast: by NumPy, since torch's
+            # threads would meet those of the BLAS
+            a = np.ascontiguousarray(piece.numpy(), dtype=number).T
+            if total is None:
+                total = syrk(1.0, a, trans=not tall, lower=0)
+            else:
+                total = syrk(1.0, a, beta=1.0, c=total, trans=not tall, lower=0, overwrite_c=1)
+    assert total is not None
     return torch.from_numpy(total.T)
 
 

@@ -22,7 +22,7 @@ from functools import cache
 import numpy as np
 import torch
 from scipy.linalg import get_lapack_funcs
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import LibController, ThreadpoolController
 from torch import Tensor
 
 from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
@@ -51,13 +51,21 @@ def _controller() -> ThreadpoolController:
     return ThreadpoolController()
 
 
+@cache
+def _blas() -> list[LibController]:
+    return [library for library in _controller().lib_controllers if library.user_api == "blas"]
+
+
 def serial(work: int) -> contextlib.AbstractContextManager[object]:
     """Inside, SciPy's BLAS keeps to the calling thread, unless the work is large.
 
     Its other threads would wait for more in a loop, on the very cores on which torch goes on with the training.
     """
-    small = work <= SERIAL
-    return _controller().limit(limits=1, user_api="blas") if small else contextlib.nullcontext()
+    if work > SERIAL or all(
+        library.num_threads == 1 for library in _blas()
+    ):  # asking is fifty times as fast as limiting
+        return contextlib.nullcontext()
+    return _controller().limit(limits=1, user_api="blas")
 
 
 @contextlib.contextmanager
