@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.bounds import round_up
 from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import evaluating
+from equipoise.core.modules import evaluating, hooked
 from equipoise.core.precision import down, up
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
@@ -40,7 +41,7 @@ class Conversion:
         lines = [
             "  ".join([*(c.ljust(w) for c, w in zip(r[:4], widths, strict=True)), r[4]]).rstrip() for r in [head, *body]
         ]
-        measured = "by construction" if self.report is None else f"proved: at most {self.report.upper:.6g}"
+        measured = "by construction" if self.report is None else f"proved: at most {round_up(self.report.upper)}"
         return "\n".join([*lines, "", f"Lipschitz constant {self.constant:g} ({measured})"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,8 +86,9 @@ class Rescaled(nn.Module):
 
     @property
     def current(self) -> bool:
-        """Whether the weights are those of the last `rescale`, and the factor is not larger."""
-        return float(self.factor) <= self._largest and self._fingerprint == fingerprint(self.module)
+        """Whether modules and weights are those of the last `rescale`, without hooks, and the factor is not larger."""
+        same = not hooked(self) and self._fingerprint == fingerprint(self.module)
+        return same and 0 <= float(self.factor) <= self._largest
 
     def rescale(self, example_input: Any, *, rtol: float = 1e-3, ball: float | None = None) -> Report:
         """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`."""
@@ -123,12 +125,12 @@ def measurable(model: nn.Module, example_input: Any) -> nn.Module:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of all parameters and buffers.
+    """A digest of all parameters and buffers, and of the modules as they describe themselves.
 
-    >>> fingerprint(nn.ReLU()) == fingerprint(nn.ReLU())
-    True
+    >>> fingerprint(nn.ReLU()) == fingerprint(nn.ReLU()), fingerprint(nn.ReLU()) == fingerprint(nn.GELU())
+    (True, False)
     """
-    digest = Digest("network")
+    digest = Digest("network").add("modules", repr(model))
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
             digest.add(name, value)

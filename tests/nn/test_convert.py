@@ -132,10 +132,16 @@ def test_training_goes_on_and_rescaling_is_due_afterwards():
     assert not model.current
     report = model.rescale(x)
     assert model.current
-    spoilt = copy.deepcopy(model)
-    assert spoilt.current
-    spoilt.factor.mul_(10)  # a larger factor is not the one that was proved
-    assert not spoilt.current
+    for spoil in (
+        lambda m: m.factor.mul_(10),  # a larger factor is not the one that was proved
+        lambda m: m.factor.mul_(-10),
+        lambda m: setattr(m.module, "extra", nn.GELU()),
+        lambda m: m.module.register_forward_hook(lambda module, args, out: 2 * out),
+    ):
+        spoilt = copy.deepcopy(model)
+        assert spoilt.current
+        spoil(spoilt)
+        assert not spoilt.current
     assert 1 - 1e-3 <= report.upper <= 1
     assert model.training
     again = copy.deepcopy(model)

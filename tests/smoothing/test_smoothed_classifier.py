@@ -299,6 +299,27 @@ def test_chance_inside_the_network_is_no_mixing():
     assert smooth.predict(_points(3.0), n=50).tolist() == [0]
 
 
+class Answering(nn.Module):
+    """A model that answers with a function of the batch."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer, self.training = answer, False
+
+    def forward(self, x):
+        return self.answer(x)
+
+
+NO_LOGITS = [
+    lambda x: (x[:, :2],),
+    lambda x: x[:, :2].long(),
+    lambda x: x[:, :2] + 1j,
+    lambda x: x[:, 0],
+    lambda x: x[:-1, :2],
+    lambda x: None,
+]
+
+
 def test_refusals():
     with pytest.raises(Refused, match="training mode"):
         SmoothedClassifier(nn.Sequential(nn.Linear(3, 2), nn.Dropout()), 0.5, 2).predict(torch.zeros(1, 3))
@@ -312,6 +333,9 @@ def test_refusals():
         lambda: SmoothedClassifier(model, 0.5, 2).predict(torch.zeros(1, 3), ids=[1, 2]),
         lambda: SmoothedClassifier(model, 0.5, 2).predict(torch.zeros(1, 3, dtype=torch.long)),
         lambda: SmoothedClassifier(model, 0.5, 2).predict(torch.zeros(1, 3), n=0),
+        lambda: SmoothedClassifier(model, 0.5, 2).predict(torch.zeros(1, 3), n=1.5),
+        lambda: SmoothedClassifier(model, 0.5, 2.5),
+        *(lambda f=f: SmoothedClassifier(Answering(f), 0.5, 2).predict(torch.zeros(1, 3)) for f in NO_LOGITS),
         lambda: SmoothedClassifier(model, 0.5, 2).certify(torch.zeros(1, 3), procedure="cohen", lipschitz=1.0),
         lambda: SmoothedClassifier(model, 0.5, 2).certify(torch.zeros(1, 3), map="best"),
     ):

@@ -85,5 +85,19 @@ def test_a_certificate_of_other_weights_and_unknown_names_are_refused(tmp_path):
         load("digit")
 
 
+@pytest.mark.parametrize("left_out", ["digest", "weights"])
+def test_a_certificate_without_digests_is_no_certificate(tmp_path, left_out):
+    shutil.copytree(FOLDER / "digits", tmp_path / "edited")
+    path, config = tmp_path / "edited" / CERTIFICATE, tmp_path / "edited" / "config.json"
+    for file in (path, config):
+        document = {
+            key: value for key, value in json.loads(file.read_text()).items() if key not in ("digest", left_out)
+        }
+        document |= {"upper": 1e-3} if file == path else {}
+        file.write_text(json.dumps(document if left_out == "digest" else sealed(document)))
+    with pytest.raises(InputError, match="proves nothing"):
+        load(tmp_path / "edited")
+
+
 def test_the_cifar_network_reaches_its_figures_where_the_images_are(data_dir):
     figures_hold("cifar10", load_dataset(str(data_dir / "cifar10.npz"), "test"), 200, 0.13, 16)

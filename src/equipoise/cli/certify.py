@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import emit_json, messages, results, say, table, tell
+from equipoise.cli.consoles import emit_json, interrupted, messages, results, say, table, tell
 from equipoise.cli.datasets import read_data
 from equipoise.core.errors import InputError
 
@@ -265,12 +265,6 @@ def _look(job: Job, model: str, weights: Path | None, data: str) -> Glance:
     for line in lines:
         say(line)
     return found
-
-
-def interrupted(done: int, total: int, folder: Path) -> NoReturn:
-    """Say what a run that was stopped has stored, and end."""
-    say(f"interrupted: {done} of {total} inputs are stored in {folder}; run the same command to continue")
-    raise typer.Exit(130) from None
 
 
 def _sample(job: Job, folder: Path, engine: str, execution: Execution, retry: bool, levels: list[float] | None) -> Run:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, progress, results, say, table, tell
+from equipoise.cli.consoles import emit_json, interrupted, progress, results, say, table, tell
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import round_down
 from equipoise.core.errors import InputError
@@ -33,7 +33,6 @@ def certify_deterministic(
     **settings: Any,
 ) -> None:
     """Certify a model, or show a stored run of this kind."""
-    from equipoise.cli.certify import interrupted
     from equipoise.runs.proved import describe_proved, is_proved, open_proved, start_proved
     from equipoise.runs.proved.run import check_export
 

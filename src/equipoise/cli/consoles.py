@@ -6,8 +6,10 @@ import json
 import math
 import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -68,6 +70,12 @@ def tell(*lines: str) -> None:
     console = results()
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def interrupted(done: int, total: int, folder: Path) -> NoReturn:
+    """Say what a run that was stopped has stored, and end."""
+    say(f"interrupted: {done} of {total} inputs are stored in {folder}; run the same command to continue")
+    raise typer.Exit(130) from None
 
 
 def progress() -> Progress:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.accuracy import percent
+from equipoise.core.bounds import round_up
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError, Refused, near
 from equipoise.core.files import read_bounded, read_json, write_whole
@@ -109,11 +110,12 @@ def load(name: str | Path) -> Trained:
     certificate: Any = {}
     if (folder / CERTIFICATE).is_file():
         where = str(folder / CERTIFICATE)
-        certificate = unsealed(read_json(folder / CERTIFICATE), where)
-        if not isinstance(certificate, dict):
-            raise InputError(f"{where} must hold an object")
+        stored = read_json(folder / CERTIFICATE)
+        if not isinstance(stored, dict) or not {"digest", "weights"} <= set(stored):
+            raise InputError(f"{where} does not say with digests what it is about: it proves nothing; remove the file")
+        certificate = unsealed(stored, where)
         config = unsealed(read_json(folder / "config.json"), str(folder / "config.json"))
-        if certificate.get("weights") != config.get("weights"):
+        if certificate["weights"] is None or certificate["weights"] != config.get("weights"):
             raise InputError(f"{where} is about other weights than those beside it; train the network again")
     card = folder / CARD
     text = read_bounded(card, 1_000_000).decode("utf-8", errors="replace") if card.is_file() else ""
@@ -154,7 +156,7 @@ def _card(name: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> 
     rows = [f"| accuracy | {figures['accuracy']:.2%} |"] if figures.get("accuracy") is not None else []
     for epsilon, share in (figures.get("certified_accuracy") or {}).items():
         rows.append(f"| certified at ε = {float(epsilon):.4g} (ℓ2) | {percent(share)}% |")
-    rows.append(f"| Lipschitz constant, proved | {'refused' if upper is None else f'≤ {upper:.6g}'} |")
+    rows.append(f"| Lipschitz constant, proved | {'refused' if upper is None else f'≤ {round_up(upper)}'} |")
     facts = [f"* {key}: {value}" for key, value in made.items()]
     return "\n".join([
         f"# {name}", "",

@@ -64,8 +64,12 @@ class SmoothedClassifier:
         nonfinite: Literal["refuse", "miss"] = "refuse",
     ) -> None:
         self.levels = Levels.of(sigma)
-        if num_classes < 2 or chunk_size < 1:
-            raise InputError(f"need at least 2 classes and chunks of 1, got {num_classes} and {chunk_size}")
+        if (
+            not all(isinstance(v, int | np.integer) for v in (num_classes, chunk_size))
+            or num_classes < 2
+            or chunk_size < 1
+        ):
+            raise InputError(f"need at least 2 classes and chunks of 1, got {num_classes!r} and {chunk_size!r}")
         if nonfinite not in ("refuse", "miss"):
             raise InputError(f"nonfinite must be 'refuse' or 'miss', got {nonfinite!r}")
         if noise not in (None, "grid", "float"):
@@ -83,8 +87,8 @@ class SmoothedClassifier:
     def logits(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Iterator[Tensor]:
         """Logits of n noisy copies of one input, chunk by chunk, `(≤ chunk_size, classes)` each."""
         self._require_eval()
-        if n < 1:
-            raise InputError(f"the number of draws must be positive, got {n}")
+        if not isinstance(n, int | np.integer) or n < 1:
+            raise InputError(f"the number of draws must be a positive whole number, got {n}")
         if not x.is_floating_point():
             raise InputError(f"expected a floating-point input, got {x.dtype}; scale it first, e.g. x.float() / 255")
         law = self._law(x)
@@ -95,9 +99,7 @@ class SmoothedClassifier:
                 noisy = law.fill(buffer, x, key).to(x.dtype)
                 self.rowwise.look(noisy)
                 out = self.model(noisy)
-            if out.shape != (self.chunk_size, self.num_classes):
-                wanted = (self.chunk_size, self.num_classes)
-                raise InputError(f"the model returned shape {tuple(out.shape)}, expected {wanted}")
+            self._require_logits(out)
             if out.untyped_storage().data_ptr() == noisy.untyped_storage().data_ptr():
                 out = out.clone()  # the model handed its input back, and the buffer is about to be overwritten
             with torch.inference_mode():
@@ -342,6 +344,14 @@ class SmoothedClassifier:
         training = [name or "the model itself" for name, module in self.model.named_modules() if module.training]
         if training:
             raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
+
+    def _require_logits(self, out: Any) -> None:
+        wanted = (self.chunk_size, self.num_classes)
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            got = f"a tensor of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+            raise InputError(f"the model returned {got}, expected logits: a tensor of real numbers of shape {wanted}")
+        if out.shape != wanted:
+            raise InputError(f"the model returned shape {tuple(out.shape)}, expected {wanted}")
 
     def _noise_dtype(self, x: Tensor) -> torch.dtype:
         if self.noise_dtype is not None:

@@ -29,7 +29,7 @@ from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.moments import Moments, Partition, bucket_scores, ranking
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
-from equipoise.smoothing.radii import radius_multi
+from equipoise.smoothing.radii import positive, radius_multi
 from equipoise.smoothing.ramp import Floats
 
 Interval = Literal["bernstein", "betting"]
@@ -292,7 +292,7 @@ def certify_counts(
     if bool(np.any(total < second.sum(axis=1))):
         raise InputError("draws is smaller than the sum of the estimation counts")
     broken = None if ties is None else _fitting(_numbers(ties, "ties"), (*shape, 2), "ties").reshape(-1, 2)
-    noise = Gaussian(sigma, variation)
+    noise = Gaussian(positive(sigma, "sigma")[()], variation)
     about = f"the majority vote of the network under N(0, {_level(noise):g}²·I) noise"
     found = derive(Votes(first, second, total, broken), row, Setting(noise, alpha, about))
     return _reshaped(found, shape)
