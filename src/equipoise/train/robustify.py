@@ -111,7 +111,7 @@ def robustify(
         found = "is a file" if folder.exists() else "does not exist"
         raise InputError(
             f"{folder} {found}: the network to start from is a checkpoint folder (config.json and weights), as `equipoise train` "
-            "writes it, since it is built again with other layers; exported programs, ONNX files and plain state dicts do not say "
+            "writes it, since it is built again with other layers; exported programs, ONNX files and state dicts do not say "
             "how: build one of equipoise.nn.models, load the weights, and save it with equipoise.checkpoints.save_checkpoint"
         )
     model, shape = load_checkpoint(folder)
