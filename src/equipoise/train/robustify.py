@@ -108,9 +108,9 @@ def robustify(
     """
     folder, run_dir = Path(folder), Path(run_dir)
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
+        what = "is a file" if folder.exists() else "does not exist"
         raise InputError(
-            f"{folder} {found}: the network to start from is a checkpoint folder (config.json and weights), as `equipoise train` "
+            f"{folder} {what}: the network to start from is a checkpoint folder (config.json and weights), as `equipoise train` "
             "writes it, since it is built again with other layers; exported programs, ONNX files and state dicts do not say "
             "how: build one of equipoise.nn.models, load the weights, and save it with equipoise.checkpoints.save_checkpoint"
         )
