@@ -6,7 +6,8 @@ from torch import nn
 
 from equipoise.core import InputError
 from equipoise.norms.carried import CarriedMatrix
-from equipoise.norms.carried_single import PIECE, Single, single_bracket, single_loss
+from equipoise.norms.carried_single import Single, single_bracket, single_loss
+from equipoise.norms.half import PIECE
 from equipoise.optim import SpectralGuard
 
 

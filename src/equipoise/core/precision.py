@@ -156,9 +156,8 @@ def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     lost = math.sqrt(count) * math.sqrt(torch.finfo(x.dtype).tiny)  # squares below this underflow
     result = up(norm * inflate) + lost
     vanished = norm == 0
-    if bool(vanished.any()):  # exactly zero, or squares that underflowed?
-        kept = x.movedim(dims, tuple(range(-len(dims), 0)))[vanished]
-        result[vanished] = result[vanished] * (kept != 0).flatten(1).any(1)
+    if x.device.type != "cpu" or bool(vanished.any()):  # exactly zero, or squares that underflowed?
+        result = torch.where(vanished & ~(x != 0).any(dims), 0.0, result)
     return result
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.norms.dense import gram_lower
 from equipoise.norms.gram import adjoint
+from equipoise.norms.half import PIECE, gram_lower
 
 #: from this many columns one rank-k update per frequency beats a batch of full products
 SYRK_FROM = 48
@@ -55,7 +55,7 @@ def products(lengths: tuple[int, ...], real: bool) -> float:
 
 @dataclass(frozen=True)
 class Autocorrelation:
-    """`matrices (g, B, c, c)` for the offsets of the half lattice, in float64 (or complex128).
+    """`matrices (g, B, c, c)` for the offsets of the half lattice, in float64 (or complex128, or float32).
 
     The norms of what they miss, summed over all offsets ±b, are at most `error·S²` with `S = ‖Σ_a|K_a|‖_F`.
     """
@@ -64,8 +64,16 @@ class Autocorrelation:
     error: float
 
 
-def autocorrelation(kernel: Tensor) -> Autocorrelation:
-    """Of `kernel (g, m, c, *lengths)` in float64 or complex128.
+def rounding(kernel: Tensor, dtype: torch.dtype) -> float:
+    """The error of an autocorrelation pair by pair in float64 or float32, where no entry of the kernel is larger than 1."""
+    rows = kernel.shape[1] * math.prod(kernel.shape[3:])
+    if dtype is torch.float32:  # pieces of at most PIECE rows; what underflows is far below one rounding
+        return 2 * gamma(PIECE + rows // PIECE + math.prod(kernel.shape[3:]) + 16, dtype)
+    return 2 * gamma(2 * rows + 8, dtype)
+
+
+def autocorrelation(kernel: Tensor, dtype: torch.dtype = torch.float64) -> Autocorrelation:
+    """Of `kernel (g, m, c, *lengths)` in float64 or complex128; in float32 for a real one with entries of at most 1, about 1.
 
     >>> found = autocorrelation(torch.tensor([[[[1.0, 2.0]]]], dtype=torch.float64)).matrices.flatten()
     >>> [round(float(x), 12) for x in found]  # 1·1 + 2·2 and 1·2
@@ -73,9 +81,9 @@ def autocorrelation(kernel: Tensor) -> Autocorrelation:
     """
     lengths = tuple(kernel.shape[3:])
     taps = math.prod(lengths)
-    if products(lengths, not kernel.is_complex()) < taps * (taps + 1) / 2:
+    if dtype is torch.float64 and products(lengths, not kernel.is_complex()) < taps * (taps + 1) / 2:
         return by_frequency(kernel)
-    return Autocorrelation(_by_pair(kernel), 2 * gamma(2 * kernel.shape[1] * taps + 8, torch.float64))
+    return Autocorrelation(_by_pair(kernel if dtype is torch.float64 else kernel.to(dtype)), rounding(kernel, dtype))
 
 
 def by_frequency(kernel: Tensor) -> Autocorrelation:
@@ -96,15 +104,15 @@ def by_frequency(kernel: Tensor) -> Autocorrelation:
     weights = torch.full((len(half),), 2 / count, dtype=torch.float64, device=kernel.device)
     weights[0] = 1 / count
     even, odd = turns.cos() * weights, -turns.sin() * weights  # (B, H)
-    flat = kernel.flatten(3).movedim(3, 0).reshape(math.prod(lengths), -1)
+    flat = kernel.flatten(3).movedim(3, 0).reshape(math.prod(lengths), -1).contiguous()
     sums = [torch.zeros(len(half), groups * c * c, dtype=torch.float64, device=kernel.device) for _ in range(2)]
     for rows in torch.arange(len(half)).split(max(1, CHUNK_BYTES // (16 * groups * m * c))):
         E = waves[rows].flatten(0, 1) @ flat
         for total, w, G in zip(sums, (even, odd), _squares(E.reshape(len(rows), 2, groups, m, c)), strict=True):
             total.addmm_(w[:, rows], G.reshape(len(rows), -1))
     X, Y = (total.reshape(len(half), groups, c, c) for total in sums)
-    X = torch.tril(X)
-    X = X + torch.tril(X, -1).mT + (Y - Y.mT)
+    X.tril_().diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    X = (X + Y) + (X - Y).mT  # the lower half of BᵀB + CᵀC mirrored, and BᵀC − CᵀB
     u64, taps = torch.float64, math.prod(lengths)
     phase = 8 * unit_roundoff(u64) * (1 + 2 * math.pi * sum(lengths))
     values = 2 * gamma(2 * m + 8, u64) + 6 * (gamma(2 * taps + 8, u64) + phase)
@@ -137,7 +145,7 @@ def _by_pair(kernel: Tensor) -> Tensor:
     whole_update = groups == 1 and c >= SYRK_FROM and not kernel.is_complex() and kernel.device.type == "cpu"
     for total, b in zip(result, offsets, strict=True):
         if whole_update and not any(b):  # all taps with themselves: half a product
-            half = torch.tril(gram_lower(taps.reshape(-1, c)))
+            half = torch.tril(gram_lower(taps.reshape(-1, c), taps.dtype))
             total.copy_(half + torch.tril(half, -1).mT)
             continue
         here, there = max(0, -b[-1]), max(0, b[-1])
@@ -150,7 +158,9 @@ def _by_pair(kernel: Tensor) -> Tensor:
             right = taps[:, first + shift : first + shift + count].flatten(1, 2)[
                 :, there * m : there * m + count * long
             ]
-            torch.baddbmm(total, adjoint(left), right, out=total)
+            piece = PIECE if taps.dtype is torch.float32 else left.shape[1]
+            for x, y in zip(left.split(piece, 1), right.split(piece, 1), strict=True):
+                torch.baddbmm(total, adjoint(x), y, out=total)
     return result.transpose(0, 1)
 
 

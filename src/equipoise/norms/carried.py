@@ -37,10 +37,20 @@ from equipoise.core.precision import (
     up,
     working_dtype,
 )
-from equipoise.norms.carried_deflated import deflated_bracket, deflated_gram, proved_below, rest_bound, ritz_lower
-from equipoise.norms.carried_single import mixed, single_bracket, single_loss
-from equipoise.norms.dense import cholesky_bracket, gram_lower
+from equipoise.norms.carried_single import single_bracket, single_loss
+from equipoise.norms.deflated import (
+    deflated_bracket,
+    deflated_gram,
+    orthonormal,
+    orthonormality,
+    proved_below,
+    rest_bound,
+    ritz_lower,
+)
+from equipoise.norms.dense import cholesky_bracket
 from equipoise.norms.gram import gram_error, small_side
+from equipoise.norms.half import gram_lower
+from equipoise.norms.lanczos import mixed
 from equipoise.norms.spectral import spectral_norm
 from equipoise.norms.verify import serial
 
@@ -186,7 +196,7 @@ class CarriedMatrix:
         if last > 0.8 * target and self.columns < MOST:
             self.columns *= 2
         beta = rest_bound(A, V, T, last, target)
-        defect = _defect(V)
+        defect = orthonormality(V)
         found = None if beta is None else deflated_bracket(A, V, defect, beta)
         if beta is not None and found is not None:
             self.reference = Reference(A.clone(), V, defect, beta, *found)
@@ -220,9 +230,9 @@ class CarriedMatrix:
             low, high, v = cholesky_bracket(A, rtol / 2, start=None if start is None else mixed(start), enough=enough)
             # of a small matrix only the top vector is kept: a new proof costs less than to follow more of them
             more = [] if n <= SMALL else [self._basis(A, 0)[:, :-1]]
-            V = _orthonormal(torch.cat([v[:, None].to(A.dtype), *more], 1), A)
+            V = orthonormal(torch.cat([v[:, None].to(A.dtype), *more], 1), A)
         upper = up(high * (1 + 1e-9))  # room to prove it again when it is loaded, as for the lower end
-        self.reference = Reference(self._copied(A), V, _defect(V), upper, down(low * (1 - 1e-6)), upper)
+        self.reference = Reference(self._copied(A), V, orthonormality(V), upper, down(low * (1 - 1e-6)), upper)
         return low, high
 
     def _fits(self, A: Tensor) -> bool:
@@ -242,7 +252,7 @@ class CarriedMatrix:
         scale = float(A.abs().amax()) or 1.0
         for _ in range(rounds):
             V = torch.linalg.qr(A.mT @ (A @ V / scale) / scale)[0]
-        return _orthonormal(V, A)
+        return orthonormal(V, A)
 
 
 @dataclass(frozen=True)
@@ -301,10 +311,6 @@ def bracket_all(questions: Sequence[Asked]) -> list[tuple[float, float]]:
         return [(min(x.lower, x.upper), x.upper) for x in answers]
 
 
-def _orthonormal(V: Tensor, like: Tensor) -> Tensor:
-    return torch.linalg.qr(V.double())[0].to(like.dtype).contiguous()
-
-
 def _rows(x: Tensor) -> Tensor:
     """The matrix or its transpose, whichever lies row by row in memory: sums over it are several times faster."""
     return x.mT if x.mT.is_contiguous() else x
@@ -329,15 +335,8 @@ def _distance(A: Tensor, r: Reference) -> tuple[float, float]:
     return kappa, up(d * (1 + u) + u * (d + abs(kappa) * r.size) + lost)
 
 
-def _defect(V: Tensor) -> float:
-    """`ε ≥ ‖VᵀV − I‖₂`."""
-    V64 = V.double()
-    gap = V64.mT @ V64 - torch.eye(V.shape[1], dtype=torch.float64, device=V.device)
-    return up(float(frobenius(gap)) + gamma(2 * V.shape[0] + 8, torch.float64) * float(frobenius(V64)) ** 2)
-
-
 def _unit_defect(v: Tensor) -> float:
-    """`_defect` of a single column."""
+    """`orthonormality` of a single column."""
     return up(abs(float(v.double() @ v.double()) - 1) + gamma(2 * len(v) + 8, torch.float64) * 1.1)
 
 
@@ -346,7 +345,7 @@ def _holds(r: Reference) -> bool:
     claims = (r.defect, r.beta, r.lower, r.upper, r.kappa)
     if r.S.shape[0] < r.S.shape[1] or not all(0 <= x < math.inf for x in claims):
         return False
-    if _defect(r.V) > r.defect or r.defect > 0.5 or ritz_lower(r.S, r.V, r.defect) < r.lower:
+    if orthonormality(r.V) > r.defect or r.defect > 0.5 or ritz_lower(r.S, r.V, r.defect) < r.lower:
         return False
     S64 = r.S.double()
     below_upper = proved_below(gram_lower(S64), r.upper, gram_error(S64).reshape(1))

@@ -1,9 +1,9 @@
 """A proof of a matrix's norm in single precision: one Gram matrix and one Cholesky factorisation in float32, and no more.
 
-For `A (m, n)` the Gram matrix is summed over pieces of some rows, so that `‖Ĝ − AᵀA‖ ≤ γ_{piece}·‖A‖_F²`, and a factorisation of
-`M = sI − Ĝ` that runs to completion proves (Higham 2002, thm 10.3, with twice its constant as in `verify`)
+With `‖Ĝ − AᵀA‖ ≤ error` from `norms.half`, a factorisation of `M = sI − Ĝ` that runs to completion proves (Higham 2002, thm 10.3,
+with twice its constant as in `verify`)
 
-    σ₁(A)² ≤ s + γ'·tr M + 2us + γ_{piece}·‖A‖_F²,        tr M = ns − tr Ĝ.
+    σ₁(A)² ≤ s + γ'·tr M + 2us + error,        tr M = ns − tr Ĝ.
 
 What rounding costs is known beforehand: some 0.4 % of the norm for 256 columns.
 """
@@ -12,98 +12,54 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
-from scipy.linalg.blas import ssymv, ssyrk
+from scipy.linalg.blas import ssymv
 from scipy.linalg.lapack import spotrf
 from torch import Tensor
 
 from equipoise.core.precision import down, gamma, unit_roundoff, up
-from equipoise.norms.dense import lanczos, random_start
+from equipoise.norms.half import gram_lower, lower_error, summed
+from equipoise.norms.lanczos import lanczos, mixed, random_start
 from equipoise.norms.verify import cholesky_gamma
 
-#: rows that are summed by one product: rounding grows with them, calls with their inverse
-PIECE = 256
 #: Lanczos steps from the vector kept, and again where they were too few
 STEPS = (10, 24, 60)
 
 _U = unit_roundoff(torch.float32)
 
 
-@lru_cache(maxsize=256)
-def _constants(m: int, n: int) -> tuple[float, float, float, float]:
-    """`(γ of the Gram matrix, γ' of the factorisation, γ of a product with a vector, what underflow may lose)`."""
-    length = min(m, PIECE) + -(-m // PIECE) + 2
-    lost = 8.0 * n * (m + n) * torch.finfo(torch.float32).tiny
-    f32 = torch.float32
-    return gamma(length, f32), cholesky_gamma(n, f32), 2 * gamma(n + 8, f32), lost
-
-
-def _by_half(A: Tensor) -> np.ndarray:
-    """Lower triangle of `AᵀA` by symmetric rank-k updates, which know but one thread here."""
-    by_rows, G = A.is_contiguous(), None
-    for piece in A.split(PIECE):  # row by row in memory is column by column transposed: nothing is copied then
-        rows = piece.numpy()
-        part = ssyrk(1.0, rows.T, lower=1) if by_rows else ssyrk(1.0, rows, trans=1, lower=1)
-        G = part if G is None else np.add(G, part, out=G)
-    assert G is not None
-    return G
-
-
-def _on_threads(A: Tensor) -> np.ndarray:
-    """The same by products of torch, on all its threads; a quarter of the square is left out."""
-    n = A.shape[1]
-    G = A.new_empty(n, n)  # row by row: its upper triangle is the lower one column by column
-    for i, piece in enumerate(A.split(PIECE)):
-        for rows in (slice(0, n // 2), slice(n // 2, n)):
-            left, right, into = piece.mT[rows], piece[:, rows.start :], G[rows, rows.start :]
-            if i == 0:
-                torch.mm(left, right, out=into)
-            else:
-                into += left @ right
-    return G.numpy().T
-
-
 @dataclass(frozen=True)
 class Single:
-    """Lower triangle Ĝ of `AᵀA` for `A (m, n)` in float32, with its trace; σ₁² is bounded through it."""
+    """Lower triangle Ĝ of `AᵀA` in float32 (as LAPACK sees it, the upper one), with its trace and `error ≥ ‖Ĝ − AᵀA‖₂`."""
 
     G: np.ndarray
-    m: int
     trace: float
+    error: float
 
     @staticmethod
     def of(A: Tensor) -> Single | None:
         """None where squares might leave the range of float32, or are no numbers."""
-        m = len(A)
-        form = _by_half if torch.get_num_threads() == 1 or len(A.T) < 64 else _on_threads
-        G = form(A)
+        G = gram_lower(A, torch.float32).numpy().T
         trace = float(G.diagonal().sum(dtype=np.float64))
-        return Single(G, m, trace) if 1e-15 < trace < 1e15 else None
-
-    @property
-    def error(self) -> float:
-        """A bound of `‖Ĝ − AᵀA‖₂`: γ‖A‖_F², and what underflow may lose."""
-        g, _, _, lost = _constants(self.m, len(self.G))
-        return up(up(g * self.trace * (1 + 2 * g)) + lost)
+        return Single(G, trace, lower_error(trace, A.shape, torch.float32)) if 1e-15 < trace < 1e15 else None
 
     @property
     def lost(self) -> float:
         """What is taken off a Rayleigh quotient for safety."""
-        return up(_constants(self.m, len(self.G))[2] * self.trace + self.error)
+        return up(2 * gamma(len(self.G) + 8, torch.float32) * self.trace + self.error)
 
     def bound(self, s: float) -> float:
         """What σ₁² is proved below if `sI − Ĝ` has a Cholesky factor."""
         n = len(self.G)
         most = up(max(0.0, n * s - self.trace * (1 - 1e-12))) * (1 + 2 * _U)  # tr M, its diagonal rounded
-        return up(up(s * (1 + 2 * _U) + _constants(self.m, n)[1] * most) + self.error)
+        return up(up(s * (1 + 2 * _U) + cholesky_gamma(n, torch.float32) * most) + self.error)
 
     def shift(self, tau: float) -> float:
         """The largest s, a number of float32 up to a few steps, with `bound(s) ≤ tau`; 0 where there is none."""
         n = len(self.G)
-        g = _constants(self.m, n)[1]
+        g = cholesky_gamma(n, torch.float32)
         s = (tau - self.error + g * self.trace) / (1 + 2 * _U + g * n * (1 + 2 * _U))
         for _ in range(8):
             if not s > 0:
@@ -119,12 +75,12 @@ class Single:
             return False
         M = np.negative(self.G)
         M.ravel(order="K")[:: len(M) + 1] += np.float32(s)
-        R, info = spotrf(M, lower=1, clean=0, overwrite_a=1)
+        R, info = spotrf(M, lower=0, clean=0, overwrite_a=1)
         return bool(info == 0 and np.isfinite(R.diagonal().sum()))
 
     def times(self, v: Tensor) -> Tensor:
         """`Ĝv`."""
-        return torch.from_numpy(ssymv(1.0, self.G, v.numpy(), lower=1))
+        return torch.from_numpy(ssymv(1.0, self.G, v.numpy(), lower=0))
 
     def quotient(self, v: Tensor) -> tuple[float, Tensor]:
         """`v*Ĝv/v*v` and the unit vector along `Ĝv`; 0 where v is zero."""
@@ -140,21 +96,11 @@ class Single:
         return max(0.0, down(quotient * (1 - 1e-12) - self.lost))
 
 
-def mixed(v: Tensor) -> Tensor:
-    """A unit vector near v with something of every direction: Lanczos steps never leave an eigenvector that they start from.
-
-    >>> mixed(torch.tensor([1.0, 0.0]))[1] != 0
-    tensor(True)
-    """
-    draw = random_start(len(v), v)
-    v = v + 0.1 * torch.linalg.vector_norm(v) / torch.linalg.vector_norm(draw) * draw
-    return v / torch.linalg.vector_norm(v)
-
-
 def single_loss(n: int) -> float:
     """Roughly the share of the norm that a proof in float32 gives away, for a matrix with n columns of like size."""
-    gram, factor, product, _ = _constants(PIECE, n)
-    return 0.5 * (n * factor + n / 4 * (gram + product))
+    f32 = torch.float32
+    products = gamma(summed(n, f32), f32) + 2 * gamma(n + 8, f32)
+    return 0.5 * (n * cholesky_gamma(n, f32) + n / 4 * products)
 
 
 def single_bracket(A: Tensor, start: Tensor | None, enough: float) -> tuple[float, float, Tensor] | None:

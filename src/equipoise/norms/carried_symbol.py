@@ -25,7 +25,7 @@ from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
 from equipoise.maps.geometry import Lattice, circular_lattice, is_whole_circle, polyphase, zero_lattice
 from equipoise.maps.linear import Convolution
 from equipoise.norms.convolution import windowed_lower
-from equipoise.norms.dense import lanczos, random_start
+from equipoise.norms.lanczos import lanczos, random_start
 from equipoise.norms.supremum import Search, grid_cells
 from equipoise.norms.symbol import Symbol, tap_positions
 from equipoise.norms.verify import below, verification_loss

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import ldexp_down, ldexp_up, require_finite, rescaled, up
+from equipoise.core.precision import frobenius, ldexp_down, ldexp_up, require_finite, rescaled, up
 from equipoise.maps.geometry import Lattice, polyphase, zero_lattice
 from equipoise.maps.linear import Convolution
+from equipoise.norms.autocorrelation import rounding
 from equipoise.norms.convolution import DENSE_ENTRIES, windowed_lower
-from equipoise.norms.dense import lanczos, random_start
+from equipoise.norms.lanczos import lanczos, random_start
 from equipoise.norms.supremum import grid_cells
 from equipoise.norms.symbol import Symbol
 from equipoise.norms.verify import below_formed, expected_loss
@@ -75,7 +76,8 @@ def spectrum(conv: Convolution, rtol: float) -> Spectrum | None:
         return None
     # the adjoint, taps first in memory: its input side is our output side
     taps, exponent = rescaled(kernel[0].flatten(2).flip(-1).permute(2, 1, 0).contiguous().double())
-    symbol = Symbol.of(taps.reshape(*lengths, 1, ci, co).movedim((-3, -2, -1), (0, 1, 2)), 4 * count)
+    taps = taps.reshape(*lengths, 1, ci, co).movedim((-3, -2, -1), (0, 1, 2))
+    symbol = Symbol.of(taps, 4 * count, torch.float32 if _narrow_enough(taps, rtol) else torch.float64)
     if symbol.correlations is None or symbol.adjoint:
         return None
     cells = grid_cells(symbol, grid).omega
@@ -83,6 +85,16 @@ def spectrum(conv: Convolution, rtol: float) -> Spectrum | None:
     windows = tuple(lattice.window_out for lattice in known)
     sizes = symbol.gram_sizes(torch.zeros(len(cells), dtype=torch.long), cells, torch.float32)
     return Spectrum(symbol, cells, error, factor, exponent, windows, sizes)
+
+
+def _narrow_enough(kernel: Tensor, rtol: float) -> bool:
+    """Whether correlations in float32 take no more than a third of the tolerance, of what the mean of the symbol reaches."""
+    size = float(frobenius(kernel[0].abs().flatten(2).sum(-1))) ** 2
+    mean = kernel[0].flatten(2).sum(-1).float()
+    v = random_start(mean.shape[1], mean)
+    for _ in range(8):  # an estimate
+        v = mean.mT @ (mean @ (v / torch.linalg.vector_norm(v)))
+    return rounding(kernel, torch.float32) * size <= 2 / 3 * rtol * float(torch.linalg.vector_norm(v))
 
 
 def _grid(lattices: list[Lattice], lengths: tuple[int, ...], share: float) -> tuple[tuple[int, ...], float]:
@@ -169,9 +181,11 @@ def _proved(
     best, where, vector = start
     columns = spec.symbol.kernel.shape[2]
     loss = expected_loss(spec.gram(torch.tensor([where]), s)[0], best)
-    slack = max((1 + rtol) ** 2 - 1, 1.5 * loss + 0.01)
-    open_ = torch.arange(len(spec.omega))
-    tau = best * (1 + slack) + float(error.max())
+    slack, open_ = (
+        max((1 + rtol) ** 2 - 1, 1.5 * loss + 0.01 + float(error.max()) / best),
+        torch.arange(len(spec.omega)),
+    )
+    tau = best * (1 + slack)
     while len(open_):
         limit = torch.full((len(open_),), tau, dtype=torch.float64)
         rows = open_
@@ -185,7 +199,7 @@ def _proved(
         value, i, v = _seen(spec, open_[spec.sizes[open_].topk(min(3, len(open_))).indices], s)
         if value > best:
             best, where, vector = value, i, v
-        tau = max(tau * (1 + slack / 4), best * (1 + slack) + float(error.max()))
+        tau = max(tau * (1 + slack / 4), best * (1 + slack))
     # frequencies proved below an earlier, smaller target lie below the last one as well
     return tau, where, vector
 

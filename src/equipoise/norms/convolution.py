@@ -25,8 +25,9 @@ from equipoise.maps.geometry import (
     zero_lattice,
 )
 from equipoise.maps.linear import Convolution
-from equipoise.norms.dense import LARGE, cholesky_bracket, lanczos, random_start
+from equipoise.norms.dense import LARGE, cholesky_bracket
 from equipoise.norms.gram import gram_bracket, rayleigh_lower, wide
+from equipoise.norms.lanczos import lanczos, random_start
 from equipoise.norms.supremum import Search, SymbolBound
 from equipoise.norms.symbol import Symbol
 
@@ -66,7 +67,7 @@ def _scaled_bracket(conv: Convolution, rtol: float) -> Bracket:
         return _materialised(conv, rtol)
     upper, lower, start, method = _by_symbol(conv, rtol)
     if conv.known and upper > (1 + rtol) * lower:
-        lower = max(lower, _operator_lower(conv, start, rtol))
+        lower = max(lower, _operator_lower(conv, start, rtol, upper / (1 + rtol)))
     if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= DENSE_ENTRIES:
         dense = _materialised(conv, rtol)
         lower, upper = max(lower, float(dense.lower)), min(upper, float(dense.upper))
@@ -229,11 +230,12 @@ def windowed_lower(
     v = wide(v)
     v = v / torch.linalg.vector_norm(v)
     v = v if scale is None else v * scale
-    if symbol.correlations.is_complex():
-        inner = (v.conj() @ (symbol.correlations[group] @ v[:, None])[..., 0].mT).resolve_conj()
+    C = wide(symbol.correlations[group])
+    if C.is_complex():
+        inner = (v.conj() @ (C @ v[:, None])[..., 0].mT).resolve_conj()
         real, imag = inner.real, inner.imag
     else:  # real products are the faster ones
-        p, q = symbol.correlations[group] @ v.real, symbol.correlations[group] @ v.imag
+        p, q = C @ v.real, C @ v.imag
         real, imag = p @ v.real + q @ v.imag, q @ v.real - p @ v.imag
     angle = symbol.offsets @ omega
     terms = (real * angle.cos() + imag * angle.sin()) * correlation
@@ -272,8 +274,11 @@ def _materialised(conv: Convolution, rtol: float) -> Bracket:
     return Bracket(max(0.0, down(float(low) - error)), up(float(high) + error), rtol, "materialised", note)
 
 
-def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float) -> float:
-    """Lanczos on the operator itself, then a Rayleigh quotient in float64; 0 where that would cost too much."""
+def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough: float) -> float:
+    """Lanczos on the operator itself, then a Rayleigh quotient in float64; 0 where that would cost too much.
+
+    It goes on while it pays, until `enough` is reached.
+    """
     rows, columns = math.prod(conv.output_shape), math.prod(conv.input_shape)
     flops = 4.0 * rows * conv.kernel[0, 0].numel()
     steps = int(min(16 if start is None else 5, LANCZOS_FLOPS / flops))
@@ -290,10 +295,10 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float) -> flo
     else:
         first = start.to(quick.weight.dtype).flatten()
     v, reached = first, 0.0
-    for _ in range(5):  # from the plane wave one short run is nearly always enough; go on while it pays
+    for _ in range(5):  # from the plane wave one short run is nearly always enough
         v = lanczos(multiply, v, steps)
         value = float(torch.linalg.vector_norm(quick.apply(v.reshape(1, *shape))) / torch.linalg.vector_norm(v))
-        if value <= reached * (1 + rtol / 10) or steps * flops > LANCZOS_FLOPS / 2:
+        if value >= enough * (1 + 1e-5) or value <= reached * (1 + rtol / 10) or steps * flops > LANCZOS_FLOPS / 2:
             break
         reached = value
     x = wide(v).reshape(1, *shape)

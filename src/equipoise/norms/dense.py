@@ -1,124 +1,120 @@
-"""The norm of one large matrix: a Lanczos lower end, and an upper end verified by one Cholesky factorisation.
+"""The norm of one large matrix: Lanczos steps from below, and a proof from above by one Cholesky factorisation.
 
-Gram iteration needs some ten products of n×n matrices; this needs one Gram matrix, some forty matrix–vector products
-and a factorisation. Both give the same contract: `lower ≤ σ₁ ≤ upper`, proved in floating point.
+Gram iteration needs some ten products of n×n matrices; this needs half a product, some fifty products with vectors and a
+factorisation. Both give the same contract: `lower ≤ σ₁ ≤ upper`, proved in floating point. There are two routes.
 
-Gram matrices by half: symmetric rank-k updates and products of SciPy's BLAS, which torch does not have.
+*In float32, off the top.* A Gram matrix `Ĝ ≈ AᵀA` in float32 is off by up to a per cent of σ₁², too much for σ₁ but not for what
+is left of A beside its top space. With V the leading Ritz vectors of Ĝ, `‖Ax‖ ≤ β‖x‖` for all x ⟂ V is proved by a factorisation
+in float32; two thin products with A in float64 then give σ₁ by a Schur complement (`norms.deflated`). It takes a spectrum that
+falls by some per cent within a dozen singular values.
 
-On other devices and for complex numbers the full products of torch serve instead; the results mean the same.
+*In float64.* `AᵀA` and its factorisation in float64, for everything else.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from scipy.linalg import eigh_tridiagonal
-from scipy.linalg.blas import dsymv, dsyrk, ssymv, ssyrk
-from scipy.linalg.lapack import dsterf
 from torch import Tensor
 
 from equipoise.core.precision import down, gamma, ldexp_down, ldexp_up, up
-from equipoise.norms.gram import gram, scaled, small_side, wide
-from equipoise.norms.verify import below, serial, verification_loss
-
-#: numbers cast to float64 at once: the whole matrix would be written to memory and read back
-_PIECE = 2**19
-
-
-def gram_lower(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Lower triangle of `A*A` in `dtype` arithmetic, with A the side of `W (m, n)` that has fewer columns.
-
-    What lies above the diagonal is not set. Every entry is a sum of max(m, n) products, rounded in some order.
-
-    >>> torch.tril(gram_lower(torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 0.0]]))).tolist()
-    [[2.0, 0.0], [2.0, 5.0]]
-    """
-    if W.is_complex() or W.device.type != "cpu":
-        return gram(small_side(wide(W) if dtype is torch.float64 else W))
-    if W.shape[0] != W.shape[1] and not W.is_contiguous() and W.mT.is_contiguous():
-        W = W.mT  # the same matrix on its smaller side, without a copy
-    tall = W.shape[0] >= W.shape[1]
-    n, long = (W.shape[1], W.shape[0]) if tall else W.shape
-    syrk, number = (dsyrk, np.float64) if dtype is torch.float64 else (ssyrk, np.float32)
-    total = np.zeros((n, n), dtype=number, order="F")
-    whole = W.dtype is dtype and W.is_contiguous()
-    pieces = (W,) if whole else W.split(max(1, min(long, _PIECE // n)), dim=0 if tall else 1)
-    with serial(long * n * n):
-        for piece in pieces:  # row-major here is column-major transposed there, so nothing is copied but the cast
-            a = piece.to(dtype).contiguous().numpy().T
-            total = syrk(1.0, a, beta=1.0, c=total, trans=not tall, lower=0, overwrite_c=1)
-    return torch.from_numpy(total.T)
-
-
-def narrow(x: Tensor) -> Tensor:
-    """The same numbers rounded to float32 or complex64."""
-    return x.to(torch.complex64 if x.is_complex() else torch.float32)
-
-
-def symmetric_product(G: Tensor, double: bool = False) -> Callable[[Tensor], Tensor]:
-    """`v ↦ Gv` for a Hermitian matrix of which only the lower triangle is set, in float32 (or float64)."""
-    if G.is_complex() or G.device.type != "cpu":
-        full = torch.tril(G if double else narrow(G))
-        full = full + torch.tril(full, -1).mH
-        return full.matmul
-    upper = G.numpy().T if double else G.numpy().astype(np.float32, copy=False).T
-    symv = dsymv if double else ssymv
-    return lambda v: torch.from_numpy(symv(1.0, upper, v.numpy(), lower=0))
-
+from equipoise.norms.deflated import deflated_bracket, orthonormal, orthonormality
+from equipoise.norms.gram import scaled, small_side, wide
+from equipoise.norms.half import gram_lower, lower_error, narrow, subtract_pair, symmetric_product
+from equipoise.norms.lanczos import Krylov, krylov, lanczos, mixed, random_start
+from equipoise.norms.verify import below, expected_loss, one_thread, verification_loss
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster
 LARGE = 160
+#: multiplications of the Gram matrix from which the route in float32 is tried, and the smallest tolerance it is good for
+WORK, FINEST = 2**28, 1e-5
+#: most vectors that are split off; the share that is left for what Ritz values miss, and largest residual of such that count
+MOST, MARGIN, CONVERGED = 16, 5e-3, 3e-3
+#: fewest Lanczos steps, and where they were too few
+STEPS = (32, 88)
 
 
-def lanczos(multiply: Callable[[Tensor], Tensor], start: Tensor, steps: int, settle: float = 0.0) -> Tensor:
-    """Ritz vector of the largest eigenvalue of a Hermitian operator on flat vectors, after orthogonalised steps.
+def cholesky_bracket(
+    W: Tensor, rtol: float, rounds: int = 6, start: Tensor | None = None, enough: float = 0.0
+) -> tuple[float, float, Tensor]:
+    """`(lower, upper, v)` for one matrix, v a vector near the top of its smaller side.
 
-    With `settle` it stops early, once eight steps have raised the Ritz value by no more than that share. On the CPU the vectors
-    are NumPy's: a step on a short one takes as long as its calls.
+    `start` is a guess of v; where it leaves `σ₁ ≤ enough` possible, that is tried first and will do. In float64 `rounds` failed
+    proofs are answered by more Lanczos steps, later ones by a wider target, so that the function always ends with a proved bound.
     """
-    n, breakdown = start.numel(), 8 * torch.finfo(start.dtype).eps
-    on_cpu = start.device.type == "cpu"
-    q: Any = start.resolve_conj().numpy() if on_cpu else start
-    apply: Callable[[Any], Any] = (lambda q: multiply(torch.from_numpy(q)).numpy()) if on_cpu else multiply
-    Q: Any = np.zeros((min(steps, n), n), dtype=q.dtype) if on_cpu else start.new_zeros(min(steps, n), n)
-    diagonal: list[float] = []
-    beside: list[float] = []
-    reached: list[float] = []  # Ritz values, every fourth step
-    q = q / _length(q)
-    for j in range(len(Q)):
-        Q[j] = q
-        w = apply(q)
-        diagonal.append(float((q.conj() @ w).real))
-        w = w - diagonal[j] * q - (beside[-1] * Q[j - 1] if j else 0.0)
-        known = Q[: j + 1]
-        w = w - (known.conj() @ w) @ known
-        beta = _length(w)
-        if beta <= breakdown * max(map(abs, diagonal)) or j + 1 == len(Q):
-            break
-        if settle and j % 4 == 3:
-            reached.append(float(dsterf(diagonal, beside)[0][-1]))
-            if len(reached) > 2 and reached[-1] - reached[-3] <= settle * reached[-1]:
-                break
-        beside.append(beta)
-        q = w / beta
-    size = len(diagonal)
-    _, y = eigh_tridiagonal(diagonal, beside[: size - 1], select="i", select_range=(size - 1, size - 1))
-    y = y[:, 0]
-    if on_cpu:
-        return torch.from_numpy(y.astype(Q.real.dtype) @ Q[:size])
-    return torch.from_numpy(y).to(Q.device, Q.dtype) @ Q[:size]
+    A = W if W.is_complex() else small_side(W)
+    if start is None and not W.is_complex() and A.numel() * A.shape[1] >= WORK and rtol >= FINEST:
+        found = _off_the_top(A, rtol)
+        if not isinstance(found, Tensor):
+            return found
+        start = mixed(found)
+    return _in_double(W, rtol, rounds, start, enough)
 
 
-def _length(q: Any) -> float:
-    return math.sqrt(float((q.conj() @ q).real))
+def _off_the_top(A: Tensor, rtol: float) -> tuple[float, float, Tensor] | Tensor:
+    """The route in float32, of A with no more columns than rows; where it does not lead there, the best vector found."""
+    n = A.shape[1]
+    G = gram_lower(A, torch.float32)
+    trace, v = float(torch.diagonal(G).sum(dtype=torch.float64)), random_start(n, G)
+    if not 1e-15 < trace < 1e15:
+        return v
+    with one_thread(n**3):
+        return _from_gram(A, G, trace, v, rtol)
 
 
-def random_start(n: int, like: Tensor) -> Tensor:
-    """A fixed Gaussian start vector (the same every time, so that results are reproducible)."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(n, generator=generator, dtype=torch.float64).to(like.device, like.dtype)
+def _from_gram(A: Tensor, G: Tensor, trace: float, v: Tensor, rtol: float) -> tuple[float, float, Tensor] | Tensor:
+    """The same, with `G ≈ AᵀA` in float32 and a start vector."""
+    f32 = torch.float32
+    error, product = lower_error(trace, A.shape, f32), symmetric_product(G)
+    division = _Division(G, error, rtol)
+    for fewest in STEPS:  # a Ritz vector may have been missed: once more with more steps
+        space = krylov(product, v, 112, division.found(fewest))
+        k, square, Y = division.of(space)
+        if not k:
+            return space.top()
+        V = orthonormal(space.vectors(Y[:, :k]), G)
+        Z = torch.stack([product(x.contiguous()) for x in V.mT], 1)
+        B = Z - V @ (V.mT @ Z) / 2  # VBᵀ + BVᵀ vanishes off V, and takes the top out of G
+        size = up(trace + 2 * error) + 2 * math.sqrt(k * float(B.double().square().sum())) * (1 + 1e-3)
+        numbers = [[square], [up(error + gamma(2 * k + 4, f32) * size)]]
+        if bool(below(subtract_pair(G, V, B)[None], *torch.tensor(numbers, dtype=torch.float64, device=A.device))):
+            found = deflated_bracket(A, V, orthonormality(V), up(math.sqrt(up(square))))
+            if found is not None and found[1] <= (1 + rtol) * found[0]:
+                return *found, V[:, 0]
+    return V[:, 0].contiguous()
+
+
+class _Division:
+    """How many Ritz vectors of Ĝ to split off, and what is to be proved of the rest."""
+
+    def __init__(self, G: Tensor, error: float, rtol: float) -> None:
+        self.G, self.error, self.rtol = G, error, rtol
+        self.loss = 0.0  # what the factorisation will lose, of the norm
+
+    def of(self, space: Krylov) -> tuple[int, float, np.ndarray]:
+        """`(k, β², Y)`: k is 0 where no number will do; Y holds all Ritz vectors.
+
+        For `τ = θ₁(1 + 1.5 rtol)` the Schur complement holds up to `β² = τ − Σ r_i²/(τ − θ_i)`; the rest has about θ_{k+1}.
+        """
+        theta, r, Y = space.ritz()
+        self.loss = self.loss or expected_loss(self.G, float(theta[0]))
+        tau = theta[0] * (1 + 1.5 * self.rtol)
+        beta = tau - np.cumsum(r * r / (tau - theta))[: min(MOST, len(theta) - 1)]
+        after = slice(1, len(beta) + 1)
+        fits = theta[after] * (1 + MARGIN) + self.error <= beta * (1 - self.loss - MARGIN)
+        good = fits & (r[after] <= CONVERGED * tau)
+        k = int(good.argmax()) + 1 if good.any() else 0
+        return k, float(beta[k - 1]) if k else 0.0, Y
+
+    def found(self, fewest: int) -> Callable[[Krylov], bool]:
+        """Whether there is such a number, after that many steps."""
+
+        def stop(space: Krylov) -> bool:
+            size = len(space.diagonal)
+            return size >= fewest and size % 8 == 0 and self.of(space)[0] > 0
+
+        return stop
 
 
 def _quotient(multiply: Callable[[Tensor], Tensor], v: Tensor, size: float) -> float:
@@ -129,16 +125,12 @@ def _quotient(multiply: Callable[[Tensor], Tensor], v: Tensor, size: float) -> f
     return down(value) - up(g * (2.0 * size + abs(value)))
 
 
-def cholesky_bracket(
-    W: Tensor, rtol: float, rounds: int = 6, start: Tensor | None = None, enough: float = 0.0
-) -> tuple[float, float, Tensor]:
-    """`(lower, upper, v)` for one matrix: Lanczos on `G = A*A`, then a proof that `G ⪯ upper²·I`.
+def _in_double(W: Tensor, rtol: float, rounds: int, start: Tensor | None, enough: float) -> tuple[float, float, Tensor]:
+    """The route in float64: Lanczos on `G = A*A`, then a proof that `G ⪯ upper²·I`.
 
-    Everything is read off the one Gram matrix in float64, which differs from the true one by at most `error` in norm: the lower
-    end is `√(v*Gv/v*v − error)`, the upper end a verified factorisation. A failed proof means that the Ritz vector had not
-    converged: Lanczos goes on from it, and after `rounds` failures the target is widened instead, at most up to the Frobenius
-    norm, so the function always ends with a proved bound. `start` is a guess of v; where it leaves `σ₁ ≤ enough` possible, that
-    is tried first and will do.
+    Everything is read off the one Gram matrix, which differs from the true one by at most `error` in norm: the lower end is
+    `√(v*Gv/v*v − error)`, the upper end a verified factorisation. A failed proof means that the Ritz vector had not converged:
+    Lanczos goes on from it, and after `rounds` failures the target is widened instead, at most up to the Frobenius norm.
     """
     A, e = W, 0
     G = gram_lower(A)

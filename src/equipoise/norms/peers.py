@@ -21,7 +21,7 @@ from equipoise.core.precision import frobenius, full_precision, require_finite, 
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.convolution import dense_bracket, materialise
-from equipoise.norms.dense import random_start
+from equipoise.norms.lanczos import random_start
 from equipoise.norms.symbol import Symbol
 from equipoise.norms.tracked import power_iteration, unit
 

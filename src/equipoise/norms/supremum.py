@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import down, frobenius, gamma, up
-from equipoise.norms.dense import lanczos, random_start
+from equipoise.norms.lanczos import lanczos, random_start
 from equipoise.norms.symbol import WHOLE_UP_TO, Symbol
-from equipoise.norms.verify import below_formed, below_parts, expected_loss
+from equipoise.norms.verify import below_formed, below_parts, chunk_bytes, expected_loss
 
-#: bytes of Gram matrices held at once: they should stay in the cache between being formed and being factorised
-CHUNK_BYTES = 8 * 2**20
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
 #: what a proof in single precision may lose, of the tolerance; the target lies twice the tolerance above the best square
@@ -47,6 +45,11 @@ class Cells:
 
     def __len__(self) -> int:
         return len(self.groups)
+
+    @property
+    def index(self) -> Tensor:
+        """All of them."""
+        return torch.arange(len(self), device=self.groups.device)
 
     def take(self, index: Tensor) -> Cells:
         """The cells of an index or mask."""
@@ -92,7 +95,8 @@ class Search:
         self.symbol, self.tol, self.budget = symbol, tol, budget
         self.c = symbol.kernel.shape[2]
         self.small = self.c <= SQUARE_UP_TO
-        self.whole = not self.small and self.c <= WHOLE_UP_TO and symbol.correlations is not None
+        self.sized = not self.small and symbol.correlations is not None  # sizes are known without Gram matrices
+        self.whole = self.sized and self.c <= WHOLE_UP_TO
         self.degrees = [(n - 1) / 2 for n in symbol.lengths]
         self.evaluated = 0
         self._kept: tuple[tuple[int, int, int, torch.dtype], Cells, tuple[Tensor, Tensor]] | None = None
@@ -159,18 +163,20 @@ class Search:
         self.proof_dtype = torch.complex64 if narrow else torch.complex128
 
     def _gram(self, cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Gram matrices of some cells; what was asked for last is kept, the scouts and the provers ask for the same."""
-        key = (id(cells), int(rows[0]), len(rows), self.dtype)
+        """Gram matrices of some cells; where scouts and provers ask for the same, what was asked for last is kept."""
+        if self.sized:
+            part = cells.take(rows)
+            return self.symbol.gram(part.groups, part.omega, self.dtype)
+        key = (id(cells), int(rows[0]), len(rows), self.dtype)  # of rows that follow each other
         if self._kept is None or self._kept[0] != key:
             part = cells.take(rows)
             self._kept = (key, cells, self.symbol.gram(part.groups, part.omega, self.dtype))
         return self._kept[2]
 
-    def _chunks(self, cells: Cells) -> list[Tensor]:
+    def _chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
         width = 1 if self.dtype is torch.float32 else 2
-        fewest = 1 if self.c <= WHOLE_UP_TO or self.symbol.correlations is None else FEWEST
-        per = max(fewest, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency))
-        return list(torch.arange(len(cells), device=cells.groups.device).split(per))
+        fewest = FEWEST if self.sized else 1
+        return rows.split(max(fewest, chunk_bytes(rows.device) // (width * self.symbol.bytes_per_frequency)))
 
     def _raise(self, value: float, group: int, omega: Tensor) -> None:
         if value > self.best:
@@ -192,10 +198,10 @@ class Search:
 
     def _scout(self, cells: Cells) -> float:
         """Raise the best value at the cells with the largest Gram matrices; returns the largest ‖E*E‖_F."""
-        if self.whole:
+        if self.sized:
             sizes = self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
         else:
-            sizes = torch.cat([_norm(*self._gram(cells, rows)) for rows in self._chunks(cells)])
+            sizes = torch.cat([_norm(*self._gram(cells, rows)) for rows in self._chunks(cells.index)])
         top = sizes.topk(min(12, len(cells)))
         self._probe(cells.take(top.indices))
         return float(top.values[0])
@@ -233,13 +239,11 @@ class Search:
         self.evaluated += len(cells)
         tau = threshold - self.symbol.gram_error(self.dtype)[cells.groups]
         left, scores = [], []
-        if self.whole:
-            sizes = self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
-            chunks, prove = [(sizes > tau).nonzero()[:, 0]], self._whole
-        else:
-            chunks, prove = self._chunks(cells), self._in_parts
-        for rows in chunks:
-            proved, score = prove(cells, rows, tau[rows])
+        large = cells.index
+        if self.sized:
+            large = (self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype) > tau).nonzero()[:, 0]
+        for rows in (large,) if self.whole else self._chunks(large):
+            proved, score = (self._whole if self.whole else self._in_parts)(cells, rows, tau[rows])
             left.append(rows[~proved])
             scores.append(score[~proved])
         index = torch.cat(left) if left else torch.zeros(0, dtype=torch.long, device=cells.groups.device)
@@ -268,7 +272,8 @@ class Search:
     def _in_parts(self, cells: Cells, rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The same from real and imaginary part: by size, by repeated squaring where matrices are small, by a factorisation."""
         X, Y = self._gram(cells, rows)
-        proved, score = up(_norm(X, Y)) <= tau, torch.zeros_like(tau)
+        proved = torch.zeros_like(tau, dtype=torch.bool) if self.sized else up(_norm(X, Y)) <= tau
+        score = torch.zeros_like(tau)
         open_ = (~proved).nonzero()[:, 0]
         if not len(open_):
             return proved, score

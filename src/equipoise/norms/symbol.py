@@ -44,10 +44,14 @@ class Symbol:
     formed: float = 0.0  # the norms of what the correlations miss, summed, are at most this times size²
     _cache: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _interleaved: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
+    _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, kernel: Tensor, frequencies: int) -> Symbol:
-        """Build the symbol of `kernel (g, co, ci, *lengths)`; `frequencies` is roughly how many will be asked for."""
+    def of(cls, kernel: Tensor, frequencies: int, dtype: torch.dtype = torch.float64) -> Symbol:
+        """Build the symbol of `kernel (g, co, ci, *lengths)`; `frequencies` is roughly how many will be asked for.
+
+        The correlations are formed in `dtype` (see `autocorrelation`).
+        """
         kernel = wide(kernel)
         swapped = kernel.shape[1] < kernel.shape[2]
         if swapped:  # same norm at every frequency
@@ -63,7 +67,7 @@ class Symbol:
         offsets = torch.tensor(half, dtype=torch.float64, device=kernel.device)
         if by_taps > 2 * by_frequency:
             return cls(kernel, offsets, None, swapped)
-        found = autocorrelation(kernel)
+        found = autocorrelation(kernel, dtype)
         return cls(kernel, offsets, found.matrices, swapped, found.error)
 
     @property
@@ -92,8 +96,7 @@ class Symbol:
         phases = torch.complex(angle.cos(), -angle.sin())
         m, c = self.kernel.shape[1:3]
         E = phases.new_empty(len(groups), m, c)
-        for g in groups.unique():
-            rows = groups == g
+        for g, rows in _by_group(groups, len(self.kernel)):
             E[rows] = (phases[rows] @ self.kernel[g].flatten(2).permute(2, 0, 1).flatten(1).to(phases.dtype)).reshape(
                 -1, m, c
             )
@@ -148,12 +151,12 @@ class Symbol:
         weights = (cos, sin) if not self.kernel.is_complex() else (torch.cat([cos, sin], 1),) * 2
         c = self.kernel.shape[2]
         total = torch.zeros(len(omega), dtype=torch.float64, device=omega.device)
-        for w, part in zip(weights, self._parts(dtype), strict=True):
-            rows = part.reshape(*part.shape[:2], c, c).transpose(1, 2)  # (g, c, B, c)
-            inner = (rows @ rows.mT).double().sum(1)
+        if dtype not in self._inner:
+            rows = (part.reshape(*part.shape[:2], c, c).transpose(1, 2) for part in self._parts(dtype))  # (g, c, B, c)
+            self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
+        for w, inner in zip(weights, self._inner[dtype], strict=True):
             lengths = up(inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt())
-            for g in groups.unique():
-                here = groups == g
+            for g, here in _by_group(groups, len(self.kernel)):
                 form = ((w[here] @ inner[g]) * w[here]).sum(-1)
                 spread = (w[here].abs() @ lengths[g]).square()
                 slack = (
@@ -209,6 +212,11 @@ class Symbol:
         return self._cache[dtype]
 
 
+def _by_group(groups: Tensor, count: int) -> list[tuple[int, slice | Tensor]]:
+    """Every group met and its rows; nothing is asked of the device where there is but one."""
+    return [(0, slice(None))] if count == 1 else [(g, groups == g) for g in groups.unique().tolist()]
+
+
 def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:
     """`Σ_b weights[f, b]·parts[groups[f], b]` for every row f."""
     if parts.shape[0] == 1:
@@ -216,7 +224,6 @@ def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:
     if parts.shape[-1] <= 64:
         return (weights[:, None] @ parts[groups])[:, 0]
     result = weights.new_empty(len(groups), parts.shape[-1])
-    for g in groups.unique():
-        rows = groups == g
+    for g, rows in _by_group(groups, parts.shape[0]):
         result[rows] = weights[rows] @ parts[g]
     return result

@@ -16,7 +16,7 @@ computed and added instead.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -31,10 +31,19 @@ from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
 LAPACK_FROM = 24
 #: bytes of matrices held at once: they should stay in the cache between being copied and being factorised
 CHUNK_BYTES = 8 * 2**20
+#: the same on other devices, where every batch waits for the one before
+DEVICE_BYTES = 2**28
 #: relative loss that is not worth a guess
 FREE = 1e-6
 #: up to this many multiplications SciPy's BLAS works on one thread
 SERIAL = 2**28
+#: and up to this many torch as well, where both work by turns
+ALONE = 2**33
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Bytes of matrices worth holding at once on a device."""
+    return CHUNK_BYTES if device.type == "cpu" else DEVICE_BYTES
 
 
 @cache
@@ -49,6 +58,22 @@ def serial(work: int) -> contextlib.AbstractContextManager[object]:
     """
     small = work <= SERIAL
     return _controller().limit(limits=1, user_api="blas") if small else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def one_thread(work: int) -> Iterator[None]:
+    """Inside, torch and SciPy's BLAS keep to the calling thread, unless the work is large: many short steps of both by turns
+    take several times as long where the threads of one wait for work on the cores that the other uses."""
+    threads = torch.get_num_threads()
+    if threads == 1 or work > ALONE:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        with serial(0):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
@@ -98,8 +123,8 @@ def below_formed(
     """`below` where `negative(rows)` forms −G of some rows, to be overwritten: chunk by chunk, in the cache."""
     count = len(tau)
     one = n * n * torch.finfo(dtype).bits // (4 if dtype.is_complex else 8)
-    # forming many at once is cheaper, where that is one product
-    per = max(1, CHUNK_BYTES // one, min(16, 8 * CHUNK_BYTES // one))
+    room = chunk_bytes(tau.device)
+    per = max(1, room // one, min(16, 8 * room // one))  # forming many at once is cheaper, where that is one product
     proved = torch.zeros(count, dtype=torch.bool, device=tau.device)
     error = error + 4 * n * n * torch.finfo(dtype).tiny  # what products that underflow may lose
     for first in range(0, count, per):
@@ -109,6 +134,8 @@ def below_formed(
         spread = _guess(M, diagonal, tau[rows])
         done, needed = _attempt(M, diagonal, tau[rows], error[rows], spread)
         proved[rows] = done & (needed <= spread)
+        if M.device.type != "cpu":  # nothing is guessed there, and nothing asked in the loop
+            continue
         again = (done & (needed > spread) & (spread < n)).nonzero()[:, 0]
         if len(again):  # guessed too low: once more with what was needed
             wider, which = (needed[again] * 1.1).clamp_max(1.01 * n), again + first
@@ -129,16 +156,20 @@ def _diagonal(M: Tensor) -> Tensor:
 def _guess(M: Tensor, diagonal: Tensor, tau: Tensor) -> Tensor:
     """ρ/s to be expected for `s·I − G` with s ≈ τ, from the size of G off the diagonal: `R_ij ≈ M_ij/√M_ii`; at most n.
 
-    Every eighth matrix is measured: those of one batch are alike.
+    Every eighth matrix is measured, and of a large one every eighth row: those of one batch are alike.
     """
     n = M.shape[-1]
     worst = torch.full_like(tau, 1.01 * n)  # a little room for diagonals that rounding made negative
     if n * cholesky_gamma(n, M.dtype) < FREE or not len(tau):
         return worst
-    some = M[::8]
-    whole = torch.view_as_real(some) if M.is_complex() else torch.tril(some, -1)  # real ones may lack their upper half
-    off = torch.linalg.vector_norm(whole.flatten(1), dim=1).double().square()
-    off = (off - diagonal[::8].square().sum(-1)).clamp_min(0) / 2 if M.is_complex() else off
+    step = 8 if n >= 256 else 1
+    rows, some = M[::8, ::step], torch.arange(n, device=M.device)
+    if M.is_complex():
+        sizes = torch.view_as_real(rows).square().flatten(1)
+        off = (sizes.sum(-1).double() - diagonal[::8, ::step].square().sum(-1)).clamp_min(0) / 2
+    else:  # real ones may lack their upper half
+        off = rows.masked_fill(some >= some[::step, None], 0).square().flatten(1).sum(-1).double()
+    off = off * (n / rows.shape[1])
     s = tau.clamp_min(1e-300)
     share = (off / s[::8].square()).max()
     middle = (s - diagonal.mean(-1)).clamp_min(0.05 * s)

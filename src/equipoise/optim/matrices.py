@@ -1,10 +1,8 @@
-"""Muon for a whole network: orthogonalised updates for the matrices, Adam for everything else, as one optimizer.
+"""Muon for a whole network, with Adam for what is no matrix, and a bound of how large its updates can be.
 
-How large an orthogonalised update of Muon can be: the Newton–Schulz polynomial, bounded over the values it can meet.
-
-Muon replaces the momentum B by `p(…p(B/‖B‖_F)…)` with `p(X) = aX + b(XXᵀ)X + c(XXᵀ)²X`, which acts on every singular value
-as the scalar polynomial `p(s) = as + bs³ + cs⁵`. After the pre-scaling all singular values lie in [0, 1], so in real arithmetic
-the update has norm at most `lr·max p∘…∘p` over [0, 1], computed here by interval arithmetic.
+Muon replaces the momentum B of a matrix by `p(…p(B/‖B‖_F)…)` with `p(X) = aX + b(XXᵀ)X + c(XXᵀ)²X`, which acts on every
+singular value as the scalar polynomial `p(s) = as + bs³ + cs⁵`. After the pre-scaling all singular values lie in [0, 1], so in
+real arithmetic the update has norm at most `lr·max p∘…∘p` over [0, 1], computed here by interval arithmetic.
 
 Real optimizers run these steps in bfloat16, where the rounding of one product of n×n matrices may change a norm by n·2⁻⁸: no
 a-priori bound is left. So the guard does not use this number. It measures every update as it is, in Frobenius norm off the

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
-from equipoise.norms.dense import gram_lower
-from equipoise.norms.gram import gram_error
+from equipoise.norms.half import gram_lower, lower_error
 from equipoise.norms.verify import below
 
+#: numbers of a piece that stays in the cache
+_CACHED = 2**17
 #: where β is tried between the Ritz value of the last column and the target
 PLACES = (0.08, 0.25, 0.5, 0.8, 0.97)
 
@@ -37,7 +38,9 @@ def deflated_gram(A: Tensor, V: Tensor, T: Tensor) -> tuple[Tensor, Tensor, floa
     """Gram matrix of `A − TVᵀ` with its error, and what the subtraction itself lost."""
     rest = torch.addmm(A, T, V.mT, alpha=-1)
     lost = up(gamma(V.shape[1] + 4, A.dtype) * float(up(frobenius(A) + frobenius(T) * frobenius(V))))
-    return gram_lower(rest, rest.dtype), gram_error(rest).reshape(1), lost
+    G = gram_lower(rest, rest.dtype)
+    error = lower_error(float(torch.diagonal(G).sum(dtype=torch.float64)), rest.shape, rest.dtype)
+    return G, torch.tensor([error], dtype=torch.float64, device=G.device), lost
 
 
 def proved_below(G: Tensor, sigma: float, error: Tensor) -> bool:
@@ -48,23 +51,44 @@ def proved_below(G: Tensor, sigma: float, error: Tensor) -> bool:
     return bool(below(G[None], tau, error))
 
 
+def orthonormal(V: Tensor, like: Tensor) -> Tensor:
+    """An orthonormal basis of the columns, up to the rounding of the dtype of `like`."""
+    return torch.linalg.qr(V.double())[0].to(like.dtype).contiguous()
+
+
+def orthonormality(V: Tensor) -> float:
+    """`ε ≥ ‖VᵀV − I‖₂`."""
+    V64 = V.double()
+    gap = V64.mT @ V64 - torch.eye(V.shape[1], dtype=torch.float64, device=V.device)
+    return up(float(frobenius(gap)) + gamma(2 * V.shape[0] + 8, torch.float64) * float(frobenius(V64)) ** 2)
+
+
 @dataclass(frozen=True)
 class _Thin:
-    """`Y = AV` and `P = YᵀY` in float64, with `‖P − VᵀAᵀAV‖₂ ≤ error`; N and v bound ‖A‖_F and ‖V‖_F."""
+    """`P = VᵀAᵀAV` and `Z = AᵀAV` in float64, with `‖P − VᵀAᵀAV‖₂ ≤ error`; N and v bound ‖A‖_F and ‖V‖_F."""
 
-    Y: Tensor
     P: Tensor
+    Z: Tensor
     N: float
     v: float
     g: float
     error: float
 
     @staticmethod
-    def of(A64: Tensor, V64: Tensor) -> _Thin:
-        N, v = _length(A64), _length(V64)
-        Y = A64 @ V64
-        g = gamma(sum(A64.shape) + V64.shape[1] + 16, torch.float64)
-        return _Thin(Y, Y.mT @ Y, N, v, g, 8 * g * N * N * v * v)
+    def of(A: Tensor, V: Tensor) -> _Thin:
+        """By pieces that stay in the cache: A is read once."""
+        k, rows = V.shape[1], V.double().mT.contiguous()  # thin matrices as rows: products with columns are far slower
+        P, Z, squares = rows.new_zeros(k, k), torch.zeros_like(rows), rows.new_zeros(())
+        for piece in A.split(max(1, _CACHED // A.shape[1])):
+            wide = piece.double()
+            Y = rows @ wide.mT
+            P.addmm_(Y, Y.mT)
+            Z.addmm_(Y, wide)
+            squares += torch.linalg.vector_norm(wide).square()
+        g = gamma(sum(A.shape) + k + 16, torch.float64)
+        N = up(math.sqrt(float(squares)) * (1 + gamma(A.numel() + 8, torch.float64)) + 1e-140)
+        v = _length(rows)
+        return _Thin(P, Z.mT, N, v, g, 8 * g * N * N * v * v)
 
     def lower(self, defect: float) -> float:
         """`‖AVy‖/‖Vy‖` for the best y, rounded down."""
@@ -80,19 +104,17 @@ def _length(x: Tensor) -> float:
 
 def ritz_lower(A: Tensor, V: Tensor, defect: float) -> float:
     """The largest Ritz value of A on V: a lower bound of σ₁."""
-    return _Thin.of(A.double(), V.double()).lower(defect)
+    return _Thin.of(A, V).lower(defect)
 
 
 def deflated_bracket(A: Tensor, V: Tensor, defect: float, rest: float) -> tuple[float, float] | None:
     """`(lower, upper)` of σ₁(A) from `rest ≥ sup ‖Ax‖` over unit `x ⟂ V`, by the Schur complement of the module's text."""
-    A64, V64 = A.double(), V.double()
-    thin = _Thin.of(A64, V64)
-    if not bool(A.any()):
+    V64, thin = V.double(), _Thin.of(A, V)
+    if thin.N < 1e-130 and not bool(A.any()):
         return 0.0, 0.0
     if not (1e-60 < thin.N < 1e60 and rest < 1e60):
         return None  # squares of squares would leave the range
-    Z = A64.mT @ thin.Y
-    off = Z - V64 @ (V64.mT @ Z)
+    off = thin.Z - V64 @ (V64.mT @ thin.Z)
     spread = _length(off)
     lost = thin.g * thin.N**2 * thin.v * (5 + 2 * thin.v**2)
     R, error_r = off.mT @ off, 2 * ((2 * spread + lost) * lost + thin.g * spread * spread)
