@@ -79,3 +79,13 @@ def test_what_cannot_be_done_is_said(plain, tmp_path):
     save_checkpoint(tmp_path / "own", nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "flat", {}, (1, 8, 8))
     with pytest.raises(InputError, match="make_lipschitz"):
         robustify(tmp_path / "own", tmp_path / "c", data="digits")
+
+
+@pytest.mark.parametrize("name", ["net.pt2", "net.onnx", "net.pt"])
+def test_a_network_that_cannot_be_built_again_is_refused_in_one_sentence(name, tmp_path):
+    with pytest.raises(InputError, match=r"does not exist.*checkpoint folder"):
+        robustify(tmp_path / name, tmp_path / "run", data="digits")
+    (tmp_path / name).write_bytes(b"anything")
+    with pytest.raises(InputError, match=r"is a file.*save_checkpoint"):
+        robustify(tmp_path / name, tmp_path / "run", data="digits")
+    assert not (tmp_path / "run").exists()

@@ -107,6 +107,13 @@ def robustify(
         progress: as in `run_recipe`.
     """
     folder, run_dir = Path(folder), Path(run_dir)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise InputError(
+            f"{folder} {what}: the network to start from is a checkpoint folder (config.json and weights), as `equipoise train` "
+            "writes it, since it is built again with other layers; exported programs, ONNX files and state dicts do not say "
+            "how: build one of equipoise.nn.models, load the weights, and save it with equipoise.checkpoints.save_checkpoint"
+        )
     model, shape = load_checkpoint(folder)
     base, arguments = _named(folder)
     if shape is None:
