@@ -116,7 +116,7 @@ def test_measurements_are_stored_and_compared(equipoise, tmp_path):
     )
     assert ran.code == 0, ran.error
     ran = equipoise("bench", "compare", str(file), str(file), "--json")
-    assert [row["verdict"] for row in ran.json["rows"]] == ["no difference seen"] * 4
+    assert [row["verdict"] for row in ran.json["rows"]] == ["no difference seen"] * 5
     assert "thread" in ran.json["A"]
     again, both = tmp_path / "b.json", tmp_path / "both.json"
     again.write_text(file.read_text().replace("AOL", "AOL twice"))
