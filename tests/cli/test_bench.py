@@ -122,7 +122,7 @@ def test_measurements_are_stored_and_compared(equipoise, tmp_path):
     again.write_text(file.read_text().replace("AOL", "AOL twice"))
     ran = equipoise("bench", "merge", str(file), str(again), "--json", str(both))
     assert ran.code == 0, ran.error
-    assert len({row["name"] for row in read_json(both)["measured"]}) == 6
+    assert len({row["name"] for row in read_json(both)["measured"]}) == 8
     again.write_text(file.read_text().replace('"rounds": 2', '"rounds": 3'))
     assert "measured elsewhere" in equipoise("bench", "merge", str(file), str(again)).err
     file.write_text("{}")
