@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+import equipoise as eq
 import equipoise.nn as eqn
 from equipoise.core.errors import InputError, Refused
 from equipoise.maps.geometry import Geometry
@@ -323,3 +324,16 @@ def test_the_closed_gradient_is_that_of_the_operators(shape, t):
     assert torch.equal(log2, same)
     g = torch.randn_like(T)
     torch.testing.assert_close(*(torch.autograd.grad(value, K, g)[0] for value in (T, expected)))
+
+
+@pytest.mark.parametrize("name", ["SNLinear", "AOLLinear", "SRLinear", "CPLLinear", "RKOLinear"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_seen(name, value):
+    """It is neither read as zero nor bounded."""
+    layer = getattr(eq.nn, name)(6, 6).eval()
+    with torch.no_grad():
+        max(layer.parameters(), key=torch.numel).view(-1)[0] = value
+    x = torch.ones(1, 6)
+    assert not torch.isfinite(layer(x)).all()
+    with pytest.raises((eq.InputError, eq.Refused), match="non-finite"):
+        eq.lipschitz_bound(layer, x)

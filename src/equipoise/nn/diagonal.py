@@ -83,7 +83,7 @@ def normalised(K: Tensor, bound: Tensor, delta: float) -> Tensor:
 
 def normalised_pair(K: Tensor, bound: Tensor, delta: float) -> tuple[Tensor, Tensor]:
     """`(K/bound, 1/bound)`: the weight of `normalised` and its factor."""
-    present = bound > 0
+    present = bound != 0  # of a weight that is no number neither is its norm: it must be seen
     safe = torch.where(present, bound, torch.ones_like(bound)) * (1 + delta)
     weight = torch.where(present, K.to(bound.dtype) / safe, torch.zeros_like(K, dtype=bound.dtype))
     factor = torch.where(present, 1 / safe, torch.zeros_like(safe)).clamp(max=torch.finfo(K.dtype).max)
