@@ -26,6 +26,7 @@ from equipoise.core.errors import InputError
 from equipoise.core.precision import unit_roundoff
 from equipoise.nn.dominance import largest_exponent, near_one, totals
 from equipoise.nn.effective import plainly_called
+from equipoise.nn.factored import Gram, pays, row_sums
 
 #: largest |log q|: the ratio of two entries of q stays far from overflow
 LOG_Q = 40.0
@@ -49,6 +50,9 @@ def rescaling(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> Tensor:
 def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`(K·R, R)` with R as (g, n): the weight of `rescaling` and its factors."""
     check_steps(t)
+    short = short_factors(K, t, log_q)
+    if short is not None:
+        return K * short.reshape(1, 1, -1, *[1] * (K.dim() - 3)), short
     exponent, taps = largest_exponent(K, 0), math.prod(K.shape[3:])
     exponent = exponent.cpu() if K.device.type == "mps" else exponent
     delta = rounding(K.shape[1], K.shape[2], taps, t)
@@ -62,6 +66,24 @@ def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[
     return scaled(K, R, exponent), factors.to(device=K.device, dtype=K.dtype)
 
 
+def short_factors(K: Tensor, t: int, log_q: Tensor | None) -> Tensor | None:
+    """R as (1, n) in K's dtype from sums in float32 (`row_sums`), shrunk as in `scaled`; None where they do not do or pay."""
+    if K.shape[0] > 1 or math.prod(K.shape[3:]) > 1 or not worth(K.reshape(K.shape[1:3]).mT, t):
+        return None
+    return short_diagonal(Gram.apply(K.reshape(K.shape[1:3]).mT, False), K, t, log_q)
+
+
+def worth(W: Tensor, t: int) -> bool:
+    """Whether sums in float32 are to be tried for the rows of W."""
+    return t <= 2 and W.dtype is torch.float32 and W.device.type != "mps" and pays(*W.shape) and plainly_called(W)
+
+
+def short_diagonal(G: Tensor, K: Tensor, t: int, log_q: Tensor | None) -> Tensor | None:
+    """`short_factors` from the Gram matrix of the columns of `K (1, m, n)`."""
+    total = row_sums(G, K.shape[1], t, None if log_q is None else log_q[0])
+    return None if total is None else (total.pow(-(2.0**-t)) * _factor(K))[None].to(K.dtype)
+
+
 def scaled(K: Tensor, R: Tensor, exponent: Tensor) -> Tensor:
     """`K·2^-exponent·R` for a diagonal R (g, n) that makes its norm at most 1, in K's dtype, shrunk for what rounding does.
 
@@ -69,7 +91,7 @@ def scaled(K: Tensor, R: Tensor, exponent: Tensor) -> Tensor:
     costs in `stored`.
     """
     shape = R.shape[0], 1, R.shape[1], *[1] * (K.dim() - 3)
-    factor = R.reshape(shape) * (_shrunk(K) - 2 * unit_roundoff(K.dtype))
+    factor = R.reshape(shape) * _factor(K)
     if plainly_called(K) and near_one(exponent):
         return K * (factor * torch.exp2(-exponent)).to(K)
     half = (exponent / 2).floor()
@@ -96,6 +118,11 @@ def stored(weight: Tensor, like: Tensor) -> Tensor:
     Rounding changes each entry by at most u times itself, and `Σ_a ‖K_a‖_F ≤ √(taps·min(m, n))·sup‖E‖` (Parseval).
     """
     return (weight * _shrunk(like)).to(device=like.device, dtype=like.dtype)
+
+
+def _factor(like: Tensor) -> float:
+    """What R is multiplied by: its own rounding, and that of `stored`."""
+    return _shrunk(like) - 2 * unit_roundoff(like.dtype)
 
 
 def _shrunk(like: Tensor) -> float:

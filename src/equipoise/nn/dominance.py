@@ -4,9 +4,6 @@ The value is computed in float64, as the proof of `nn.diagonal` needs it. The gr
 and in the parameters' dtype, with one complex product per frequency and squaring. For a gradient g of T, `A_b` has the gradient
 `sign(A_b)·g` (and `sign(A_b)·gᵀ` for its mirror image). With Hermitian symbols `Z = X + iY`, `Γ = S + iN` the gradient of Z²,
 that of Z is `ΓZ + ZΓ`; that of E is `2EΓ̄` for `Z = E*E`.
-
-Where the Gram matrix of a dense layer is large and t ≤ 2 it is computed in float32, in pieces of 256 rows: entries are off by at
-most `γ·d_i·d_j` with d the lengths of the columns, which is added to T (and to the terms of its square).
 """
 
 from __future__ import annotations
@@ -18,20 +15,13 @@ import torch
 from torch import Tensor
 
 from equipoise.core.errors import Refused
-from equipoise.core.precision import full_precision, gamma
+from equipoise.core.precision import full_precision
 from equipoise.nn import spectra
 from equipoise.nn.effective import plainly_called
+from equipoise.nn.factored import symmetric_gram
 
 #: largest table of waves, in numbers: half a gigabyte
 _WAVES = 2**26
-#: products `rows·columns²` from which the Gram matrix of float32 parameters is computed in float32
-_LARGE = 2**29
-#: largest share of the row sums of orthonormal columns that the error of a Gram matrix in float32 may have
-MOST = 1e-2
-#: rows of one piece of a Gram matrix in float32
-_PIECE = 256
-#: from this many columns a Gram matrix is computed as a block triangle
-_BLOCKED = 256
 #: ratio of the largest and the smallest row of T up to which float32 holds the gradient's digits
 _SPREAD = 2.0**24
 
@@ -188,29 +178,15 @@ def _matrix_powers(K: Tensor, exponent: Tensor, t: int) -> Powers:
     """T, log2, the last power, and what its gradient needs: every power before, and the factor that tamed the next."""
     shape, near = K.shape[:3], near_one(exponent)
     W = (K if near else unit(K, exponent, K.dtype)).reshape(shape)
-    found = _gram32(W) if t <= 2 and K.dtype is torch.float32 and shape[1] * shape[2] ** 2 >= _LARGE else None
-    d: Tensor | None = None
-    if found is not None:
-        G, d = found
-    else:
-        G = symmetric_gram((W if near else unit(K, exponent, torch.float64).reshape(shape)).double())
+    G = symmetric_gram((W if near else unit(K, exponent, torch.float64).reshape(shape)).double())
     log2 = -2 * exponent.reshape(1, -1, 1, 1) if near else torch.zeros_like(exponent).reshape(1, -1, 1, 1)
     G, log2, e = _tamed(G[None], log2)
     kept = [[W, torch.exp2(-e)]]
-    T = G[0].abs()
-    if d is not None:
-        d = d * torch.exp2(-e[0, :, :, 0] / 2)
-        T = T + d[..., :, None] * d[..., None, :] if t == 1 else T
     for _ in range(t - 1):
         before = G
         G, log2, e = _tamed(before @ before, 2 * log2)
-        T = G[0].abs()
-        if d is not None:  # |G²| ≤ |Ĝ²| + |Ĝ||E| + |E||Ĝ| + |E|² with |E| ≤ d·dᵀ
-            h = (before[0].abs() @ d[..., None])[..., 0] + 0.5 * d.square().sum(-1, keepdim=True) * d
-            both = h[..., :, None] * d[..., None, :]
-            T = T + (both + both.mT) * (torch.exp2(-e[0]) * (1 + 1e-9))
         kept.append([before[0], torch.exp2(-e)])
-    return T, log2.flatten(1).mT, G, kept
+    return G[0].abs(), log2.flatten(1).mT, G, kept
 
 
 def _matrix_gradient(gA: Tensor, kept: list[list[Tensor]]) -> Tensor:
@@ -222,37 +198,3 @@ def _matrix_gradient(gA: Tensor, kept: list[list[Tensor]]) -> Tensor:
     W, factor = kept[0]
     S = (g + g.mT) * factor[0]
     return (S @ W.mT).mT if W.stride(-2) == 1 else W @ S  # in the layout of W
-
-
-def symmetric_gram(W: Tensor, piece: int | None = None) -> Tensor:
-    """`WᵀW` of `(g, m, n)`, as a sum of products of `piece` rows; of many columns the lower triangle of blocks only, mirrored."""
-    n = W.shape[-1]
-    step, rows = n if n < _BLOCKED else -(-n // 4), W.split(piece or max(1, W.shape[-2]), -2)
-    G = W.new_zeros(*W.shape[:-2], n, n)
-    for first in range(0, n, step):
-        last = min(n, first + step)
-        for i, part in enumerate(rows):
-            product = part[..., first:last].mT @ part[..., :last]
-            if i == 0:
-                G[..., first:last, :last] = product
-            else:
-                G[..., first:last, :last] += product
-    return G if n == step else G.tril() + G.tril(-1).mT
-
-
-def _gram32(W: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`(Ĝ, d)` with `|WᵀW − Ĝ|_ij ≤ d_i·d_j`, Ĝ from products in float32; None where columns are too unequal or too many.
-
-    A piece of p rows is off by `γ_p·|w_i|·|w_j|`, summing the pieces by as many roundings more; products that underflow by 2^-126
-    each. So `‖w_i‖²·(1 − γ) ≤ Ĝ_ii`.
-    """
-    g = gamma(_PIECE + W.shape[-2] // _PIECE + 8, torch.float32)
-    if W.shape[-1] * g > MOST:
-        return None
-    G = symmetric_gram(W, _PIECE).double()
-    squares = torch.diagonal(G, dim1=-2, dim2=-1)
-    largest = squares.amax(-1, keepdim=True)
-    if not bool(((squares >= 2.0**-60 * largest) & (largest > 2.0**-60) & (largest < 2.0**80)).all()):
-        return None
-    tiny = 4 * W.shape[-2] * torch.finfo(torch.float32).tiny
-    return G, ((g * squares / (1 - g)).sqrt() + math.sqrt(tiny)) * (1 + 1e-12)
