@@ -9,7 +9,7 @@ that of Z is `ΓZ + ZΓ`; that of E is `2EΓ̄` for `Z = E*E`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from equipoise.core.errors import Refused
 from equipoise.core.precision import full_precision
 from equipoise.nn import spectra
-from equipoise.nn.effective import plainly_called
 from equipoise.nn.factored import symmetric_gram
 
 #: largest table of waves, in numbers: half a gigabyte
@@ -27,14 +26,32 @@ _SPREAD = 2.0**24
 
 
 def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
-    """`(T·2^-log2, log2)`, (g, n, n) and (g, 1), of `K·2^-exponent`, kernels `(g, co, ci, *taps)` or matrices `(g, m, n)`."""
-    taps = math.prod(K.shape[3:])
-    _refuse_large(K, t)
-    wide = taps == 1 and t > 1 and K.shape[1] < K.shape[2]
-    if wide or not plainly_called(K):
-        return _by_operators(K, exponent, t)
-    T, log2 = _Totals.apply(K, exponent, t)
-    return T, log2
+    """`(T·2^-log2, log2)`, (g, n, n) and (g, 1), of `K·2^-exponent`, kernels `(g, co, ci, *taps)` or matrices `(g, m, n)`.
+
+    Operator by operator: for compilers, transforms and higher derivatives, and for wide matrices.
+    """
+    whole = unit(K, exponent, torch.float64)
+    if math.prod(K.shape[3:]) > 1:
+        X, Y, reach = spectra.kernel_gram(whole)
+        A, log2 = spectra.offsets(X, Y, reach), whole.new_zeros(1, K.shape[0], 1, 1)
+        for step in range(t - 1):
+            X, Y, reach = spectra.refine(A, reach)
+            A, log2 = spectra.offsets(*spectra.square(X, Y), reach), 2 * log2
+            if step > 0:  # entries of K are at most 1, so the first powers cannot overflow
+                A, log2, _ = _tamed(A, log2)
+        return _summed(A), log2.flatten(1).mT
+    W = whole.reshape(*K.shape[:3])
+    if t > 1 and W.shape[-2] < W.shape[-1]:
+        H, h, _ = _tamed((W @ W.mT)[None], 0.0)  # (WᵀW)^(2^s) = Wᵀ·(Π_{i<s} H^(2^i))·W
+        Z, z = H @ W, h
+        for _ in range(t - 2):
+            H, h, _ = _tamed(H @ H, 2 * h)
+            Z, z, _ = _tamed(H @ Z, h + z)
+        return _summed(W.mT @ Z), z.flatten(1).mT
+    G, log2, _ = _tamed((W.mT @ W)[None], 0.0)
+    for _ in range(t - 1):
+        G, log2, _ = _tamed(G @ G, 2 * log2)
+    return _summed(G), log2.flatten(1).mT
 
 
 def unit(K: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,7 +85,8 @@ def _summed(A: Tensor) -> Tensor:
     return total + (total - size[0]).mT
 
 
-def _refuse_large(K: Tensor, t: int) -> None:
+def refuse_large(K: Tensor, t: int) -> None:
+    """Refuse kernels whose table of waves would not fit into memory."""
     if math.prod(K.shape[3:]) == 1:
         return
     points = math.prod([2**t * (k - 1) + 1 for k in K.shape[3:]]) // 2 + 1
@@ -79,76 +97,43 @@ def _refuse_large(K: Tensor, t: int) -> None:
         )
 
 
-def _by_operators(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
-    """The same operator by operator: for compilers, transforms and higher derivatives, and for wide matrices."""
-    whole = unit(K, exponent, torch.float64)
-    if math.prod(K.shape[3:]) > 1:
-        X, Y, reach = spectra.kernel_gram(whole)
-        A, log2 = spectra.offsets(X, Y, reach), whole.new_zeros(1, K.shape[0], 1, 1)
-        for step in range(t - 1):
-            X, Y, reach = spectra.refine(A, reach)
-            A, log2 = spectra.offsets(*spectra.square(X, Y), reach), 2 * log2
-            if step > 0:  # entries of K are at most 1, so the first powers cannot overflow
-                A, log2, _ = _tamed(A, log2)
-        return _summed(A), log2.flatten(1).mT
-    W = whole.reshape(*K.shape[:3])
-    if t > 1 and W.shape[-2] < W.shape[-1]:
-        H, h, _ = _tamed((W @ W.mT)[None], 0.0)  # (WᵀW)^(2^s) = Wᵀ·(Π_{i<s} H^(2^i))·W
-        Z, z = H @ W, h
-        for _ in range(t - 2):
-            H, h, _ = _tamed(H @ H, 2 * h)
-            Z, z, _ = _tamed(H @ Z, h + z)
-        return _summed(W.mT @ Z), z.flatten(1).mT
-    G, log2, _ = _tamed((W.mT @ W)[None], 0.0)
-    for _ in range(t - 1):
-        G, log2, _ = _tamed(G @ G, 2 * log2)
-    return _summed(G), log2.flatten(1).mT
+@dataclass(frozen=True)
+class Powers:
+    """`T·2^-log2` and log2 of kernels or matrices, and what the gradient needs: signs, and what went into every step."""
+
+    T: Tensor
+    log2: Tensor
+    signs: Tensor
+    kept: list[list[Tensor]]
+    reach: spectra.Reach
+
+    def gradient(self, g: Tensor) -> Tensor:
+        """The gradient for K, from that of T."""
+        g = g.to(self.signs.dtype)
+        gA = self.signs * (g + g.mT)
+        gA[0] = self.signs[0] * g
+        return _kernel_gradient(gA, self.kept, self.reach) if self.reach else _matrix_gradient(gA, self.kept)
 
 
-class _Totals(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        powers = _kernel_powers if math.prod(K.shape[3:]) > 1 else _matrix_powers
-        with full_precision():
-            T, log2, A, kept = powers(K, exponent, t)
-        rows = T.sum(-1)
-        lengths = rows[rows > 0]
-        even = len(lengths) > 0 and bool(lengths.amax() <= _SPREAD * lengths.amin())
-        narrow = K.dtype if even else torch.float64
-        ctx.narrow, ctx.kept, ctx.t = narrow, [[part.to(narrow) for part in parts] for parts in kept], t
-        ctx.signs, ctx.near = A.sign().to(narrow), powers is _matrix_powers and near_one(exponent)
-        ctx.save_for_backward(K, exponent)
-        ctx.mark_non_differentiable(log2)
-        ctx.set_materialize_grads(False)
-        return T, log2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
-        g, (K, exponent) = gradients[0], ctx.saved_tensors
-        if g is None:
-            return None, None, None
-        if torch.is_grad_enabled():  # somebody will differentiate again
-            T = _by_operators(K, exponent, ctx.t)[0]
-            return torch.autograd.grad(T, K, g, create_graph=True)[0], None, None
-        g = g.to(ctx.narrow)
-        gA = ctx.signs * (g + g.mT)
-        gA[0] = ctx.signs[0] * g
-        found = (
-            _kernel_gradient(gA, ctx.kept, tuple((k - 1) * 2 ** (ctx.t - 1) for k in K.shape[3:]))
-            if math.prod(K.shape[3:]) > 1
-            else _matrix_gradient(gA, ctx.kept)
-        ).reshape(K.shape)
-        if not ctx.near:
-            found = unit(found, exponent, found.dtype)
-        return found.to(K.device, K.dtype), None, None
+def powers(K: Tensor, t: int) -> Powers:
+    """The same of K itself, entries neither very large nor very small, in closed form; nothing is recorded for autograd."""
+    taps = K.shape[3:] if math.prod(K.shape[3:]) > 1 else ()
+    with full_precision():
+        T, log2, A, kept = (_kernel_powers if taps else _matrix_powers)(K, t)
+    rows = T.sum(-1)
+    lengths = rows[rows > 0]
+    even = len(lengths) > 0 and bool(lengths.amax() <= _SPREAD * lengths.amin())
+    narrow = K.dtype if even else torch.float64
+    kept = [[part.to(narrow) for part in parts] for parts in kept]
+    return Powers(T, log2, A.sign().to(narrow), kept, tuple((k - 1) * 2 ** (t - 1) for k in taps))
 
 
-Powers = tuple[Tensor, Tensor, Tensor, list[list[Tensor]]]
+_Table = tuple[Tensor, Tensor, Tensor, list[list[Tensor]]]
 
 
-def _kernel_powers(K: Tensor, exponent: Tensor, t: int) -> Powers:
+def _kernel_powers(K: Tensor, t: int) -> _Table:
     """T, log2, the table A, and what its gradient needs: symbols of every step, and the factor that tamed it."""
-    whole = unit(K, exponent, torch.float64)
+    whole = K.double()
     B, C, reach = spectra.kernel_symbol(whole)
     X, Y = spectra.gram(B, C)
     A, log2, one = spectra.offsets(X, Y, reach), whole.new_zeros(1, K.shape[0], 1, 1), whole.new_ones(1, 1, 1, 1)
@@ -174,13 +159,10 @@ def _kernel_gradient(gA: Tensor, kept: list[list[Tensor]], reach: spectra.Reach)
     return 2 * spectra.taps_adjoint(product.real, product.imag, reach).movedim(0, 3)
 
 
-def _matrix_powers(K: Tensor, exponent: Tensor, t: int) -> Powers:
+def _matrix_powers(K: Tensor, t: int) -> _Table:
     """T, log2, the last power, and what its gradient needs: every power before, and the factor that tamed the next."""
-    shape, near = K.shape[:3], near_one(exponent)
-    W = (K if near else unit(K, exponent, K.dtype)).reshape(shape)
-    G = symmetric_gram((W if near else unit(K, exponent, torch.float64).reshape(shape)).double())
-    log2 = -2 * exponent.reshape(1, -1, 1, 1) if near else torch.zeros_like(exponent).reshape(1, -1, 1, 1)
-    G, log2, e = _tamed(G[None], log2)
+    W = K.reshape(K.shape[:3])
+    G, log2, e = _tamed(symmetric_gram(W.double())[None], 0.0)
     kept = [[W, torch.exp2(-e)]]
     for _ in range(t - 1):
         before = G

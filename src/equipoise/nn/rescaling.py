@@ -13,7 +13,18 @@ from torch.nn import functional
 from equipoise.core.errors import InputError, Refused
 from equipoise.maps.geometry import Axis, Geometry, polyphase, rejoined, zero_lattice
 from equipoise.maps.linear import Convolution, Matrix
-from equipoise.nn.diagonal import check_steps, normalised, rescaling, rounding, short_diagonal, short_factors, worth
+from equipoise.nn.diagonal import (
+    Rescaled,
+    check_steps,
+    in_closed_form,
+    normalised,
+    rescaling,
+    rounding,
+    short_diagonal,
+    short_factors,
+    worth,
+)
+from equipoise.nn.effective import plainly_called
 from equipoise.nn.factored import LinearGram
 from equipoise.nn.layers import layers_of
 from equipoise.nn.method import Method
@@ -138,8 +149,10 @@ class Diagonal(Method):
 
     def rescaled(self, raw: Tensor, t: int) -> Tensor:
         """`W·R`, or `R·W`."""
-        K = self.phases.split(self.kernel.grouped(raw))
-        turned = self.outputs is not None  # Eᵀ has the norm of E
+        K, turned = self.kernel.grouped(raw), self.outputs is not None  # Eᵀ has the norm of E
+        if self.kernel.dims and plainly_called(raw) and in_closed_form(K, 1):
+            return Rescaled.apply(K, self.log_q, t, turned, self.phases.lattices)[0].reshape(raw.shape)
+        K = self.phases.split(K)
         K = rescaling(K.transpose(1, 2) if turned else K, t, self.log_q)
         return self.phases.join(K.transpose(1, 2) if turned else K).reshape(raw.shape)
 
