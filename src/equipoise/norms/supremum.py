@@ -119,8 +119,8 @@ class Search:
                 break
         return self._finish(cells)
 
-    def value_near(self, sizes: tuple[int, ...]) -> float:
-        """Estimate of the maximum over a grid: the best of its points around the maximiser found."""
+    def near(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
+        """An estimate of the maximum over a grid, and where it is: at the best of its points around the maximiser found."""
         step = [2 * math.pi / n for n in sizes]
         nearest = [
             [math.floor(float(w) / h), math.ceil(float(w) / h)] for w, h in zip(self.where[1], step, strict=True)
@@ -128,7 +128,8 @@ class Search:
         points = [[j * h for j, h in zip(index, step, strict=True)] for index in itertools.product(*nearest)]
         omega = torch.tensor(points, dtype=torch.float64, device=self.symbol.kernel.device)
         groups = torch.full((len(points),), self.where[0], device=omega.device)
-        return self._values(Cells(groups, omega, (0.0,) * len(sizes))).max().item() ** 0.5
+        best = self._values(Cells(groups, omega, (0.0,) * len(sizes))).max(0)
+        return max(best.values.item(), 0.0) ** 0.5, omega[best.indices]
 
     def over_all(self) -> SymbolBound:
         """Supremum over all frequencies."""
@@ -161,6 +162,15 @@ class Search:
         loss = expected_loss(G, self.target) + error
         narrow = self.dtype is torch.float32 and loss < self.tol * (2 / 3 if self.small else MOST_LOSS)
         self.proof_dtype = torch.complex64 if narrow else torch.complex128
+        if self.dtype is torch.float64:
+            self._in_double()
+
+    def _in_double(self) -> None:
+        """Compute in float64 from now on, with a target and a tolerance above its rounding: below that nothing is proved."""
+        self.dtype, self.proof_dtype = torch.float64, torch.complex128
+        error = float(self.symbol.gram_error(torch.float64).max())
+        self.tol = max(self.tol, min(1.0, error / max(self.best, 1e-300)))
+        self.target = max(self.target, self.best * (1 + self.tol) ** 2, 4 * error)
 
     def _gram(self, cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Gram matrices of some cells; where scouts and provers ask for the same, what was asked for last is kept."""
@@ -221,7 +231,7 @@ class Search:
         """Raise the best value by the values at the given centres."""
         value = self._values(cells)
         i = int(value.argmax())
-        self._raise(float(value[i]) * (1 - 1e-6), int(cells.groups[i]), cells.omega[i])
+        self._raise(float(value[i]) * (1 - min(1e-6, self.tol / 8)), int(cells.groups[i]), cells.omega[i])
 
     def _values(self, cells: Cells) -> Tensor:
         """‖E‖₂² at the given centres (few of them), estimates that only steer."""
@@ -299,9 +309,9 @@ class Search:
         while len(cells):
             if stubborn:
                 if self.dtype is torch.float32:
-                    self.dtype, self.proof_dtype = torch.float64, torch.complex128
+                    self._in_double()
                 else:
-                    self.target *= (1 + self.tol) ** (2.0 ** min(stubborn, 6) / 2)
+                    self.target *= 1 + min(self.tol * 2.0**stubborn, max(32 * self.tol, 0.05))
             if not settled:  # out of budget: widen the target to what the centres allow
                 turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
                 self.target = max(self.target, self.best * (1 + self.tol) / math.cos(min(turn, 1.5)) ** 2)
