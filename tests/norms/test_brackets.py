@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from cases import OPERATORS, Operator, matrices
 from equipoise import InputError, Refused, spectral_norm
 from equipoise.norms import convolution, reference_norm
+from equipoise.norms.supremum import Search, SymbolBound
 
 #: the reference's own SVD rounds
 SVD = 1e-12
@@ -23,9 +24,11 @@ def test_bracket_holds_and_is_tight(operator: Operator) -> None:
     assert bracket.reached, bracket
 
 
+@pytest.mark.parametrize("points", [convolution.GRID_POINTS, 0])
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.id)
-def test_bracket_holds_without_materialising(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bracket_holds_without_materialising(operator: Operator, points: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "DENSE_ENTRIES", 0)
+    monkeypatch.setattr(convolution, "GRID_POINTS", points)
     truth = reference_norm(operator.layer, operator.input_shape)
     bracket = spectral_norm(operator.layer, input_size=operator.size, rtol=1e-2)
     assert bracket.lower <= truth * (1 + SVD)
@@ -40,6 +43,37 @@ def test_unknown_size_bounds_every_size(operator: Operator) -> None:
     for size in sizes[: 3 if len(operator.size) < 3 else 2]:
         truth = reference_norm(operator.layer, (operator.layer.in_channels, *size))
         assert bracket.upper >= truth * (1 - SVD), size
+
+
+@pytest.mark.parametrize("seed", [0, 12, 13, 22])
+def test_a_circle_has_no_frequencies_between_those_of_its_grid(seed: int) -> None:
+    """The supremum over all frequencies, which is what is searched on large images, is met by none of these circles."""
+    torch.manual_seed(seed)
+    size = (31 + seed % 4 * 2, 37)
+    layer = nn.Conv2d(3, 3, 3 + seed % 3, padding="same", padding_mode="circular", bias=False).requires_grad_(False)
+    symbol = torch.fft.fft2(layer.weight.double(), s=size).permute(2, 3, 0, 1)
+    truth = float(torch.linalg.matrix_norm(symbol, 2).max())
+    bracket = spectral_norm(layer, input_size=size, rtol=1e-3)
+    assert bracket.lower <= truth * (1 + SVD)
+    assert bracket.upper >= truth * (1 - SVD)
+
+
+@pytest.mark.parametrize("rtol", [1e-6, 1e-8, 1e-10, 1e-13])
+def test_fine_tolerances_end_after_few_frequencies(rtol: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    met: list[SymbolBound] = []
+    finish = Search._finish
+    monkeypatch.setattr(Search, "_finish", lambda *given, **named: met.append(finish(*given, **named)) or met[-1])
+    bracket = spectral_norm(nn.Conv2d(4, 4, 3, padding=1), rtol=rtol)
+    assert bracket.upper <= (1 + max(rtol, 1e-9)) * bracket.lower
+    assert sum(found.evaluated for found in met) < 20_000
+
+
+def test_a_symbol_that_vanishes_on_the_circle() -> None:
+    layer = nn.Conv2d(64, 64, (2, 3), padding="same", padding_mode="circular", bias=False).requires_grad_(False)
+    layer.weight[:, :, 1] = -layer.weight[:, :, 0]
+    assert spectral_norm(layer, input_size=(1, 2000)).lower == 0
+    assert spectral_norm(layer, input_size=(1, 400)).upper < 1e-3
 
 
 def test_a_kernel_that_only_reads_padding() -> None:

@@ -155,7 +155,7 @@ def _lattice_bound(
         low, high, _ = dense_bracket(kernel.flatten(2), tol)
         reached = not windows or all(lattice.window >= 1 for lattice in lattices)
         return float(high.max()), float(low.max()) if reached else 0.0, None
-    symbol, found = _search(kernel, lattices, tol)
+    symbol, found = _search(kernel, lattices, tol, exact=conv.padding == "circular")
     group = torch.tensor([found.group], device=kernel.device)
     G = torch.complex(*symbol.gram(group, found.omega[None], torch.float32))[0]
     start = random_start(G.shape[-1], G) if found.vector is None else found.vector.to(G.dtype)
@@ -171,8 +171,11 @@ def _lattice_bound(
     return found.upper, lower, wave
 
 
-def _search(kernel: Tensor, lattices: list[Lattice], tol: float) -> tuple[Symbol, SymbolBound]:
-    """The cheapest proved maximum: over all frequencies where the grid is fine, over the grid where that is tighter."""
+def _search(kernel: Tensor, lattices: list[Lattice], tol: float, exact: bool) -> tuple[Symbol, SymbolBound]:
+    """The cheapest proved maximum: over all frequencies where the grid is fine, over the grid where that is tighter.
+
+    With `exact` the frequency named lies on the grid, where it is known: a circle has no others.
+    """
     groups, columns = kernel.shape[0], min(kernel.shape[1:3])
     grid = tuple(lattice.size for lattice in lattices if lattice.size is not None)
     whole = len(grid) == len(lattices)
@@ -185,11 +188,14 @@ def _search(kernel: Tensor, lattices: list[Lattice], tol: float) -> tuple[Symbol
     symbol = Symbol.of(kernel, 1000 * groups, tol / 2)
     search = Search(symbol, tol, budget)
     found = search.over_all()
-    affordable = whole and points <= (1400 if found.settled else 16 * budget)
-    if affordable and search.value_near(grid) * (1 + 2 * tol) < found.upper:
+    if not whole:
+        return symbol, found
+    value, omega = search.near(grid)
+    if points <= (1400 if found.settled else 16 * budget) and value * (1 + 2 * tol) < found.upper:
         other = Search(symbol, tol, budget).over_grid(grid)
-        found = other if other.upper < found.upper else found
-    return symbol, found
+        if other.upper < found.upper:
+            return symbol, other
+    return symbol, replace(found, omega=omega) if exact else found
 
 
 def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: Tensor) -> Tensor | None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import down, frobenius, gamma, up
+from equipoise.core.precision import down, gamma, up
 from equipoise.norms.lanczos import lanczos, random_start
 from equipoise.norms.symbol import Symbol
-from equipoise.norms.verify import below_formed, below_parts, chunk_bytes, expected_loss
+from equipoise.norms.verify import below_by_squaring, below_formed, below_parts, chunk_bytes, expected_loss, part_norm
 
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
@@ -146,8 +146,8 @@ class Search:
         proved, _ = self._whole(centres, centres.index, limit[centres.groups])
         return cells.take(~proved[members])
 
-    def value_near(self, sizes: tuple[int, ...]) -> float:
-        """Estimate of the maximum over a grid: the best of its points around the maximiser found."""
+    def near(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
+        """An estimate of the maximum over a grid, and where it is: at the best of its points around the maximiser found."""
         step = [2 * math.pi / n for n in sizes]
         nearest = [
             [math.floor(float(w) / h), math.ceil(float(w) / h)] for w, h in zip(self.where[1], step, strict=True)
@@ -155,7 +155,8 @@ class Search:
         points = [[j * h for j, h in zip(index, step, strict=True)] for index in itertools.product(*nearest)]
         omega = torch.tensor(points, dtype=torch.float64, device=self.symbol.kernel.device)
         groups = torch.full((len(points),), self.where[0], device=omega.device)
-        return self._values(Cells(groups, omega, (0.0,) * len(sizes)))[0].max().item() ** 0.5
+        best = self._values(Cells(groups, omega, (0.0,) * len(sizes)))[0].max(0)
+        return max(best.values.item(), 0.0) ** 0.5, omega[best.indices]
 
     def over_all(self) -> SymbolBound:
         """Supremum over all frequencies."""
@@ -188,6 +189,15 @@ class Search:
         loss = expected_loss(G, self.target) + error
         narrow = self.dtype is torch.float32 and loss < self.tol * (2 / 3 if self.small else MOST_LOSS)
         self.proof_dtype = torch.complex64 if narrow else torch.complex128
+        if self.dtype is torch.float64:
+            self._in_double()
+
+    def _in_double(self) -> None:
+        """Compute in float64 from now on, with a target and a tolerance above its rounding: below that nothing is proved."""
+        self.dtype, self.proof_dtype = torch.float64, torch.complex128
+        error = float(self.symbol.gram_error(torch.float64).max())
+        self.tol = max(self.tol, min(1.0, error / max(self.best, 1e-300)))
+        self.target = max(self.target, self.best * (1 + self.tol) ** 2, 4 * error)
 
     def _gram(self, cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Gram matrices of some cells; scouts and provers ask for the same, so what was asked for last is kept."""
@@ -224,7 +234,7 @@ class Search:
         if self.sized:
             sizes = self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
         else:
-            sizes = torch.cat([_norm(*self._gram(cells, rows)) for rows in self._chunks(cells.index)])
+            sizes = torch.cat([part_norm(*self._gram(cells, rows)) for rows in self._chunks(cells.index)])
         top = sizes.topk(min(12, len(cells)))
         self._probe(cells.take(top.indices))
         return float(top.values[0])
@@ -244,7 +254,7 @@ class Search:
         """Raise the best value by the values at the given centres."""
         value, v = self._values(cells)
         i = int(value.argmax())
-        self._raise(float(value[i]) * (1 - 1e-6), int(cells.groups[i]), cells.omega[i], v[i])
+        self._raise(float(value[i]) * (1 - min(1e-6, self.tol / 8)), int(cells.groups[i]), cells.omega[i], v[i])
 
     def _values(self, cells: Cells) -> tuple[Tensor, Tensor]:
         """‖E‖₂² at the given centres (few of them) and vectors that come near it: estimates that only steer."""
@@ -295,7 +305,7 @@ class Search:
     def _in_parts(self, cells: Cells, rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The same from real and imaginary part: by size, by repeated squaring where matrices are small, by a factorisation."""
         X, Y = self._gram(cells, rows)
-        proved = up(_norm(X, Y)) <= tau
+        proved = up(part_norm(X, Y)) <= tau
         score = torch.zeros_like(tau)
         open_ = (~proved).nonzero()[:, 0]
         if not len(open_):
@@ -303,7 +313,7 @@ class Search:
         if len(open_) < len(rows):
             X, Y, tau = X[open_], Y[open_], tau[open_]
         if self.small:
-            done, low = _below_by_squaring(X, Y, tau)
+            done, low = below_by_squaring(X, Y, tau)
             unclear = ~done & (low <= tau)
         else:
             done, low = torch.zeros_like(tau, dtype=torch.bool), torch.zeros_like(tau)
@@ -322,9 +332,9 @@ class Search:
         while len(cells):
             if stubborn:
                 if self.dtype is torch.float32:
-                    self.dtype, self.proof_dtype = torch.float64, torch.complex128
+                    self._in_double()
                 else:
-                    self.target *= (1 + self.tol) ** (2.0 ** min(stubborn, 6) / 2)
+                    self.target *= 1 + min(self.tol * 2.0**stubborn, max(32 * self.tol, 0.05))
             if not settled:  # out of budget: widen the target to what the centres allow
                 turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
                 self.target = max(self.target, self.best * (1 + self.tol) / math.cos(min(turn, 1.5)) ** 2)
@@ -333,11 +343,6 @@ class Search:
             stubborn = 0 if self.target > before else stubborn + 1
         upper = up(up(self.target) ** 0.5)
         return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, settled, self.vector)
-
-
-def _norm(X: Tensor, Y: Tensor) -> Tensor:
-    """`‖X + iY‖_F` in float64, rounded up."""
-    return up((frobenius(X).square() + frobenius(Y).square()).sqrt())
 
 
 def _powers(G: Tensor, steps: int = 4) -> tuple[Tensor, Tensor]:
@@ -349,39 +354,6 @@ def _powers(G: Tensor, steps: int = 4) -> tuple[Tensor, Tensor]:
         value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
         P = P / value[:, None, None]
     return value.double(), P[:, 0].conj().resolve_conj()
-
-
-def _below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) -> tuple[Tensor, Tensor]:
-    """`(proved, low)` for Hermitian `G = X + iY`: is `λ_max ≤ tau` proved, and a lower estimate of λ_max.
-
-    `σ₁(A)² ≤ ‖fl(A*A)‖_F + γ‖A‖_F²` from iterate to iterate as in `gram_bracket`, on `G/2^e` with 2^e ≈ tau so that powers stay
-    near 1; `‖A*A‖_F/‖A‖_F ≤ σ₁(A)` steers.
-    """
-    c, device = X.shape[-1], X.device
-    proved = torch.zeros(len(X), dtype=torch.bool, device=device)
-    low = torch.zeros(len(X), dtype=torch.float64, device=device)
-    open_ = torch.arange(len(X), device=device)
-    g = 1.4143 * gamma(2 * c + 4, X.dtype)
-    lost = 16.0 * c * c * float(torch.finfo(X.dtype).tiny)
-    scale = torch.exp2(tau.clamp_min(1e-30).log2().floor())
-    X, Y = (part / scale.to(X.dtype)[:, None, None] for part in (X, Y))  # a power of two: exact
-    size, limit = _norm(X, Y), tau / scale
-    power = 1.0
-    for _ in range(squarings):
-        cross = X.mT @ Y
-        X, Y = torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT
-        limit = torch.where(limit > 0, limit.square() * (1 - 1e-14) - up(g * size.square()) - lost, limit)
-        new = _norm(X, Y)
-        estimate = (new / size.clamp_min(1e-300)).pow(1 / power) * scale[open_] * (1 - 1e-6)
-        low[open_] = torch.maximum(low[open_], estimate.nan_to_num(nan=0.0, posinf=0.0))
-        done = new <= limit
-        proved[open_[done]] = True
-        stay = ~done & (low[open_] <= tau[open_]) & torch.isfinite(new)
-        X, Y, limit, size, open_ = X[stay], Y[stay], limit[stay], new[stay], open_[stay]
-        power *= 2
-        if not len(open_):
-            break
-    return proved, low
 
 
 def _split(cells: Cells, real: bool, parts: int = 3) -> Cells:
