@@ -14,8 +14,8 @@ from torch.nn import functional
 import equipoise as eq
 import equipoise.nn as eqn
 from equipoise.core.errors import InputError, Refused
-from equipoise.maps.geometry import Geometry
-from equipoise.nn import dominance
+from equipoise.maps.geometry import Axis, Geometry, polyphase, rejoined, zero_lattice
+from equipoise.nn import diagonal
 from equipoise.nn.diagonal import rescaling, rescaling_pair
 from equipoise.nn.rescaling import Phases
 from equipoise.norms import reference_norm, spectral_norm
@@ -296,34 +296,64 @@ def test_weights_of_the_first_releases_open_as_they_were(kind):
     assert again.method.outputs is not None
 
 
-@pytest.mark.parametrize("t", [1, 2])
-@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
-def test_large_gram_matrices_in_float32_are_dominated(t, size, monkeypatch):
-    """T is at least the exact |power|, entry by entry, and close to it; its gradient is that of float64."""
-    monkeypatch.setattr(dominance, "_LARGE", 1)
-    W = torch.nn.init.orthogonal_(torch.empty(1, 700, 24)) + 0.01 * torch.randn(1, 700, 24)
-    W = (size * W).requires_grad_()
-    exponent = dominance.largest_exponent(W, 0)
-    T, log2 = dominance.totals(W, exponent, t)
-    exact, same = dominance.totals(W.double(), exponent, t)
-    assert torch.equal(log2, same)
-    assert bool((exact <= T).all())
-    assert bool((T.sum(-1) < exact.sum(-1) * 1.01).all())
-    g = torch.randn_like(T)
-    one, other = (torch.autograd.grad(value, W, g)[0] for value in (T, exact))
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=float(1e-4 * other.abs().max()))
+CLOSED = {
+    "one axis": ((1, 6, 6, 3), {}),
+    "groups": ((2, 5, 4, 3, 3), {}),
+    "even": ((1, 3, 5, 2, 4), {}),
+    "three axes": ((1, 3, 2, 2, 2, 2), {}),
+    "matrix": ((2, 9, 5), {}),
+    "stride": ((1, 4, 3, 3, 3), {"stride": 2}),
+    "stride and dilation": ((2, 3, 4, 3, 2), {"stride": (2, 3), "dilation": (3, 1)}),
+    "dilation": ((1, 4, 3, 3, 3), {"dilation": 2}),
+}
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 4, 3, 3), (1, 3, 5, 2, 4), (1, 6, 6, 3), (2, 9, 5), (1, 3, 2, 2, 2, 2)])
+@pytest.mark.parametrize("case", CLOSED)
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("t", [1, 2, 3])
-def test_the_closed_gradient_is_that_of_the_operators(shape, t):
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_closed_form_is_that_of_the_operators(case, turned, t, learned):
+    """Weight, factors, and their first and second derivatives."""
+    shape, options = CLOSED[case]
+    torch.manual_seed(0)
     K = (3 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
-    exponent = dominance.largest_exponent(K, 0)
-    (T, log2), (expected, same) = dominance.totals(K, exponent, t), dominance._by_operators(K, exponent, t)
-    torch.testing.assert_close(T, expected)
-    assert torch.equal(log2, same)
-    g = torch.randn_like(T)
-    torch.testing.assert_close(*(torch.autograd.grad(value, K, g)[0] for value in (T, expected)))
+    axes = Geometry.of((*shape[1:],), **options).axes if options else ()
+    lattices = [zero_lattice(Axis(a.kernel, a.stride, a.dilation)) for a in axes]
+    S = polyphase(K, lattices)
+    n = S.shape[1 if turned else 2]
+    log_q = torch.randn(shape[0], n, dtype=torch.float64).requires_grad_() if learned else None
+    wanted = [K] if log_q is None else [K, log_q]
+    E, R = diagonal._by_operators(S.transpose(1, 2) if turned else S, t, log_q)
+    expected = rejoined(E.transpose(1, 2) if turned else E, lattices), R
+    found = diagonal.Rescaled.apply(K, log_q, t, turned, lattices)
+    given = [torch.randn_like(value) for value in expected]
+    for chosen in ((0,), (1,), (0, 1)):
+        one, other = (
+            torch.autograd.grad([value[i] for i in chosen], wanted, [given[i] for i in chosen], create_graph=True)
+            for value in (found, expected)
+        )
+        closed = torch.autograd.grad([found[i] for i in chosen], wanted, [given[i] for i in chosen], retain_graph=True)
+        for a, b, c in zip(closed, one, other, strict=True):
+            torch.testing.assert_close(a, c, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(b, c, rtol=1e-7, atol=1e-9)
+        twice = [
+            torch.autograd.grad(sum(v.square().sum() for v in first), wanted, retain_graph=True)
+            for first in (one, other)
+        ]
+        for a, b in zip(*twice, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-12)
+
+
+def test_the_closed_form_keeps_channels_that_are_zero():
+    K = torch.randn(1, 4, 3, 3, 3)
+    K[:, :, 1] = 0
+    K.requires_grad_()
+    weight, R = rescaling_pair(K)
+    (weight.sum() + R.sum()).backward()
+    assert bool(torch.isfinite(K.grad).all())
+    assert float(weight[:, :, 1].abs().max()) == 0 == float(R[0, 1])
 
 
 @pytest.mark.parametrize("name", ["SNLinear", "AOLLinear", "SRLinear", "CPLLinear", "RKOLinear"])

@@ -109,6 +109,11 @@ class Lattice:
     window: int = 0
     window_out: int = 0
 
+    @property
+    def in_order(self) -> bool:
+        """Whether tap a reads phase `a mod s` at offset `⌊a/s⌋`, as without dilation."""
+        return all((r, q) == (a % self.phases, a // self.phases) for a, (r, q) in enumerate(self.taps))
+
 
 def zero_lattice(axis: Axis) -> Lattice | None:
     """The lattice of an axis with zero padding (any amount); None where every output is zero.
@@ -190,6 +195,11 @@ def polyphase(kernel: Tensor, lattices: Sequence[Lattice]) -> Tensor:
     for dim, lattice in enumerate(lattices, start=3):
         if lattice.phases == 1 and lattice.length == kernel.shape[dim]:
             continue
+        if lattice.in_order:
+            missing = lattice.phases * lattice.length - kernel.shape[dim]
+            spread = torch.nn.functional.pad(kernel, [0, 0] * (kernel.dim() - 1 - dim) + [0, missing])
+            kernel = spread.unflatten(dim, (lattice.length, lattice.phases)).movedim(dim + 1, 3).flatten(2, 3)
+            continue
         zero = kernel.new_zeros(()).expand(*kernel.shape[:dim], 1, *kernel.shape[dim + 1 :])
         places = [kernel.shape[dim]] * (lattice.phases * lattice.length)
         for a, (r, q) in enumerate(lattice.taps):
@@ -204,7 +214,11 @@ def rejoined(kernel: Tensor, lattices: Sequence[Lattice]) -> Tensor:
     for dim, lattice in reversed(list(enumerate(lattices, start=3))):
         if lattice.phases == 1 and lattice.length == len(lattice.taps):
             continue
-        spread = kernel.unflatten(2, (-1, lattice.phases)).movedim(3, dim).flatten(dim, dim + 1)
+        apart = kernel.unflatten(2, (-1, lattice.phases))
+        if lattice.in_order:
+            kernel = apart.movedim(3, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, len(lattice.taps))
+            continue
+        spread = apart.movedim(3, dim).flatten(dim, dim + 1)
         places = [r * lattice.length + q for r, q in lattice.taps]
         kernel = spread.index_select(dim, torch.tensor(places, device=kernel.device))
     return kernel

@@ -18,14 +18,18 @@ References: Prach & Lampert 2022 (AOL); Delattre et al. 2024 (spectral rescaling
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise.core.errors import InputError
 from equipoise.core.precision import unit_roundoff
-from equipoise.nn.dominance import largest_exponent, near_one, totals
+from equipoise.maps.geometry import Lattice, polyphase, rejoined
+from equipoise.nn.dominance import largest_exponent, near_one, powers, refuse_large, totals
 from equipoise.nn.effective import plainly_called
+from equipoise.nn.factored import Gram, pays, row_sums
 
 #: largest |log q|: the ratio of two entries of q stays far from overflow
 LOG_Q = 40.0
@@ -49,17 +53,153 @@ def rescaling(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> Tensor:
 def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`(K·R, R)` with R as (g, n): the weight of `rescaling` and its factors."""
     check_steps(t)
-    exponent, taps = largest_exponent(K, 0), math.prod(K.shape[3:])
+    refuse_large(K, t)
+    if plainly_called(K):
+        short = short_factors(K, t, log_q)
+        if short is not None:
+            return K * short.reshape(_across(K, False)), short
+        if in_closed_form(K, t):
+            return Rescaled.apply(K, log_q, t, False, ())
+    return _by_operators(K, t, log_q)
+
+
+def in_closed_form(K: Tensor, t: int) -> bool:
+    """Whether `Rescaled` is for the kernel: wide matrices go another way, and numbers must not be too large or small."""
+    wide = t > 1 and math.prod(K.shape[3:]) == 1 and K.shape[1] < K.shape[2]
+    return not wide and K.device.type != "mps" and near_one(largest_exponent(K, 0))
+
+
+def _on_phases(K: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
+    """The kernel on the phases of its inputs, turned round."""
+    S = polyphase(K, lattices)
+    return S.transpose(1, 2) if turned else S
+
+
+def _off_phases(S: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
+    """The inverse, and the adjoint."""
+    return rejoined(S.transpose(1, 2) if turned else S, lattices)
+
+
+def _times(K: Tensor, R: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
+    """`K·R`, or `R·K`, of a kernel that is not on its phases."""
+    if turned or all(lattice.phases == 1 for lattice in lattices):
+        return K * R.reshape(_across(K, turned))
+    S = polyphase(K, lattices)
+    return rejoined(S * R.reshape(_across(S, False)), lattices)
+
+
+def _again(
+    ctx: Any, K: Tensor, log_q: Tensor | None, g: Tensor | None, g_R: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients operator by operator."""
+    E, R = _by_operators(_on_phases(K, ctx.turned, ctx.lattices), ctx.t, log_q)
+    pairs = ((_off_phases(E, ctx.turned, ctx.lattices), g), (R, g_R))
+    values, given = zip(*[(value, gradient) for value, gradient in pairs if gradient is not None], strict=True)
+    wanted = [x for x in (K, log_q) if x is not None and x.requires_grad]
+    found = dict(zip(map(id, wanted), torch.autograd.grad(values, wanted, given, create_graph=True), strict=True))
+    return found.get(id(K)), found.get(id(log_q))
+
+
+def _across(K: Tensor, turned: bool) -> tuple[int, ...]:
+    """The shape of R (g, n) beside kernels `(g, m, n, …)`, or (turned) `(g, n, m, …)`."""
+    ones = [1] * (K.dim() - 3)
+    return (K.shape[0], -1, 1, *ones) if turned else (K.shape[0], 1, -1, *ones)
+
+
+def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    exponent = largest_exponent(K, 0)
     exponent = exponent.cpu() if K.device.type == "mps" else exponent
-    delta = rounding(K.shape[1], K.shape[2], taps, t)
     total, log2 = totals(K, exponent, t)
-    weighted, plain = _row_sums(total, log_q)
-    majorant = weighted * (1 + delta) + delta * plain.detach().amax(-1, keepdim=True)
+    weighted, majorant = _majorant(K, t, total, log_q)
     present = weighted > 0
     safe = torch.where(present, majorant, torch.ones_like(majorant))
     R = torch.where(present, torch.exp2(-(safe.log2() + log2) * 2.0**-t), torch.zeros_like(safe))
     factors = (R * torch.exp2(-exponent.reshape(-1, 1))).clamp(max=torch.finfo(K.dtype).max)
     return scaled(K, R, exponent), factors.to(device=K.device, dtype=K.dtype)
+
+
+def _majorant(K: Tensor, t: int, total: Tensor, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Row sums as computed, and at least the exact ones."""
+    delta = rounding(K.shape[1], K.shape[2], math.prod(K.shape[3:]), t)
+    weighted, plain = _row_sums(total, log_q)
+    return weighted, weighted * (1 + delta) + delta * plain.detach().amax(-1, keepdim=True)
+
+
+class Rescaled(torch.autograd.Function):
+    """`(K·R, R)`, or (`turned`) `(R·K, R)` with the R of Kᵀ, of kernels on the phases of their inputs; closed gradient.
+
+    A gradient g for R is `−2^−t·g·R/D` for the majorant D, and its outer product with q for T. One function for all of it:
+    kernels are small, and every operation that autograd records costs as much as the products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, K: Tensor, log_q: Tensor | None, t: int, turned: bool, lattices: Sequence[Lattice]
+    ) -> tuple[Tensor, Tensor]:
+        """The weight and its factors."""
+        S = _on_phases(K, turned, lattices)
+        refuse_large(S, t)
+        found = powers(S, t)
+        weighted, majorant = _majorant(S, t, found.T, log_q)
+        R = torch.exp2(-(majorant.log2() + found.log2) * 2.0**-t)
+        if not bool((weighted > 0).all()):
+            R = torch.where(weighted > 0, R, torch.zeros_like(R))
+        factor = (R * _factor(S)).to(K.dtype)
+        ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
+        ctx.found, ctx.t, ctx.turned, ctx.lattices, ctx.shape, ctx.loss = (
+            found,
+            t,
+            turned,
+            lattices,
+            S.shape,
+            _factor(S),
+        )
+        ctx.set_materialize_grads(False)
+        return _times(K, factor, turned, lattices), R.to(K.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Gradients for K and log q."""
+        K, log_q, R, majorant, weighted, factor = ctx.saved_tensors
+        g, g_R = gradients
+        if torch.is_grad_enabled():  # somebody will differentiate again
+            return *_again(ctx, K, log_q, g, g_R), None, None, None
+        own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
+        if g is not None:
+            own, parts = _times(g, factor, ctx.turned, ctx.lattices), _on_phases(g * K, ctx.turned, ctx.lattices)
+            total = total + parts.sum([d for d in range(parts.dim()) if d not in (0, 2)]) * ctx.loss
+        c = torch.where(R > 0, total * R / majorant, torch.zeros_like(R)) * -(2.0**-ctx.t)
+        q, inside = None, None
+        if log_q is None:
+            g_T = c[..., :, None].expand_as(ctx.found.T)
+        else:
+            wide = log_q.to(R)
+            q, inside = wide.clamp(-LOG_Q, LOG_Q).exp(), wide.abs() <= LOG_Q
+            g_T = (c / q)[..., :, None] * q[..., None, :]
+        g_K = _off_phases(ctx.found.gradient(g_T).reshape(ctx.shape), ctx.turned, ctx.lattices)
+        g_K = g_K.to(K.dtype) if own is None else own.add_(g_K)
+        if q is None or inside is None:
+            return g_K, None, None, None, None
+        along = (ctx.found.T.mT @ (c / q)[..., None])[..., 0] * q - c * weighted
+        return g_K, (along * inside).to(log_q.dtype), None, None, None
+
+
+def short_factors(K: Tensor, t: int, log_q: Tensor | None) -> Tensor | None:
+    """R as (1, n) in K's dtype from sums in float32 (`row_sums`), shrunk as in `scaled`; None where they do not do or pay."""
+    if K.shape[0] > 1 or math.prod(K.shape[3:]) > 1 or not worth(K.reshape(K.shape[1:3]).mT, t):
+        return None
+    return short_diagonal(Gram.apply(K.reshape(K.shape[1:3]).mT, False), K, t, log_q)
+
+
+def worth(W: Tensor, t: int) -> bool:
+    """Whether sums in float32 are to be tried for the rows of W."""
+    return t <= 2 and W.dtype is torch.float32 and W.device.type != "mps" and pays(*W.shape) and plainly_called(W)
+
+
+def short_diagonal(G: Tensor, K: Tensor, t: int, log_q: Tensor | None) -> Tensor | None:
+    """`short_factors` from the Gram matrix of the columns of `K (1, m, n)`."""
+    total = row_sums(G, K.shape[1], t, None if log_q is None else log_q[0])
+    return None if total is None else (total.pow(-(2.0**-t)) * _factor(K))[None].to(K.dtype)
 
 
 def scaled(K: Tensor, R: Tensor, exponent: Tensor) -> Tensor:
@@ -69,7 +209,7 @@ def scaled(K: Tensor, R: Tensor, exponent: Tensor) -> Tensor:
     costs in `stored`.
     """
     shape = R.shape[0], 1, R.shape[1], *[1] * (K.dim() - 3)
-    factor = R.reshape(shape) * (_shrunk(K) - 2 * unit_roundoff(K.dtype))
+    factor = R.reshape(shape) * _factor(K)
     if plainly_called(K) and near_one(exponent):
         return K * (factor * torch.exp2(-exponent)).to(K)
     half = (exponent / 2).floor()
@@ -96,6 +236,11 @@ def stored(weight: Tensor, like: Tensor) -> Tensor:
     Rounding changes each entry by at most u times itself, and `Σ_a ‖K_a‖_F ≤ √(taps·min(m, n))·sup‖E‖` (Parseval).
     """
     return (weight * _shrunk(like)).to(device=like.device, dtype=like.dtype)
+
+
+def _factor(like: Tensor) -> float:
+    """What R is multiplied by: its own rounding, and that of `stored`."""
+    return _shrunk(like) - 2 * unit_roundoff(like.dtype)
 
 
 def _shrunk(like: Tensor) -> float:

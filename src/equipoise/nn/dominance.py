@@ -4,47 +4,54 @@ The value is computed in float64, as the proof of `nn.diagonal` needs it. The gr
 and in the parameters' dtype, with one complex product per frequency and squaring. For a gradient g of T, `A_b` has the gradient
 `sign(A_b)·g` (and `sign(A_b)·gᵀ` for its mirror image). With Hermitian symbols `Z = X + iY`, `Γ = S + iN` the gradient of Z²,
 that of Z is `ΓZ + ZΓ`; that of E is `2EΓ̄` for `Z = E*E`.
-
-Where the Gram matrix of a dense layer is large and t ≤ 2 it is computed in float32, in pieces of 256 rows: entries are off by at
-most `γ·d_i·d_j` with d the lengths of the columns, which is added to T (and to the terms of its square).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from equipoise.core.errors import Refused
-from equipoise.core.precision import full_precision, gamma
+from equipoise.core.precision import full_precision
 from equipoise.nn import spectra
-from equipoise.nn.effective import plainly_called
+from equipoise.nn.factored import symmetric_gram
 
 #: largest table of waves, in numbers: half a gigabyte
 _WAVES = 2**26
-#: products `rows·columns²` from which the Gram matrix of float32 parameters is computed in float32
-_LARGE = 2**29
-#: largest share of the row sums of orthonormal columns that the error of a Gram matrix in float32 may have
-MOST = 1e-2
-#: rows of one piece of a Gram matrix in float32
-_PIECE = 256
-#: from this many columns a Gram matrix is computed as a block triangle
-_BLOCKED = 256
 #: ratio of the largest and the smallest row of T up to which float32 holds the gradient's digits
 _SPREAD = 2.0**24
 
 
 def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
-    """`(T·2^-log2, log2)`, (g, n, n) and (g, 1), of `K·2^-exponent`, kernels `(g, co, ci, *taps)` or matrices `(g, m, n)`."""
-    taps = math.prod(K.shape[3:])
-    _refuse_large(K, t)
-    wide = taps == 1 and t > 1 and K.shape[1] < K.shape[2]
-    if wide or not plainly_called(K):
-        return _by_operators(K, exponent, t)
-    T, log2 = _Totals.apply(K, exponent, t)
-    return T, log2
+    """`(T·2^-log2, log2)`, (g, n, n) and (g, 1), of `K·2^-exponent`, kernels `(g, co, ci, *taps)` or matrices `(g, m, n)`.
+
+    Operator by operator: for compilers, transforms and higher derivatives, and for wide matrices.
+    """
+    whole = unit(K, exponent, torch.float64)
+    if math.prod(K.shape[3:]) > 1:
+        X, Y, reach = spectra.kernel_gram(whole)
+        A, log2 = spectra.offsets(X, Y, reach), whole.new_zeros(1, K.shape[0], 1, 1)
+        for step in range(t - 1):
+            X, Y, reach = spectra.refine(A, reach)
+            A, log2 = spectra.offsets(*spectra.square(X, Y), reach), 2 * log2
+            if step > 0:  # entries of K are at most 1, so the first powers cannot overflow
+                A, log2, _ = _tamed(A, log2)
+        return _summed(A), log2.flatten(1).mT
+    W = whole.reshape(*K.shape[:3])
+    if t > 1 and W.shape[-2] < W.shape[-1]:
+        H, h, _ = _tamed((W @ W.mT)[None], 0.0)  # (WᵀW)^(2^s) = Wᵀ·(Π_{i<s} H^(2^i))·W
+        Z, z = H @ W, h
+        for _ in range(t - 2):
+            H, h, _ = _tamed(H @ H, 2 * h)
+            Z, z, _ = _tamed(H @ Z, h + z)
+        return _summed(W.mT @ Z), z.flatten(1).mT
+    G, log2, _ = _tamed((W.mT @ W)[None], 0.0)
+    for _ in range(t - 1):
+        G, log2, _ = _tamed(G @ G, 2 * log2)
+    return _summed(G), log2.flatten(1).mT
 
 
 def unit(K: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,7 +85,8 @@ def _summed(A: Tensor) -> Tensor:
     return total + (total - size[0]).mT
 
 
-def _refuse_large(K: Tensor, t: int) -> None:
+def refuse_large(K: Tensor, t: int) -> None:
+    """Refuse kernels whose table of waves would not fit into memory."""
     if math.prod(K.shape[3:]) == 1:
         return
     points = math.prod([2**t * (k - 1) + 1 for k in K.shape[3:]]) // 2 + 1
@@ -89,76 +97,43 @@ def _refuse_large(K: Tensor, t: int) -> None:
         )
 
 
-def _by_operators(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
-    """The same operator by operator: for compilers, transforms and higher derivatives, and for wide matrices."""
-    whole = unit(K, exponent, torch.float64)
-    if math.prod(K.shape[3:]) > 1:
-        X, Y, reach = spectra.kernel_gram(whole)
-        A, log2 = spectra.offsets(X, Y, reach), whole.new_zeros(1, K.shape[0], 1, 1)
-        for step in range(t - 1):
-            X, Y, reach = spectra.refine(A, reach)
-            A, log2 = spectra.offsets(*spectra.square(X, Y), reach), 2 * log2
-            if step > 0:  # entries of K are at most 1, so the first powers cannot overflow
-                A, log2, _ = _tamed(A, log2)
-        return _summed(A), log2.flatten(1).mT
-    W = whole.reshape(*K.shape[:3])
-    if t > 1 and W.shape[-2] < W.shape[-1]:
-        H, h, _ = _tamed((W @ W.mT)[None], 0.0)  # (WᵀW)^(2^s) = Wᵀ·(Π_{i<s} H^(2^i))·W
-        Z, z = H @ W, h
-        for _ in range(t - 2):
-            H, h, _ = _tamed(H @ H, 2 * h)
-            Z, z, _ = _tamed(H @ Z, h + z)
-        return _summed(W.mT @ Z), z.flatten(1).mT
-    G, log2, _ = _tamed((W.mT @ W)[None], 0.0)
-    for _ in range(t - 1):
-        G, log2, _ = _tamed(G @ G, 2 * log2)
-    return _summed(G), log2.flatten(1).mT
+@dataclass(frozen=True)
+class Powers:
+    """`T·2^-log2` and log2 of kernels or matrices, and what the gradient needs: signs, and what went into every step."""
+
+    T: Tensor
+    log2: Tensor
+    signs: Tensor
+    kept: list[list[Tensor]]
+    reach: spectra.Reach
+
+    def gradient(self, g: Tensor) -> Tensor:
+        """The gradient for K, from that of T."""
+        g = g.to(self.signs.dtype)
+        gA = self.signs * (g + g.mT)
+        gA[0] = self.signs[0] * g
+        return _kernel_gradient(gA, self.kept, self.reach) if self.reach else _matrix_gradient(gA, self.kept)
 
 
-class _Totals(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        powers = _kernel_powers if math.prod(K.shape[3:]) > 1 else _matrix_powers
-        with full_precision():
-            T, log2, A, kept = powers(K, exponent, t)
-        rows = T.sum(-1)
-        lengths = rows[rows > 0]
-        even = len(lengths) > 0 and bool(lengths.amax() <= _SPREAD * lengths.amin())
-        narrow = K.dtype if even else torch.float64
-        ctx.narrow, ctx.kept, ctx.t = narrow, [[part.to(narrow) for part in parts] for parts in kept], t
-        ctx.signs, ctx.near = A.sign().to(narrow), powers is _matrix_powers and near_one(exponent)
-        ctx.save_for_backward(K, exponent)
-        ctx.mark_non_differentiable(log2)
-        ctx.set_materialize_grads(False)
-        return T, log2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
-        g, (K, exponent) = gradients[0], ctx.saved_tensors
-        if g is None:
-            return None, None, None
-        if torch.is_grad_enabled():  # somebody will differentiate again
-            T = _by_operators(K, exponent, ctx.t)[0]
-            return torch.autograd.grad(T, K, g, create_graph=True)[0], None, None
-        g = g.to(ctx.narrow)
-        gA = ctx.signs * (g + g.mT)
-        gA[0] = ctx.signs[0] * g
-        found = (
-            _kernel_gradient(gA, ctx.kept, tuple((k - 1) * 2 ** (ctx.t - 1) for k in K.shape[3:]))
-            if math.prod(K.shape[3:]) > 1
-            else _matrix_gradient(gA, ctx.kept)
-        ).reshape(K.shape)
-        if not ctx.near:
-            found = unit(found, exponent, found.dtype)
-        return found.to(K.device, K.dtype), None, None
+def powers(K: Tensor, t: int) -> Powers:
+    """The same of K itself, entries neither very large nor very small, in closed form; nothing is recorded for autograd."""
+    taps = K.shape[3:] if math.prod(K.shape[3:]) > 1 else ()
+    with full_precision():
+        T, log2, A, kept = (_kernel_powers if taps else _matrix_powers)(K, t)
+    rows = T.sum(-1)
+    lengths = rows[rows > 0]
+    even = len(lengths) > 0 and bool(lengths.amax() <= _SPREAD * lengths.amin())
+    narrow = K.dtype if even else torch.float64
+    kept = [[part.to(narrow) for part in parts] for parts in kept]
+    return Powers(T, log2, A.sign().to(narrow), kept, tuple((k - 1) * 2 ** (t - 1) for k in taps))
 
 
-Powers = tuple[Tensor, Tensor, Tensor, list[list[Tensor]]]
+_Table = tuple[Tensor, Tensor, Tensor, list[list[Tensor]]]
 
 
-def _kernel_powers(K: Tensor, exponent: Tensor, t: int) -> Powers:
+def _kernel_powers(K: Tensor, t: int) -> _Table:
     """T, log2, the table A, and what its gradient needs: symbols of every step, and the factor that tamed it."""
-    whole = unit(K, exponent, torch.float64)
+    whole = K.double()
     B, C, reach = spectra.kernel_symbol(whole)
     X, Y = spectra.gram(B, C)
     A, log2, one = spectra.offsets(X, Y, reach), whole.new_zeros(1, K.shape[0], 1, 1), whole.new_ones(1, 1, 1, 1)
@@ -184,33 +159,16 @@ def _kernel_gradient(gA: Tensor, kept: list[list[Tensor]], reach: spectra.Reach)
     return 2 * spectra.taps_adjoint(product.real, product.imag, reach).movedim(0, 3)
 
 
-def _matrix_powers(K: Tensor, exponent: Tensor, t: int) -> Powers:
+def _matrix_powers(K: Tensor, t: int) -> _Table:
     """T, log2, the last power, and what its gradient needs: every power before, and the factor that tamed the next."""
-    shape, near = K.shape[:3], near_one(exponent)
-    W = (K if near else unit(K, exponent, K.dtype)).reshape(shape)
-    found = _gram32(W) if t <= 2 and K.dtype is torch.float32 and shape[1] * shape[2] ** 2 >= _LARGE else None
-    d: Tensor | None = None
-    if found is not None:
-        G, d = found
-    else:
-        G = symmetric_gram((W if near else unit(K, exponent, torch.float64).reshape(shape)).double())
-    log2 = -2 * exponent.reshape(1, -1, 1, 1) if near else torch.zeros_like(exponent).reshape(1, -1, 1, 1)
-    G, log2, e = _tamed(G[None], log2)
+    W = K.reshape(K.shape[:3])
+    G, log2, e = _tamed(symmetric_gram(W.double())[None], 0.0)
     kept = [[W, torch.exp2(-e)]]
-    T = G[0].abs()
-    if d is not None:
-        d = d * torch.exp2(-e[0, :, :, 0] / 2)
-        T = T + d[..., :, None] * d[..., None, :] if t == 1 else T
     for _ in range(t - 1):
         before = G
         G, log2, e = _tamed(before @ before, 2 * log2)
-        T = G[0].abs()
-        if d is not None:  # |G²| ≤ |Ĝ²| + |Ĝ||E| + |E||Ĝ| + |E|² with |E| ≤ d·dᵀ
-            h = (before[0].abs() @ d[..., None])[..., 0] + 0.5 * d.square().sum(-1, keepdim=True) * d
-            both = h[..., :, None] * d[..., None, :]
-            T = T + (both + both.mT) * (torch.exp2(-e[0]) * (1 + 1e-9))
         kept.append([before[0], torch.exp2(-e)])
-    return T, log2.flatten(1).mT, G, kept
+    return G[0].abs(), log2.flatten(1).mT, G, kept
 
 
 def _matrix_gradient(gA: Tensor, kept: list[list[Tensor]]) -> Tensor:
@@ -222,37 +180,3 @@ def _matrix_gradient(gA: Tensor, kept: list[list[Tensor]]) -> Tensor:
     W, factor = kept[0]
     S = (g + g.mT) * factor[0]
     return (S @ W.mT).mT if W.stride(-2) == 1 else W @ S  # in the layout of W
-
-
-def symmetric_gram(W: Tensor, piece: int | None = None) -> Tensor:
-    """`WᵀW` of `(g, m, n)`, as a sum of products of `piece` rows; of many columns the lower triangle of blocks only, mirrored."""
-    n = W.shape[-1]
-    step, rows = n if n < _BLOCKED else -(-n // 4), W.split(piece or max(1, W.shape[-2]), -2)
-    G = W.new_zeros(*W.shape[:-2], n, n)
-    for first in range(0, n, step):
-        last = min(n, first + step)
-        for i, part in enumerate(rows):
-            product = part[..., first:last].mT @ part[..., :last]
-            if i == 0:
-                G[..., first:last, :last] = product
-            else:
-                G[..., first:last, :last] += product
-    return G if n == step else G.tril() + G.tril(-1).mT
-
-
-def _gram32(W: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`(Ĝ, d)` with `|WᵀW − Ĝ|_ij ≤ d_i·d_j`, Ĝ from products in float32; None where columns are too unequal or too many.
-
-    A piece of p rows is off by `γ_p·|w_i|·|w_j|`, summing the pieces by as many roundings more; products that underflow by 2^-126
-    each. So `‖w_i‖²·(1 − γ) ≤ Ĝ_ii`.
-    """
-    g = gamma(_PIECE + W.shape[-2] // _PIECE + 8, torch.float32)
-    if W.shape[-1] * g > MOST:
-        return None
-    G = symmetric_gram(W, _PIECE).double()
-    squares = torch.diagonal(G, dim1=-2, dim2=-1)
-    largest = squares.amax(-1, keepdim=True)
-    if not bool(((squares >= 2.0**-60 * largest) & (largest > 2.0**-60) & (largest < 2.0**80)).all()):
-        return None
-    tiny = 4 * W.shape[-2] * torch.finfo(torch.float32).tiny
-    return G, ((g * squares / (1 - g)).sqrt() + math.sqrt(tiny)) * (1 + 1e-12)

@@ -74,9 +74,15 @@ class Effective(SetOnce):
 
     def _computed(self) -> Tensors:
         """`g(θ)` in full precision, with its graph and nothing kept."""
+        with self._exactly():
+            return self.compute()
+
+    @contextlib.contextmanager
+    def _exactly(self) -> Iterator[None]:
+        """Full-precision products, and no autocast."""
         device = next(iter(self.parameters()), torch.zeros(())).device.type
         with uncast(device), _full_precision():
-            return self.compute()
+            yield
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}  # a copy or a pickle computes its own

@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction
+from equipoise.core.modules import by_construction, hooked
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
-from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
+from equipoise.nn.effective import Effective, Tensors, as_weight, plainly_called, uncast
 from equipoise.nn.method import FIXED, PLAIN, Method
 from equipoise.norms.spectral import spectral_norm
 
@@ -120,10 +120,33 @@ class Weighted(Effective):
 
     def forward(self, x: Tensor) -> Tensor:
         """The plain layer's map with the effective weight."""
+        y = self._applied(x)
+        if y is not None:
+            return y
         weight = self._current()[0]
         x = as_weight(x, weight)
         with uncast(x.device.type):
             return self.apply_weight(x, weight)
+
+    def _applied(self, x: Tensor) -> Tensor | None:
+        """The output in a training step that is cheaper without the weight: a long dense layer on few inputs."""
+        raw, kind = self.raw, type(self)
+        if not self.training or self.geometry.dims or x.numel() >= raw.numel() or not plainly_called(raw):
+            return None
+        if (
+            kind.compute is not Weighted.compute
+            or kind.apply_weight is not Weighted.apply_weight
+            or hooked(self.method)
+        ):
+            return None
+        maker, offering = (
+            next(c for c in type(self.method).__mro__ if name in vars(c)) for name in ("forward", "applied")
+        )
+        if not issubclass(offering, maker) or any(p.dtype is not raw.dtype for p in self.parameters()):
+            return None
+        with self._exactly():
+            y = self.method.applied(as_weight(x, raw), raw)
+            return y if y is None or self.bias is None else y + self.bias
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
         """The plain layer's map with a given weight."""

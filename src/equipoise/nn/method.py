@@ -113,6 +113,14 @@ class Method(SetOnce):
     def opening(self, state: Mapping[str, Tensor], prefix: str) -> None:
         """Called before tensors of a file are loaded into a layer, with the prefix of the method's own names in it."""
 
+    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
+        """A dense layer's `x·Wᵀ` without forming its weight W, where that is cheaper (`nn.factored`); None elsewhere.
+
+        Guarantee: the linear map that is applied has norm at most 1, and is that of the weight up to rounding. Only asked where
+        `forward` is not overridden below the class that defines it.
+        """
+        return None
+
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""
         raise TypeError(f"{type(self).__name__} must say how the weight is computed")

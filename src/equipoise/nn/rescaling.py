@@ -8,11 +8,24 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.maps.geometry import Axis, Geometry, polyphase, rejoined, zero_lattice
 from equipoise.maps.linear import Convolution, Matrix
-from equipoise.nn.diagonal import check_steps, normalised, rescaling, rounding
+from equipoise.nn.diagonal import (
+    Rescaled,
+    check_steps,
+    in_closed_form,
+    normalised,
+    rescaling,
+    rounding,
+    short_diagonal,
+    short_factors,
+    worth,
+)
+from equipoise.nn.effective import plainly_called
+from equipoise.nn.factored import LinearGram
 from equipoise.nn.layers import layers_of
 from equipoise.nn.method import Method
 from equipoise.norms.differentiable import gram_norm, symbol_norm
@@ -136,10 +149,25 @@ class Diagonal(Method):
 
     def rescaled(self, raw: Tensor, t: int) -> Tensor:
         """`W·R`, or `R·W`."""
-        K = self.phases.split(self.kernel.grouped(raw))
-        turned = self.outputs is not None  # Eᵀ has the norm of E
+        K, turned = self.kernel.grouped(raw), self.outputs is not None  # Eᵀ has the norm of E
+        if self.kernel.dims and plainly_called(raw) and in_closed_form(K, 1):
+            return Rescaled.apply(K, self.log_q, t, turned, self.phases.lattices)[0].reshape(raw.shape)
+        K = self.phases.split(K)
         K = rescaling(K.transpose(1, 2) if turned else K, t, self.log_q)
         return self.phases.join(K.transpose(1, 2) if turned else K).reshape(raw.shape)
+
+    def on(self, x: Tensor, raw: Tensor, t: int) -> Tensor | None:
+        """`x·rawᵀ` with R before or after, for a dense layer that is worth it."""
+        turned = self.outputs is not None
+        if self.kernel.dims or not worth(raw if turned else raw.mT, t):
+            return None
+        K = (raw.mT if turned else raw)[None]
+        if not turned:
+            R = short_factors(K, t, self.log_q)
+            return None if R is None else functional.linear(x * R[0], raw)
+        y, G = LinearGram.apply(x, raw, False)
+        R = short_diagonal(G, K, t, self.log_q)
+        return None if R is None else y * R[0]
 
     def opening(self, state: Mapping[str, Tensor], prefix: str) -> None:
         """A file of the first releases, which does not say what is rescaled, is of inputs."""
@@ -173,6 +201,10 @@ class AOL(Diagonal):
         """`W·R`, or `R·W`."""
         return self.rescaled(raw, 1)
 
+    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
+        """The layer without its bias."""
+        return self.on(x, raw, 1)
+
 
 class SR(Diagonal):
     """Spectral rescaling: one factor per input channel from the power `G_t = (WᵀW)^(2^(t−1))`, with learnable q > 0.
@@ -200,6 +232,10 @@ class SR(Diagonal):
     def forward(self, raw: Tensor) -> Tensor:
         """`W·R`, or `R·W`."""
         return self.rescaled(raw, self.t)
+
+    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
+        """The layer without its bias."""
+        return self.on(x, raw, self.t)
 
 
 class RLB(SN):

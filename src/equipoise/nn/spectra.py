@@ -78,10 +78,20 @@ def taps_adjoint(B: Tensor, C: Tensor, reach: Reach) -> Tensor:
     return torch.tensordot(cos.mT, B, 1) + torch.tensordot(sin.mT, C, 1)
 
 
+#: waves as tensors, of the first kernels met: making them again costs as much as the products of a small kernel
+_KNOWN: dict[tuple[str, Reach, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+_FEW, _SMALL = 64, 2**16
+
+
 def _waves(kind: str, reach: Reach, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of a transform, as constants."""
-    cos, sin = {"taps": _at_taps, "back": _back, "finer": _finer}[kind](tuple(int(h) for h in reach))
-    return torch.from_numpy(cos).to(like), torch.from_numpy(sin).to(like)
+    key = kind, tuple(int(h) for h in reach), like.dtype, like.device
+    if key not in _KNOWN:
+        cos, sin = {"taps": _at_taps, "back": _back, "finer": _finer}[kind](key[1])
+        if len(_KNOWN) >= _FEW or cos.size > _SMALL:
+            return torch.from_numpy(cos).to(like), torch.from_numpy(sin).to(like)
+        _KNOWN[key] = torch.from_numpy(cos).to(like), torch.from_numpy(sin).to(like)
+    return _KNOWN[key]
 
 
 #: what `torch.compiler.assume_constant_result` does, without two seconds of importing the compiler

@@ -36,6 +36,7 @@ from equipoise.maps.geometry import Geometry
 from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method, apart
 from equipoise.nn.orthogonal.polar import orthonormal
+from equipoise.nn.orthogonal.root import orthonormal_linear
 
 
 def overlap(kernel: Geometry, whole_circles: bool = False) -> int:
@@ -76,6 +77,10 @@ class RKO(Method):
     def forward(self, raw: Tensor) -> Tensor:
         """The effective weight."""
         return orthonormal(self._matrix(raw), self.steps, self.scale).reshape(raw.shape)
+
+    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
+        """A dense layer without its bias."""
+        return None if self.kernel.dims or self.steps is not None else orthonormal_linear(x, raw)
 
     def _matrix(self, raw: Tensor) -> Tensor:
         return self.kernel.grouped(raw).flatten(2)
@@ -168,6 +173,10 @@ class BCOP(Method):
                     j += 1
         K = K.transpose(1, 2) if self.outside else K
         return (K * (1 - self._rounding(raw.dtype))).reshape(self.kernel.shape).to(raw.dtype)
+
+    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
+        """A dense layer without its bias."""
+        return None if self.kernel.dims else orthonormal_linear(x, raw.reshape(self.kernel.shape))
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """`Σ_a ‖ΔK_a‖ ≤ u·√taps·‖K‖_F ≤ u·√(taps·c)`, c the smaller number of channels, and float64 products of the kernels."""

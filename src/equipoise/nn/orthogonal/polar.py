@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.nn.dominance import symmetric_gram
 from equipoise.nn.effective import plainly_called
+from equipoise.nn.factored import symmetric_gram
 from equipoise.nn.layers import layers_of
 from equipoise.nn.method import Method
 
