@@ -17,7 +17,7 @@ from torch import Tensor
 
 from equipoise.core.precision import gamma, unit_roundoff
 from equipoise.norms.gram import adjoint
-from equipoise.norms.half import PIECE, gram_lower
+from equipoise.norms.half import PIECE, add_product, gram_lower
 
 #: from this many columns one rank-k update per frequency beats a batch of full products
 SYRK_FROM = 48
@@ -160,7 +160,10 @@ def _by_pair(kernel: Tensor) -> Tensor:
             ]
             piece = PIECE if taps.dtype is torch.float32 else left.shape[1]
             for x, y in zip(left.split(piece, 1), right.split(piece, 1), strict=True):
-                torch.baddbmm(total, adjoint(x), y, out=total)
+                if whole_update:
+                    add_product(total[0], x[0], y[0])
+                else:
+                    torch.baddbmm(total, adjoint(x), y, out=total)
     return result.transpose(0, 1)
 
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import frobenius, ldexp_down, ldexp_up, require_finite, rescaled, up
+from equipoise.core.precision import ldexp_down, ldexp_up, require_finite, rescaled, up
 from equipoise.maps.geometry import Lattice, polyphase, zero_lattice
 from equipoise.maps.linear import Convolution
-from equipoise.norms.autocorrelation import rounding
 from equipoise.norms.convolution import DENSE_ENTRIES, windowed_lower
 from equipoise.norms.lanczos import lanczos, random_start
 from equipoise.norms.supremum import grid_cells
@@ -77,7 +76,7 @@ def spectrum(conv: Convolution, rtol: float) -> Spectrum | None:
     # the adjoint, taps first in memory: its input side is our output side
     taps, exponent = rescaled(kernel[0].flatten(2).flip(-1).permute(2, 1, 0).contiguous().double())
     taps = taps.reshape(*lengths, 1, ci, co).movedim((-3, -2, -1), (0, 1, 2))
-    symbol = Symbol.of(taps, 4 * count, torch.float32 if _narrow_enough(taps, rtol) else torch.float64)
+    symbol = Symbol.of(taps, 4 * count, 2 / 3 * rtol)
     if symbol.correlations is None or symbol.adjoint:
         return None
     cells = grid_cells(symbol, grid).omega
@@ -85,16 +84,6 @@ def spectrum(conv: Convolution, rtol: float) -> Spectrum | None:
     windows = tuple(lattice.window_out for lattice in known)
     sizes = symbol.gram_sizes(torch.zeros(len(cells), dtype=torch.long), cells, torch.float32)
     return Spectrum(symbol, cells, error, factor, exponent, windows, sizes)
-
-
-def _narrow_enough(kernel: Tensor, rtol: float) -> bool:
-    """Whether correlations in float32 take no more than a third of the tolerance, of what the mean of the symbol reaches."""
-    size = float(frobenius(kernel[0].abs().flatten(2).sum(-1))) ** 2
-    mean = kernel[0].flatten(2).sum(-1).float()
-    v = random_start(mean.shape[1], mean)
-    for _ in range(8):  # an estimate
-        v = mean.mT @ (mean @ (v / torch.linalg.vector_norm(v)))
-    return rounding(kernel, torch.float32) * size <= 2 / 3 * rtol * float(torch.linalg.vector_norm(v))
 
 
 def _grid(lattices: list[Lattice], lengths: tuple[int, ...], share: float) -> tuple[tuple[int, ...], float]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from scipy.linalg.blas import dsymv, dsyrk, ssymv, ssyr2k, ssyrk
+from scipy.linalg.blas import dgemm, dsymv, dsyrk, ssymv, ssyr2k, ssyrk
 from torch import Tensor
 
 from equipoise.core.precision import gamma, up
@@ -74,6 +74,15 @@ def _by_products(pieces: tuple[Tensor, ...], n: int, tall: bool, dtype: torch.dt
             last = min(n, first + step)
             G[first:last, :last].addmm_(A[:, first:last].mT, A[:, :last])
     return G
+
+
+def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """`total += xᵀy` in place, for real matrices on the CPU; on one thread by SciPy's BLAS, the faster one in float64."""
+    if total.dtype is not torch.float64 or torch.get_num_threads() > 1:
+        total.addmm_(x.mT, y)
+        return
+    with serial(x.numel() * y.shape[1]):  # row-major is column-major transposed: totalᵀ += yᵀx, and nothing is copied
+        dgemm(1.0, y.numpy().T, x.numpy().T, trans_b=True, beta=1.0, c=total.numpy().T, overwrite_c=1)
 
 
 def summed(rows: int, dtype: torch.dtype) -> int:

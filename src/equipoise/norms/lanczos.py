@@ -46,6 +46,12 @@ class Krylov:
         theta, Y = theta[::-1], Y[:, ::-1]
         return theta, np.abs(self.beside[-1] * Y[-1]), Y
 
+    def value(self) -> float:
+        """The largest Ritz value."""
+        if len(self.diagonal) == 1:
+            return self.diagonal[0]
+        return float(dsterf(self.diagonal, self.beside[:-1])[0][-1])
+
     def vectors(self, Y: np.ndarray) -> Tensor:
         """`Qᵀ Y` for the columns of Y."""
         if isinstance(self.Q, np.ndarray):
@@ -60,9 +66,13 @@ class Krylov:
 
 
 def krylov(
-    multiply: Callable[[Tensor], Tensor], start: Tensor, steps: int, stop: Callable[[Krylov], bool] | None = None
+    multiply: Callable[[Tensor], Tensor],
+    start: Tensor,
+    steps: int,
+    stop: Callable[[Krylov], bool] | None = None,
+    every: int = 4,
 ) -> Krylov:
-    """Orthogonalised steps on flat vectors; every fourth one `stop` may end them."""
+    """Orthogonalised steps on flat vectors; `every` fourth one `stop` may end them."""
     n, breakdown = start.numel(), 8 * torch.finfo(start.dtype).eps
     on_cpu = start.device.type == "cpu"
     q: Any = start.resolve_conj().numpy() if on_cpu else start
@@ -82,7 +92,7 @@ def krylov(
         beside.append(beta)
         if beta <= breakdown * max(map(abs, diagonal)):
             break
-        if stop is not None and j % 4 == 3 and stop(Krylov(known, diagonal, beside, start.device)):
+        if stop is not None and (j + 1) % every == 0 and stop(Krylov(known, diagonal, beside, start.device)):
             break
         q = w / beta
     return Krylov(Q[: len(diagonal)], diagonal, beside, start.device)
@@ -96,13 +106,14 @@ def lanczos(multiply: Callable[[Tensor], Tensor], start: Tensor, steps: int, set
     return krylov(multiply, start, steps, settled(settle) if settle else None).top()
 
 
-def settled(share: float) -> Callable[[Krylov], bool]:
-    """Whether the last eight steps raised the Ritz value by no more than that share."""
+def settled(share: float, calls: int = 2, enough: float = math.inf) -> Callable[[Krylov], bool]:
+    """Whether the Ritz value is `enough`, or rose by no more than that share since it was asked for so many calls ago."""
     reached: list[float] = []
 
     def stop(space: Krylov) -> bool:
-        reached.append(float(dsterf(space.diagonal, space.beside[:-1])[0][-1]))
-        return len(reached) > 2 and reached[-1] - reached[-3] <= share * reached[-1]
+        reached.append(space.value())
+        slow = len(reached) > calls and reached[-1] - reached[-1 - calls] <= share * reached[-1]
+        return slow or reached[-1] >= enough
 
     return stop
 

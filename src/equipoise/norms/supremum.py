@@ -20,19 +20,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import down, frobenius, gamma, up
+from equipoise.core.precision import down, gamma, up
 from equipoise.norms.lanczos import lanczos, random_start
-from equipoise.norms.symbol import WHOLE_UP_TO, Symbol
-from equipoise.norms.verify import below_formed, below_parts, chunk_bytes, expected_loss
+from equipoise.norms.symbol import Symbol
+from equipoise.norms.verify import below_by_squaring, below_formed, below_parts, chunk_bytes, expected_loss, part_norm
 
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
 #: what a proof in single precision may lose, of the tolerance; the target lies twice the tolerance above the best square
 MOST_LOSS = 1.4
+#: grids of fewer points are proved point by point
+FEWEST_POINTS = 64
 #: up to this many columns squaring in real arithmetic beats Cholesky factorisations
 SQUARE_UP_TO = 24
-#: Gram matrices formed at once, at least: each product reads all correlations
-FEWEST = 16
 
 
 @dataclass
@@ -58,13 +58,17 @@ class Cells:
 
 @dataclass(frozen=True)
 class SymbolBound:
-    """`upper` bounds the maximum asked for; the maximiser found is `(group, omega)`; `evaluated` counts frequencies."""
+    """`upper` bounds the maximum asked for; the maximiser found is `(group, omega)`; `evaluated` counts frequencies.
+
+    `vector` is where Lanczos steps on the Gram matrix of the maximiser may start.
+    """
 
     upper: float
     group: int
     omega: Tensor
     evaluated: int
     settled: bool
+    vector: Tensor | None = None
 
 
 def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> Cells:
@@ -96,13 +100,13 @@ class Search:
         self.c = symbol.kernel.shape[2]
         self.small = self.c <= SQUARE_UP_TO
         self.sized = not self.small and symbol.correlations is not None  # sizes are known without Gram matrices
-        self.whole = self.sized and self.c <= WHOLE_UP_TO
         self.degrees = [(n - 1) / 2 for n in symbol.lengths]
         self.evaluated = 0
         self._kept: tuple[tuple[int, int, int, torch.dtype], Cells, tuple[Tensor, Tensor]] | None = None
         self.best = 0.0  # largest ‖E‖₂² seen, an estimate that only steers
         self.target = 0.0  # T²: what is proved so far is proved below this
         self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
+        self.vector: Tensor | None = None
         self.dtype, self.proof_dtype = torch.float32, torch.complex128
 
     def over_grid(self, sizes: tuple[int, ...], enough: float = 0.0) -> SymbolBound:
@@ -117,7 +121,30 @@ class Search:
                 self._probe(_split(self._here(step), real=False))
             if self.best <= before * (1 + self.tol / 4):
                 break
-        return self._finish(cells)
+        return self._finish(self._outside_blocks(cells, sizes))
+
+    def _outside_blocks(self, cells: Cells, sizes: tuple[int, ...]) -> Cells:
+        """The points of a grid that are left when those around proved centres, one step away, are settled with them.
+
+        Let T be the maximum over the grid, met at ω. The supremum is at most `T/cos ψ` with `ψ = Σ D_j π/n_j`, so that (as above)
+        a centre within steps h of ω has at least `T·cos(ψ + Σ D_j h_j)/cos ψ`. If it is proved below that multiple of a target,
+        the maximum lies below the target, or elsewhere.
+        """
+        half = sum(d * math.pi / n for d, n in zip(self.degrees, sizes, strict=True)) * (1 + 1e-12)
+        share = (math.cos(min(3 * half, math.pi / 2)) / math.cos(min(half, 1.5))) ** 2 * (1 - 1e-13)
+        if not self.sized or share < 0.5 or len(cells) < FEWEST_POINTS:
+            return cells
+        limit = share * self.target - self.symbol.gram_error(self.dtype)
+        grid = torch.tensor(sizes, device=cells.omega.device)
+        index = (cells.omega * grid / (2 * math.pi)).round().long()
+        blocks, members = torch.unique(torch.cat([cells.groups[:, None], index // 3], 1), dim=0, return_inverse=True)
+        centres = Cells(blocks[:, 0], (3 * blocks[:, 1:] + 1) % grid * (2 * math.pi / grid.double()), cells.half)
+        few = torch.arange(0, len(centres), max(1, len(centres) // 8), device=grid.device)
+        if int((self._values(centres.take(few))[0] < limit[centres.groups[few]]).sum()) * 3 < len(few):
+            return cells
+        self.evaluated += len(centres)
+        proved, _ = self._whole(centres, centres.index, limit[centres.groups])
+        return cells.take(~proved[members])
 
     def near(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
         """An estimate of the maximum over a grid, and where it is: at the best of its points around the maximiser found."""
@@ -128,7 +155,7 @@ class Search:
         points = [[j * h for j, h in zip(index, step, strict=True)] for index in itertools.product(*nearest)]
         omega = torch.tensor(points, dtype=torch.float64, device=self.symbol.kernel.device)
         groups = torch.full((len(points),), self.where[0], device=omega.device)
-        best = self._values(Cells(groups, omega, (0.0,) * len(sizes))).max(0)
+        best = self._values(Cells(groups, omega, (0.0,) * len(sizes)))[0].max(0)
         return max(best.values.item(), 0.0) ** 0.5, omega[best.indices]
 
     def over_all(self) -> SymbolBound:
@@ -173,10 +200,7 @@ class Search:
         self.target = max(self.target, self.best * (1 + self.tol) ** 2, 4 * error)
 
     def _gram(self, cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Gram matrices of some cells; where scouts and provers ask for the same, what was asked for last is kept."""
-        if self.sized:
-            part = cells.take(rows)
-            return self.symbol.gram(part.groups, part.omega, self.dtype)
+        """Gram matrices of some cells; scouts and provers ask for the same, so what was asked for last is kept."""
         key = (id(cells), int(rows[0]), len(rows), self.dtype)  # of rows that follow each other
         if self._kept is None or self._kept[0] != key:
             part = cells.take(rows)
@@ -185,12 +209,11 @@ class Search:
 
     def _chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
         width = 1 if self.dtype is torch.float32 else 2
-        fewest = FEWEST if self.sized else 1
-        return rows.split(max(fewest, chunk_bytes(rows.device) // (width * self.symbol.bytes_per_frequency)))
+        return rows.split(max(1, chunk_bytes(rows.device) // (width * self.symbol.bytes_per_frequency)))
 
-    def _raise(self, value: float, group: int, omega: Tensor) -> None:
+    def _raise(self, value: float, group: int, omega: Tensor, v: Tensor) -> None:
         if value > self.best:
-            self.best, self.where = value, (group, omega.clone())
+            self.best, self.where, self.vector = value, (group, omega.clone()), v.clone()
         self.target = max(self.target, self.best * (1 + self.tol) ** 2)
 
     def _threshold(self, cells: Cells) -> Tensor:
@@ -211,7 +234,7 @@ class Search:
         if self.sized:
             sizes = self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
         else:
-            sizes = torch.cat([_norm(*self._gram(cells, rows)) for rows in self._chunks(cells.index)])
+            sizes = torch.cat([part_norm(*self._gram(cells, rows)) for rows in self._chunks(cells.index)])
         top = sizes.topk(min(12, len(cells)))
         self._probe(cells.take(top.indices))
         return float(top.values[0])
@@ -229,20 +252,20 @@ class Search:
 
     def _probe(self, cells: Cells) -> None:
         """Raise the best value by the values at the given centres."""
-        value = self._values(cells)
+        value, v = self._values(cells)
         i = int(value.argmax())
-        self._raise(float(value[i]) * (1 - min(1e-6, self.tol / 8)), int(cells.groups[i]), cells.omega[i])
+        self._raise(float(value[i]) * (1 - min(1e-6, self.tol / 8)), int(cells.groups[i]), cells.omega[i], v[i])
 
-    def _values(self, cells: Cells) -> Tensor:
-        """‖E‖₂² at the given centres (few of them), estimates that only steer."""
+    def _values(self, cells: Cells) -> tuple[Tensor, Tensor]:
+        """‖E‖₂² at the given centres (few of them) and vectors that come near it: estimates that only steer."""
         G = self.symbol.hermitian(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
-            return torch.linalg.eigvalsh(G)[:, -1]
+            return torch.linalg.eigvalsh(G)[:, -1], random_start(self.c, G).expand(len(G), -1)
         value, v = _powers(G, 8)
         for i in value.topk(min(2, len(value))).indices:
-            ritz = lanczos(G[i].matmul, v[i], steps=20)
-            value[i] = torch.linalg.vector_norm(G[i] @ ritz) / torch.linalg.vector_norm(ritz)
-        return value
+            v[i] = lanczos(G[i].matmul, v[i], steps=20, settle=self.tol / 64)
+            value[i] = torch.linalg.vector_norm(G[i] @ v[i]) / torch.linalg.vector_norm(v[i])
+        return value, v
 
     def _settle(self, cells: Cells, threshold: Tensor) -> Cells:
         """Prove as many centres as possible below their thresholds; the rest is returned."""
@@ -252,8 +275,8 @@ class Search:
         large = cells.index
         if self.sized:
             large = (self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype) > tau).nonzero()[:, 0]
-        for rows in (large,) if self.whole else self._chunks(large):
-            proved, score = (self._whole if self.whole else self._in_parts)(cells, rows, tau[rows])
+        for rows in (large,) if self.sized else self._chunks(large):
+            proved, score = (self._whole if self.sized else self._in_parts)(cells, rows, tau[rows])
             left.append(rows[~proved])
             scores.append(score[~proved])
         index = torch.cat(left) if left else torch.zeros(0, dtype=torch.long, device=cells.groups.device)
@@ -275,14 +298,14 @@ class Search:
 
         proved = below_formed(negative, self.c, tau, score, self.proof_dtype)
         if not bool(proved.all()):
-            rest = part.take(~proved)
-            score[~proved] = _powers(self.symbol.hermitian(rest.groups, rest.omega, self.dtype))[0]
+            for some in self._chunks((~proved).nonzero()[:, 0]):
+                score[some] = _powers(self.symbol.hermitian(part.groups[some], part.omega[some], self.dtype))[0]
         return proved, score
 
     def _in_parts(self, cells: Cells, rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The same from real and imaginary part: by size, by repeated squaring where matrices are small, by a factorisation."""
         X, Y = self._gram(cells, rows)
-        proved = torch.zeros_like(tau, dtype=torch.bool) if self.sized else up(_norm(X, Y)) <= tau
+        proved = up(part_norm(X, Y)) <= tau
         score = torch.zeros_like(tau)
         open_ = (~proved).nonzero()[:, 0]
         if not len(open_):
@@ -290,7 +313,7 @@ class Search:
         if len(open_) < len(rows):
             X, Y, tau = X[open_], Y[open_], tau[open_]
         if self.small:
-            done, low = _below_by_squaring(X, Y, tau)
+            done, low = below_by_squaring(X, Y, tau)
             unclear = ~done & (low <= tau)
         else:
             done, low = torch.zeros_like(tau, dtype=torch.bool), torch.zeros_like(tau)
@@ -319,12 +342,7 @@ class Search:
             cells = self._settle(cells, self._threshold(cells))
             stubborn = 0 if self.target > before else stubborn + 1
         upper = up(up(self.target) ** 0.5)
-        return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, settled)
-
-
-def _norm(X: Tensor, Y: Tensor) -> Tensor:
-    """`‖X + iY‖_F` in float64, rounded up."""
-    return up((frobenius(X).square() + frobenius(Y).square()).sqrt())
+        return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, settled, self.vector)
 
 
 def _powers(G: Tensor, steps: int = 4) -> tuple[Tensor, Tensor]:
@@ -336,39 +354,6 @@ def _powers(G: Tensor, steps: int = 4) -> tuple[Tensor, Tensor]:
         value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
         P = P / value[:, None, None]
     return value.double(), P[:, 0].conj().resolve_conj()
-
-
-def _below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) -> tuple[Tensor, Tensor]:
-    """`(proved, low)` for Hermitian `G = X + iY`: is `λ_max ≤ tau` proved, and a lower estimate of λ_max.
-
-    `σ₁(A)² ≤ ‖fl(A*A)‖_F + γ‖A‖_F²` from iterate to iterate as in `gram_bracket`, on `G/2^e` with 2^e ≈ tau so that powers stay
-    near 1; `‖A*A‖_F/‖A‖_F ≤ σ₁(A)` steers.
-    """
-    c, device = X.shape[-1], X.device
-    proved = torch.zeros(len(X), dtype=torch.bool, device=device)
-    low = torch.zeros(len(X), dtype=torch.float64, device=device)
-    open_ = torch.arange(len(X), device=device)
-    g = 1.4143 * gamma(2 * c + 4, X.dtype)
-    lost = 16.0 * c * c * float(torch.finfo(X.dtype).tiny)
-    scale = torch.exp2(tau.clamp_min(1e-30).log2().floor())
-    X, Y = (part / scale.to(X.dtype)[:, None, None] for part in (X, Y))  # a power of two: exact
-    size, limit = _norm(X, Y), tau / scale
-    power = 1.0
-    for _ in range(squarings):
-        cross = X.mT @ Y
-        X, Y = torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT
-        limit = torch.where(limit > 0, limit.square() * (1 - 1e-14) - up(g * size.square()) - lost, limit)
-        new = _norm(X, Y)
-        estimate = (new / size.clamp_min(1e-300)).pow(1 / power) * scale[open_] * (1 - 1e-6)
-        low[open_] = torch.maximum(low[open_], estimate.nan_to_num(nan=0.0, posinf=0.0))
-        done = new <= limit
-        proved[open_[done]] = True
-        stay = ~done & (low[open_] <= tau[open_]) & torch.isfinite(new)
-        X, Y, limit, size, open_ = X[stay], Y[stay], limit[stay], new[stay], open_[stay]
-        power *= 2
-        if not len(open_):
-            break
-    return proved, low
 
 
 def _split(cells: Cells, real: bool, parts: int = 3) -> Cells:

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import frobenius, gamma, unit_roundoff, up, working_dtype
-from equipoise.norms.autocorrelation import autocorrelation, half_lattice, products
+from equipoise.norms.autocorrelation import autocorrelation, half_lattice, products, rounding
 from equipoise.norms.autocorrelation import tap_positions as tap_positions
 from equipoise.norms.gram import small_side, wide
+from equipoise.norms.lanczos import random_start
 
 #: up to this many offsets real and imaginary part come from one product, zeros included
 INTERLEAVED = 32
 #: and up to this many columns, beyond which the zeros cost more than the passes they save
 WHOLE_UP_TO = 160
+#: from this many columns correlations in float32 are worth what they lose
+NARROW_FROM = 128
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,10 +50,10 @@ class Symbol:
     _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, kernel: Tensor, frequencies: int, dtype: torch.dtype = torch.float64) -> Symbol:
+    def of(cls, kernel: Tensor, frequencies: int, share: float = 0.0) -> Symbol:
         """Build the symbol of `kernel (g, co, ci, *lengths)`; `frequencies` is roughly how many will be asked for.
 
-        The correlations are formed in `dtype` (see `autocorrelation`).
+        The correlations are formed in float32 where that moves `‖E‖²` by no more than this share of its maximum.
         """
         kernel = wide(kernel)
         swapped = kernel.shape[1] < kernel.shape[2]
@@ -67,7 +70,7 @@ class Symbol:
         offsets = torch.tensor(half, dtype=torch.float64, device=kernel.device)
         if by_taps > 2 * by_frequency:
             return cls(kernel, offsets, None, swapped)
-        found = autocorrelation(kernel, dtype)
+        found = autocorrelation(kernel, torch.float32 if _narrow_enough(kernel, share) else torch.float64)
         return cls(kernel, offsets, found.matrices, swapped, found.error)
 
     @property
@@ -210,6 +213,22 @@ class Symbol:
                 even, odd = torch.cat([even, mixed], 1), torch.cat([skew, odd], 1)
             self._cache[dtype] = (even.flatten(2), odd.flatten(2))
         return self._cache[dtype]
+
+
+def _narrow_enough(kernel: Tensor, share: float) -> bool:
+    """Whether correlations in float32 are off by at most that share of `‖E(0)‖²` in every group, which the maximum exceeds."""
+    if kernel.shape[2] < NARROW_FROM or kernel.is_complex() or share <= rounding(kernel, torch.float32):
+        return False
+    if not 0.25 <= float(kernel.abs().max()) <= 1:  # the error is that of such entries
+        return False
+    size = frobenius(kernel.abs().flatten(3).sum(-1)).square()
+    mean = kernel.flatten(3).sum(-1).float()
+    v = random_start(mean.shape[-1], mean).expand(len(mean), -1)[..., None]
+    for _ in range(8):  # an estimate
+        v = mean.mT @ (mean @ (v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-30)))
+    return float(size.max()) * rounding(kernel, torch.float32) <= share * float(
+        torch.linalg.vector_norm(v, dim=1).max()
+    )
 
 
 def _by_group(groups: Tensor, count: int) -> list[tuple[int, slice | Tensor]]:

@@ -255,3 +255,41 @@ def factorised(M: Tensor, wanted: Tensor) -> Tensor:
             for matrix, want in zip(matrices, wanted.tolist(), strict=True)
         ]
     return torch.tensor(done)
+
+
+def part_norm(X: Tensor, Y: Tensor) -> Tensor:
+    """`‖X + iY‖_F` in float64, rounded up."""
+    return up((frobenius(X).square() + frobenius(Y).square()).sqrt())
+
+
+def below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) -> tuple[Tensor, Tensor]:
+    """`(proved, low)` for Hermitian `G = X + iY`: is `λ_max ≤ tau` proved, and a lower estimate of λ_max.
+
+    `σ₁(A)² ≤ ‖fl(A*A)‖_F + γ‖A‖_F²` from iterate to iterate as in `gram_bracket`, on `G/2^e` with 2^e ≈ tau so that powers stay
+    near 1; `‖A*A‖_F/‖A‖_F ≤ σ₁(A)` steers.
+    """
+    c, device = X.shape[-1], X.device
+    proved = torch.zeros(len(X), dtype=torch.bool, device=device)
+    low = torch.zeros(len(X), dtype=torch.float64, device=device)
+    open_ = torch.arange(len(X), device=device)
+    g = 1.4143 * gamma(2 * c + 4, X.dtype)
+    lost = 16.0 * c * c * float(torch.finfo(X.dtype).tiny)
+    scale = torch.exp2(tau.clamp_min(1e-30).log2().floor())
+    X, Y = (part / scale.to(X.dtype)[:, None, None] for part in (X, Y))  # a power of two: exact
+    size, limit = part_norm(X, Y), tau / scale
+    power = 1.0
+    for _ in range(squarings):
+        cross = X.mT @ Y
+        X, Y = torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT
+        limit = torch.where(limit > 0, limit.square() * (1 - 1e-14) - up(g * size.square()) - lost, limit)
+        new = part_norm(X, Y)
+        estimate = (new / size.clamp_min(1e-300)).pow(1 / power) * scale[open_] * (1 - 1e-6)
+        low[open_] = torch.maximum(low[open_], estimate.nan_to_num(nan=0.0, posinf=0.0))
+        done = new <= limit
+        proved[open_[done]] = True
+        stay = ~done & (low[open_] <= tau[open_]) & torch.isfinite(new)
+        X, Y, limit, size, open_ = X[stay], Y[stay], limit[stay], new[stay], open_[stay]
+        power *= 2
+        if not len(open_):
+            break
+    return proved, low
