@@ -60,6 +60,10 @@ def changed(**entries):
     return change
 
 
+def inside(**entries):
+    return changed(model_type="detr", backbone_config=entries)
+
+
 def code(folder):
     (folder / "modeling.py").write_text(f"import pathlib; pathlib.Path({CANARY!r}).touch()\n")
     changed(auto_map={"AutoModel": "modeling.Net", "AutoConfig": "modeling.Config"})(folder)
@@ -81,7 +85,7 @@ CASES = {
     "a text model": (changed(model_type="bert", architectures=["BertModel"]), "tokens have no distance"),
     "another class": (changed(architectures=["os.system"]), "names the class"),
     "a huge model": (changed(hidden_sizes=[4, 2**15]), "far larger than its weights"),
-    "more layers than can be built": (changed(depths=[1, 10**9]), "far larger than its weights"),
+    "more layers than can be built": (changed(depths=[1, 10**5]), "far larger than its weights"),
     "timm inside transformers": (changed(model_type="timm_wrapper", architecture="hf-hub:a/b"), "timm architecture"),
     "other shapes": (changed(hidden_sizes=[4, 16]), "do not fit the model"),
     "kernels from the network": (
@@ -93,6 +97,15 @@ CASES = {
     "an index of nothing": (index("{}"), "does not name the weight files"),
     "timm": (lambda f: (f / "config.json").write_text('{"architecture": "resnet18"}'), "timm architecture 'resnet18'"),
     "deep": (changed(hidden_sizes=[[[[[[4]]]]]]), "config.json"),
+    "code of a model inside": (inside(model_type="bert", auto_map={"AutoBackbone": "a/b--m.N"}), "asks for code"),
+    "timm inside of a model": (inside(model_type="timm_wrapper", architecture="hf-hub:a/b"), "a model of timm"),
+    "a backbone by its name": (
+        changed(model_type="detr", use_timm_backbone=False, backbone="a/b"),
+        "a model from elsewhere",
+    ),
+    "weights of a backbone": (changed(model_type="dpt", use_pretrained_backbone=True), "weights from elsewhere"),
+    "more classes than can be named": (changed(num_labels=10**9), "whole number beyond"),
+    "layers that Python counts": (changed(model_type="swin", depths=[2 * 10**9, 1]), "whole number beyond"),
 }
 
 
@@ -100,6 +113,8 @@ CASES = {
 def test_what_cannot_be_built_is_refused_with_the_reason(saved, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: pytest.fail("asked the network"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked the user to run code"))
     change, message = CASES[case]
     folder = Path(shutil.copytree(saved[0], tmp_path / "copy"))
     change(folder)

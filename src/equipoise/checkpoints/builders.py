@@ -120,8 +120,11 @@ def _check_names(builder: Builder, given: Mapping[str, Any], name: str, where: s
         raise InputError(f"{where}: {name!r} takes no argument {unknown[0][:60]!r}; it takes {', '.join(known)}")
 
 
-def check_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """The arguments if they are plain JSON of sensible size: texts, numbers, truth values, null, lists and objects of them."""
+def check_arguments(arguments: Any, where: str, most: int = _INTEGER) -> dict[str, Any]:
+    """The arguments if they are plain JSON of sensible size: texts, numbers, truth values, null, lists and objects of them.
+
+    `most` bounds whole numbers: what a file says must not make Python count for minutes.
+    """
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):
@@ -129,16 +132,16 @@ def check_arguments(arguments: Any, where: str) -> dict[str, Any]:
     for key, value in arguments.items():
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("__"):
             raise InputError(f"{where}: {str(key)[:60]!r} is no name of an argument")
-        _check_value(value, f"{where}: the argument {key!r}", _DEPTH)
+        _check_value(value, f"{where}: the argument {key!r}", _DEPTH, min(most, _INTEGER))
     return dict(arguments)
 
 
-def _check_value(value: Any, what: str, depth: int) -> None:
+def _check_value(value: Any, what: str, depth: int, most: int) -> None:
     if value is None or isinstance(value, bool):
         return
     if isinstance(value, int):
-        if abs(value) > _INTEGER:
-            raise Refused(f"{what} holds a whole number beyond ±{_INTEGER:,}")
+        if abs(value) > most:
+            raise Refused(f"{what} holds a whole number beyond ±{most:,}")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise InputError(f"{what} is not a finite number")
@@ -149,7 +152,7 @@ def _check_value(value: Any, what: str, depth: int) -> None:
         if depth == 0 or len(value) > _LENGTH:
             raise Refused(f"{what} is nested deeper than {_DEPTH} or longer than {_LENGTH:,}")
         for item in value.values() if isinstance(value, dict) else value:
-            _check_value(item, what, depth - 1)
+            _check_value(item, what, depth - 1, most)
     else:
         raise InputError(f"{what} is a {type(value).__name__}, expected plain numbers, texts and lists")
 

@@ -28,12 +28,20 @@ _FOREIGN = {
     "quantization_config": "quantised weights",
     "adapter_config": "an adapter",
     "base_model_name_or_path": "a model from elsewhere",
+    "backbone": "a model from elsewhere",
+    "backbone_kwargs": "a model from elsewhere",
+    "use_pretrained_backbone": "weights from elsewhere",
+    "architecture": "a model of timm",
     "trust_remote_code": "code in the folder",
 }
+#: whole numbers up to this may stand in a config whatever the weights: Python counts that far in no time
+_COUNTED = 10**6
 #: operations that building a model may take per stored tensor, ten times what it does take and more
 _CALLS = 50
 #: fields that only say how the model was trained or is run, and may name things to load
-_IGNORED = ("_attn_implementation", "attn_implementation", "_name_or_path", "torch_dtype", "dtype", "architectures",
+_IGNORED = ("_attn_implementation", "attn_implementation", "_attn_implementation_internal", "_experts_implementation",
+            "experts_implementation", "_experts_implementation_internal", "use_kernels", "_name_or_path", "name_or_path",
+            "torch_dtype", "dtype", "architectures",
             "transformers_version", "id2label", "label2id", "task_specific_params", "problem_type")  # fmt: skip
 
 
@@ -60,17 +68,15 @@ def is_hugging_face(config: Any) -> bool:
 def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
     """The image model of a directory in evaluation mode, and the shape of one input if the config says it."""
     where = str(folder / "config.json")
-    for key, what in _FOREIGN.items():
-        if config.get(key):
-            raise Refused(f"{where} asks for {what} ({key}), which is not loaded: {_INSTEAD}")
     if "architecture" in config:
         named = str(config.get("architecture"))[:60]
         raise Refused(f"{where} names the timm architecture {named!r}: build it with timm and export it. {_EXPORT}")
+    plain = _without_foreign(config, where)
     parts = _parts(folder)
     files = [WeightFile(part) for part in parts]
     try:
         shapes = {name: entry.shape for file in files for name, entry in file.entries.items()}
-        model = _build(config, where, sum(_count(shape) for shape in shapes.values()), len(shapes))
+        model = _build(config, plain, where, sum(_count(shape) for shape in shapes.values()), len(shapes))
         state = {name: file.tensor(name) for file in files for name in file.entries}
     finally:
         for file in files:
@@ -78,11 +84,23 @@ def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Modul
     return Pixels(fill(model, _with_ties(model, state), parts[0])), _shape(config)
 
 
+def _without_foreign(value: Any, where: str) -> Any:
+    """The config without the fields that are ignored, at any depth: models inside of a model have configs of their own."""
+    if isinstance(value, list):
+        return [_without_foreign(v, where) for v in value]
+    if not isinstance(value, dict):
+        return value
+    for key, what in _FOREIGN.items():
+        if value.get(key):
+            raise Refused(f"{where} asks for {what} ({key}), which is not loaded: {_INSTEAD}")
+    return {k: _without_foreign(v, where) for k, v in value.items() if k not in _IGNORED}
+
+
 _EXPORT = "torch.export.save(torch.export.export(model.eval(), (x,)), 'model.pt2')"
 _INSTEAD = f"build the model with its own package, check it, and export it: {_EXPORT}"
 
 
-def _build(config: Mapping[str, Any], where: str, stored: int, tensors: int) -> nn.Module:
+def _build(config: Mapping[str, Any], plain: Mapping[str, Any], where: str, stored: int, tensors: int) -> nn.Module:
     try:
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -93,11 +111,10 @@ def _build(config: Mapping[str, Any], where: str, stored: int, tensors: int) -> 
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise Refused(f"{where} has the model type {str(kind)[:60]!r}, which the installed transformers does not know")
-    plain = {k: v for k, v in config.items() if k not in (*_IGNORED, "model_type")}
-    arguments = check_arguments(plain, where)
+    arguments = check_arguments({k: v for k, v in plain.items() if k != "model_type"}, where, max(stored, _COUNTED))
     made = guarded(lambda: CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(arguments))), f"{where}: this config")
     labels = config.get("id2label")
-    if isinstance(labels, dict) and 0 < len(labels) < 10**6:
+    if isinstance(labels, dict) and 0 < len(labels) <= _COUNTED:
         made.num_labels = len(labels)
     made._attn_implementation = "eager"
     builder = _builder(config, made, modeling_auto, where)
