@@ -142,6 +142,20 @@ def test_gradients_are_those_of_float64(name, shape, kind):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=float(3e-4 * other.abs().max()))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_single_input_without_a_gradient_of_its_own(name, shape):
+    layer = layer_with(name, weights("positive" if name in ("aol", "sr", "sr-1") else "condition 3", shape))
+    x, g = torch.randn(shape[1]), torch.randn(shape[0])
+    assert layer._applied(x) is not None
+    found, expected = layer(x), functional.linear(x, layer.weight)
+    for twice in (False, True):
+        one, other = (
+            torch.autograd.grad(y, layer.raw, g, create_graph=twice, retain_graph=True)[0] for y in (found, expected)
+        )
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=float(1e-4 * other.abs().max()))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_no_number_is_not_applied(name, value):

@@ -88,8 +88,8 @@ class LinearGram(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
         """`gW` for x; `gᵀx + (h + hᵀ)W` for W."""
         (x, W), (g, h) = ctx.saved_tensors, gradients
-        S, flat = (h + h.mT).to(W.dtype), g.flatten(0, -2)
-        product = flat.mT @ x.flatten(0, -2)
+        S = (h + h.mT).to(W.dtype)
+        product = g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
         total = torch.addmm(product, S, W) if torch.is_grad_enabled() else product.addmm_(S, W)
         return g @ W if ctx.needs_input_grad[0] else None, total, None
 

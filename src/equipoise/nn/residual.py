@@ -19,13 +19,13 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction
+from equipoise.core.modules import by_construction, hooked
 from equipoise.core.precision import up
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
 from equipoise.nn.activations import homogeneous, unit_slopes
 from equipoise.nn.diagonal import check_steps, normalised_pair, rescaling_pair
-from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
+from equipoise.nn.effective import Effective, Tensors, as_weight, plainly_called, uncast
 from equipoise.nn.layers import arguments, build_plain, kernel_of, upper_near_one
 from equipoise.nn.method import Method
 from equipoise.nn.rescaling import SN
@@ -111,8 +111,11 @@ class Residual(Effective):
         with uncast(x.device.type):
             fused = offset.numel() > 0 and scale.numel() == 0  # the offset is the bias of the inner map
             z = self._linear(x, inner, offset if fused else None)
-            bent = _bent(self.activation, z, offset[:0] if fused else offset, scale, self.kernel.dims)
-            return x - self._linear(bent, outer)
+            if fused and self.training and _plain_relu(self.activation) and plainly_called(z):
+                bent = functional.relu_(z)
+            else:
+                bent = _bent(self.activation, z, offset[:0] if fused else offset, scale, self.kernel.dims)
+            return x + self._linear(bent, -outer)  # the sign on the weight: nothing of x's size is turned
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         kernel = self.kernel
@@ -214,6 +217,10 @@ def _nearly_orthogonal(weight: Tensor, groups: int) -> Tensor:
     weight = 0.1 * weight
     weight[..., weight.shape[2] // 2, weight.shape[3] // 2] = Q.flatten(0, 1)
     return weight
+
+
+def _plain_relu(activation: nn.Module) -> bool:
+    return type(activation) is nn.ReLU and not hooked(activation)
 
 
 def _bent(activation: nn.Module, z: Tensor, offset: Tensor, scale: Tensor, dims: int) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.nn.factored import Gram, LinearGram, symmetric_gram
+from equipoise.nn.factored import row_gram, symmetric_gram
 from equipoise.nn.orthogonal.polar import COARSE, FEW_ROWS
 from equipoise.norms.half import lower_error
 
@@ -53,8 +53,9 @@ class Root:
             v = v @ self.T
         return v * self.alpha
 
-    def gradient(self, N: Tensor) -> Tensor:
-        """The gradient for G of a function of `G^(−1/2)` whose gradient is the symmetric N."""
+    def gradient(self, g: Tensor) -> Tensor:
+        """Twice the gradient for G of a function of `G^(−1/2)` with the gradient g: symmetric, as is all that depends on G."""
+        N = g + g.mT
         if self.far:  # Daleckii & Krein: (1/s_i − 1/s_j)/(s_i² − s_j²) = −1/(s_i·s_j·(s_i + s_j))
             U, s = self.U, self.s
             C = (U.mT @ N @ U) / (s[:, None] * s[None, :] * (s[:, None] + s[None, :]))
@@ -133,25 +134,36 @@ def inverse_root(G: Tensor, columns: int) -> Root | None:
 
 
 class Rooted(torch.autograd.Function):
-    """`v·Fᵀ` (or `v·F`) for the root of G."""
+    """`x·(FW)ᵀ` with F the root of `WWᵀ`, or `x·(WFᵀ)ᵀ` with that of `WᵀW` where W has more rows than columns."""
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, G: Tensor, root: Root, turned: bool) -> Tensor:
-        """The product."""
-        ctx.save_for_backward(v, G)
-        ctx.root, ctx.turned = root, turned
-        return root.times(v, turned)
+    def forward(ctx: Any, x: Tensor, W: Tensor, root: Root) -> Tensor:
+        """Both products; what lies between them is kept."""
+        tall, linear = W.shape[0] > W.shape[1], torch.nn.functional.linear
+        between = root.times(x, True) if tall else linear(x, W)
+        ctx.save_for_backward(x, W, between)
+        ctx.root, ctx.tall = root, tall
+        return linear(between, W) if tall else root.times(between, False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Gradients for v and G."""
-        (v, G), root, g = ctx.saved_tensors, ctx.root, gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Gradients for x and W: that for `WWᵀ` adds `2·g·W`."""
+        (x, W, between), root, g = ctx.saved_tensors, ctx.root, gradients[0]
         if torch.is_grad_enabled():  # somebody will differentiate again
-            y = v @ by_iteration(G).to(v.dtype)
-            first, second = torch.autograd.grad(y, (v, G), g, create_graph=True)
-            return first, second, None, None
-        N = g.flatten(0, -2).mT @ v.flatten(0, -2)
-        return root.times(g, not ctx.turned), root.gradient(0.5 * (N + N.mT)).to(G.dtype), None, None
+            wide = (W.mT if ctx.tall else W).double()
+            F = by_iteration(wide @ wide.mT).to(W.dtype)
+            y = x @ F @ W.mT if ctx.tall else x @ W.mT @ F
+            wanted = [tensor for tensor in (x, W) if tensor.requires_grad]
+            found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, g, create_graph=True), strict=True))
+            return found.get(id(x)), found.get(id(W)), None
+        flat, v, g = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, between, g))
+        if ctx.tall:
+            h = g @ W
+            own = (g.mT @ v).addmm_(W, root.gradient(h.mT @ flat))
+            return root.times(h, False).view_as(x), own, None
+        h = root.times(g, True)
+        own = (h.mT @ flat).addmm_(root.gradient(g.mT @ v), W)
+        return (h @ W).view_as(x) if ctx.needs_input_grad[0] else None, own, None
 
 
 def by_iteration(G: Tensor) -> Tensor:
@@ -174,10 +186,6 @@ def orthonormal_linear(x: Tensor, raw: Tensor) -> Tensor | None:
     """
     if raw.dtype is not torch.float32 or raw.device.type != "cpu" or min(raw.shape) <= FEW_ROWS:
         return None
-    if raw.shape[0] <= raw.shape[1]:
-        y, G = LinearGram.apply(x, raw, True)
-        root = inverse_root(G.detach(), raw.shape[1])
-        return None if root is None else Rooted.apply(y, G, root, False)
-    G = Gram.apply(raw.mT, True)
-    root = inverse_root(G.detach(), raw.shape[0])
-    return None if root is None else torch.nn.functional.linear(Rooted.apply(x, G, root, True), raw)
+    short = raw.detach() if raw.shape[0] <= raw.shape[1] else raw.detach().mT
+    root = inverse_root(row_gram(short, True), short.shape[1])
+    return None if root is None else Rooted.apply(x, raw, root)
