@@ -220,6 +220,7 @@ def test_weights_in_a_file_beside_the_network_are_read(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"location": "../weights.bin"}, "only files in the folder"),
+        ({"location": "w" * 5000}, "only files in the folder"),
         ({"location": "/etc/hostname"}, "only files in the folder"),
         ({"location": "sub\\weights.bin"}, "only files in the folder"),
         ({"location": ".."}, "only files in the folder"),

@@ -40,8 +40,8 @@ class Beside:
         name, start, size = said.get("location", ""), said.get("offset", "0"), said.get("length", str(length))
         if self.folder is None:
             raise Refused(f"{what} is stored outside the file; save the model as one file, or load it from its folder")
-        if not name or name in (".", "..") or any(c in name for c in "/\\:\0"):
-            raise Refused(f"{what} is stored in {name!r}; only files in the folder of the model itself are read")
+        if not name or name in (".", "..") or any(c in name for c in "/\\:\0") or len(name.encode()) > 255:
+            raise Refused(f"{what} is stored in {name[:80]!r}; only files in the folder of the model itself are read")
         if not (start.isascii() and start.isdigit() and len(start) < 19) or size != str(length):
             raise InputError(f"{what} needs {length} bytes, and the file says {size!r} from {start!r} in {name!r}")
         if (self.folder / name).is_symlink():
