@@ -37,6 +37,8 @@ _ADDED: dict[str, Builder] = {}
 _NAME = re.compile(r"^[A-Za-z_][\w.-]{0,99}$", re.ASCII)
 #: what an argument may be at most: an integer, a text, a list, the depth of lists and objects
 _INTEGER, _TEXT, _LENGTH, _DEPTH = 2**31, 200, 4096, 4
+#: operations that building a model may take per stored tensor, fifty times what it does take
+_CALLS = 500
 
 
 def register_model(name: str, builder: Builder) -> None:
@@ -94,12 +96,14 @@ def find_builder(name: str, where: str) -> Builder:
     return loaded
 
 
-def build_registered(name: str, arguments: Any, where: str, elements: int | None = None) -> nn.Module:
-    """The registered model, in evaluation mode; `elements` bounds what it may allocate (of its weights file, say)."""
+def build_registered(
+    name: str, arguments: Any, where: str, elements: int | None = None, tensors: int = 2000
+) -> nn.Module:
+    """The registered model, in evaluation mode, within what its weights file holds: so many numbers in so many tensors."""
     builder = find_builder(name, where)
     given = check_arguments(arguments, where)
     _check_names(builder, given, name, where)
-    with Budget(elements, where):
+    with Budget(elements, where, _CALLS * (tensors + 20)):
         made = guarded(lambda: builder(**given), f"{where}: {name!r} with these arguments")
     if not isinstance(made, nn.Module):
         raise InputError(f"{name!r} gave a {type(made).__name__}, not an nn.Module")
@@ -163,7 +167,7 @@ class Budget(TorchDispatchMode):
     Room for 4 times the stored numbers and 2²⁴ more (initialisation works on copies), and for so many calls of operations.
     """
 
-    def __init__(self, elements: int | None, where: str, calls: int = 10**6) -> None:
+    def __init__(self, elements: int | None, where: str, calls: int) -> None:
         super().__init__()
         self.room = math.inf if elements is None else 4 * elements + 2**24
         self.calls = math.inf if elements is None else calls

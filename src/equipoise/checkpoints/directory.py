@@ -71,7 +71,7 @@ def load_checkpoint(folder: str | Path) -> tuple[nn.Module, tuple[int, ...] | No
         raise InputError(f"{folder} must hold one .safetensors file, it holds {len(files)}")
     state = read_weights(files[0], config.get("weights"))
     elements = sum(value.numel() for value in state.values())
-    model = build_registered(factory, config.get("arguments"), where, elements)
+    model = build_registered(factory, config.get("arguments"), where, elements, len(state))
     return fill(model, state, files[0]), _shape(config.get("input_shape"), where)
 
 

@@ -27,7 +27,7 @@ from equipoise.maps.geometry import (
 from equipoise.maps.linear import Convolution
 from equipoise.norms.dense import LARGE, cholesky_bracket
 from equipoise.norms.gram import gram_bracket, rayleigh_lower, wide
-from equipoise.norms.lanczos import krylov, lanczos, random_start, settled
+from equipoise.norms.lanczos import exhausted, krylov, lanczos, random_start, settled
 from equipoise.norms.supremum import Search, SymbolBound
 from equipoise.norms.symbol import Symbol
 
@@ -295,11 +295,12 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
     def multiply(x: Tensor) -> Tensor:
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
 
+    target = enough**2 * (1 + 1e-5)
     if start is None or not bool(start.any()):
-        first, calls = random_start(columns, quick.weight), 6
+        first, stop = random_start(columns, quick.weight), settled(rtol / 10, 6, target)
     else:
-        first, calls = start.to(quick.weight.dtype).flatten(), 1
-    v = krylov(multiply, first, steps, settled(rtol / 10, calls, enough**2 * (1 + 1e-5)), every=1).top()
+        first, stop = start.to(quick.weight.dtype).flatten(), exhausted(rtol / 10, target)
+    v = krylov(multiply, first, steps, stop, every=1).top()
     x = wide(v).reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = conv.apply(x)

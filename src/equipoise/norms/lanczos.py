@@ -118,5 +118,17 @@ def settled(share: float, calls: int = 2, enough: float = math.inf) -> Callable[
     return stop
 
 
+def exhausted(share: float, enough: float) -> Callable[[Krylov], bool]:
+    """Whether the Ritz value θ₁ is `enough`, or the next step promises no more than that share: about `r²/(θ₁ − θ₂)`."""
+
+    def stop(space: Krylov) -> bool:
+        if len(space.diagonal) == 1:
+            return space.diagonal[0] >= enough
+        theta, r, _ = space.ritz()
+        return bool(theta[0] >= enough or r[0] ** 2 <= share * theta[0] * (theta[0] - theta[1]))
+
+    return stop
+
+
 def _length(q: Any) -> float:
     return math.sqrt(float((q.conj() @ q).real))

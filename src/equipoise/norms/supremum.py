@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import down, gamma, up
-from equipoise.norms.lanczos import lanczos, random_start
+from equipoise.norms.lanczos import lanczos, mixed, random_start
 from equipoise.norms.symbol import Symbol
 from equipoise.norms.verify import below_by_squaring, below_formed, below_parts, chunk_bytes, expected_loss, part_norm
 
@@ -139,8 +139,9 @@ class Search:
         index = (cells.omega * grid / (2 * math.pi)).round().long()
         blocks, members = torch.unique(torch.cat([cells.groups[:, None], index // 3], 1), dim=0, return_inverse=True)
         centres = Cells(blocks[:, 0], (3 * blocks[:, 1:] + 1) % grid * (2 * math.pi / grid.double()), cells.half)
-        few = torch.arange(0, len(centres), max(1, len(centres) // 8), device=grid.device)
-        if int((self._values(centres.take(few))[0] < limit[centres.groups[few]]).sum()) * 3 < len(few):
+        few = centres.take(torch.arange(0, len(centres), max(1, len(centres) // 8), device=grid.device))
+        value, _ = _powers(self.symbol.hermitian(few.groups, few.omega, self.dtype))
+        if int((value < limit[few.groups]).sum()) * 3 < len(few):
             return cells
         self.evaluated += len(centres)
         proved, _ = self._whole(centres, centres.index, limit[centres.groups])
@@ -261,7 +262,7 @@ class Search:
         G = self.symbol.hermitian(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
             return torch.linalg.eigvalsh(G)[:, -1], random_start(self.c, G).expand(len(G), -1)
-        value, v = _powers(G, 8)
+        value, v = _powers(G, 8) if self.vector is None else _powers(G, 4, mixed(self.vector.to(G.dtype)))
         for i in value.topk(min(2, len(value))).indices:
             v[i] = lanczos(G[i].matmul, v[i], steps=20, settle=self.tol / 64)
             value[i] = torch.linalg.vector_norm(G[i] @ v[i]) / torch.linalg.vector_norm(v[i])
@@ -345,9 +346,10 @@ class Search:
         return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, settled, self.vector)
 
 
-def _powers(G: Tensor, steps: int = 4) -> tuple[Tensor, Tensor]:
+def _powers(G: Tensor, steps: int = 4, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Rough values of `λ_max(G)` of Hermitian matrices and their vectors, by a few power steps: they only rank."""
-    P = random_start(G.shape[-1], G).expand(len(G), 1, -1)  # rows: batched products like them better
+    first = random_start(G.shape[-1], G) if start is None else start.conj()
+    P = first.expand(len(G), 1, -1)  # rows: batched products like them better
     value = torch.zeros(len(G), dtype=torch.float64, device=G.device)
     for _ in range(steps):
         P = P @ G
