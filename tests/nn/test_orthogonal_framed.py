@@ -73,6 +73,23 @@ def test_a_transposed_series_is_the_adjoint_of_one(k, s, d, p, extra):
     assert (jacobian(up, (6, 4, 5)) - jacobian(down, image).T).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize(("k", "s", "d", "p", "extra"), SETTINGS)
+def test_a_transposed_cayley_layer_is_the_adjoint_of_one(k, s, d, p, extra, square):
+    """`C(X)* = C(−X)` of square matrices: the raw kernel negated; `C(X, Y)* = C(X̄, Ȳ)ᵀ` of others: turned round in space too."""
+    ins = 2 * s * s if square else 6
+    up = o.CayleyConvTranspose2d(2 * ins, 4, k, s, p, extra, 2, False, d, dtype=torch.float64).eval()
+    down = o.CayleyConv2d(4, 2 * ins, k, s, p, d, 2, False, dtype=torch.float64).eval()
+    frame = up.frame
+    if not square and (frame.ins == frame.out or any(n % 2 == 0 for n in frame.taps)):
+        pytest.skip("square, or taps that are not their own mirror image")
+    K = up.raw.detach().reshape(2, frame.out, frame.ins, *frame.taps)
+    with torch.no_grad():
+        down.raw.copy_((-K if square else K.transpose(1, 2).flip(3, 4)).reshape(down.raw.shape))
+    image = up(torch.zeros(1, 2 * ins, 4, 5, dtype=torch.float64)).shape[1:]
+    assert (jacobian(up, (2 * ins, 4, 5)) - jacobian(down, image).T).abs().max() < 1e-10
+
+
 def test_output_padding_beyond_the_stride_is_refused():
     with pytest.raises(Refused, match="smaller than the stride"):
         o.SOCConvTranspose2d(4, 4, 3, dilation=2, output_padding=1)

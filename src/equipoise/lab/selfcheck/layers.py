@@ -195,6 +195,7 @@ def _own(b: Bench, v: str, t: Tensor) -> str | None:
         text = b.choose(
             f"{kind}({c}, {b.choose(c, 2)}, {k}, padding={k // 2}, stride={s}, padding_mode={mode!r})",
             f"{kind}({c}, {c}, {k}, padding={k // 2})",
+            f"{b.choose('SOC', 'Cayley')}ConvTranspose2d({c}, {b.choose(c, 2)}, {k}, {s}, {k // 2}, {s - 1})",
             f"{b.choose('SLLConv2d', 'CPLConv2d')}({c}, {2 * c}, 3, padding=1)",
             "MaxMin()",
             "ScaledAvgPool2d(2)",
