@@ -76,6 +76,21 @@ def test_a_symbol_that_vanishes_on_the_circle() -> None:
     assert spectral_norm(layer, input_size=(1, 400)).upper < 1e-3
 
 
+@pytest.mark.parametrize("seed", [256, 316, 327, 331])
+def test_taps_that_matter_may_be_far_smaller_than_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest taps write nothing but what is cut off; the others vanish in float32, or their squares do."""
+    monkeypatch.setattr(convolution, "DENSE_ENTRIES", 0)
+    torch.manual_seed(seed)
+    kind = nn.ConvTranspose3d(1, 2, (3, 2, 3), (4, 1, 2), (0, 0, 2), (2, 0, 0), bias=False)
+    layer = kind.double().requires_grad_(False)
+    weight = torch.randn_like(layer.weight) * 10.0 ** (30 * torch.randn_like(layer.weight))
+    layer.weight.copy_(weight / weight.abs().max())
+    truth = reference_norm(layer, (1, 1, 3, 2))
+    bracket = spectral_norm(layer, input_size=(1, 3, 2), rtol=1e-2)
+    assert bracket.lower <= truth * (1 + SVD)
+    assert bracket.upper >= truth * (1 - SVD)
+
+
 def test_a_kernel_that_only_reads_padding() -> None:
     conv = nn.Conv3d(9, 9, 2, (3, 4, 1), (3, 6, 6), (1, 1, 2), 3, bias=False).double()
     for index in range(8):

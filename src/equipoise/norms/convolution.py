@@ -296,10 +296,11 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
 
     target = enough**2 * (1 + 1e-5)
-    if start is None or not bool(start.any()):
-        first, stop = random_start(columns, quick.weight), settled(rtol / 10, 6, target)
-    else:
-        first, stop = start.to(quick.weight.dtype).flatten(), exhausted(rtol / 10, target)
+    first, stop = random_start(columns, quick.weight), settled(rtol / 10, 6, target)
+    if start is not None:
+        wave = start.to(quick.weight.dtype).flatten()
+        if bool(wave.any()):  # not all of it vanished
+            first, stop = wave, exhausted(rtol / 10, target)
     v = krylov(multiply, first, steps, stop, every=1).top()
     x = wide(v).reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)

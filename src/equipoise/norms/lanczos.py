@@ -80,6 +80,7 @@ def krylov(
     Q: Any = np.zeros((min(steps, n), n), dtype=q.dtype) if on_cpu else start.new_zeros(min(steps, n), n)
     diagonal: list[float] = []
     beside: list[float] = []
+    q = q / abs(q).max()  # squares of a small vector would vanish
     q = q / _length(q)
     for j in range(len(Q)):
         Q[j] = q
