@@ -22,7 +22,7 @@ from torch import Tensor
 
 from equipoise.core.precision import down, gamma, up
 from equipoise.norms.lanczos import lanczos, mixed, random_start
-from equipoise.norms.symbol import Symbol
+from equipoise.norms.symbol import Room, Symbol
 from equipoise.norms.verify import below_by_squaring, below_formed, below_parts, chunk_bytes, expected_loss, part_norm
 
 #: bytes the Gram matrices of all first cells may have together
@@ -107,6 +107,7 @@ class Search:
         self.target = 0.0  # T²: what is proved so far is proved below this
         self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
         self.vector: Tensor | None = None
+        self.room = Room(symbol.kernel.device)
         self.dtype, self.proof_dtype = torch.float32, torch.complex128
 
     def over_grid(self, sizes: tuple[int, ...], enough: float = 0.0) -> SymbolBound:
@@ -294,7 +295,7 @@ class Search:
         part, score = cells.take(rows), torch.zeros_like(tau)
 
         def negative(rows: slice | Tensor) -> Tensor:
-            G = self.symbol.hermitian(part.groups[rows], part.omega[rows], self.dtype, -1)
+            G = self.symbol.hermitian(part.groups[rows], part.omega[rows], self.dtype, -1, self.room)
             return G.to(self.proof_dtype)
 
         proved = below_formed(negative, self.c, tau, score, self.proof_dtype)

@@ -7,6 +7,7 @@ and evaluating them where needed by one matrix product is far cheaper than a Gra
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -116,7 +117,9 @@ class Symbol:
         """Bound per group on the Frobenius error of `at`."""
         return up((gamma(2 * self.taps + 8, torch.float64) + self.phase_error()) * 2 * self.size)
 
-    def gram(self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1) -> tuple[Tensor, Tensor]:
+    def gram(
+        self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1, room: Room | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Real and imaginary part of `±E*E(ω)` `(F, c, c)` in a real `dtype`, each row for its own group."""
         if self.correlations is None:
             E = self.at(groups, omega)
@@ -128,14 +131,20 @@ class Symbol:
         angle = omega @ self.offsets.mT  # (F, B)
         cos, sin = angle.cos().mul_(sign).to(dtype), angle.sin().mul_(sign).to(dtype)
         weights = (cos, sin) if not self.kernel.is_complex() else (torch.cat([cos, sin], 1),) * 2
-        X, Y = (_combine(w, p, groups) for w, p in zip(weights, self._parts(dtype), strict=True))
+        X, Y = (
+            _combine(w, p, groups, None if room is None else room(i, (len(w), c * c), dtype))
+            for i, (w, p) in enumerate(zip(weights, self._parts(dtype), strict=True))
+        )
         return X.reshape(-1, c, c), Y.reshape(-1, c, c)
 
-    def hermitian(self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1) -> Tensor:
-        """`±gram` as complex matrices, written in one pass where offsets and columns are few."""
+    def hermitian(
+        self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1, room: Room | None = None
+    ) -> Tensor:
+        """`±gram` as complex matrices, written in one pass where offsets and columns are few; with `room` into its tensors."""
         c = self.kernel.shape[2]
         if self.correlations is None or len(self.offsets) > INTERLEAVED or c > WHOLE_UP_TO:
-            return torch.complex(*self.gram(groups, omega, dtype, sign))
+            X, Y = self.gram(groups, omega, dtype, sign, room)
+            return torch.complex(X, Y, out=None if room is None else room(2, X.shape, dtype.to_complex()))
         if dtype not in self._interleaved:
             real, imag = self._parts(dtype)
             if not self.kernel.is_complex():  # cosines make the real part, sines the imaginary one
@@ -144,7 +153,8 @@ class Symbol:
             self._interleaved[dtype] = torch.stack([real, imag], -1).flatten(2)  # (g, 2B, 2c²)
         angle = omega @ self.offsets.mT
         weights = torch.cat([angle.cos(), angle.sin()], 1).mul_(sign).to(dtype)
-        return torch.view_as_complex(_combine(weights, self._interleaved[dtype], groups).reshape(-1, c, c, 2))
+        out = None if room is None else room(0, (len(weights), 2 * c * c), dtype)
+        return torch.view_as_complex(_combine(weights, self._interleaved[dtype], groups, out).reshape(-1, c, c, 2))
 
     def gram_sizes(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> Tensor:
         """Bounds of `‖gram‖_F` (before the rounding that `gram_error` covers) without a Gram matrix: `Σ w_b w_b' ⟨P_b, P_b'⟩`."""
@@ -236,10 +246,25 @@ def _by_group(groups: Tensor, count: int) -> list[tuple[int, slice | Tensor]]:
     return [(0, slice(None))] if count == 1 else [(g, groups == g) for g in groups.unique().tolist()]
 
 
-def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:
-    """`Σ_b weights[f, b]·parts[groups[f], b]` for every row f."""
+class Room:
+    """Tensors that are written again and again: fresh memory would have to be cleared by the system every time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept: dict[int, Tensor] = {}
+
+    def __call__(self, name: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of that shape, what it holds is what the last one of that name was given."""
+        count = math.prod(shape)
+        if name not in self._kept or self._kept[name].dtype is not dtype or self._kept[name].numel() < count:
+            self._kept[name] = torch.empty(count, dtype=dtype, device=self.device)
+        return self._kept[name][:count].view(*shape)
+
+
+def _combine(weights: Tensor, parts: Tensor, groups: Tensor, out: Tensor | None = None) -> Tensor:
+    """`Σ_b weights[f, b]·parts[groups[f], b]` for every row f; with one group into `out`, where it is given."""
     if parts.shape[0] == 1:
-        return weights @ parts[0]
+        return torch.mm(weights, parts[0], out=out)
     if parts.shape[-1] <= 64:
         return (weights[:, None] @ parts[groups])[:, 0]
     result = weights.new_empty(len(groups), parts.shape[-1])
