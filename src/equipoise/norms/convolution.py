@@ -33,8 +33,8 @@ from equipoise.norms.symbol import Symbol
 
 #: an operator with at most this many entries may be materialised to close the gap that small images leave
 DENSE_ENTRIES = 1_500_000
-#: grids of at most this many points are gone through whole
-GRID_POINTS = 900
+#: grids of at most this many points are gone through whole: along one axis, along several
+GRID_POINTS = (900, 2600)
 #: floating-point operations one Lanczos run on the operator itself may cost
 LANCZOS_FLOPS = 2.5e9
 
@@ -182,7 +182,7 @@ def _search(kernel: Tensor, lattices: list[Lattice], tol: float, exact: bool) ->
     points = math.prod(grid) if whole else 0
     budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * groups
     coarse = whole and all(n <= 3 * k for n, k in zip(grid, kernel.shape[3:], strict=True))
-    if whole and (points <= GRID_POINTS or (coarse and points * groups <= 16 * budget)):
+    if whole and (points <= GRID_POINTS[len(grid) > 1] or (coarse and points * groups <= 16 * budget)):
         symbol = Symbol.of(kernel, points * groups, tol / 2)
         return symbol, Search(symbol, tol, budget).over_grid(grid)
     symbol = Symbol.of(kernel, 1000 * groups, tol / 2)
