@@ -29,7 +29,7 @@ from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Lattice, polyphase, rejoined
 from equipoise.nn.dominance import largest_exponent, near_one, powers, refuse_large, totals
 from equipoise.nn.effective import plainly_called
-from equipoise.nn.factored import Gram, pays, row_sums
+from equipoise.nn.factored import Gram, differentiable, pays, row_sums
 
 #: largest |log q|: the ratio of two entries of q stays far from overflow
 LOG_Q = 40.0
@@ -95,9 +95,7 @@ def _again(
     E, R = _by_operators(_on_phases(K, ctx.turned, ctx.lattices), ctx.t, log_q)
     pairs = ((_off_phases(E, ctx.turned, ctx.lattices), g), (R, g_R))
     values, given = zip(*[(value, gradient) for value, gradient in pairs if gradient is not None], strict=True)
-    wanted = [x for x in (K, log_q) if x is not None and x.requires_grad]
-    found = dict(zip(map(id, wanted), torch.autograd.grad(values, wanted, given, create_graph=True), strict=True))
-    return found.get(id(K)), found.get(id(log_q))
+    return differentiable(values, given, K, log_q)
 
 
 def _across(K: Tensor, turned: bool) -> tuple[int, ...]:

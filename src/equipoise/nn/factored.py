@@ -9,6 +9,7 @@ Matrices with more rows than columns are treated as their transposes: `W·F`, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ class LinearGram(torch.autograd.Function):
         product = g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
         total = torch.addmm(product, S, W) if torch.is_grad_enabled() else product.addmm_(S, W)
         return g @ W if ctx.needs_input_grad[0] else None, total, None
+
+
+def differentiable(
+    values: Sequence[Tensor], given: Sequence[Tensor], x: Tensor, y: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients for x and y that can be differentiated again, operator by operator; None for what needs none."""
+    wanted = [tensor for tensor in (x, y) if tensor is not None and tensor.requires_grad]
+    found = dict(zip(map(id, wanted), torch.autograd.grad(values, wanted, given, create_graph=True), strict=True))
+    return found.get(id(x)), found.get(id(y))
 
 
 def pays(m: int, n: int) -> bool:

@@ -130,8 +130,7 @@ class SquareCayley(torch.autograd.Function):
         W.diagonal(dim1=-2, dim2=-1).sub_(1)
         scale = _scale(W)
         ctx.save_for_backward(Z, V, scale)
-        (torch.view_as_real(W) if W.is_complex() else W[..., None]).mul_(_real(scale, W)[..., None])
-        return W
+        return _multiplied(W, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -140,11 +139,7 @@ class SquareCayley(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody will differentiate again
             found: Tensor = torch.autograd.grad(contracted(blocks(Z, Z[..., :0, :])[0])[0], Z, g, create_graph=True)[0]
             return found
-        product = V.mH @ g @ V.mH
-        (torch.view_as_real(product) if product.is_complex() else product[..., None]).mul_(
-            -2 * _real(scale, V)[..., None]
-        )
-        return product
+        return _multiplied(V.mH @ g @ V.mH, -2 * scale)
 
 
 def _scale(*blocks: Tensor) -> Tensor:
@@ -154,8 +149,10 @@ def _scale(*blocks: Tensor) -> Tensor:
     return (1 / (isometry_bound(*blocks) * margin))[..., None, None]
 
 
-def _real(scale: Tensor, W: Tensor) -> Tensor:
-    return scale.to(W.real.dtype)
+def _multiplied(W: Tensor, scale: Tensor) -> Tensor:
+    """W times a real scale, in place."""
+    (torch.view_as_real(W) if W.is_complex() else W[..., None]).mul_(scale.to(W.real.dtype)[..., None])
+    return W
 
 
 def times(W: Tensor, scale: Tensor) -> Tensor:

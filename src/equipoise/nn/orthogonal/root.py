@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.nn.factored import row_gram, symmetric_gram
+from equipoise.nn.factored import differentiable, row_gram, symmetric_gram
 from equipoise.nn.orthogonal.polar import COARSE, FEW_ROWS
 from equipoise.norms.half import lower_error
 
@@ -153,9 +153,7 @@ class Rooted(torch.autograd.Function):
             wide = (W.mT if ctx.tall else W).double()
             F = by_iteration(wide @ wide.mT).to(W.dtype)
             y = x @ F @ W.mT if ctx.tall else x @ W.mT @ F
-            wanted = [tensor for tensor in (x, W) if tensor.requires_grad]
-            found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, g, create_graph=True), strict=True))
-            return found.get(id(x)), found.get(id(W)), None
+            return *differentiable([y], [g], x, W), None
         flat, v, g = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, between, g))
         if ctx.tall:
             h = g @ W
