@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import hooked
+from equipoise.core.modules import stands
 from equipoise.core.precision import up
 from equipoise.nn.constants import known_constant
 from equipoise.nn.effective import Effective
@@ -65,9 +65,10 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
         make = getattr(layer, "export", None)
         if make is None:
             raise Refused(f"{path or 'the model'} ({type(layer).__name__}) does not say how it is exported")
-        if hooked(layer):
+        if not stands(layer, "export"):
             raise Refused(
-                f"{path or 'the model'} ({type(layer).__name__}) has hooks or a patched forward; remove them first"
+                f"{path or 'the model'} ({type(layer).__name__}) has hooks, or a subclass or a patch changes what its calls "
+                "do, so that export() would make another map; remove them, or define export beside forward in the same class"
             )
         new: nn.Module = copy.deepcopy(make())
         memo[id(layer)] = new.train(layer.training)
