@@ -15,7 +15,7 @@ from equipoise.conversion import Rescaled, export, make_lipschitz
 from equipoise.core.errors import Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.models.trained import proved
-from equipoise.nn import SandwichLinear, SLLLinear, SRConv2d, SRLinear
+from equipoise.nn import CayleyConv2d, SandwichLinear, SLLLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import HouseholderActivation, MaxMin
 from equipoise.nn.effective import Effective
 from equipoise.nn.models import build, input_shape
@@ -165,3 +165,16 @@ def test_the_certificate_without_an_example_is_that_of_the_construction():
     assert export(nn.Sequential(SRLinear(4, 4), nn.Linear(4, 4))).certificate.upper is None
     x = torch.zeros(1, 4)
     assert export(net, x).certificate.upper == pytest.approx(lipschitz_bound(export(net), x).upper)
+
+
+def test_a_layer_that_depends_on_the_size_is_exported_for_the_example_whatever_it_saw_before():
+    layer = CayleyConv2d(1, 4, 3, padding=1)
+    net = nn.Sequential(layer, ScaledAvgPool2d(8), nn.Flatten(), LastLayerNormalised(4, 3)).eval()
+    x = torch.randn(1, 1, 8, 8)
+    for size in (16, 12):
+        layer(torch.zeros(1, 1, size, size))
+    assert export(net, x).certificate.upper == proved(net, (1, 8, 8))[0]
+    torch.testing.assert_close(export(net, x)(x), net(x))
+    layer(torch.zeros(1, 1, 16, 16))
+    with pytest.raises(Refused, match="evaluated at 2"):
+        export(net)
