@@ -18,7 +18,7 @@ from equipoise.lipschitz.report import Report
 from equipoise.nn.constants import known_constant
 from equipoise.nn.convert import Change, convert
 from equipoise.nn.effective import Effective
-from equipoise.nn.export import ROUNDING, Certificate, plain
+from equipoise.nn.export import ROUNDING, Certificate, evaluate_at, plain
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,12 @@ class Rescaled(nn.Module):
 
 def measurable(model: nn.Module, example_input: Any) -> nn.Module:
     """The network with plain modules for the sizes of this input."""
-    with torch.no_grad():  # layers whose weights depend on the image size are exported for the size they last saw
-        model(*(x[:1] for x in (example_input if isinstance(example_input, tuple | list) else (example_input,))))
+    evaluate_at(model, *_one_sample(example_input))
     return plain(model)[0]
+
+
+def _one_sample(example_input: Any) -> tuple[Tensor, ...]:
+    return tuple(x[:1] for x in (example_input if isinstance(example_input, tuple | list) else (example_input,)))
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -225,8 +228,7 @@ def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, b
     ('Linear', True)
     """
     if example_input is not None:
-        with evaluating(model):
-            measurable(model, example_input)
+        evaluate_at(model, *_one_sample(example_input))
     new, rows = plain(model)
     new.eval()
     certificate = Certificate(rows)

@@ -164,3 +164,13 @@ def test_non_finite_weights_are_refused():
 def test_in_place_operations_that_nothing_sees_are_fine():
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True))
     assert lipschitz_bound(net, torch.zeros(1, 4)).upper > 0
+
+
+def test_torchscript_is_refused_and_inference_mode_is_not():
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.zeros(1, 3)
+    with pytest.raises(Refused, match="TorchScript"):
+        lipschitz_bound(torch.jit.trace(net, x), x)
+    with torch.inference_mode():
+        made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+        made.load_state_dict(net.state_dict())
+        assert lipschitz_bound(made, x).upper == lipschitz_bound(net, x).upper

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.conversion import export, make_lipschitz
+from equipoise.conversion import Rescaled, export, make_lipschitz
 from equipoise.core.errors import Refused
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn import SRConv2d, SRLinear
+from equipoise.models.trained import proved
+from equipoise.nn import CayleyConv2d, SandwichLinear, SLLLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import HouseholderActivation, MaxMin
 from equipoise.nn.effective import Effective
 from equipoise.nn.models import build, input_shape
@@ -95,11 +96,55 @@ def test_onnx_round_trip(name, tmp_path):
     assert float(np.abs(found - net(x).detach().numpy()).max()) <= 1e-5
 
 
-def test_hooks_are_refused():
-    net = nn.Sequential(SRLinear(4, 4))
-    net[0].register_forward_hook(lambda module, args, output: 2 * output)
-    with pytest.raises(Refused, match="hooks"):
-        export(net)
+def with_hook():
+    layer = SRLinear(4, 4)
+    layer.register_forward_hook(lambda module, args, output: 2 * output)
+    return layer
+
+
+def patched(name):
+    layer = SRLinear(4, 4)
+    setattr(layer, name, lambda x, *rest: 2 * x)
+    return layer
+
+
+def subclass(kind, *args, name="forward"):
+    def stretched(self, *inputs):
+        return 2 * getattr(kind, name)(self, *inputs)
+
+    return type("Other", (kind,), {name: stretched})(*args)
+
+
+#: layers whose calls are not what `export()` makes of them, which would keep the norm of 1
+OTHER_MAPS = {
+    "a hook": with_hook,
+    "forward, patched": lambda: patched("forward"),
+    "apply_weight, patched": lambda: patched("apply_weight"),
+    "apply_weight of a subclass": lambda: subclass(SRLinear, 4, 4, name="apply_weight"),
+    "a call of a subclass": lambda: subclass(SRLinear, 4, 4, name="__call__"),
+    **{
+        f"forward of a subclass of {kind.__name__}": lambda kind=kind, args=args: subclass(kind, *args)
+        for kind, args in (
+            (SRLinear, (4, 4)),
+            (SLLLinear, (4,)),
+            (SandwichLinear, (4, 4)),
+            (LastLayerNormalised, (4, 4)),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MAPS)
+def test_layers_whose_calls_are_another_map_are_refused(name):
+    net, x = nn.Sequential(OTHER_MAPS[name]()).eval(), torch.zeros(1, 4)
+    for bound in (
+        export,
+        lambda net: export(net, x),
+        lambda net: proved(net, (4,)),
+        lambda net: Rescaled(net, 1.0).rescale(x),
+    ):
+        with pytest.raises(Refused, match="hooks"):
+            bound(net)
 
 
 def test_modules_used_twice_stay_one_module():
@@ -120,3 +165,16 @@ def test_the_certificate_without_an_example_is_that_of_the_construction():
     assert export(nn.Sequential(SRLinear(4, 4), nn.Linear(4, 4))).certificate.upper is None
     x = torch.zeros(1, 4)
     assert export(net, x).certificate.upper == pytest.approx(lipschitz_bound(export(net), x).upper)
+
+
+def test_a_layer_that_depends_on_the_size_is_exported_for_the_example_whatever_it_saw_before():
+    layer = CayleyConv2d(1, 4, 3, padding=1)
+    net = nn.Sequential(layer, ScaledAvgPool2d(8), nn.Flatten(), LastLayerNormalised(4, 3)).eval()
+    x = torch.randn(1, 1, 8, 8)
+    for size in (16, 12):
+        layer(torch.zeros(1, 1, size, size))
+    assert export(net, x).certificate.upper == proved(net, (1, 8, 8))[0]
+    torch.testing.assert_close(export(net, x)(x), net(x))
+    layer(torch.zeros(1, 1, 16, 16))
+    with pytest.raises(Refused, match="evaluated at 2"):
+        export(net)

@@ -72,10 +72,43 @@ def edited(tmp_path, **changes):
     return folder
 
 
-def test_a_certificate_that_claims_too_little_is_refused(tmp_path):
-    found = load(edited(tmp_path, upper=0.5))
-    with pytest.raises(Refused, match="not about these weights"):
-        found.prove()
+PAIRS = load("digits").certificate["pairs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"upper": 0.5}, "not about these weights"),
+        ({"upper": "0.5"}, "not about these weights"),
+        ({"upper": float("nan")}, "not about these weights"),
+        ({"pairs": [[0.9 * k for k in row] for row in PAIRS]}, "pairs of classes"),
+        ({"pairs": [row[:9] for row in PAIRS[:9]]}, "pairs of classes"),
+        ({"pairs": [PAIRS[1], PAIRS[0], *PAIRS[2:]]}, "pairs of classes"),
+        ({"pairs": "none"}, "pairs of classes"),
+    ],
+)
+def test_a_certificate_that_claims_too_little_is_refused(tmp_path, changes, words):
+    with pytest.raises((Refused, InputError), match=f"{words}|NaN"):
+        load(edited(tmp_path, **changes)).prove()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_certificate_of_another_network_with_the_same_weights_is_refused(small, tmp_path, old):
+    arguments = {"widths": [8], "constant": 2.0}
+    recipe = small("epochs=1", model={"factory": "equipoise.nn.models:sandwich_mlp", "arguments": arguments})
+    run_recipe(recipe, tmp_path / "run")
+    load(tmp_path / "run")
+    config, certificate = tmp_path / "run" / "config.json", tmp_path / "run" / CERTIFICATE
+    if old:  # of a release that did not store what the certificate is about
+        document = json.loads(certificate.read_text())
+        certificate.write_text(json.dumps(sealed({k: v for k, v in document.items() if k not in ("digest", "model")})))
+        load(tmp_path / "run")
+    document = json.loads(config.read_text())
+    document["arguments"]["constant"] = 9.0
+    del document["digest"]
+    config.write_text(json.dumps(document))
+    with pytest.raises(InputError, match="another network"):
+        load(tmp_path / "run")
 
 
 def test_a_certificate_of_other_weights_and_unknown_names_are_refused(tmp_path):

@@ -22,7 +22,8 @@ from equipoise.data.dataset import Dataset
 from equipoise.lipschitz import certified_radius
 from equipoise.lipschitz.logs import exp_up
 from equipoise.models import load
-from equipoise.report.audits import audit_network, effective, save_audit
+from equipoise.nn.export import with_effective_weights
+from equipoise.report.audits import audit_network, save_audit
 from equipoise.report.collect import collect
 from equipoise.report.data import GLOBAL, PAIRS, Audit, Margins, Picture, ReportData
 from equipoise.report.gallery import data_uri, save_gallery
@@ -165,8 +166,11 @@ def both(folder: Path, s: Settings, tell: Say) -> list[Network]:
     result = run_recipe(
         recipe(s), folder / "noise", cpu=True, progress=lambda p: tell(f"train the {title}", p.step, p.steps)
     )
-    found = {"lipschitz": ("1-Lipschitz network (BCOP)", load("digits").model), "noise": (title, result.model)}
-    return [Network(key, title, effective(model).eval().requires_grad_(False)) for key, (title, model) in found.items()]
+    digits = load("digits")
+    example = torch.zeros(1, *(digits.input_shape or ()))
+    found = {"lipschitz": ("1-Lipschitz network (BCOP)", digits.model), "noise": (title, result.model)}
+    models = {key: with_effective_weights(model, example).eval() for key, (_, model) in found.items()}
+    return [Network(key, title, models[key].requires_grad_(False)) for key, (title, _) in found.items()]
 
 
 # ---- audit and certify ----------------------------------------------------------------------------------------------------

@@ -65,6 +65,10 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
         return replace(program, doubt=_hidden_writes(program))
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+        raise Refused(
+            "TorchScript has no graph that torch.export can read: bound the module it was made from, or its ONNX file"
+        )
     refuse_training(model)
     with _undisturbed(model), ordinary_answers():
         found = settled(model, example_input)
@@ -98,7 +102,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                     module._buffers.clear()
                     module._buffers.update(buffers)
                     for buffer in buffers.values():
-                        if buffer is not None and buffer._version and not torch.equal(buffer, values[id(buffer)]):
+                        if buffer is None or not (buffer.is_inference() or buffer._version):
+                            continue  # not written to
+                        if not torch.equal(buffer, values[id(buffer)]):
                             buffer.copy_(values[id(buffer)])
 
 

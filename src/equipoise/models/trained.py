@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.accuracy import percent
 from equipoise.core.bounds import round_up
-from equipoise.core.digests import sealed, unsealed
+from equipoise.core.digests import digest_document, sealed, unsealed
 from equipoise.core.errors import InputError, Refused, near
 from equipoise.core.files import read_bounded, read_json, write_whole
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.effective import Effective
-from equipoise.nn.export import plain
+from equipoise.nn.export import with_effective_weights
 
 CERTIFICATE, CARD = "certificate.json", "README.md"
 _HERE = Path(__file__).resolve().parent
@@ -52,12 +51,37 @@ class Trained:
             raise InputError(f"{self.name} does not say the shape of its inputs, so there is nothing to bound")
         upper, pairs, _ = proved(self.model, self.input_shape, rtol)
         stored = self.certificate.get("upper")
-        if isinstance(stored, int | float) and stored < upper * (1 - _SLACK):
+        if stored is not None and not claims(stored, torch.tensor(upper)):
             raise Refused(
-                f"the certificate of {self.name} claims a Lipschitz constant of {stored:g}, the weights have the bound "
+                f"the certificate of {self.name} claims a Lipschitz constant of {stored}, the weights have the bound "
                 f"{upper:g}: it is not about these weights; train it again"
             )
+        apart = self.certificate.get("pairs")
+        if apart is not None and (pairs is None or not claims(apart, pairs)):
+            raise Refused(
+                f"the certificate of {self.name} claims constants of pairs of classes that are not those of its weights; train "
+                "it again"
+            )
         return upper, pairs
+
+
+def claims(stored: Any, found: Tensor) -> bool:
+    """Whether stored numbers are of this shape, and none lies below what was found now by more than a slack.
+
+    >>> claims(1.0, torch.tensor(1.001)), claims(float("nan"), torch.tensor(1.0)), claims([1.0], torch.tensor(1.0))
+    (True, False, False)
+    """
+    try:
+        numbers = torch.tensor(stored, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    tiny = 1e-12 * found.abs().max()  # the diagonal of pairs is 0 up to rounding
+    return numbers.shape == found.shape and bool((numbers >= found * (1 - _SLACK) - tiny).all())
+
+
+def described(config: Mapping[str, Any]) -> str:
+    """The digest of what a `config.json` says of the network: builder, arguments and shape of the inputs."""
+    return digest_document({key: config.get(key) for key in ("factory", "arguments", "input_shape")})
 
 
 def proved(
@@ -70,11 +94,7 @@ def proved(
     """
     parameter = next(model.parameters(), torch.zeros(()))
     example = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
-    if any(isinstance(m, Effective) for m in model.modules()):  # 1-Lipschitz layers: with the weights they use
-        with torch.no_grad():
-            model.eval()(example)  # layers whose weights depend on the image size are exported for this one
-        model = plain(model)[0].eval()
-    report = lipschitz_bound(model, example, rtol=rtol)
+    report = lipschitz_bound(with_effective_weights(model, example), example, rtol=rtol)
     layers: dict[str, float] = {}
     for row in report.layers:
         if row.method and row.upper < float("inf"):  # linear operators and blocks, not activations and scalings
@@ -114,9 +134,13 @@ def load(name: str | Path) -> Trained:
         if not isinstance(stored, dict) or not {"digest", "weights"} <= set(stored):
             raise InputError(f"{where} does not say with digests what it is about: it proves nothing; remove the file")
         certificate = unsealed(stored, where)
-        config = unsealed(read_json(folder / "config.json"), str(folder / "config.json"))
+        beside = read_json(folder / "config.json")
+        config = unsealed(beside, str(folder / "config.json"))
         if certificate["weights"] is None or certificate["weights"] != config.get("weights"):
             raise InputError(f"{where} is about other weights than those beside it; train the network again")
+        known = "digest" in beside  # certificates of earlier releases do not say it, but their config.json is sealed
+        if certificate.get("model", described(config) if known else None) != described(config):
+            raise InputError(f"{where} is about another network than config.json describes; restore that file")
     card = folder / CARD
     text = read_bounded(card, 1_000_000).decode("utf-8", errors="replace") if card.is_file() else ""
     return Trained(str(name), model, shape, certificate, text)
@@ -144,7 +168,7 @@ def save_certificate(
     config = unsealed(read_json(folder / "config.json"), str(folder / "config.json"))
     document = {
         "norm": "l2", "upper": upper, "pairs": None if pairs is None else pairs.tolist(), "figures": dict(figures),
-        "made": dict(made), "weights": config["weights"],
+        "made": dict(made), "weights": config["weights"], "model": described(config),
         "about": "proved for the stored weights in real arithmetic; the rounding of the forward pass is not covered",
     }  # fmt: skip
     write_whole(folder / CERTIFICATE, json.dumps(sealed(document), indent=1, allow_nan=False) + "\n")

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import hooked
+from equipoise.core.modules import evaluating, stands
 from equipoise.core.precision import up
 from equipoise.nn.constants import known_constant
 from equipoise.nn.effective import Effective
+from equipoise.nn.orthogonal.frame import SizedConv2d
 from equipoise.norms import spectral_norm
 
 #: what the rounding of a layer's effective weights may add to its constant
@@ -65,14 +67,37 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
         make = getattr(layer, "export", None)
         if make is None:
             raise Refused(f"{path or 'the model'} ({type(layer).__name__}) does not say how it is exported")
-        if hooked(layer):
+        if not stands(layer, "export"):
             raise Refused(
-                f"{path or 'the model'} ({type(layer).__name__}) has hooks or a patched forward; remove them first"
+                f"{path or 'the model'} ({type(layer).__name__}) has hooks, or a subclass or a patch changes what its calls "
+                "do, so that export() would make another map; remove them, or define export beside forward in the same class"
             )
         new: nn.Module = copy.deepcopy(make())
         memo[id(layer)] = new.train(layer.training)
         rows.append(_norm(path, layer, new))
     return copy.deepcopy(model, memo), tuple(rows)  # what is in the memo is taken from there, wherever it is used
+
+
+def evaluate_at(model: nn.Module, *inputs: Tensor) -> None:
+    """Evaluate once, so that layers whose weights depend on the image size are exported for the size they have in this call."""
+    for part in model.modules():
+        if isinstance(part, SizedConv2d):
+            part.forget()
+    with evaluating(model), torch.no_grad():
+        model(*inputs)
+
+
+def with_effective_weights(model: nn.Module, *inputs: Tensor) -> nn.Module:
+    """The network with the weights it uses in evaluation on inputs of this size: itself where no layer computes its own.
+
+    >>> from equipoise.nn import CayleyConv2d
+    >>> type(with_effective_weights(CayleyConv2d(2, 2, 3), torch.zeros(1, 2, 6, 6))).__name__
+    'SpectralConv2d'
+    """
+    if not any(isinstance(part, Effective) for part in model.modules()):
+        return model
+    evaluate_at(model, *inputs)
+    return plain(model)[0].eval()
 
 
 def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, Effective]]:

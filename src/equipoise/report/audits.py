@@ -15,6 +15,7 @@ from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import describing, read_json, write_whole
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise.nn.export import with_effective_weights
 from equipoise.norms.reference import operator_matrix
 from equipoise.report.data import Audit, Spectrum
 
@@ -23,14 +24,6 @@ NAME = "audit.json"
 LARGEST = 1500
 #: singular values kept per layer
 KEPT = 96
-
-
-def effective(model: nn.Module) -> nn.Module:
-    """The network with the weights it really uses: layers that compute theirs are exported, others are left as they are."""
-    from equipoise.nn.effective import Effective
-    from equipoise.nn.export import plain
-
-    return plain(model)[0].eval() if any(isinstance(m, Effective) for m in model.modules()) else model
 
 
 def audit_network(
@@ -56,7 +49,7 @@ def audit_network(
         return Audit(name, lipschitz_bound(model).to_dict())
     if example is None:
         raise InputError(f"the bound of {name} depends on the input's shape: give an example input")
-    model = effective(model)
+    model = with_effective_weights(model, example)
     local: list[dict[str, Any]] = []
     bound = lipschitz_bound(model, example).to_dict()
     if inputs is not None and radius is not None:

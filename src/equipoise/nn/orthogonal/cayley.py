@@ -271,9 +271,10 @@ class CayleyConvTranspose2d(CayleyConv2d):
     """
 
     plain_type = nn.ConvTranspose2d
-    # both named here: a claim stands only beside the forward that it speaks of
+    # all named here: a claim stands only beside the forward that it speaks of
     forward = CayleyConv2d.forward
     lipschitz_upper = CayleyConv2d.lipschitz_upper
+    export = CayleyConv2d.export
 
 
 enter("cayley", nn.Conv2d, CayleyConv2d)

@@ -294,12 +294,21 @@ class SizedConv2d(FramedConv2d):
         """One for every size it was called at."""
         return tuple(self.__dict__.get("_views", {}).values())
 
+    def forget(self) -> None:
+        """Forget the sizes that this layer was evaluated at."""
+        self.__dict__.pop("_views", None)
+
     def known_size(self, input_size: int | Size | None) -> Size:
         """The operator's image size to export for: that of `input_size`, or the one size this layer was evaluated at."""
         views = self.__dict__.get("_views", {})
         if input_size is not None:
             return self.frame.size((input_size, input_size) if isinstance(input_size, int) else input_size)
-        if len(views) != 1:
+        if len(views) > 1:
+            raise Refused(
+                f"the effective weight of {type(self).__name__} depends on the image size, and it was evaluated at "
+                f"{len(views)}: no plain layer is all of them; call export(input_size=(h, w)), or bound the network itself"
+            )
+        if not views:
             raise InputError(
                 f"the effective weight of {type(self).__name__} depends on the image size; call export(input_size=(h, w)), or "
                 "evaluate the layer at one size first"

@@ -233,9 +233,10 @@ class SOCConvTranspose2d(SOCConv2d):
     """
 
     plain_type = nn.ConvTranspose2d
-    # both named here: a claim stands only beside the forward that it speaks of
+    # all named here: a claim stands only beside the forward that it speaks of
     forward = SOCConv2d.forward
     lipschitz_upper = SOCConv2d.lipschitz_upper
+    export = SOCConv2d.export
 
 
 class SOC(Method):
