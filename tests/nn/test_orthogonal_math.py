@@ -15,7 +15,7 @@ from torch.nn import functional
 from equipoise.core import Refused
 from equipoise.nn import orthogonal as o
 from equipoise.nn.orthogonal.bcop import two_taps
-from equipoise.nn.orthogonal.cayley import SquareCayley, blocks, cayley, contracted, isometry_bound
+from equipoise.nn.orthogonal.cayley import cayley, isometry_bound
 from equipoise.nn.orthogonal.polar import CONVERGING, by_gram, by_steps, last_step, orthonormal, scaled_steps
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
 from equipoise.norms.reference import operator_matrix, reference_norm
@@ -243,20 +243,3 @@ def test_no_polar_factor_is_proved_of_what_is_no_number():
     for value in (math.nan, math.inf, 0.0):
         W[3] = value
         assert by_gram(W) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
-def test_the_square_transform_in_one_function_is_that_of_the_operators(dtype):
-    """Values, first and second derivatives."""
-    torch.manual_seed(0)
-    X = 3 * torch.randn(2, 4, 6, 6, dtype=dtype)
-    Z = (torch.eye(6) + X - X.mH).requires_grad_()
-    found, expected = SquareCayley.apply(Z), contracted(blocks(Z, Z[..., :0, :])[0])[0]
-    assert torch.equal(found, expected)
-    assert bool((torch.linalg.matrix_norm(found.detach().to(torch.complex128), 2) <= 1).all())
-    g, close = torch.randn_like(found), {"rtol": 1e-4, "atol": 1e-5} if torch.finfo(dtype).bits == 32 else {}
-    closed = torch.autograd.grad(found, Z, g, retain_graph=True)[0]
-    one, other = (torch.autograd.grad(value, Z, g, create_graph=True)[0] for value in (found, expected))
-    torch.testing.assert_close(closed, other, **close)
-    twice = (torch.autograd.grad(first.abs().square().sum(), Z)[0] for first in (one, other))
-    torch.testing.assert_close(*twice, **close)

@@ -90,7 +90,7 @@ def _times(K: Tensor, R: Tensor, turned: bool, lattices: Sequence[Lattice]) -> T
 
 def _again(
     ctx: Any, K: Tensor, log_q: Tensor | None, g: Tensor | None, g_R: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """The gradients operator by operator."""
     E, R = _by_operators(_on_phases(K, ctx.turned, ctx.lattices), ctx.t, log_q)
     pairs = ((_off_phases(E, ctx.turned, ctx.lattices), g), (R, g_R))
@@ -156,7 +156,7 @@ class Rescaled(torch.autograd.Function):
         return _times(K, factor, turned, lattices), R.to(K.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients for K and log q."""
         K, log_q, R, majorant, weighted, factor = ctx.saved_tensors
         g, g_R = gradients

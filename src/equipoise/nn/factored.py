@@ -96,12 +96,12 @@ class LinearGram(torch.autograd.Function):
 
 
 def differentiable(
-    values: Sequence[Tensor], given: Sequence[Tensor], x: Tensor, y: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients for x and y that can be differentiated again, operator by operator; None for what needs none."""
-    wanted = [tensor for tensor in (x, y) if tensor is not None and tensor.requires_grad]
+    values: Sequence[Tensor], given: Sequence[Tensor], *inputs: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients for the inputs that can be differentiated again, operator by operator; None for what needs none."""
+    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     found = dict(zip(map(id, wanted), torch.autograd.grad(values, wanted, given, create_graph=True), strict=True))
-    return found.get(id(x)), found.get(id(y))
+    return tuple(found.get(id(tensor)) for tensor in inputs)
 
 
 def pays(m: int, n: int) -> bool:

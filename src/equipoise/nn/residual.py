@@ -115,7 +115,7 @@ class Residual(Effective):
                 bent = functional.relu_(z)
             else:
                 bent = _bent(self.activation, z, offset[:0] if fused else offset, scale, self.kernel.dims)
-            return x + self._linear(bent, -outer)  # the sign on the weight: nothing of x's size is turned
+            return self._linear(bent, -outer).add_(x)  # the sign on the weight: nothing of x's size is turned
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         kernel = self.kernel

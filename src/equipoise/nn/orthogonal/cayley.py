@@ -16,6 +16,7 @@ References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from equipoise.nn.effective import Tensors, plainly_called, uncast
 from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
+from equipoise.nn.orthogonal.frequency import filtered, inverse, multiplied, symbol, times
 from equipoise.nn.orthogonal.polar import settled
 
 #: entries of the matrices whose residual is taken at once: they stay in the cache
-AT_ONCE = 2**16
+AT_ONCE = 2**17
 
 
 def cayley(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,27 +89,32 @@ def isometry_bound(*blocks: Tensor) -> Tensor:
     n, length = columns[0].shape[-1], sum(W.shape[-2] for W in columns)
     flat = [W.reshape(-1, *W.shape[-2:]) for W in columns]
     per = max(1, AT_ONCE // (n * length))
-    parts = [_mean_and_rest(*some) for some in zip(*[W.split(per) for W in flat], strict=True)]
+    parts = [_mean_and_rest(some) for some in zip(*[W.split(per) for W in flat], strict=True)]
     mu, rest = (torch.cat(part).reshape(columns[0].shape[:-2]) for part in zip(*parts, strict=True))
     found = mu + rest * (1 + 1e-9) + gamma(4 * length + 64, torch.float64) * n * mu
     return found.sqrt() * (1 + 1e-12)
 
 
-def _mean_and_rest(*columns: Tensor) -> tuple[Tensor, Tensor]:
+def _mean_and_rest(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """`(μ, ‖G − μI‖_F)` of `G = Σ W_i*W_i` in float64, μ the mean of its diagonal."""
-    X, Y = torch.zeros(()), torch.zeros(())  # real and imaginary part of G: real products are the faster ones
-    for i, W in enumerate(columns):
-        R = W.real.double()
-        X = torch.baddbmm(X, R.mT, R) if i else R.mT @ R
-        if W.is_complex():
-            J = W.imag.double()
-            X, cross = torch.baddbmm(X, J.mT, J), R.mT @ J
-            Y = (Y if i else 0.0) + (cross - cross.mT)
+    lengths, (count, _, n) = [W.shape[-2] for W in columns], columns[0].shape
+    length, parts = (
+        sum(lengths),
+        1 + columns[0].is_complex(),
+    )  # real and imaginary parts: real products are the faster ones
+    S = torch.empty(count, parts * length, n, dtype=torch.float64, device=columns[0].device)
+    for k, place in enumerate(S.split(lengths * parts, 1)):
+        W = columns[k % len(columns)]
+        place.copy_(W.real if k < len(columns) else W.imag)
+    X = S.mT @ S
     diagonal = torch.diagonal(X, dim1=-2, dim2=-1)
     mu = diagonal.mean(-1)
     diagonal.sub_(mu[:, None])
     rest = torch.linalg.vector_norm(X.flatten(1), dim=1)
-    return mu, torch.hypot(rest, torch.linalg.vector_norm(Y.flatten(1), dim=1)) if Y.dim() else rest
+    if parts == 1:
+        return mu, rest
+    Y = S[:, :length].mT @ S[:, length:]  # the imaginary part is Y − Yᵀ
+    return mu, torch.hypot(rest, torch.linalg.vector_norm((Y - Y.mT).flatten(1), dim=1))
 
 
 def contracted(*blocks: Tensor) -> list[Tensor]:
@@ -125,12 +132,12 @@ class SquareCayley(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, Z: Tensor) -> Tensor:
         """The contraction."""
-        V = torch.linalg.inv_ex(Z)[0]
+        V = inverse(Z)
         W = 2 * V
         W.diagonal(dim1=-2, dim2=-1).sub_(1)
         scale = _scale(W)
         ctx.save_for_backward(Z, V, scale)
-        return _multiplied(W, scale)
+        return multiplied(W, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -139,7 +146,7 @@ class SquareCayley(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody will differentiate again
             found: Tensor = torch.autograd.grad(contracted(blocks(Z, Z[..., :0, :])[0])[0], Z, g, create_graph=True)[0]
             return found
-        return _multiplied(V.mH @ g @ V.mH, -2 * scale)
+        return multiplied(V.mH @ g @ V.mH, -2 * scale)
 
 
 def _scale(*blocks: Tensor) -> Tensor:
@@ -147,20 +154,6 @@ def _scale(*blocks: Tensor) -> Tensor:
     columns = min(blocks[0].shape[-1], sum(W.shape[-2] for W in blocks))
     margin = 1 + 4 * unit_roundoff(blocks[0].dtype) * math.sqrt(columns)
     return (1 / (isometry_bound(*blocks) * margin))[..., None, None]
-
-
-def _multiplied(W: Tensor, scale: Tensor) -> Tensor:
-    """W times a real scale, in place."""
-    (torch.view_as_real(W) if W.is_complex() else W[..., None]).mul_(scale.to(W.real.dtype)[..., None])
-    return W
-
-
-def times(W: Tensor, scale: Tensor) -> Tensor:
-    """`W·scale` for a real scale, in W's precision; a complex product would cost four times as much."""
-    if not W.is_complex():
-        return W * scale.to(W.dtype)
-    parts = torch.view_as_real(W)
-    return torch.view_as_complex(parts * scale.to(parts.dtype)[..., None])
 
 
 class Cayley(Method):
@@ -187,60 +180,6 @@ class Cayley(Method):
 
 
 (CayleyLinear,) = layers_of(Cayley)
-
-
-def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
-    """`E(ω) = Σ_a K_a e^{iω·(d·a − centre)}` of `K (g, m, n, *k)` on the half grid of a real image: (g, frequencies, m, n)."""
-    angles = []
-    for axis, (n, count) in enumerate(zip(size, (size[0], size[1] // 2 + 1), strict=True)):
-        k, d = kernel.shape[3 + axis], dilation[axis]
-        place = torch.arange(k, device=kernel.device) * d - d * (k - 1) // 2
-        turns = torch.arange(count, device=kernel.device)[:, None] * place % n
-        angles.append(turns.double() * (2 * math.pi / n))
-    angle = angles[0][:, None, :, None] + angles[1][None, :, None, :]
-    angle = angle.reshape(angle.shape[0] * angle.shape[1], -1)
-    flat = kernel.flatten(3).movedim(3, 1)  # (g, taps, m, n)
-    g, _, m, n = flat.shape
-    flat = flat.reshape(g, -1, m * n)
-    E = torch.complex(angle.cos().to(kernel.dtype) @ flat, angle.sin().to(kernel.dtype) @ flat)
-    return E.reshape(g, -1, m, n)
-
-
-class _Turned(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.mT.contiguous()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return turned(gradients[0])
-
-
-def turned(x: Tensor) -> Tensor:
-    """The transpose of a matrix, laid out anew, and its gradient too: products of strided matrices copy them one by one."""
-    result: Tensor = _Turned.apply(x)
-    return result
-
-
-def transform(x: Tensor, groups: int) -> Tensor:
-    """`(b, g·c, h, w)` real → `(g, frequencies, b, c)`: images as rows, one matrix product per frequency."""
-    b, channels = x.shape[:2]
-    spectrum = turned(torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1))
-    return spectrum.reshape(-1, b, groups, channels // groups).permute(2, 0, 1, 3)
-
-
-def back(X: Tensor, size: Size) -> Tensor:
-    """The inverse of `transform`."""
-    g, frequencies, b, c = X.shape
-    flat = turned(X.permute(1, 2, 0, 3).reshape(frequencies, -1))
-    spectrum = flat.reshape(b, g * c, size[0], size[1] // 2 + 1)
-    return torch.fft.irfft2(spectrum, s=size, norm="ortho")
 
 
 class SpectralConv2d(nn.Module):
@@ -370,7 +309,7 @@ def _apply(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None, size: S
     image = frame.enter(x)
     if tuple(image.shape[-2:]) != size:
         raise_size(size, image)
-    y = back(transform(image, frame.groups) @ weight.mT, size)
+    y = filtered(image, weight)
     y = frame.leave(y, (x.shape[-2], x.shape[-1]))
     y = y if bias is None else y + bias[:, None, None]
     return y[0] if single else y

@@ -24,8 +24,9 @@ from equipoise.core.modules import by_construction
 from equipoise.nn.effective import Tensors
 from equipoise.nn.layers import enter, layers_of
 from equipoise.nn.method import Method
-from equipoise.nn.orthogonal.cayley import capped, contracted, evaluated, exported, frequency_bound, symbol
+from equipoise.nn.orthogonal.cayley import capped, contracted, evaluated, exported, frequency_bound
 from equipoise.nn.orthogonal.frame import Size, SizedConv2d, frame_of
+from equipoise.nn.orthogonal.frequency import symbol
 from equipoise.nn.orthogonal.polar import settled
 
 #: what is added to the Gram matrix, relative to the mean of its diagonal

@@ -146,7 +146,7 @@ class Rooted(torch.autograd.Function):
         return linear(between, W) if tall else root.times(between, False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x and W: that for `WWᵀ` adds `2·g·W`."""
         (x, W, between), root, g = ctx.saved_tensors, ctx.root, gradients[0]
         if torch.is_grad_enabled():  # somebody will differentiate again

@@ -27,20 +27,11 @@ from equipoise.core.bounds import Bound, Kind
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import unit_roundoff
 from equipoise.nn.activations import unit_slopes
-from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
-from equipoise.nn.orthogonal.cayley import (
-    back,
-    blocks,
-    capped,
-    cayley,
-    isometry_bound,
-    raise_size,
-    skew_and_identity,
-    symbol,
-    times,
-    transform,
-)
+from equipoise.nn.effective import Effective, Tensors, as_weight, plainly_called, uncast
+from equipoise.nn.factored import differentiable
+from equipoise.nn.orthogonal.cayley import blocks, capped, cayley, isometry_bound, raise_size, skew_and_identity
 from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
+from equipoise.nn.orthogonal.frequency import filtered, inverse, multiplied, symbol, times
 from equipoise.nn.orthogonal.polar import settled
 
 #: |log ψ| stays below this
@@ -202,6 +193,60 @@ class SpectralSandwich2d(nn.Module):
         return sandwich_bound(first, second, self.get_buffer("psi"))
 
 
+def pair(Z: Tensor, Y: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
+    """`√2·Ψ⁻¹B` and `√2·A*Ψ` over a bound of ‖[A B]‖, with `[A B]* = C` from Z and Y (g, frequencies, ·, n), ψ (g, 1, n)."""
+    A, B = blocks(Z, Y)
+    scale, wide = _scale(A, B), psi[..., None, :]
+    return times(B, scale / wide).mH.resolve_conj(), times(A, scale * wide)
+
+
+def _scale(A: Tensor, B: Tensor) -> Tensor:
+    """√2 over a bound of the norm of the block column, with room for rounding to the weights' dtype."""
+    margin = 1 - 16 * unit_roundoff(A.dtype) * math.sqrt(2 * A.shape[-1])
+    return (math.sqrt(2) * margin / isometry_bound(A, B)).to(A.real.dtype)[..., None, None]
+
+
+class Pair(torch.autograd.Function):
+    """`pair`: the same numbers and derivatives, with fewer passes over them.
+
+    With `V = (Z + Y*Y)⁻¹`, so that `A = 2V − I` and `B = −2YV`, s the scale, which has no gradient, and g, h the gradients for
+    the two results: those for A and B are `a = s·hΨ` and `b = s·g*Ψ⁻¹`, for `Z + Y*Y` it is `N = −(2V*a + B*b)V*`, which is that
+    for Z; for Y it is `−2bV* + Y(N + N*)`, and for ψ the real diagonals of `A*a − B*b` over ψ, whose parts N is made of.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, Z: Tensor, Y: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
+        """The two weights."""
+        conj_Y, wide = Y.conj_physical(), psi[..., None, :]
+        V = inverse(conj_Y.mT @ Y + Z)
+        conj_V = V.conj_physical()
+        A, B = V.mul_(2), conj_V.mT @ conj_Y.mul_(-2).mT  # B is the adjoint
+        A.diagonal(dim1=-2, dim2=-1).sub_(1)
+        scale = _scale(A, B.mH)
+        first, second = multiplied(B, scale / wide.mT), multiplied(A, scale * wide)
+        ctx.save_for_backward(Z, Y, psi, conj_V, scale, first)
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients for Z, Y and ψ."""
+        (Z, Y, psi, conj_V, scale, first), (g, h) = ctx.saved_tensors, gradients
+        if torch.is_grad_enabled():  # somebody will differentiate again
+            return differentiable(pair(Z, Y, psi), gradients, Z, Y, psi)
+        wide = psi[..., None, :]
+        g = multiplied(g.conj_physical(), -2 * scale / wide.mT)
+        N, a = multiplied(first @ g.mT, wide.mT / (2 * scale)), times(h, -2 * scale * wide)
+        rest = conj_V.mT @ a
+        of_psi = _diagonal(N) - _diagonal(rest) + _diagonal(a) / 2
+        N = N.add_(rest) @ conj_V.mT
+        return N, (g.mT @ conj_V.mT).add_(Y @ (N + N.mH)), of_psi.sum(1, keepdim=True) / psi
+
+
+def _diagonal(W: Tensor) -> Tensor:
+    """The diagonals' real parts."""
+    return W.real.diagonal(dim1=-2, dim2=-1)
+
+
 class SandwichConv2d(SizedConv2d):
     """A convolution with its activation, `√2·A*Ψ act(√2·Ψ⁻¹B x + b)` with A and B per frequency of the image at hand.
 
@@ -230,12 +275,9 @@ class SandwichConv2d(SizedConv2d):
         out, taps = self.frame.out, self.frame.taps
         X, Y = capped(self.square, self.raw, taps=taps[0] * taps[1], channels=out)
         Z = symbol(skew_and_identity(X), size, self.frame.dilation)
-        A, B = blocks(Z, symbol(Y, size, self.frame.dilation))
-        psi = positive(self.log_psi)[:, None]
-        margin = 1 - 16 * unit_roundoff(psi.dtype) * math.sqrt(2 * out)
-        scale = (math.sqrt(2) * margin / isometry_bound(A, B)).to(psi.dtype)[..., None, None]
-        wide = psi[..., None, :]
-        return times(B, scale / wide).mH.resolve_conj(), times(A, scale * wide), psi
+        Y, psi = symbol(Y, size, self.frame.dilation), positive(self.log_psi)[:, None]
+        first, second = (Pair.apply if all(map(plainly_called, (Z, Y, psi))) else pair)(Z, Y, psi)
+        return first, second, psi
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, through Fourier space."""
@@ -269,7 +311,7 @@ def _apply(
     image = frame.enter(x)
     if tuple(image.shape[-2:]) != size:
         raise_size(size, image)
-    hidden = back(transform(image, frame.groups) @ first.mT, size)
+    hidden = filtered(image, first)
     hidden = activation(hidden if bias is None else hidden + bias[:, None, None])
-    y = frame.leave(back(transform(hidden, frame.groups) @ second.mT, size), (x.shape[-2], x.shape[-1]))
+    y = frame.leave(filtered(hidden, second), (x.shape[-2], x.shape[-1]))
     return y[0] if single else y

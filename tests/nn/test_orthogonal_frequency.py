@@ -1,0 +1,106 @@
+"""Matrices per frequency: functions with a derivative of their own against the operators they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equipoise.nn.orthogonal.cayley import SquareCayley, blocks, contracted
+from equipoise.nn.orthogonal.frequency import LEAST, Filtered, back, inverse, transform
+from equipoise.nn.orthogonal.sandwich import Pair, pair
+
+Outputs = tuple[Tensor, ...]
+
+
+def matrices(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Z = I + X − X*."""
+    X = 3 * torch.randn(*shape, dtype=dtype)
+    return torch.eye(shape[-1]) + X - X.mH
+
+
+def square(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Outputs]:
+    return SquareCayley.apply, lambda Z: contracted(blocks(Z, Z[..., :0, :])[0])[0], (matrices(dtype, 2, 4, 6, 6),)
+
+
+def two(dtype: torch.dtype, rows: int, n: int) -> tuple[Callable[..., Any], Callable[..., Any], Outputs]:
+    Y, psi = torch.randn(2, 3, rows, n, dtype=dtype), 0.5 + torch.rand(2, 1, n, dtype=dtype.to_real())
+    return Pair.apply, pair, (matrices(dtype, 2, 3, n, n), Y, psi)
+
+
+def images(
+    dtype: torch.dtype, batch: int, groups: int, size: tuple[int, int]
+) -> tuple[Callable[..., Any], Callable[..., Any], Outputs]:
+    def by_operators(x: Tensor, W: Tensor) -> Tensor:
+        return back(transform(x, groups) @ W.mT, size)
+
+    x = torch.randn(batch, 2 * groups, *size, dtype=dtype.to_real())
+    return Filtered.apply, by_operators, (x, torch.randn(groups, size[0] * (size[1] // 2 + 1), 3, 2, dtype=dtype))
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "square": (square, ()),
+    "two blocks": (two, (4, 6)),
+    "two blocks, long": (two, (7, 3)),
+    "images, even": (images, (2, 1, (4, 6))),
+    "images, odd": (images, (3, 2, (5, 7))),
+    "images, even by odd": (images, (1, 2, (4, 5))),
+    "images, more of them than weights": (images, (40, 1, (5, 4))),
+    "one row": (images, (2, 1, (1, 2))),
+    "one column": (images, (2, 1, (3, 1))),
+    "one pixel": (images, (2, 2, (1, 1))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("case", CASES)
+def test_values_first_and_second_derivatives_are_those_of_the_operators(case: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make, arguments = CASES[case]
+    closed, by_operators, inputs = make(dtype, *arguments)
+    inputs = tuple(tensor.requires_grad_() for tensor in inputs)
+    found, expected = (as_tuple(f(*inputs)) for f in (closed, by_operators))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    given = [torch.randn_like(value) for value in found]
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.complex64 else {}
+    first = torch.autograd.grad(found, inputs, given, retain_graph=True)
+    one, other = (torch.autograd.grad(values, inputs, given, create_graph=True) for values in (found, expected))
+    torch.testing.assert_close(first, other, **close)
+    twice = [
+        torch.autograd.grad(sum(g.abs().square().sum() for g in some), inputs, allow_unused=True)
+        for some in (one, other)
+    ]
+    torch.testing.assert_close(*twice, **close)
+
+
+def as_tuple(value: Any) -> Outputs:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_only_the_gradient_that_is_asked_for(wanted: int) -> None:
+    torch.manual_seed(0)
+    f, by_operators, inputs = images(torch.complex64, 2, 1, (4, 4))
+    inputs[wanted].requires_grad_()
+    found, expected = (
+        torch.autograd.grad(g(*inputs), inputs[wanted], torch.ones(2, 3, 4, 4))[0] for g in (f, by_operators)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(9, LEAST), (9, LEAST + 1), (2, 8, 50), (3, 40), (64,), (8, 3, 2 * LEAST)])
+def test_inverses_by_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """As close as LAPACK's, up to a factor, also where the skew part is large and the leading blocks nearly vanish without it."""
+    torch.manual_seed(0)
+    X = 10 * torch.randn(*shape, shape[-1], dtype=dtype)
+    Y = torch.randn(*shape, shape[-1], dtype=dtype)
+    M = torch.eye(shape[-1]) + X - X.mH + Y.mH @ Y
+    wide = M.to(torch.complex128)
+    exact = torch.linalg.inv(wide)
+    error, usual = ((V.to(wide) - exact).abs().amax() for V in (inverse(M), torch.linalg.inv(M)))
+    assert error <= 20 * usual + 4 * torch.finfo(dtype).eps
+    assert bool(inverse(torch.full_like(M, torch.nan)).isnan().all())
