@@ -15,6 +15,7 @@ from torch import nn
 
 from equipoise.checkpoints import inspect_program, load_checkpoint, load_model, register_model, save_checkpoint
 from equipoise.core import EquipoiseError
+from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.models import build, factory
 
 CANARY = "canary-was-here"
@@ -180,6 +181,42 @@ def test_weights_are_views_of_what_is_stored(plain, case):
     Path("bad.pt2").write_bytes(edited(plain, WEIGHTS[case], "weights_config.json"))
     with pytest.raises(EquipoiseError):
         load_model("bad.pt2")
+
+
+class Repeated(nn.Module):
+    """‖f‖ = √5·‖W‖: what a rule takes from the shapes that the nodes state."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.dense(x).repeat(1, 5).mean(1, keepdim=True) * torch.ones(1, 3)
+
+
+def stated(name: str, axis: int, size: int):
+    return lambda d: d["graph_module"]["graph"]["tensor_values"][name]["sizes"][axis].update(as_int=size)
+
+
+STATED = {
+    "one number where twenty are": stated("repeat", 1, 1),
+    "ten thousand numbers where twenty are": stated("repeat", 1, 10_000),
+    "a batch inside": stated("linear", 0, 64),
+    "another input": stated("x", 1, 400),
+    "another weight": stated("p_dense_weight", 0, 2),
+    "a wider output": stated("mul", 1, 1),
+    "another type": lambda d: d["graph_module"]["graph"]["tensor_values"]["linear"].update(dtype=8),
+}
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_shapes_that_the_nodes_do_not_have_are_no_ground_for_a_bound(case):
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(Repeated().eval(), (torch.zeros(1, 4),)), buffer)
+    Path("good.pt2").write_bytes(buffer.getvalue())
+    assert lipschitz_bound(load_model("good.pt2").model).upper > 0
+    Path("bad.pt2").write_bytes(edited(buffer.getvalue(), STATED[case]))
+    refused_in_a_sentence(lambda: lipschitz_bound(load_model("bad.pt2").model))
 
 
 def test_sample_inputs_keys_become_code_and_are_names(plain):

@@ -25,6 +25,7 @@ from equipoise.lipschitz.expand import Written, written_out
 from equipoise.lipschitz.modes import asked_about, ordinary_answers, refuse_mutation, written_arguments
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
+from equipoise.lipschitz.stated import require_stated_shapes
 from equipoise.lipschitz.values import evaluate, flat_tensors, in_float64, is_mutable, perform
 
 #: functions a graph may call besides registered operators
@@ -61,6 +62,7 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
     the program must give what the model itself gives. The model's buffers and the random numbers are left as they were.
     """
     if isinstance(model, ExportedProgram):
+        require_stated_shapes(model, _lifted(model))
         program = analyse(model)
         return replace(program, doubt=_hidden_writes(program))
     if not isinstance(model, nn.Module):
