@@ -183,7 +183,7 @@ def _stand_in(layer: Effective, values: tuple[Tensor, ...]) -> None:
 
 
 def _unmade(layer: SizedConv2d) -> None:
-    """Let a layer that is built to be timed and thrown away have zeros for its weights, in the shapes that an image gives them."""
+    """Let a layer that is built to be timed and thrown away have zeros for its weights, in the shapes an image gives them."""
     shapes = copy.deepcopy(layer).to("meta").compute_at
 
     def zeros(size: tuple[int, int]) -> tuple[Tensor, ...]:
