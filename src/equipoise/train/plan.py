@@ -6,6 +6,7 @@ counted as often as there are such layers; the network is passed through forward
 standing for all of its kind, and the way back is counted as twice the way forward.
 """
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from equipoise.core.errors import InputError
 from equipoise.nn.effective import Effective
 from equipoise.nn.layers import Weighted
 from equipoise.nn.models import MODELS, input_shape
+from equipoise.nn.orthogonal.frame import SizedConv2d
 from equipoise.train.build import build_data, build_optimizer, from_table, made_for, require_fit
 from equipoise.train.losses import LOSSES
 from equipoise.train.recipe import Optimizer, Recipe
@@ -32,8 +34,10 @@ MORE = 5
 BRIEF = 0.2
 #: a forward pass of one example that took longer than this is not measured with more
 LONG = 1.0
-#: convolutions of at least so many channels, and dense layers of so many features, are measured with a fourth of them
+#: convolutions of at least so many channels, and dense layers of so many features, are measured with a fourth of them …
 WIDE, TALL, PART = 256, 1024, 4
+#: … those with a matrix per frequency with half of them: many matrices of a quarter of the size are slower than their work says
+FREQUENCIES_PART = 2
 #: … and a dense layer with at most so many times the features of its shorter side on the longer one
 ASPECT = 4
 #: a step's passes through the network, in units of the forward pass: forward, gradients of inputs, gradients of weights
@@ -121,6 +125,9 @@ def _step(
     """Seconds of a step with `batch` examples, and what they rest on."""
     model.eval()
     weights = {layer: _construction(layer) for layer in kinds if layer.constructions()}
+    for layer in kinds:
+        if isinstance(layer, SizedConv2d) and _smaller(layer) is not None:
+            _unmade(layer)
 
     def forward(count: int) -> float:
         with torch.no_grad():
@@ -138,8 +145,8 @@ def _step(
     update = _seconds(build_optimizer(chosen, model).step) * parameters / max(1, sum(p.numel() for p in moved))
     step = sum(kinds[layer] * seconds for layer, seconds in weights.items()) + update
     step += PASSES * (max(0.0, one - per_example) + batch * per_example)
-    large = sum(1 for layer in kinds if isinstance(layer, Weighted) and _smaller(layer) is not None)
-    part = f", {large} of them large ones measured with a quarter of their channels" if large else ""
+    large = sum(1 for layer in kinds if _smaller(layer) is not None)
+    part = f", {large} of them large ones measured with fewer channels" if large else ""
     made = f"the weights of one layer of each kind ({len(kinds)} of {kinds.total()} layers{part}), " if kinds else ""
     seen = "1 example" if more is None else f"1 and {MORE} examples"
     return step, f"{made}forward passes of {seen}, the way back counted as {PASSES - 1} of them; no step was taken"
@@ -151,9 +158,13 @@ def _construction(layer: Effective) -> float:
     Large layers are measured on a smaller one with the same arguments and the method's defaults: the work grows with the third
     power of the channels, and with the longer side. The weights kept are then zero, which costs as much to apply.
     """
-    smaller = _smaller(layer) if isinstance(layer, Weighted) else None
-    if isinstance(layer, Weighted) and smaller is not None:
-        _stand_in(layer, (layer.raw.detach().new_zeros(layer.geometry.shape),))
+    smaller = _smaller(layer)
+    if smaller is not None:
+        if isinstance(layer, Weighted):
+            _stand_in(layer, (layer.raw.detach().new_zeros(layer.geometry.shape),))
+        elif isinstance(layer, SizedConv2d) and isinstance(smaller[0], SizedConv2d):
+            for size in layer.sizes():
+                smaller[0].effective_at(size)
         return _construction(smaller[0]) * smaller[1]
 
     def once() -> None:
@@ -171,17 +182,33 @@ def _stand_in(layer: Effective, values: tuple[Tensor, ...]) -> None:
     layer._kept = tuple(t.detach().clone() for t in (*layer.parameters(), *layer.buffers())), values
 
 
-def _smaller(layer: Weighted) -> tuple[Effective, float] | None:
+def _unmade(layer: SizedConv2d) -> None:
+    """Let a layer that is built to be timed and thrown away have zeros for its weights, in the shapes an image gives them."""
+    shapes = copy.deepcopy(layer).to("meta").compute_at
+
+    def zeros(size: tuple[int, int]) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(value.shape, dtype=value.dtype) for value in shapes(size))
+
+    vars(layer)["compute_at"] = zeros
+
+
+def _smaller(layer: Effective) -> tuple[Effective, float] | None:
     """A layer of the same kind with less work, and how much less; None where it is small enough."""
-    shape, settings = layer.geometry.shape, dict(layer.settings)
+    if isinstance(layer, Weighted):
+        shape, groups, settings = layer.geometry.shape, layer.geometry.groups, dict(layer.settings)
+    elif isinstance(layer, SizedConv2d):
+        shape, groups, settings = layer.frame.plain.shape, layer.frame.groups, layer.settings()
+    else:
+        return None
     dense = layer.plain_type is nn.Linear
-    if layer.geometry.groups > 1 or min(shape[:2]) < (TALL if dense else WIDE):
+    if groups > 1 or min(shape[:2]) < (TALL if dense else WIDE):
         return None
     names = ("in_features", "out_features") if dense else ("in_channels", "out_channels")
-    sizes = [settings[name] // PART for name in names]
+    part = FREQUENCIES_PART if isinstance(layer, SizedConv2d) else PART
+    sizes = [settings[name] // part for name in names]
     few = [min(n, ASPECT * min(sizes)) if dense else n for n in sizes]
     smaller = cast(Any, type(layer))(**settings | dict(zip(names, few, strict=True)))
-    return smaller, PART**3 * max(sizes) / max(few)
+    return smaller, part**3 * max(sizes) / max(few)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -72,7 +72,7 @@ def lipschitz_cnn(
     if len(channels) != len(depths) or not len(channels) or min(depths) < 1:
         raise InputError(f"channels and depths need one entry per stage, depths ≥ 1, got {channels} and {depths}")
     if height % 2 ** len(channels) or width % 2 ** len(channels):
-        raise InputError(f"{len(channels)} halvings need sizes divisible by {2 ** len(channels)}, got {height}×{width}")
+        raise InputError(f"{len(channels)} halvings need sizes divisible by 2**{len(channels)}, got {height}×{width}")
     if family not in families():
         raise InputError(f"there is no family {family!r}; there are {', '.join(families())}")
 

@@ -134,7 +134,7 @@ def _halved(input_size: Size, times: int) -> tuple[int, int]:
     """(height, width), refused unless they can be halved that often."""
     height, width = pair(input_size)
     if height % 2**times or width % 2**times:
-        raise InputError(f"{times} halvings need sizes divisible by {2**times}, got {height}×{width}")
+        raise InputError(f"{times} halvings need sizes divisible by 2**{times}, got {height}×{width}")
     return height, width
 
 

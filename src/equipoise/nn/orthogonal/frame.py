@@ -255,9 +255,13 @@ class FramedConv2d(Effective):
         """Set `frame` and make the parameters."""
         raise TypeError(f"{type(self).__name__} must say what its parameters are")
 
+    def settings(self) -> dict[str, Any]:
+        """The plain layer's arguments."""
+        return {name: getattr(self, name) for name in self._attributes()}
+
     def extra_repr(self) -> str:
         """The plain layer's arguments."""
-        return ", ".join(f"{name}={getattr(self, name)}" for name in self._attributes())
+        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
 
 
 class SizedConv2d(FramedConv2d):
@@ -293,6 +297,10 @@ class SizedConv2d(FramedConv2d):
     def constructions(self) -> tuple[Effective, ...]:
         """One for every size it was called at."""
         return tuple(self.__dict__.get("_views", {}).values())
+
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes of the operator's image that its effective tensors are kept for."""
+        return tuple(self.__dict__.get("_views", {}))
 
     def forget(self) -> None:
         """Forget the sizes that this layer was evaluated at."""
