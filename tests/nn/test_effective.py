@@ -50,6 +50,20 @@ def counted(layer):
 
 
 @ROWS
+def test_forward_derivatives_are_the_backward_ones(case, kind):
+    """`torch.func.jvp` in the parameters: a bound that is a constant to it would be a silent mistake."""
+    layer, x = shaken(case, kind).double(), inputs_for(kind, dtype=torch.float64)
+    given = {name: p.detach() for name, p in layer.named_parameters()}
+    moved = {name: torch.randn_like(p) for name, p in given.items()}
+    _, forward = torch.func.jvp(lambda p: torch.func.functional_call(layer, p, (x,)), (given,), (moved,))
+    y = layer(x)
+    outer = torch.randn_like(y)
+    backward = torch.autograd.grad(y, list(layer.parameters()), outer, allow_unused=True)
+    expected = sum((a * b).sum() for a, b in zip(moved.values(), backward, strict=True) if b is not None)
+    torch.testing.assert_close((forward * outer).sum(), expected, rtol=1e-4, atol=1e-6)
+
+
+@ROWS
 def test_train_and_eval_agree_and_eval_changes_nothing(case, kind):
     layer, x = shaken(case, kind), inputs_for(kind)
     before = {k: v.clone() for k, v in layer.state_dict().items()}
