@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,6 +207,20 @@ def test_the_bundled_recipes_of_the_documentation_exist():
         "resnet18-spectral-cifar", "mlp-ad-cifar", "text-snips",
     }  # fmt: skip
     assert wanted <= set(bundled())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"y_train": np.zeros(8, int), "y_test": np.zeros(8, int)}, "one class only"),
+        ({"x_test": np.zeros((8, 1, 9, 9), np.float32)}, "one network cannot take both"),
+    ],
+)
+def test_data_that_no_classifier_can_learn_is_refused_before_it_is_trained(small, tmp_path, changes, said):
+    x, y = np.zeros((8, 1, 8, 8), np.float32), np.arange(8) % 2
+    np.savez(tmp_path / "a.npz", **{"x_train": x, "y_train": y, "x_test": x, "y_test": y, **changes})
+    with pytest.raises(InputError, match=said):
+        build_data(small(data={"path": str(tmp_path / "a.npz")}).data)
 
 
 def test_which_examples_are_held_out_does_not_depend_on_the_seed(small):

@@ -142,6 +142,8 @@ def build_data(data: Data) -> Parts:
     """The parts; which examples are held out or kept by a limit does not depend on the recipe's seed."""
     path = fill_in(data.path)
     whole = _load(path, data.train)
+    if whole.num_classes == 1:
+        raise InputError(f"{path} holds one class only: a classifier needs two to tell apart")
     order = torch.randperm(len(whole), generator=generator(0, "split"))[: data.limit]
     held = round(data.validation * len(order))
     if data.validation and not 0 < held < len(order):
@@ -150,6 +152,11 @@ def build_data(data: Data) -> Parts:
     test = None
     if data.test is not None:
         source = _load(path, data.test)
+        if source.input_shape != whole.input_shape:
+            raise InputError(
+                f"{path}: inputs of the split {data.test!r} have shape {source.input_shape}, those of {data.train!r} "
+                f"{whole.input_shape}: one network cannot take both"
+            )
         chosen = torch.randperm(len(source), generator=generator(0, "split"))[: data.test_limit].sort().values
         test = Part(source, chosen)
     return Parts(_mixed(Part(whole, train), data), Part(whole, kept) if held else None, test)

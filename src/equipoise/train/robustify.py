@@ -14,7 +14,7 @@ from equipoise.conversion import Conversion, make_lipschitz
 from equipoise.core.accuracy import percent
 from equipoise.core.digests import unsealed
 from equipoise.core.errors import InputError
-from equipoise.core.files import read_json, write_whole
+from equipoise.core.files import make_folder, read_json, write_whole
 from equipoise.core.precision import down
 from equipoise.nn.constants import known_constant
 from equipoise.nn.models import MODELS
@@ -159,7 +159,7 @@ def _named(folder: Path) -> tuple[str, dict[str, Any]]:
 def _store(net: nn.Module, path: Path) -> None:
     from safetensors.torch import save
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_whole(path, save({name: value.detach().contiguous().clone() for name, value in net.state_dict().items()}))
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from equipoise.attacks import AttackResult
 from equipoise.core.errors import InputError, Refused
 from equipoise.lab.scoreboard import Budget, Cell, plan, play, read_board
-from equipoise.lab.scoreboard.cell import LOSSES, fitting, located
+from equipoise.lab.scoreboard.cell import LOSSES, fitting, located, play_cell
 from equipoise.nn.models.families import families
 
 TINY = Budget("digits", 0.001, (4,), (1,), 8, 64, 5e-3, 0.4, 40, flip=False)
@@ -63,9 +64,11 @@ def test_the_plan_has_every_family_once_with_each_loss():
     ("call", "said"),
     [
         (lambda: plan(["bcop"], ["lmt"], 0), "at least one seed"),
+        (lambda: plan([], ["lmt"], 1), "at least one family"),
         (lambda: plan(["bopc"], ["lmt"], 1), "no family 'bopc'"),
         (lambda: plan(["bcop"], ["hinge"], 1), "no loss 'hinge'"),
         (lambda: Budget("digits", 0), "positive number of minutes"),
+        (lambda: play_cell(Cell("sr", "lmt", 0), Budget("digits", 1), Path("/dev/null/s")), "cannot make"),
     ],
 )
 def test_what_is_wrong_is_said(call, said):

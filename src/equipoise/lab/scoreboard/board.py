@@ -110,6 +110,8 @@ def plan(families: Sequence[str], losses: Sequence[str], seeds: int, all_losses:
     """
     if seeds < 1:
         raise InputError(f"at least one seed is needed, got {seeds}")
+    if not families or not losses:
+        raise InputError("the scoreboard needs at least one family and one loss")
     pairs = [(f, k) for f in families for k in (LOSSES if f in all_losses else losses)]
     return [Cell(f, k, s).check() for s in range(seeds) for f, k in dict.fromkeys(pairs)]
 

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from equipoise.attacks import autoattack, pgd
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.core.files import read_json, write_whole
+from equipoise.core.files import make_folder, read_json, write_whole
 from equipoise.nn.activations import BetaAbs
 from equipoise.nn.losses import MARGIN_LOSSES
 from equipoise.nn.models.families import families
@@ -235,7 +235,7 @@ def play_cell(cell: Cell, budget: Budget, folder: Path, autoattack: int = 0) -> 
             raise InputError(f"{folder} was played with another budget: choose another folder, or remove this one")
         if found.get("autoattack_samples", 0) >= min(autoattack, found["attacked_samples"]):
             return found
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     try:
         figures = _measured(cell, budget, folder, autoattack)
     except EquipoiseError as error:  # a row with the reason, the others go on; the next time it is tried again
