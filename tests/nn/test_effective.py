@@ -10,6 +10,7 @@ import pytest
 import torch
 from layer_cases import CASES, LayerCase, inputs_for, marked_rows
 from torch import nn
+from torch.autograd import forward_ad
 
 import equipoise as eq
 import equipoise.nn as eqn
@@ -61,6 +62,11 @@ def test_forward_derivatives_are_the_backward_ones(case, kind):
     backward = torch.autograd.grad(y, list(layer.parameters()), outer, allow_unused=True)
     expected = sum((a * b).sum() for a, b in zip(moved.values(), backward, strict=True) if b is not None)
     torch.testing.assert_close((forward * outer).sum(), expected, rtol=1e-4, atol=1e-6)
+    layer.eval()(x)  # kept weights have no tangent
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(p, moved[name]) for name, p in given.items()}
+        evaluated = forward_ad.unpack_dual(torch.func.functional_call(layer, duals, (x,))).tangent
+    torch.testing.assert_close(evaluated, forward, rtol=1e-4, atol=1e-6)
 
 
 @ROWS
