@@ -10,6 +10,7 @@ import pytest
 import torch
 from layer_cases import CASES, LayerCase, inputs_for, marked_rows
 from torch import nn
+from torch.autograd import forward_ad
 
 import equipoise as eq
 import equipoise.nn as eqn
@@ -47,6 +48,25 @@ def counted(layer):
 
     layer.compute = compute
     return calls
+
+
+@ROWS
+def test_forward_derivatives_are_the_backward_ones(case, kind):
+    """`torch.func.jvp` in the parameters: a bound that is a constant to it would be a silent mistake."""
+    layer, x = shaken(case, kind).double(), inputs_for(kind, dtype=torch.float64)
+    given = {name: p.detach() for name, p in layer.named_parameters()}
+    moved = {name: torch.randn_like(p) for name, p in given.items()}
+    _, forward = torch.func.jvp(lambda p: torch.func.functional_call(layer, p, (x,)), (given,), (moved,))
+    y = layer(x)
+    outer = torch.randn_like(y)
+    backward = torch.autograd.grad(y, list(layer.parameters()), outer, allow_unused=True)
+    expected = sum((a * b).sum() for a, b in zip(moved.values(), backward, strict=True) if b is not None)
+    torch.testing.assert_close((forward * outer).sum(), expected, rtol=1e-4, atol=1e-6)
+    layer.eval()(x)  # kept weights have no tangent
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(p, moved[name]) for name, p in given.items()}
+        evaluated = forward_ad.unpack_dual(torch.func.functional_call(layer, duals, (x,))).tangent
+    torch.testing.assert_close(evaluated, forward, rtol=1e-4, atol=1e-6)
 
 
 @ROWS

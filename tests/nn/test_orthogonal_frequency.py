@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import equipoise.nn as eqn
 from equipoise.nn.orthogonal.cayley import SquareCayley, blocks, contracted
 from equipoise.nn.orthogonal.frequency import LEAST, Filtered, back, inverse, transform
 from equipoise.nn.orthogonal.sandwich import Pair, pair
@@ -104,3 +105,15 @@ def test_inverses_by_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     error, usual = ((V.to(wide) - exact).abs().amax() for V in (inverse(M), torch.linalg.inv(M)))
     assert error <= 100 * (usual + torch.finfo(dtype).eps)
     assert bool(inverse(torch.full_like(M, torch.nan)).isnan().all())
+
+
+@pytest.mark.parametrize("name", ["Cayley", "BRO", "CHORD", "Sandwich"])
+def test_layers_have_forward_derivatives_and_vectorise(name: str) -> None:
+    torch.manual_seed(0)
+    layer, x = getattr(eqn, f"{name}Conv2d")(2, 2, 3, padding=1).double(), torch.randn(3, 2, 4, 5, dtype=torch.float64)
+    moved = torch.randn_like(x)
+    y, forward = torch.func.jvp(layer, (x,), (moved,))
+    outer = torch.randn_like(y)
+    (backward,) = torch.autograd.grad(layer(x.requires_grad_()), x, outer)
+    torch.testing.assert_close((forward * outer).sum(), (backward * moved).sum())
+    torch.testing.assert_close(torch.func.vmap(lambda one: layer(one[None])[0])(x), y)

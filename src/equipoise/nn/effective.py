@@ -26,7 +26,7 @@ class Effective(SetOnce):
     * Evaluation mode: `g` is computed once and kept with a copy of θ. The copy is compared bit for bit before each
       use, so that no way of changing θ (an optimizer, `load_state_dict`, `.data`, a file, a transfer) leaves a stale value.
       Gradients flow all the same: the backward pass computes `g` again with its graph.
-    * Inside `torch.compile`, `torch.export` and `torch.func` transforms `g` is traced like any other code.
+    * Inside `torch.compile`, `torch.export`, `torch.func` and forward differentiation `g` is traced like any other code.
 
     `g` runs in the parameters' dtype with full-precision products and without autocast, and so does the forward pass
     (use `uncast`): rounding weights to half precision would break the guarantee.
@@ -53,7 +53,7 @@ class Effective(SetOnce):
                     f"{type(self).__name__} holds {tensor.dtype} parameters: a rounded weight has no guarantee; "
                     "keep it in float32 (under autocast it stays there) or call export() and convert that"
                 )
-        if self.training or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if self.training or not all(map(plainly_called, raw)):
             return self._computed()
         kept = self._kept
         if kept is None or not _same(kept[0], raw):

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, gamma, rescaled, unit_roundoff, working_dtype
@@ -58,8 +59,7 @@ def gram_norm(W: Tensor, iterations: int = 6) -> Tensor:
         raise InputError(f"expected matrices of shape (..., m, n), got shape {tuple(W.shape)}")
     _check_iterations(iterations)
     W = W.to(working_dtype(W.dtype))
-    want = torch.is_grad_enabled() and W.requires_grad
-    return attach(W, *_gram_norm(W.detach(), iterations, want))
+    return attach(W, *_gram_norm(W.detach(), iterations, _differentiated(W)))
 
 
 def conv_norm(
@@ -203,8 +203,17 @@ def _points(kernel: Tensor, grid: int, known: Sequence[int | None]) -> tuple[lis
 
 def _peak_of(kernel: Tensor, sizes: list[int], iterations: int) -> Tensor:
     """`max s_t` over the grid and the groups in float64, with its explicit gradient."""
-    want = torch.is_grad_enabled() and kernel.requires_grad
-    return attach(kernel, *_symbol_norm(kernel.detach(), sizes, iterations, want))
+    return attach(kernel, *_symbol_norm(kernel.detach(), sizes, iterations, _differentiated(kernel)))
+
+
+def _differentiated(W: Tensor) -> bool:
+    """Whether a derivative is wanted, backward or forward."""
+    return (torch.is_grad_enabled() and W.requires_grad) or _moved(W)
+
+
+def _moved(W: Tensor) -> bool:
+    """Whether W has a tangent."""
+    return not torch.compiler.is_compiling() and forward_ad.unpack_dual(W).tangent is not None
 
 
 def _check_iterations(iterations: int) -> None:
@@ -340,6 +349,25 @@ class _Attached(torch.autograd.Function):
         return _Once.apply(outer[0], gradient, W), None, None
 
 
+class _Moved(_Attached):
+    """The same with a forward derivative; apart, since functions that have one cannot be compiled."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], inputs[2])
+        ctx.save_for_forward(inputs[0], inputs[2])
+        ctx.dims, ctx.dtype = output.dim(), output.dtype
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        W, gradient = ctx.saved_tensors
+        moved = torch.zeros_like(W) if tangents[0] is None else tangents[0]
+        return (gradient.conj() * moved).real.flatten(ctx.dims).sum(-1).to(ctx.dtype)
+
+
 def attach(W: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
     """`value` as a function of W whose gradient is the given one; an empty gradient leaves the value as it is."""
-    return _Attached.apply(W, value, gradient) if gradient.numel() else value
+    if not gradient.numel():
+        return value
+    found: Tensor = (_Moved if _moved(W) else _Attached).apply(W, value, gradient)
+    return found

@@ -71,39 +71,17 @@ def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
     return E.reshape(g, -1, m, n)
 
 
-class _Turned(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.mT.contiguous()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return turned(gradients[0])
-
-
-def turned(x: Tensor) -> Tensor:
-    """The transpose of a matrix, laid out anew, and its gradient too: products of strided matrices copy them one by one."""
-    result: Tensor = _Turned.apply(x)
-    return result
-
-
 def transform(x: Tensor, groups: int) -> Tensor:
     """`(b, g·c, h, w)` real → `(g, frequencies, b, c)`: images as rows, one matrix product per frequency."""
     b, channels = x.shape[:2]
-    spectrum = turned(torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1))
+    spectrum = torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1).mT.contiguous()  # strided ones are slow
     return spectrum.reshape(-1, b, groups, channels // groups).permute(2, 0, 1, 3)
 
 
 def back(X: Tensor, size: Size) -> Tensor:
     """The inverse of `transform`."""
     g, frequencies, b, c = X.shape
-    flat = turned(X.permute(1, 2, 0, 3).reshape(frequencies, -1))
+    flat = X.permute(1, 2, 0, 3).reshape(frequencies, -1).mT.contiguous()
     spectrum = flat.reshape(b, g * c, size[0], size[1] // 2 + 1)
     return torch.fft.irfft2(spectrum, s=size, norm="ortho")
 
