@@ -18,7 +18,7 @@ from equipoise.lipschitz.report import Report
 from equipoise.nn.constants import known_constant
 from equipoise.nn.convert import Change, convert
 from equipoise.nn.effective import Effective
-from equipoise.nn.export import ROUNDING, Certificate, evaluate_at, plain
+from equipoise.nn.export import ROUNDING, Certificate, evaluate_at, plain, uses
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, b
     certificate = Certificate(rows)
     known = known_constant(model)
     if known is not None:
-        upper = up(known * ROUNDING ** len(rows))
+        upper = up(known * ROUNDING ** uses(model))
         certificate = replace(certificate, upper=upper, source="construction")
     if example_input is not None:
         bound = lipschitz_bound(new, example_input, rtol=rtol, ball=ball).upper

@@ -18,6 +18,7 @@ from equipoise.models.trained import proved
 from equipoise.nn import CayleyConv2d, SandwichLinear, SLLLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import HouseholderActivation, MaxMin
 from equipoise.nn.effective import Effective
+from equipoise.nn.export import ROUNDING
 from equipoise.nn.models import build, input_shape
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised
 from equipoise.nn.pooling import ScaledAvgPool2d, SpaceToDepth
@@ -154,6 +155,7 @@ def test_modules_used_twice_stay_one_module():
     assert plain[0] is plain[2]
     assert type(plain[0]) is nn.Linear
     assert len(plain.certificate.layers) == 1
+    assert plain.certificate.upper >= ROUNDING**2  # it rounds at both places
     assert isinstance(export(layer), nn.Linear)
 
 

@@ -109,6 +109,19 @@ def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, Effective]]:
         yield from _outermost(child, f"{path}.{name}" if path else name)
 
 
+def uses(module: nn.Module) -> int:
+    """How many layers with effective weights a pass goes through: one that stands at two places counts twice.
+
+    >>> from equipoise.nn import SRLinear
+    >>> layer = SRLinear(4, 4)
+    >>> uses(nn.Sequential(layer, nn.ReLU(), layer))
+    2
+    """
+    if isinstance(module, Effective):
+        return 1
+    return sum(uses(child) for child in module._modules.values() if child is not None)
+
+
 def _norm(path: str, layer: Effective, new: nn.Module) -> LayerNorm2:
     name = path or "(the model)"
     try:
