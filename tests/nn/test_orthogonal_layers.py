@@ -175,6 +175,15 @@ def one_entry(raw: Tensor) -> Tensor:
     return found
 
 
+def minus_identity(raw: Tensor) -> Tensor:
+    """A residual I + Q that vanishes, at every frequency: all taps but the central one are 0."""
+    found = torch.zeros_like(raw)
+    if raw.ndim > 1:
+        middle = (..., *(k // 2 for k in raw.shape[2:]))
+        found[middle] = -torch.eye(*raw.shape[:2], dtype=raw.dtype)
+    return found
+
+
 RAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "huge": lambda raw: 1e8 * raw,
     "extreme": lambda raw: 1e30 * raw,
@@ -185,6 +194,7 @@ RAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "nearly-rank-one": nearly_rank_one,
     "wild": wild,
     "one-entry": one_entry,
+    "minus-identity": minus_identity,
 }
 
 

@@ -77,9 +77,13 @@ def sealed(document: dict[str, Any]) -> dict[str, Any]:
     return plain | {"digest": digest_document(plain)}
 
 
-def unsealed(document: Any, where: str) -> Any:
-    """The document without its digest; refused where the two do not fit. One without a digest is believed."""
+def unsealed(document: Any, where: str, needed: bool = False) -> Any:
+    """The document without its digest; refused where the two do not fit. One without a digest is believed, unless `needed`."""
     if not isinstance(document, dict) or "digest" not in document:
+        if needed:
+            raise InputError(
+                f"{where} has lost its digest, so its figures may be anybody's: restore it, or remove the file"
+            )
         return document
     plain = {key: value for key, value in document.items() if key != "digest"}
     if document["digest"] != digest_document(plain):

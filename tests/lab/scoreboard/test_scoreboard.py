@@ -1,6 +1,7 @@
 """The scoreboard: what it plays, that it goes on where it stopped, that its figures are proved ones, and its pages."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,6 +41,22 @@ def test_played_cells_are_read_and_not_played_again(board, monkeypatch):
     assert again.cells == [c for c in before.cells if "refused" not in c]
     with pytest.raises(InputError, match="another budget"):
         play(cells[:1], Budget("digits", 0.002, (4,), (1,), 8, 64), folder)
+
+
+@pytest.mark.parametrize("name", ["scoreboard.json", "cells/aol.la.0/result.json"])
+def test_edited_figures_are_refused(board, tmp_path, name):
+    folder, _, _ = board
+    shutil.copytree(folder, tmp_path / "copy")
+    file = tmp_path / "copy" / name
+    document = json.loads(file.read_text())
+    for lost in (False, True):
+        if lost:
+            del document["digest"]
+        file.write_text(json.dumps({**document, "accuracy": 1.0}))
+        with pytest.raises(InputError, match="digest"):
+            read_board(tmp_path / "copy") if name == "scoreboard.json" else play_cell(
+                Cell("aol", "la"), TINY, file.parent
+            )
 
 
 def test_rows_are_means_over_seeds_and_pages_hold_them(board):

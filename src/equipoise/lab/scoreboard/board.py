@@ -190,7 +190,7 @@ def read_board(path: str | Path) -> Board:
     """A board from its folder or `scoreboard.json`."""
     path = Path(path)
     file = path / "scoreboard.json" if path.is_dir() else path
-    document = unsealed(read_json(file, 10**8), str(file))
+    document = unsealed(read_json(file, 10**8), str(file), needed=True)
     if not isinstance(document, dict) or not {"budget", "cells"} <= document.keys():
         raise InputError(f"{file} is no scoreboard")
     return Board(document["budget"], document["cells"])

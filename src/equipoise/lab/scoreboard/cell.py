@@ -230,7 +230,7 @@ def play_cell(cell: Cell, budget: Budget, folder: Path, autoattack: int = 0) -> 
     result = folder / "result.json"
     asked = json.loads(json.dumps({"cell": asdict(cell), "budget": asdict(budget)}))
     if result.exists():
-        found: dict[str, Any] = unsealed(read_json(result), str(result))
+        found: dict[str, Any] = unsealed(read_json(result), str(result), needed=True)
         if found.get("asked") != asked:
             raise InputError(f"{folder} was played with another budget: choose another folder, or remove this one")
         if found.get("autoattack_samples", 0) >= min(autoattack, found["attacked_samples"]):

@@ -153,7 +153,8 @@ def _scale(*blocks: Tensor) -> Tensor:
     """What `contracted` multiplies by, (..., 1, 1) in float64."""
     columns = min(blocks[0].shape[-1], sum(W.shape[-2] for W in blocks))
     margin = 1 + 4 * unit_roundoff(blocks[0].dtype) * math.sqrt(columns)
-    return (1 / (isometry_bound(*blocks) * margin))[..., None, None]
+    bound = isometry_bound(*blocks).clamp_min(1e-30)  # a matrix of zeros stays one
+    return (1 / (bound * margin))[..., None, None]
 
 
 class Cayley(Method):
