@@ -13,6 +13,7 @@ annealing loss; Hu, Leino, Wang, Fredrikson (2024), A recipe for improved certif
 for dense layers).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -101,8 +102,9 @@ class BRO(Method):
         self.rank = _rank(rank, out, ins)
 
     def initial(self, raw: Tensor) -> Tensor:
-        """Random V (max(out, in), rank)."""
-        return torch.randn(max(raw.shape), self.rank, dtype=raw.dtype, device=raw.device)
+        """Random V (max(out, in), rank); its scale does not change W, but the steps of an optimizer are relative to it."""
+        side = max(raw.shape)
+        return torch.randn(side, self.rank, dtype=raw.dtype, device=raw.device) / math.sqrt(side)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """What `torch.nn.utils.parametrize` stores for a given weight: a random reflector, not the weight itself."""
@@ -160,7 +162,8 @@ class BROConv2d(SizedConv2d):
         frame = self.frame
         side = max(frame.ins, frame.out)
         columns = _rank(rank, frame.out, frame.ins)
-        self.raw = nn.Parameter(torch.randn(frame.groups, side, columns, *frame.taps).to(plain.weight))
+        start = torch.randn(frame.groups, side, columns, *frame.taps) / math.sqrt(side * math.prod(frame.taps))
+        self.raw = nn.Parameter(start.to(plain.weight))
 
     def compute_at(self, size: Size) -> Tensors:
         """(weight,), the matrices of the half grid: (groups, frequencies, out, in)."""
