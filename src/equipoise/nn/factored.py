@@ -55,7 +55,7 @@ def row_gram(W: Tensor, wide: bool) -> Tensor:
     """`WWᵀ` in float32 by pieces, or (`wide`) in float64; symmetric to the last bit."""
     if not wide:
         return symmetric_gram(W.mT, PIECE)
-    G = torch.tril(gram_lower(W.mT))  # of a square matrix the columns' otherwise
+    G = torch.tril(gram_lower(W.mT, step=True))  # of a square matrix the columns' otherwise
     return G + torch.tril(G, -1).mT
 
 

@@ -30,10 +30,11 @@ _CAST = 2**19
 _THREADED_FROM = 64
 
 
-def gram_lower(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+def gram_lower(W: Tensor, dtype: torch.dtype = torch.float64, *, step: bool = False) -> Tensor:
     """Lower triangle of `A*A` in `dtype` arithmetic, with A the side of `W (m, n)` that has fewer columns.
 
-    What lies above the diagonal is not set.
+    What lies above the diagonal is not set. `step`: torch goes on at once with the rest of a training step, and threads of another
+    BLAS, which wait for more in a loop, would be in its way (a whole step of a network took twice as long).
 
     >>> torch.tril(gram_lower(torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 0.0]]))).tolist()
     [[2.0, 0.0], [2.0, 5.0]]
@@ -47,7 +48,7 @@ def gram_lower(W: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     whole = dtype is torch.float64 and W.dtype is dtype and W.is_contiguous()
     most = long if whole else PIECE if dtype is torch.float32 else max(1, _CAST // n)
     pieces = W.split(most, dim=0 if tall else 1)
-    threaded = torch.get_num_threads() > 1 and n >= _THREADED_FROM and long * n * n <= SERIAL
+    threaded = torch.get_num_threads() > 1 and n >= _THREADED_FROM and (step or long * n * n <= SERIAL)
     if W.device.type != "cpu" or threaded:
         return _by_products(pieces, n, tall, dtype)
     syrk, number = (dsyrk, np.float64) if dtype is torch.float64 else (ssyrk, np.float32)
