@@ -33,8 +33,8 @@ _THREADED_FROM = 64
 def gram_lower(W: Tensor, dtype: torch.dtype = torch.float64, *, step: bool = False) -> Tensor:
     """Lower triangle of `A*A` in `dtype` arithmetic, with A the side of `W (m, n)` that has fewer columns.
 
-    What lies above the diagonal is not set. `step`: torch goes on at once with the rest of a training step, and threads of another
-    BLAS, which wait for more in a loop, would be in its way (a whole step of a network took twice as long).
+    What lies above the diagonal is not set. `step`: torch goes on at once with the rest of a training step, and threads of
+    another BLAS, which wait for more in a loop, would be in its way (a whole step of a network took twice as long).
 
     >>> torch.tril(gram_lower(torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 0.0]]))).tolist()
     [[2.0, 0.0], [2.0, 5.0]]
