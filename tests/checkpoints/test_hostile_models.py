@@ -219,6 +219,32 @@ def test_shapes_that_the_nodes_do_not_have_are_no_ground_for_a_bound(case):
     refused_in_a_sentence(lambda: lipschitz_bound(load_model("bad.pt2").model))
 
 
+BOMBS = {
+    "a constant": lambda x: x + torch.ones(60_000, 60_000).sum() * 0,
+    "numbers in a row": lambda x: x + torch.arange(3 * 10**9)[:4],
+    "products": lambda x: x + (torch.ones(40_000, 2) @ torch.ones(2, 40_000)).sum() * 0,
+    "an expansion": lambda x: (x[:, :1].expand(1, 10**10) + 1)[:, :4],
+}
+
+
+class Bomb(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.case, self.dense = case, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return BOMBS[self.case](self.dense(x))
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_programs_that_fill_the_memory_are_refused_before_they_do(case):
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(Bomb(case).eval(), (torch.zeros(1, 4),)), buffer)
+    Path("bomb.pt2").write_bytes(buffer.getvalue())
+    with pytest.raises(EquipoiseError, match="GiB at once"):
+        lipschitz_bound(load_model("bomb.pt2").model)
+
+
 def test_sample_inputs_keys_become_code_and_are_names(plain):
     buffer = io.BytesIO()
     torch.save(((torch.zeros(2, 3),), {f"x'].numel() or {TOUCH} or ['": torch.zeros(1)}), buffer)

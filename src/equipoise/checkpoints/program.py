@@ -26,6 +26,7 @@ from equipoise.checkpoints.description import check_payloads, check_program
 from equipoise.checkpoints.plain_values import NAME
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
 from equipoise.core.files import parse_json, read_bounded
+from equipoise.core.programs import require_stated_shapes
 
 #: an archive longer than this is not read
 LARGEST_ARCHIVE = 2**37
@@ -59,8 +60,11 @@ def load_program(path: str | Path, batch: int = 1) -> ExportedProgram:
     try:
         with unlogged():
             program = torch.export.load(io.BytesIO(rebuilt))
+            require_stated_shapes(program)
             _run_once(program)
             return program
+    except Refused as refused:
+        raise Refused(f"{path}: {refused}") from refused
     except Exception as error:  # whatever PyTorch's reader raises for a description that does not fit together
         raise InputError(
             f"{path} is not a program this PyTorch can read ({type(error).__name__}: {_line(error)})"

@@ -20,12 +20,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
+from equipoise.core.programs import lifted, require_stated_shapes
 from equipoise.lipschitz.batches import flat_outputs, settled
 from equipoise.lipschitz.expand import Written, written_out
 from equipoise.lipschitz.modes import asked_about, ordinary_answers, refuse_mutation, written_arguments
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
-from equipoise.lipschitz.stated import require_stated_shapes
 from equipoise.lipschitz.values import evaluate, flat_tensors, in_float64, is_mutable, perform
 
 #: functions a graph may call besides registered operators
@@ -62,7 +62,7 @@ def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
     the program must give what the model itself gives. The model's buffers and the random numbers are left as they were.
     """
     if isinstance(model, ExportedProgram):
-        require_stated_shapes(model, _lifted(model))
+        require_stated_shapes(model)
         program = analyse(model)
         return replace(program, doubt=_hidden_writes(program))
     if not isinstance(model, nn.Module):
@@ -274,7 +274,6 @@ def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram
 
 def analyse(program: ExportedProgram) -> Program:
     """Split an exported program into constants and the nodes that carry the input to the output."""
-    lifted = _lifted(program)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     given: list[fx.Node] = []
     for node in program.graph_module.graph.nodes:
@@ -284,13 +283,13 @@ def analyse(program: ExportedProgram) -> Program:
     if not given:
         raise InputError("the program has no tensor input: there is nothing to be Lipschitz in")
     written = written_out(program.graph_module.graph, given)
-    return _sorted_out(program, written, [written.places[n] for n in given], lifted)
+    return _sorted_out(program, written, [written.places[n] for n in given], lifted(program))
 
 
 def _sorted_out(
-    program: ExportedProgram, written: Written, inputs: list[fx.Node], lifted: dict[fx.Node, Any]
+    program: ExportedProgram, written: Written, inputs: list[fx.Node], known: dict[fx.Node, Any]
 ) -> Program:
-    values: dict[fx.Node, Any] = {written.places[n]: v for n, v in lifted.items()} | written.constants
+    values: dict[fx.Node, Any] = {written.places[n]: v for n, v in known.items()} | written.constants
     native: dict[fx.Node, Any] = {}
     nodes: list[fx.Node] = []
     live, moving = _ancestors(written.graph), set(inputs)
@@ -318,23 +317,6 @@ def _sorted_out(
         if any(t.is_complex() for t in flat_tensors(node.meta.get("val"))):
             raise Refused(f"{where(node)}: the network returns complex numbers; return torch.view_as_real of them")
     return Program(tuple(nodes), tuple(inputs), outputs, values, native=native)
-
-
-def _lifted(program: ExportedProgram) -> dict[fx.Node, Any]:
-    values: dict[fx.Node, Any] = {}
-    by_name = {n.name: n for n in program.graph_module.graph.nodes if n.op == "placeholder"}
-    for spec in program.graph_signature.input_specs:
-        node = by_name[spec.arg.name]
-        if spec.kind is InputKind.PARAMETER or (spec.kind is InputKind.BUFFER and spec.persistent):
-            values[node] = program.state_dict[str(spec.target)].detach()
-        elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            constant = program.constants[str(spec.target)]
-            values[node] = constant.detach() if isinstance(constant, Tensor) else constant
-        elif spec.kind is not InputKind.USER_INPUT:
-            raise Refused(
-                f"the program takes an input of kind {spec.kind.name} ({spec.arg.name}), which is not bounded"
-            )
-    return values
 
 
 def _require_tensor(node: fx.Node) -> None:
