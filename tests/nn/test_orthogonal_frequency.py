@@ -11,7 +11,7 @@ from torch import Tensor
 
 import equipoise.nn as eqn
 from equipoise.nn.orthogonal.cayley import SquareCayley, blocks, contracted
-from equipoise.nn.orthogonal.frequency import LEAST, Filtered, back, inverse, transform
+from equipoise.nn.orthogonal.frequency import LEAST, Filtered, by_operators, inverse
 from equipoise.nn.orthogonal.sandwich import Pair, pair
 
 Outputs = tuple[Tensor, ...]
@@ -35,9 +35,6 @@ def two(dtype: torch.dtype, rows: int, n: int) -> tuple[Callable[..., Any], Call
 def images(
     dtype: torch.dtype, batch: int, groups: int, size: tuple[int, int]
 ) -> tuple[Callable[..., Any], Callable[..., Any], Outputs]:
-    def by_operators(x: Tensor, W: Tensor) -> Tensor:
-        return back(transform(x, groups) @ W.mT, size)
-
     x = torch.randn(batch, 2 * groups, *size, dtype=dtype.to_real())
     return Filtered.apply, by_operators, (x, torch.randn(groups, size[0] * (size[1] // 2 + 1), 3, 2, dtype=dtype))
 
@@ -61,9 +58,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 def test_values_first_and_second_derivatives_are_those_of_the_operators(case: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     make, arguments = CASES[case]
-    closed, by_operators, inputs = make(dtype, *arguments)
+    closed, plain, inputs = make(dtype, *arguments)
     inputs = tuple(tensor.requires_grad_() for tensor in inputs)
-    found, expected = (as_tuple(f(*inputs)) for f in (closed, by_operators))
+    found, expected = (as_tuple(f(*inputs)) for f in (closed, plain))
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.complex64 else {}
     torch.testing.assert_close(found, expected, **close)
     given = [torch.randn_like(value) for value in found]
@@ -84,11 +81,9 @@ def as_tuple(value: Any) -> Outputs:
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_only_the_gradient_that_is_asked_for(wanted: int) -> None:
     torch.manual_seed(0)
-    f, by_operators, inputs = images(torch.complex64, 2, 1, (4, 4))
+    f, plain, inputs = images(torch.complex64, 2, 1, (4, 4))
     inputs[wanted].requires_grad_()
-    found, expected = (
-        torch.autograd.grad(g(*inputs), inputs[wanted], torch.ones(2, 3, 4, 4))[0] for g in (f, by_operators)
-    )
+    found, expected = (torch.autograd.grad(g(*inputs), inputs[wanted], torch.ones(2, 3, 4, 4))[0] for g in (f, plain))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

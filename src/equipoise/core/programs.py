@@ -72,7 +72,7 @@ class _Compared(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """The node's value, refused where it is not of the kind that is stated."""
         found = super().run_node(n)
-        size = sum(t.numel() * t.element_size() for t in _tensors(found))
+        size = sum(t.numel() * t.element_size() for t in flat_tensors(found))
         if size > LARGEST and n.op == "call_function":
             raise Refused(
                 f"node {n.name!r} makes {size / 2**30:.3g} GiB at once, more than the {LARGEST / 2**30:g} GiB that a program "
@@ -86,12 +86,13 @@ class _Compared(fx.Interpreter):
         return found
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def flat_tensors(value: Any) -> list[Tensor]:
+    """The tensors in a nested value."""
     return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
 def _kinds(value: Any) -> list[tuple[tuple[Any, ...], torch.dtype]]:
-    return [(tuple(t.shape), t.dtype) for t in _tensors(value)]
+    return [(tuple(t.shape), t.dtype) for t in flat_tensors(value)]
 
 
 def _shown(value: Any) -> str:

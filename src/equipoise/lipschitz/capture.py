@@ -20,13 +20,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
-from equipoise.core.programs import lifted, require_stated_shapes
+from equipoise.core.programs import flat_tensors, lifted, require_stated_shapes
 from equipoise.lipschitz.batches import flat_outputs, settled
 from equipoise.lipschitz.expand import Written, written_out
 from equipoise.lipschitz.modes import asked_about, ordinary_answers, refuse_mutation, written_arguments
 from equipoise.lipschitz.places import where
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
-from equipoise.lipschitz.values import evaluate, flat_tensors, in_float64, is_mutable, perform
+from equipoise.lipschitz.values import evaluate, in_float64, is_mutable, perform
 
 #: functions a graph may call besides registered operators
 _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)

@@ -32,11 +32,6 @@ def _widened(argument: Any) -> Any:
     return _WIDE.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
 
-def flat_tensors(value: Any) -> list[Tensor]:
-    """The tensors in a nested value."""
-    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
-
-
 def in_float64(value: Any) -> Any:
     """A floating or complex constant in double precision; anything else as it is."""
     if isinstance(value, Tensor) and value.is_complex():

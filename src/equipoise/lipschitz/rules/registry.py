@@ -14,9 +14,10 @@ from torch import Tensor, fx
 from equipoise.core.bounds import Bound, Bracket, as_upper
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.precision import down, frobenius, up
+from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Sum, Weighted
 from equipoise.lipschitz.places import module_path, where
-from equipoise.lipschitz.values import flat_tensors, functional
+from equipoise.lipschitz.values import functional
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket

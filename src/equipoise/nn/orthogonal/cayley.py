@@ -98,10 +98,8 @@ def isometry_bound(*blocks: Tensor) -> Tensor:
 def _mean_and_rest(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """`(μ, ‖G − μI‖_F)` of `G = Σ W_i*W_i` in float64, μ the mean of its diagonal."""
     lengths, (count, _, n) = [W.shape[-2] for W in columns], columns[0].shape
-    length, parts = (
-        sum(lengths),
-        1 + columns[0].is_complex(),
-    )  # real and imaginary parts: real products are the faster ones
+    length = sum(lengths)
+    parts = 1 + columns[0].is_complex()  # real and imaginary ones: real products are the faster ones
     S = torch.empty(count, parts * length, n, dtype=torch.float64, device=columns[0].device)
     for k, place in enumerate(S.split(lengths * parts, 1)):
         W = columns[k % len(columns)]

@@ -91,6 +91,11 @@ def filtered(x: Tensor, weight: Tensor) -> Tensor:
     if plainly_called(x) and plainly_called(weight):
         found: Tensor = Filtered.apply(x, weight)
         return found
+    return by_operators(x, weight)
+
+
+def by_operators(x: Tensor, weight: Tensor) -> Tensor:
+    """`filtered` by operators that torch differentiates itself."""
     return back(transform(x, len(weight)) @ weight.mT, (x.shape[-2], x.shape[-1]))
 
 
@@ -112,10 +117,9 @@ class Filtered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients for x and the matrices."""
         (x, weight, X), g = ctx.saved_tensors, gradients[0]
-        size = x.shape[-2], x.shape[-1]
         if torch.is_grad_enabled():  # somebody will differentiate again
-            again = back(transform(x, len(weight)) @ weight.mT, size)
-            return differentiable([again], [g], x, weight)
+            return differentiable([by_operators(x, weight)], [g], x, weight)
+        size = x.shape[-2], x.shape[-1]
         G = transform(g, len(weight))
         few = G.numel() + X.numel() < weight.numel()  # what is conjugated, weights or images
         image = (G.conj_physical() @ weight).conj_physical() if few else G @ weight.conj_physical()
