@@ -89,8 +89,12 @@ def test_a_changed_radius_is_noticed(tmp_path):
     told = json.loads((tmp_path / "proved.json").read_text())
     told["asked"]["norm"] = "linf"
     (tmp_path / "proved.json").write_text(json.dumps(told))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="was changed after it was written"):
         open_proved(tmp_path)
+    del told["digest"]
+    (tmp_path / "proved.json").write_text(json.dumps(told))
+    with pytest.raises(InputError, match=r"another run than the proved\.json beside it"):
+        _ = open_proved(tmp_path).rows
 
 
 def test_unlabelled_inputs_keep_the_networks_own_answer(tmp_path):

@@ -98,12 +98,14 @@ class Table(Generic[R]):
 
     What is stored of an input is up to a kind of run: `schema` is the statement that makes the table `inputs`, with at least the
     columns id, position, failure and checksum, `columns` are those that are written, `encode` and `decode` turn rows into them
-    and back. `identity` is the digest of what must not change, `seal` that of the whole `run.json`: a store that belongs to
-    another run, or to another version of its `run.json`, is refused.
+    and back. `identity` is the digest of what must not change, `seal` that of the whole `manifest`: a store that belongs to
+    another run, or to another version of its manifest, is refused.
     """
 
     schema: ClassVar[str]
     columns: ClassVar[tuple[str, ...]]
+    #: the file beside the store that says what the run is
+    manifest: ClassVar[str] = "run.json"
 
     def encode(self, row: R) -> tuple[Any, ...]:
         """The values of the columns."""
@@ -147,11 +149,11 @@ class Table(Generic[R]):
         self.checked = self.meta("checksums") is not None
         if self.meta("identity") not in (None, identity):
             raise InputError(
-                f"{self.path} belongs to another run than the run.json beside it; put the right two together"
+                f"{self.path} belongs to another run than the {self.manifest} beside it; put the right two together"
             )
         if seal is not None and self.meta("manifest") not in (None, seal):
             raise InputError(
-                f"the run.json beside {self.path} was changed after the run was begun: restore it, or start a new run"
+                f"the {self.manifest} beside {self.path} was changed after the run was begun: restore it, or start a new run"
             )
         if self.checked and self._tallied() != int(self.meta("rows") or 0):
             raise sqlite3.DatabaseError(f"it counts {self.meta('rows')} inputs and holds {self._tallied()}")

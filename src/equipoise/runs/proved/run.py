@@ -26,6 +26,8 @@ from equipoise.runs.manifest import Described, versions
 from equipoise.runs.rows import InputId, Item
 from equipoise.runs.store import AttackRow, Table, locked
 
+NAME = "proved.json"
+FORMAT = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS inputs (
   id PRIMARY KEY NOT NULL, position INTEGER NOT NULL, label INTEGER NOT NULL, prediction INTEGER NOT NULL, radius REAL NOT NULL,
@@ -64,6 +66,7 @@ class ProvedStore(Table[ProvedRow]):
 
     schema = _SCHEMA
     columns = tuple(f.name for f in fields(ProvedRow))
+    manifest = NAME
 
     def encode(self, row: ProvedRow) -> tuple[Any, ...]:
         """The row's own fields."""
@@ -78,10 +81,6 @@ class ProvedStore(Table[ProvedRow]):
         if not sound or (row.radius > 0 and wrong):
             raise InputError(f"{self.path} is damaged at input {row.id!r}: restore it from a copy")
         return row
-
-
-NAME = "proved.json"
-FORMAT = 1
 
 
 @dataclass(frozen=True)
