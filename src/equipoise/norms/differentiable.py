@@ -35,7 +35,7 @@ from equipoise.maps.geometry import (
     zero_lattice,
 )
 from equipoise.maps.linear import Convolution, convolution
-from equipoise.norms.gram import adjoint, gram, gram_iterate, scaled, small_side
+from equipoise.norms.gram import adjoint, gram_iterate, near_one, scaled, small_side
 from equipoise.norms.peak import combined_pays, frequencies, largest
 from equipoise.norms.symbol import tap_positions
 
@@ -229,13 +229,13 @@ def explicit_gradient(W: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     shift = torch.zeros_like(first)
     last = A
     for i in range(iterations):
-        last, e = scaled(gram(last))
+        last, e = near_one(adjoint(last) @ last)
         log2 = 2 * log2 + e
         if i == 0:
             power, shift = last, log2 - 2 * first
         else:
             assert power is not None
-            power, e = scaled(power @ last)
+            power, e = near_one(power @ last)
             shift = shift + (log2 - 2.0 ** (i + 1) * first) + e
     norm = torch.linalg.matrix_norm(last).double()
     m = 2.0 ** (iterations + 1)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equipoise.norms.gram import entries_norm
 from equipoise.norms.symbol import Symbol, tap_positions
 from equipoise.norms.verify import below_parts, verification_loss
 
@@ -107,7 +108,7 @@ def _race(
             size = norm.nan_to_num(neginf=0.0).ceil()
             G = G * torch.exp2(-size).to(G.real.dtype)[:, None, None]
             G = G @ G  # Hermitian
-            log2, norm = 2 * (log2 + size), _log_norm(G.real, G.imag)
+            log2, norm = 2 * (log2 + size), entries_norm(G).double().log2()
             log_s = (norm + log2) * 2.0**-t
         stay = (log_s > best).nonzero()[:, 0]
         if not len(stay):

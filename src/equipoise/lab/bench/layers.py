@@ -38,7 +38,7 @@ def plain(channels: int) -> nn.Module:
 
 #: contestant → (how it is made, the ratio of a training step to reach)
 LAYERS: dict[str, tuple[Maker, float | None]] = {
-    "SN": (conv("sn"), None),
+    "SN": (conv("sn"), 1.3),
     "AOL": (conv("aol"), 1.15),
     "SR t=2": (conv("sr", t=2), 1.15),
     "SR t=3": (conv("sr", t=3), None),
