@@ -12,6 +12,7 @@ from equipoise.core import InputError, Refused
 from equipoise.core.precision import full_precision
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.capture import capture
+from equipoise.runs.models import hash_module
 
 
 def _branch(x):
@@ -174,3 +175,18 @@ def test_torchscript_is_refused_and_inference_mode_is_not():
         made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
         made.load_state_dict(net.state_dict())
         assert lipschitz_bound(made, x).upper == lipschitz_bound(net, x).upper
+
+
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_weights_are_refused_and_told_apart_by_their_digest(sparse):
+    class Net(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.weight = nn.Parameter(sparse(factor * torch.eye(3)))
+
+        def forward(self, x):
+            return torch.sparse.mm(self.weight, x.mT).mT
+
+    with pytest.raises(Refused, match=r"sparse.*to_dense"):
+        lipschitz_bound(Net(1.0).eval(), torch.zeros(1, 3))
+    assert hash_module(Net(1.0)) == hash_module(Net(1.0)) != hash_module(Net(2.0))

@@ -233,6 +233,8 @@ def _nan() -> Tensor:
         (lambda: spectral_norm(torch.zeros(3)), InputError, "shape"),
         (lambda: spectral_norm(torch.eye(2).long()), InputError, "floating-point"),
         (lambda: spectral_norm(torch.eye(2).to_sparse()), InputError, "to_dense"),
+        (lambda: spectral_norm(torch.empty(2, 2, device="meta")), InputError, "meta"),
+        (lambda: spectral_norm(torch.nested.nested_tensor([torch.eye(2)])), InputError, "nested"),
         (lambda: spectral_norm(torch.eye(2), rtol=0), InputError, "rtol"),
         (lambda: spectral_norm(torch.eye(2), method="power"), InputError, "method"),
         (lambda: spectral_norm([[1.0]]), InputError, "tensor or a layer"),

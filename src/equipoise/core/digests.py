@@ -26,8 +26,12 @@ class Digest:
     def add(self, name: str, value: Any) -> Digest:
         """Take in one named value."""
         if isinstance(value, Tensor):
-            value = value.detach().cpu().contiguous()
-            head, body = f"{value.dtype}{tuple(value.shape)}", value.reshape(-1).view(torch.uint8).numpy().tobytes()
+            kind = "" if value.layout is torch.strided else str(value.layout)
+            value = (value.to_dense() if kind else value).detach().cpu().contiguous()
+            head, body = (
+                f"{kind}{value.dtype}{tuple(value.shape)}",
+                value.reshape(-1).view(torch.uint8).numpy().tobytes(),
+            )
         elif isinstance(value, np.ndarray):
             head, body = f"{value.dtype}{value.shape}", np.ascontiguousarray(value).tobytes()
         elif isinstance(value, bytes):

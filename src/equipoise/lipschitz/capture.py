@@ -369,6 +369,11 @@ def _evaluate(node: fx.Node, values: dict[fx.Node, Any], read: set[int], held: s
 
 
 def _memory(t: Tensor) -> int:
+    if t.layout is not torch.strided:
+        kind = str(t.layout).removeprefix("torch.")
+        raise Refused(
+            f"a tensor of shape {tuple(t.shape)} is stored as {kind}, which no rule reads: use its to_dense()"
+        )
     return t.untyped_storage().data_ptr()
 
 
