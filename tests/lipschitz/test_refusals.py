@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -190,3 +192,15 @@ def test_sparse_weights_are_refused_and_told_apart_by_their_digest(sparse):
     with pytest.raises(Refused, match=r"sparse.*to_dense"):
         lipschitz_bound(Net(1.0).eval(), torch.zeros(1, 3))
     assert hash_module(Net(1.0)) == hash_module(Net(1.0)) != hash_module(Net(2.0))
+
+
+def test_a_branch_on_the_data_is_refused_in_one_sentence_and_nothing_is_printed_beside_it(capfd):
+    def told(x):
+        sys.stderr.write("seen")
+        return x
+
+    with pytest.raises(Refused, match="control flow depends on the data"):
+        lipschitz_bound(Op(lambda x: x * (5 if x.sum() > 3 else 1)).eval(), torch.zeros(1, 4))
+    assert capfd.readouterr() == ("", "")
+    lipschitz_bound(Op(told).eval(), torch.zeros(1, 4))
+    assert "seen" in capfd.readouterr().err

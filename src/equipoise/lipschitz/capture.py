@@ -8,7 +8,9 @@ captured, and is refused; so are mutations that something else can see, training
 from __future__ import annotations
 
 import contextlib
+import io
 import operator
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -194,10 +196,12 @@ def refuse_training(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter logs every failed guard; a refusal says it once."""
-    with warnings.catch_warnings(), unlogged():
+    """The exporter logs every failed guard and prints the graph it had; a refusal says it once."""
+    with warnings.catch_warnings(), unlogged(), contextlib.redirect_stderr(io.StringIO()) as printed:
         warnings.simplefilter("ignore")
         yield
+    if printed.getvalue():  # by the network itself, since nothing was raised
+        sys.stderr.write(printed.getvalue())
 
 
 @contextlib.contextmanager
