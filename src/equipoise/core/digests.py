@@ -28,10 +28,8 @@ class Digest:
         if isinstance(value, Tensor):
             kind = "" if value.layout is torch.strided else str(value.layout)
             value = (value.to_dense() if kind else value).detach().cpu().contiguous()
-            head, body = (
-                f"{kind}{value.dtype}{tuple(value.shape)}",
-                value.reshape(-1).view(torch.uint8).numpy().tobytes(),
-            )
+            head = f"{kind}{value.dtype}{tuple(value.shape)}"
+            body = value.reshape(-1).view(torch.uint8).numpy().tobytes()
         elif isinstance(value, np.ndarray):
             head, body = f"{value.dtype}{value.shape}", np.ascontiguousarray(value).tobytes()
         elif isinstance(value, bytes):

@@ -75,11 +75,10 @@ def _computable(weight: Tensor) -> Tensor:
     """Weights that can be computed with: floating point, at least float32, finite, on a device with float64."""
     if weight.layout is not torch.strided:
         raise InputError(f"expected a dense tensor, got the layout {weight.layout}; call .to_dense() first")
-    if weight.is_meta or weight.is_nested:
-        raise InputError(
-            "expected a tensor with numbers, got one on the device meta" if weight.is_meta else
-            "expected one tensor, got a nested one; bound its parts"
-        )  # fmt: skip
+    if weight.is_nested:
+        raise InputError("expected one tensor, got a nested one; bound its parts")
+    if weight.is_meta:
+        raise InputError("the weight is on the meta device: it has no values")
     weight = weight.to(working_dtype(weight.dtype))
     if weight.device.type == "mps":  # no float64 there: the proof runs on the CPU
         weight = weight.cpu()
