@@ -19,7 +19,7 @@ $(BASE): pyproject.toml constraints.txt
 	touch $@
 
 $(STAMP): $(BASE)
-	$(PIP) -e '.[dev,docs]'
+	$(PIP) -e '.[dev,docs]' -e lab
 	touch $@
 
 demo: $(BASE)             ## the main job on bundled data; little to install
@@ -56,7 +56,7 @@ bench: $(STAMP)           ## ratios against the alternatives, side by side in on
 	$(BIN)/equipoise bench norms
 
 experiments: $(STAMP)     ## every experiment of the thesis at laptop scale; goes on where it was stopped
-	$(BIN)/equipoise reproduce --all -o docs/experiments/results
+	$(BIN)/equipoise reproduce --all -o lab/results/experiments
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import equipoise as eq
-from equipoise.lab.experiments import every
 from equipoise.smoothing import PROCEDURES
+from equipoise_lab.experiments import every
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "reader.md"
 ROWS = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]

@@ -14,7 +14,7 @@ USED = """
 import torch
 from torch import nn
 import equipoise as eq
-from equipoise.lab.experiments.runner import find
+from equipoise_lab.experiments.runner import find
 from equipoise_holder.rules import Bent
 
 torch.manual_seed(0)

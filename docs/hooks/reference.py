@@ -35,7 +35,7 @@ PAGES = {
     "training": Page("Training", ("equipoise.train", "equipoise.optim", "equipoise.regularizers")),
     "curvature": Page("Curvature and attacks", ("equipoise.curvature", "equipoise.attacks")),
     "maps": Page("Linear maps", ("equipoise.maps",)),
-    "lab": Page("Experiments and self-checks", ("equipoise.lab.experiments", "equipoise.lab.selfcheck")),
+    "lab": Page("Experiments and self-checks", ("equipoise_lab.experiments", "equipoise.testing")),
     "equipoise": Page("The rest of eq.*", ("equipoise",)),
 }  # fmt: skip
 

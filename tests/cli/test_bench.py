@@ -5,10 +5,10 @@ import torch
 
 from equipoise.core.errors import InputError
 from equipoise.core.files import read_json
-from equipoise.core.timing import peak_bytes, take_turns
-from equipoise.lab.bench import growth, layers, pairs
-from equipoise.lab.bench import norms as bench
 from equipoise.norms import spectral_norm
+from equipoise_lab.bench import growth, layers, pairs
+from equipoise_lab.bench import norms as bench
+from equipoise_lab.timing import peak_bytes, take_turns
 
 
 def test_resnet18_has_the_shapes_of_the_paper():

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from equipoise import demo as showcase
 from equipoise.attacks import pgd
 from equipoise.cli.app import Command, build
-from equipoise.lab import showcase
 from equipoise.models import load
 from equipoise.report import Checked, ReportData, collect, load_margins
 from equipoise.runs import open_run

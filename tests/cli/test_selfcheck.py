@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from equipoise.core import InputError
-from equipoise.lab.selfcheck import CHECKS, REFERENCE_ROUNDING, Check, Tally, run
-from equipoise.lab.selfcheck.matrices import hostile_settings, truth
+from equipoise.testing import CHECKS, REFERENCE_ROUNDING, Check, Tally, run
+from equipoise.testing.matrices import hostile_settings, truth
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -92,7 +92,7 @@ def test_command_prints_a_table_and_fails_on_violations(equipoise, monkeypatch):
     def wrong(batch):
         batch.tally.record(0.0, 0.5, 1.0, "by construction")
 
-    monkeypatch.setattr("equipoise.lab.selfcheck.SUITES", {"norms": (Check("wrong on purpose", 1.0, wrong),)})
+    monkeypatch.setattr("equipoise.testing.SUITES", {"norms": (Check("wrong on purpose", 1.0, wrong),)})
     ran = equipoise("selfcheck", "--minutes", "0.0001")
     assert ran.code == 1
     assert "wrong on purpose" in ran.out

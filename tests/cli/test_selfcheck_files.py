@@ -6,10 +6,11 @@ import shutil
 import pytest
 
 from equipoise.core import InputError
-from equipoise.lab.selfcheck import SUITES, files, run
-from equipoise.lab.selfcheck.files import CANARY, Outcome, judge, opened
-from equipoise.lab.selfcheck.mutations import ACCIDENTS, INTENTS
-from equipoise.lab.selfcheck.subjects import SUBJECTS, Subject
+from equipoise.testing import run, suites
+from equipoise_lab.fuzz import files
+from equipoise_lab.fuzz.files import CANARY, Outcome, judge, opened
+from equipoise_lab.fuzz.mutations import ACCIDENTS, INTENTS
+from equipoise_lab.fuzz.subjects import SUBJECTS, Subject
 
 
 @pytest.mark.parametrize("kind", files.kinds())
@@ -58,7 +59,7 @@ def test_more_than_one_line_is_no_sentence(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_suite_runs_apart_without_violations():
-    report = run(SUITES["files"], seconds=30, seed=11)
+    report = run(suites()["files"], seconds=30, seed=11)
     assert report.violations == 0, report.tallies[0].examples
     assert report.operators >= 12
 

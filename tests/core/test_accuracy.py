@@ -6,8 +6,8 @@ import torch
 
 from equipoise.core import InputError
 from equipoise.core.accuracy import certified_accuracy, certified_at
-from equipoise.lab.experiments.shared.smoothed_networks import Rated
 from equipoise.nn import CertifiedAccuracy
+from equipoise_lab.experiments.shared.smoothed_networks import Rated
 
 RADIUS = np.array([0.0, 0.25, 0.5, 0.75, np.inf, 0.5])
 CORRECT = np.array([True, True, True, True, True, False])

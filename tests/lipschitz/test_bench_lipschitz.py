@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.lab.bench import lipschitz as bench
-from equipoise.lab.bench.lipschitz import ryu_norm
+from equipoise_lab.bench import lipschitz as bench
+from equipoise_lab.bench.lipschitz import ryu_norm
 
 
 def test_power_iteration_finds_the_norm_from_below():

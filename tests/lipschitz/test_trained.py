@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from equipoise.lab.bench import lipschitz as bench
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.attack import attacked
+from equipoise_lab.bench import lipschitz as bench
 
 
 @pytest.fixture(autouse=True)

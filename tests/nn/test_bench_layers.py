@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from equipoise.lab.bench import layers
+from equipoise_lab.bench import layers
 
 
 def test_quick_sections_hold_every_layer():

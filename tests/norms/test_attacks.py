@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import InputError, spectral_norm
-from equipoise.norms import PEERS, gram_norm_plain, norm2_toep, reference_norm
+from equipoise.norms import gram_norm_plain, norm2_toep, reference_norm
 from equipoise.norms.supremum import Search, grid_cells
 from equipoise.norms.symbol import Symbol
+from equipoise_lab.peers import PEERS
 
 
 def symbol(K: Tensor, omega: Tensor) -> Tensor:

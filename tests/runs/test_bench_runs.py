@@ -1,6 +1,6 @@
-from equipoise.lab.bench import runs as bench
-from equipoise.lab.bench.smoothing import small_cnn
 from equipoise.runs import open_run
+from equipoise_lab.bench import runs as bench
+from equipoise_lab.bench.smoothing import small_cnn
 
 
 def test_rows_have_the_common_form():

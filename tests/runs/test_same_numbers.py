@@ -162,8 +162,8 @@ def test_a_worker_can_be_sent_to_another_process(net, xy):
 
 @pytest.mark.parametrize("settings", [{}, {"procedure": "lvm", "map": "softmax:1.0"}], ids=["votes", "soft"])
 def test_memory_does_not_grow_with_the_number_of_draws(net, xy, settings):
-    from equipoise.core.timing import peak_bytes
     from equipoise.runs.parameters import parse_map
+    from equipoise_lab.timing import peak_bytes
 
     item, peaks = Item(0, 0, 0, xy[0][0]), []
     for n in (500, 5000):

@@ -1,7 +1,7 @@
 import torch
 
-from equipoise.lab.bench import smoothing as bench
 from equipoise.smoothing import SmoothedClassifier
+from equipoise_lab.bench import smoothing as bench
 
 
 def test_rows_have_the_common_form():

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -43,14 +44,11 @@ _TABLE = {
     "attack": "Attack a network; no certificate may break.",
     "report": "One HTML page from certification runs.",
     "train": "Train a network from a recipe.",
-    "scoreboard": "1-Lipschitz layers compared under one budget.",
     "curvature": "Hessian eigenvalue, trace, density, sharpness.",
-    "reproduce": "Tables and figures of the thesis, with verdicts.",
     "selfcheck": "Attack the guarantees on your own machine.",
-    "bench": "Speed and tightness against the alternatives.",
 }
 #: loaded at once; the others only when they are wanted
-_LIGHT = frozenset({"demo", "norm", "reproduce", "selfcheck", "bench"})
+_LIGHT = frozenset({"demo", "norm", "selfcheck"})
 COMMANDS = tuple(
     Command(name, f"equipoise.cli.{name}", name, name not in _LIGHT, text) for name, text in _TABLE.items()
 )
@@ -76,8 +74,21 @@ Every command has --json and --help. Exit codes: 0 fine, 1 a check failed, 2 the
 """
 
 
-def build(commands: tuple[Command, ...] = COMMANDS, wanted: str | None = None) -> typer.Typer:
-    """The typer application with every command of the table; if it is known which one is `wanted`, it starts quicker."""
+def installed() -> tuple[Command, ...]:
+    """The commands that other packages add through the entry point group `equipoise.commands`, by name."""
+    points = sorted(entry_points(group="equipoise.commands"), key=lambda point: point.name)
+    return tuple(Command(point.name, point.module, point.attr) for point in points)
+
+
+def build(commands: tuple[Command, ...] | None = None, wanted: str | None = None) -> typer.Typer:
+    """The typer application.
+
+    Args:
+        commands: rows of the command table; by default the built-in ones and those of installed packages.
+        wanted: the command that will run; the others are listed without being imported.
+    """
+    if commands is None:
+        commands = (*COMMANDS, *installed())
     app = typer.Typer(
         name="equipoise",
         help=_verbatim(HELP),

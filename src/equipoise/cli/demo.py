@@ -42,7 +42,7 @@ def demo(
     """
     import torch
 
-    from equipoise.lab.showcase import QUICK, Settings, showcase
+    from equipoise.demo import QUICK, Settings, showcase
 
     torch.set_num_threads(1)  # networks this small spend more time on sharing work than on doing it
 

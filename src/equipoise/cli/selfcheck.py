@@ -13,7 +13,7 @@ from equipoise.cli.options import Json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from equipoise.lab.selfcheck import Report
+    from equipoise.testing import Report
 
 
 def selfcheck(
@@ -53,14 +53,19 @@ def selfcheck(
     """
     from equipoise.core.errors import InputError
     from equipoise.core.files import make_folder
-    from equipoise.lab.selfcheck import SUITES, run
+    from equipoise.testing import run, suites
 
-    if suite not in SUITES:
-        raise InputError(f"selfcheck knows the suites {', '.join(SUITES)}; got {suite!r}")
+    available = suites()
+    if suite not in available:
+        raise InputError(f"there is no suite {suite!r}; installed are {', '.join(available)}")
     with progress() as bar:
         task = bar.add_task("selfcheck", total=100)
         report = run(
-            SUITES[suite], 60 * minutes, device, seed, lambda tally, done: bar.update(task, completed=round(100 * done))
+            available[suite],
+            60 * minutes,
+            device,
+            seed,
+            lambda tally, done: bar.update(task, completed=round(100 * done)),
         )
     if as_json:
         emit_json(report.to_dict())

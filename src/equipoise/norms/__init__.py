@@ -2,11 +2,10 @@
 
 from equipoise.norms import functional
 from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
-from equipoise.norms.peers import PEERS
 from equipoise.norms.reference import norm2_toep, operator_matrix, reference_norm
 from equipoise.norms.spectral import spectral_norm
 
 __all__ = [
-    "PEERS", "dominant_eigenpair", "dominant_pair", "functional", "gram_norm_plain", "norm2_toep",
+    "dominant_eigenpair", "dominant_pair", "functional", "gram_norm_plain", "norm2_toep",
     "operator_matrix", "reference_norm", "spectral_norm",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.core.errors import InputError
-from equipoise.lab.experiments import Context, Label, catalogue, find, reproduce, results
+from equipoise_lab.experiments import Context, Label, catalogue, find, reproduce, results
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from equipoise.core.errors import InputError
-from equipoise.lab.experiments import Context, Experiment, Label, Verdict, find, reproduce, reproduce_all, results
-from equipoise.lab.experiments.figures import canvas, line
-from equipoise.lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of, power_of_mean
-from equipoise.lab.experiments.page import summary
-from equipoise.lab.experiments.runner import plan
+from equipoise_lab.experiments import Context, Experiment, Label, Verdict, find, reproduce, reproduce_all, results
+from equipoise_lab.experiments.figures import canvas, line
+from equipoise_lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of, power_of_mean
+from equipoise_lab.experiments.page import summary
+from equipoise_lab.experiments.runner import plan
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from equipoise.core.errors import InputError
-from equipoise.lab.experiments import catalogue, find
-from equipoise.lab.experiments.runner import plan
+from equipoise_lab.experiments import catalogue, find
+from equipoise_lab.experiments.runner import plan
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 
 MODULE = """
 from dataclasses import dataclass
-from equipoise.lab.experiments import Experiment, Label, Verdict
-from equipoise.lab.experiments.figures import canvas
+from equipoise_lab.experiments import Experiment, Label, Verdict
+from equipoise_lab.experiments.figures import canvas
 
 @dataclass(frozen=True)
 class Settings:

@@ -10,9 +10,9 @@ import torch
 
 from equipoise.attacks import AttackResult
 from equipoise.core.errors import InputError, Refused
-from equipoise.lab.scoreboard import Budget, Cell, plan, play, read_board
-from equipoise.lab.scoreboard.cell import LOSSES, fitting, located, play_cell
 from equipoise.nn.models.families import families
+from equipoise_lab.scoreboard import Budget, Cell, plan, play, read_board
+from equipoise_lab.scoreboard.cell import LOSSES, fitting, located, play_cell
 
 TINY = Budget("digits", 0.001, (4,), (1,), 8, 64, 5e-3, 0.4, 40, flip=False)
 
@@ -36,7 +36,7 @@ def test_certified_is_at_most_attacked_is_at_most_clean(board):
 
 def test_played_cells_are_read_and_not_played_again(board, monkeypatch):
     folder, cells, before = board
-    monkeypatch.setattr("equipoise.lab.scoreboard.cell._measured", lambda *_: pytest.fail("played again"))
+    monkeypatch.setattr("equipoise_lab.scoreboard.cell._measured", lambda *_: pytest.fail("played again"))
     again = play(cells[:3], TINY, folder)
     assert again.cells == [c for c in before.cells if "refused" not in c]
     with pytest.raises(InputError, match="another budget"):
@@ -107,7 +107,7 @@ def test_a_board_grows_and_can_be_gone_on_with_elsewhere(board, tmp_path, monkey
     folder, cells, before = board
     (tmp_path / "scoreboard.json").write_text((folder / "scoreboard.json").read_text())
     refuse = lambda cell, *_: {"asked": {"cell": asdict(cell)}, "refused": cell.name}  # noqa: E731
-    monkeypatch.setattr("equipoise.lab.scoreboard.board.play_cell", refuse)
+    monkeypatch.setattr("equipoise_lab.scoreboard.board.play_cell", refuse)
     grown = play([Cell("bcop"), Cell("sr")], TINY, tmp_path)
     assert [c for c in grown.cells if "refused" not in c] == [c for c in before.cells if "refused" not in c]
     assert [c["refused"] for c in grown.cells if "refused" in c] == ["sr.lmt.0"]
@@ -129,13 +129,13 @@ def test_data_that_cannot_be_read_are_refused_once(tmp_path, monkeypatch):
 def test_autoattack_is_added_to_cells_that_were_played(board, monkeypatch):
     folder, cells, _ = board
     broken = AttackResult(torch.empty(0), torch.tensor(True), torch.empty(0))
-    monkeypatch.setattr("equipoise.lab.scoreboard.board.require_autoattack", lambda: "here")
-    monkeypatch.setattr("equipoise.lab.scoreboard.cell.autoattack", lambda *_: broken)
+    monkeypatch.setattr("equipoise_lab.scoreboard.board.require_autoattack", lambda: "here")
+    monkeypatch.setattr("equipoise_lab.scoreboard.cell.autoattack", lambda *_: broken)
     found = play(cells[:1], TINY, folder, autoattack=7)
     (cell,) = [c for c in found.cells if "autoattack" in c]
     assert (cell["autoattack"], cell["autoattack_samples"]) == (0.0, 7)
     assert "AutoAttack" in found.markdown()
-    monkeypatch.setattr("equipoise.lab.scoreboard.cell._measured", lambda *_: pytest.fail("attacked again"))
+    monkeypatch.setattr("equipoise_lab.scoreboard.cell._measured", lambda *_: pytest.fail("attacked again"))
     assert play(cells[:1], TINY, folder, autoattack=7).cells == found.cells
 
 

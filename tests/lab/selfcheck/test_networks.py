@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from equipoise.lab.selfcheck import SUITES, run
-from equipoise.lab.selfcheck.assault import Target, Witness, assault, confirmed
-from equipoise.lab.selfcheck.networks import Question, Trial, Violation, examine, minimised, script
-from equipoise.lab.selfcheck.programs import Program, Statement, runs, shrunk
-from equipoise.lab.selfcheck.statements import expressions, random_program
 from equipoise.lipschitz.operations import Opaque
 from equipoise.lipschitz.rules import registry
+from equipoise.testing import run, suites
+from equipoise.testing.attack import Target, Witness, assault, confirmed
+from equipoise_lab.fuzz.networks import Question, Trial, Violation, examine, minimised, script
+from equipoise_lab.fuzz.programs import Program, Statement, runs, shrunk
+from equipoise_lab.fuzz.statements import expressions, random_program
 
 ROWS = expressions()
 
@@ -154,6 +154,6 @@ def test_programs_run():
 
 @pytest.mark.slow
 def test_two_minutes_without_violations():
-    report = run(SUITES["networks"], seconds=120, seed=3)
+    report = run(suites()["networks"], seconds=120, seed=3)
     assert report.violations == 0, report.tallies[0].scripts
     assert report.tallies[0].refused < 0.6 * (report.operators + report.tallies[0].refused)

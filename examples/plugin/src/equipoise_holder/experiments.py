@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from equipoise.lab.experiments import Context, Experiment, Label, Verdict
-from equipoise.lab.experiments.figures import canvas, line
+from equipoise_lab.experiments import Context, Experiment, Label, Verdict
+from equipoise_lab.experiments.figures import canvas, line
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Experiments, benchmarks, scoreboard and fuzzers of equipoise; the library never imports this package."""

@@ -1,0 +1,135 @@
+"""What an audit costs and how tight it is, against forward passes and power iteration, side by side in one run.
+
+Every function returns plain rows `{"name", "ours", "baseline", "ratio", "goal"}`.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.checkpoints import load_weights
+from equipoise.core.modules import fresh_strides
+from equipoise.data import data_file
+from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise.nn.models import build
+from equipoise_lab.bench.smoothing import Row, row
+from equipoise_lab.timing import take_turns
+
+
+def ryu_norm(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...], iterations: int = 200) -> float:
+    """Power iteration on the real operator (Ryu et al. 2019): an estimate from below.
+
+    >>> _ = torch.manual_seed(0)
+    >>> round(ryu_norm(nn.Linear(3, 3, bias=False).requires_grad_(False).eval(), (3,)), 2) > 0
+    True
+    """
+    v = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    size = 0.0
+    for _ in range(iterations):
+        v = (v / v.norm()).requires_grad_()
+        out = apply(v)
+        size = float(out.detach().norm())
+        (v,) = torch.autograd.grad(out, v, out.detach())
+    return size
+
+
+def ryu_product(net: nn.Module, x: Tensor, iterations: int = 200) -> float:
+    """Logarithm of the layer-by-layer product with every convolution's norm estimated by power iteration (bias-free ones)."""
+    report = lipschitz_bound(net, x)
+    sizes: dict[str, tuple[int, ...]] = {}
+    hooks = [
+        m.register_forward_pre_hook(lambda m, a, name=name: sizes.__setitem__(name, tuple(a[0].shape[1:])))
+        for name, m in net.named_modules()
+        if isinstance(m, nn.Conv2d)
+    ]
+    with torch.no_grad():
+        net(x)
+    for hook in hooks:
+        hook.remove()
+    total = report.log_product
+    for layer in report.layers:
+        if layer.name in sizes and not math.isnan(layer.lower):
+            conv = net.get_submodule(layer.name)
+            assert isinstance(conv, nn.Conv2d)
+
+            def linear(v: Tensor, conv: nn.Conv2d = conv) -> Tensor:
+                return conv(v) if conv.bias is None else conv(v) - conv.bias[:, None, None]
+
+            estimate = ryu_norm(linear, sizes[layer.name], iterations)
+            total += layer.weight * (math.log(estimate) - math.log(layer.upper))
+    return total
+
+
+def imagenet_resnet(depth: int = 18) -> nn.Module:
+    """ResNet-18 or ResNet-50 for 3×224×224 with random weights, in evaluation mode."""
+    return build(f"resnet{depth}", stem="imagenet", num_classes=1000, input_size=224).eval()
+
+
+def trained_resnet(depth: int = 20) -> nn.Module:
+    """A trained CIFAR ResNet from the data folder, in evaluation mode; its inputs are normalised beforehand."""
+    net = build(f"cifar_resnet{depth}", mean=None, std=None)
+    return load_weights(net, data_file(f"cifar10-resnet{depth}.safetensors")).requires_grad_(False)
+
+
+def rows(repeats: int = 3) -> list[Row]:
+    """All rows; minutes on one core."""
+    audits = [audit_row(18, 10, repeats), audit_row(18, 10, 1, scattered=True), audit_row(50, 15, 1)]
+    return [*audits, *ryu_rows(), *local_rows()]
+
+
+def audit_row(depth: int = 18, goal: float = 10, repeats: int = 3, rtol: float = 0.05, scattered: bool = False) -> Row:
+    """Audit of a ResNet at 3×224×224 against one forward pass of batch 8, interleaved; the ratio is the number of passes.
+
+    With fresh batch norms one proof serves both totals; `scattered` draws their scales at random, where it often does not.
+    """
+    torch.manual_seed(0)
+    net = imagenet_resnet(depth).requires_grad_(False)
+    for module in net.modules():
+        if scattered and isinstance(module, nn.BatchNorm2d):
+            module.weight.data.uniform_(0.5, 1.5)
+            torch.nn.init.uniform_(module.running_var, 0.5, 1.5)  # type: ignore[arg-type]
+    lipschitz_bound(nn.Linear(2, 2), torch.zeros(1, 2))  # what the exporter imports is not part of the audit
+    x = torch.randn(8, 3, 224, 224)
+    with torch.no_grad():
+        net(x)
+        contest = take_turns({"ours": lambda: lipschitz_bound(net, x[:1], rtol=rtol), "base": lambda: net(x)}, repeats)
+    ratio = statistics.median(contest.ratios("ours", "base"))
+    kind = ", scattered batch norms" if scattered else ""
+    name = f"audit of ResNet-{depth} at 3×224×224 (rtol {rtol:g}{kind}), in forward passes of batch 8"
+    return row(name, contest.seconds["ours"], contest.seconds["base"], ratio, goal)
+
+
+def ryu_rows(depths: tuple[int, ...] = (20, 56)) -> list[Row]:
+    """PUB on the trained CIFAR ResNets relative to the same product with Ryu's norms (first order in the logarithm)."""
+    found = []
+    for depth in depths:
+        net, x = trained_resnet(depth), torch.zeros(1, 3, 32, 32)
+        report, ryu = lipschitz_bound(net, x), ryu_product(net, x)
+        for name, ours in (("product", report.log_product), ("fused", report.log_upper)):
+            title = f"log PUB of CIFAR ResNet-{depth}, {name}, relative to Ryu's"
+            found.append(row(title, ours, ryu, math.exp(ours - ryu), 1.05))
+    return found
+
+
+def local_rows(radii: tuple[float, ...] = (0.05, 0.25), samples: int = 2) -> list[Row]:
+    """Certified local upper end on the trained ResNet-20 against its global bound; the ratio is the median over test images."""
+    import numpy as np
+
+    net = trained_resnet(20)
+    pixels = np.load(data_file("cifar10.npz"))["x_test"][:samples]
+    x = fresh_strides(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255)
+    x = (x - torch.tensor([0.485, 0.456, 0.406]).reshape(1, 3, 1, 1)) / torch.tensor([0.229, 0.224, 0.225]).reshape(
+        1, 3, 1, 1
+    )
+    whole = lipschitz_bound(net, x[:1]).upper
+    found = []
+    for radius in radii:
+        bracket = local_lipschitz(net, x, radius, steps=10)
+        upper = float(torch.as_tensor(bracket.upper).median())
+        lower = float(torch.as_tensor(bracket.lower).median())
+        name = f"local bound of ResNet-20 at radius {radius:g} (attack reaches {lower:.3g})"
+        found.append(row(name, upper, whole, upper / whole, 0.1))
+    return found

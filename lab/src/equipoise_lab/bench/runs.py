@@ -1,0 +1,132 @@
+"""What a run costs on top of the certification itself, and how fast stored runs are read.
+
+Rows `{"name", "ours", "baseline", "ratio", "goal"}` as in `bench.smoothing`; both sides take turns in one run.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from equipoise.runs import Execution, TaskSpec, describe, open_run, start
+from equipoise.runs.inputs import Selection
+from equipoise.runs.manifest import Manifest
+from equipoise.runs.models import portable
+from equipoise.runs.parameters import Parameters
+from equipoise.runs.rows import Item
+from equipoise.runs.rows import Row as StoredRow
+from equipoise.runs.store import Store
+from equipoise.smoothing import SimplexMap, SmoothedClassifier
+from equipoise.smoothing.procedures import DEFAULT
+from equipoise_lab.bench.smoothing import Row, interleaved, resnet, row, small_cnn
+from equipoise_lab.timing import seconds
+
+
+def rows(repeats: int = 3, inputs: int = 10_000) -> list[Row]:
+    """All rows; a few minutes on one core."""
+    return [
+        *(overhead_row(name, model, shape, repeats) for name, model, shape in _networks()),
+        overhead_row("small CNN, LVM-RS", small_cnn, (1, 28, 28), repeats, procedure="lvm"),
+        reading_row(inputs),
+        *([ray_row(repeats)] if find_spec("ray") is not None else []),
+    ]
+
+
+def _networks() -> list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]]:
+    return [("small CNN", small_cnn, (1, 28, 28)), ("CIFAR ResNet", resnet, (3, 32, 32))]
+
+
+def overhead_row(
+    name: str,
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    repeats: int = 3,
+    *,
+    inputs: int = 20,
+    n: int = 1900,
+    procedure: str = DEFAULT,
+) -> Row:
+    """Seconds of a run (store, bookkeeping, derivation) over seconds of `SmoothedClassifier.certify` on the same draws."""
+    model = make()
+    x = torch.rand(inputs, *shape, generator=torch.Generator().manual_seed(0))
+    y, chosen = torch.zeros(inputs, dtype=torch.int64), SimplexMap("softmax", 0.5) if procedure == "lvm" else None
+    smooth = SmoothedClassifier(model, 0.25, 10, map=chosen, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        job = describe(model, (x, y), sigma=0.25, n=n, procedure=procedure, map=chosen)
+        fresh = count()
+
+        def ours() -> Any:
+            return start(job, Path(folder) / str(next(fresh))).certificates()
+
+        def baseline() -> Any:
+            return smooth.certify(x, n=n, procedure=procedure)
+
+        a, b, ratio = interleaved(ours, baseline, repeats)
+    return row(f"run of {inputs} inputs, {name}, n = {n} / SmoothedClassifier.certify, seconds", a, b, ratio, "≤ 1.05")
+
+
+def reading_row(inputs: int = 10_000, classes: int = 10, procedure: str = DEFAULT) -> Row:
+    """Seconds to open a stored run, derive another α and procedure, and summarise it, against 20 s for 10⁵ inputs."""
+    allowed = 20.0 * inputs / 100_000
+    with tempfile.TemporaryDirectory() as folder:
+        write_votes(Path(folder), inputs, classes)
+
+        def read() -> None:
+            run = open_run(folder)
+            run.summary([0.0, 0.25, 0.5], certificates=run.certificates(alpha=0.01, procedure=procedure))
+
+        spent = seconds(read)
+    name = f"open, re-derive ({procedure}) and summarise {inputs:,} inputs, seconds / {allowed:g} s"
+    return row(name, spent, allowed, spent / allowed, "≤ 1")
+
+
+def ray_row(
+    repeats: int = 3, *, make: Callable[[], nn.Module] = resnet, shape: tuple[int, ...] = (3, 32, 32), inputs: int = 16,
+    n: int = 900,
+) -> Row:  # fmt: skip
+    """Inputs per second of two Ray workers over those of one, one torch thread each, both built and warm; turns in one run.
+
+    Needs two free cores to mean anything.
+    """
+    from equipoise.runs.engines import ray as ray_engine
+
+    x = torch.rand(inputs, *shape, generator=torch.Generator().manual_seed(0))
+    spec = TaskSpec(portable(make()), Parameters(0.25, 10, n=n))
+
+    def items(number: int) -> Iterator[Item]:
+        return (Item(i, i, 0, x[i]) for i in range(number))
+
+    def speed(workers: int) -> float:
+        team = ray_engine.Team(payload, spec.device, Execution(workers))
+        try:
+            team.assemble()
+            list(team.rows(items(workers)))
+            return inputs / seconds(lambda: list(team.rows(items(inputs))))
+        finally:
+            team.dismiss()
+
+    payload = ray_engine.pack(spec)
+    with ray_engine.connected(Execution(2), len(payload)):
+        pairs = [(speed(2), speed(1)) for _ in range(repeats)]
+    ours, baseline, ratio = (statistics.median(v) for v in zip(*((a, b, a / b) for a, b in pairs), strict=True))
+    return row(f"two Ray workers / one, {inputs} inputs, n = {n}, inputs per second", ours, baseline, ratio, "≥ 1.6")
+
+
+def write_votes(folder: Path, inputs: int, classes: int, n: int = 100_000) -> None:
+    """A finished run with made-up votes, as large as asked."""
+    rng = np.random.default_rng(0)
+    shares = rng.dirichlet(np.full(classes, 0.3), size=inputs)
+    parameters = Parameters(0.25, classes, n=n)
+    manifest = Manifest({"hash": "none"}, {"fingerprint": "none"}, (Selection(),), inputs, parameters)
+    manifest.write(folder)
+    with Store(folder, identity=manifest.digest(), writable=True) as store:
+        first, second = (rng.multinomial(k, shares) for k in (100, n))
+        stored = (StoredRow(i, i, 0, 100, n, first[i], second[i], seconds=1.0) for i in range(inputs))
+        store.put_all(stored)

@@ -1,0 +1,293 @@
+"""`equipoise bench`: ratios against the alternatives, side by side in one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from equipoise.cli.consoles import emit_json, messages, results, table, tell
+from equipoise.cli.options import Json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+
+    from equipoise_lab.bench.norms import Section
+
+bench = typer.Typer(help="Speed and tightness against the alternatives, side by side in one run.", no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Speed and tightness against the alternatives, side by side in one run."""
+
+
+@bench.command()
+def norms(
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Spectral norms: SVD of all frequencies, plain Gram iteration, Ryu, matrix_norm, ARPACK.
+
+    Convolutions of a ResNet-18 (real kernels where EQUIPOISE_DATA holds them, and
+    Gaussian ones), dense matrices, growing inputs, and the memory of the gradient.
+
+    Examples:
+
+      equipoise bench norms
+      equipoise bench norms --quick --json
+    """
+    from equipoise_lab.bench.norms import sections
+
+    _sections(sections(quick, repeats), repeats, as_json)
+
+
+def _sections(sections: Iterable[Section], repeats: int, as_json: bool) -> None:
+    """Show sections as they are done, or all of them as one document."""
+    import torch
+
+    threads = torch.get_num_threads()
+    done: list[dict[str, Any]] = []
+    console = results()
+    if not as_json:
+        console.print(f"torch {torch.__version__}, {threads} thread(s), {repeats} round(s)")
+    for section in sections:
+        done.append(section.to_dict())
+        if as_json:
+            messages().print(f"done: {section.title}")
+        else:
+            _show(section, console)
+    if as_json:
+        emit_json({"torch": torch.__version__, "threads": threads, "repeats": repeats, "sections": done})
+
+
+@bench.command()
+def smoothing(
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Randomized smoothing: certification against a plain loop, radii against Φ⁻¹.
+
+    Example:
+
+      equipoise bench smoothing --json
+    """
+    from equipoise_lab.bench.smoothing import rows
+
+    _report("smoothing", rows(repeats=repeats), as_json)
+
+
+@bench.command()
+def lipschitz(as_json: Json = False) -> None:
+    """Network bounds: an audit against forward passes, the product bound against power iteration.
+
+    The rows on trained CIFAR ResNets need their weights (EQUIPOISE_DATA).
+
+    Example:
+
+      equipoise bench lipschitz --json
+    """
+    from equipoise_lab.bench.lipschitz import rows
+
+    _report("network bounds", rows(), as_json)
+
+
+@bench.command()
+def layers(
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny subset, seconds instead of minutes.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """1-Lipschitz layers: training step and exported evaluation against nn.Conv2d, and conditioning.
+
+    64→64 3×3 on 32×32, batch 32; beside orthogonium and deel-torchlip where they are installed.
+
+    Examples:
+
+      equipoise bench layers
+      equipoise bench layers --quick --json
+    """
+    from equipoise_lab.bench.layers import sections
+
+    _sections(sections(quick, repeats), repeats, as_json)
+
+
+@bench.command()
+def training(
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny network, seconds instead of minutes.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all contestants take turns.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Training: a step with spectral regularisation or activation decay against the plain step, and memory.
+
+    Example:
+
+      equipoise bench training
+    """
+    from equipoise_lab.bench.training import sections
+
+    _sections(sections(quick, repeats), repeats, as_json)
+
+
+@bench.command()
+def runs(
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Certification runs: the engine against the bare classifier, reading 10,000 stored inputs, Ray workers.
+
+    Example:
+
+      equipoise bench runs
+    """
+    from equipoise_lab.bench.runs import rows
+
+    _report("certification runs", rows(repeats), as_json)
+
+
+@bench.command("all")
+def everything(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Store the measurements in this file.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which both sides take turns.")] = 5,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, …")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="Part of a measurement's name; may be given often.")] = None,
+    cpu_time: Annotated[
+        bool,
+        typer.Option("--cpu-time", help="Processor seconds instead of wall time: for a busy machine and one thread."),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that everything runs.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")] = False,
+) -> None:
+    """Every ratio with its quartiles over the rounds, to be stored and compared.
+
+    Examples:
+
+      equipoise bench all --json before.json
+      equipoise bench all --only dense --rounds 9 --device cuda
+    """
+    from equipoise.core.files import write_whole
+    from equipoise_lab.bench.pairs import document, markdown, measure, read
+
+    measured = []
+    for one in measure(rounds, device, only or (), quick, cpu_time):
+        measured.append(one)
+        messages().print(f"{one.name}: {one.ratio:.3g} ({one.low:.3g} – {one.high:.3g})", markup=False)
+    stored = document(measured, rounds, device, cpu_time)
+    if json_file is not None:
+        write_whole(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
+    if as_markdown or json_file is None:
+        tell(markdown(*read(stored, "this run")))
+
+
+@bench.command()
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="Documents of `equipoise bench all --json`, of one machine.")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Store the joined document in this file.")] = None,
+) -> None:
+    """Runs of parts (`--only`) as one document, and its table; later measurements replace earlier ones.
+
+    Example:
+
+      equipoise bench merge dense.json smoothing.json --json all.json
+    """
+    from equipoise.core.files import read_json, write_whole
+    from equipoise_lab.bench.pairs import markdown, merged, read
+
+    stored = merged({str(path): read_json(path) for path in runs})
+    if json_file is not None:
+        write_whole(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
+    tell(markdown(*read(stored, "the joined runs")))
+
+
+@bench.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="A document of `equipoise bench all --json`.")],
+    after: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Two stored runs side by side: a difference is called one where the quartiles of the ratios do not meet.
+
+    Example:
+
+      equipoise bench compare before.json after.json
+    """
+    from equipoise.core.files import read_json
+    from equipoise_lab.bench import pairs
+    from equipoise_lab.bench.norms import Section
+
+    (a, old), (b, new) = (pairs.read(read_json(path), str(path)) for path in (before, after))
+    rows = pairs.compare(old, new)
+    if as_json:
+        emit_json({"A": a, "B": b, "rows": rows})
+    else:
+        _show(Section("ratios of ours over the baseline: median (quartiles)", rows, note=f"A: {a}\nB: {b}"), results())
+
+
+@bench.command()
+def growth(
+    what: Annotated[str, typer.Argument(help="channels, kernel, input, depth or batch.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all sizes take turns.")] = 3,
+    most: Annotated[int | None, typer.Option(help="Leave larger values out.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the figure into this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two tiny values.")] = False,
+    as_json: Json = False,
+) -> None:
+    """How the cost grows with one size, with its exponent.
+
+    Examples:
+
+      equipoise bench growth channels --figure channels.png
+      equipoise bench growth input --most 256
+    """
+    from equipoise_lab.bench.growth import draw, grow
+
+    section = grow(what, repeats, most, quick)
+    if figure is not None:
+        draw(section, figure)
+    _sections([section], repeats, as_json)
+
+
+def _report(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+    import torch
+
+    from equipoise_lab.bench.norms import Section
+
+    threads = torch.get_num_threads()
+    if as_json:
+        emit_json({"torch": torch.__version__, "threads": threads, "rows": rows})
+    else:
+        _show(Section(f"{title}, {threads} thread(s)", rows), results())
+
+
+def _show(section: Section, console: Console) -> None:
+    if section.rows:
+        columns = list(section.rows[0])
+        shown = table(section.title, *columns, right=tuple(columns[1:]))
+        for row in section.rows:
+            shown.add_row(*(_cell(column, row.get(column, "")) for column in columns))
+        console.print(shown, markup=False)
+    else:
+        console.print(section.title, style="bold")
+    if section.note:
+        console.print(section.note, style="dim", markup=False)
+    for goal in section.goals:
+        mark, style = ("reached", "green") if goal.reached else ("missed", "red")
+        console.print(f"  {goal.what}: {goal.ratio:.3f}× (goal ≤ {goal.limit}×, {mark})", style=style, markup=False)
+    console.print()
+
+
+def _cell(column: str, value: Any) -> str:
+    from equipoise.core.bounds import round_down, round_up
+
+    if not isinstance(value, float):
+        return str(value)
+    if column == "upper":
+        return round_up(value, 5)
+    if column == "lower":
+        return round_down(value, 5)
+    return f"{value:.2g}" if column == "gap" else f"{value:.4g}"

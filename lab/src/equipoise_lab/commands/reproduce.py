@@ -1,0 +1,155 @@
+"""`equipoise reproduce`: the experiments of the thesis, with verdicts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from equipoise.cli.consoles import emit_json, messages, results, table, tell
+from equipoise.cli.options import Json
+
+if TYPE_CHECKING:
+    from equipoise_lab.experiments import Experiment, Outcome
+
+
+def reproduce(
+    identifiers: Annotated[list[str] | None, typer.Argument(help="identifiers as --list shows them")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="show every experiment with its claim")] = False,
+    every: Annotated[bool, typer.Option("--all", help="run every experiment, keeping stored results")] = False,
+    scale: Annotated[
+        str, typer.Option(help="laptop: minutes; desk: up to forty minutes each; paper: the thesis' settings")
+    ] = "laptop",
+    seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
+    data: Annotated[Path | None, typer.Option(help="folder of data files; default EQUIPOISE_DATA")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder of the results, one below it for each")] = Path(
+        "results"
+    ),
+    again: Annotated[bool, typer.Option("--again", help="run even if a result with these settings is stored")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="build everything, two steps of every loop, write nothing")
+    ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="say what would run, with which settings and data; run nothing")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps")] = "cpu",
+    page: Annotated[
+        Path | None, typer.Option(help="write a page of the stored results to this file; run nothing")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a table or figure of the thesis and compare its claim with what is measured here.
+
+    Each result is a folder with result.json, rows.parquet, figure.svg and figure.png; --all adds summary.md.
+    A result with the same settings, scale and seed is not measured again, so a stopped run goes on where it was.
+
+    Examples:
+
+      equipoise reproduce --list
+      equipoise reproduce --all --plan
+      equipoise reproduce dense-convergence
+      equipoise reproduce --all -o results
+      equipoise reproduce -o results --page results.md
+      equipoise reproduce sll-aol-sr --scale paper --dry-run
+    """
+    from equipoise.core.errors import InputError
+    from equipoise.runs.jobs import usable_device
+    from equipoise_lab.experiments import Context
+    from equipoise_lab.experiments import every as chosen_experiments
+    from equipoise_lab.experiments.page import summary
+    from equipoise_lab.experiments.runner import reproduce_all
+
+    if list_all:
+        _list(as_json)
+        return
+    if page is not None:
+        from equipoise.core.files import write_whole
+        from equipoise_lab.experiments.page import stored
+
+        here = os.path.relpath(out, page.parent)
+        write_whole(page, summary(stored(chosen_experiments(identifiers or ()), out), here))
+        return
+    if not identifiers and not every:
+        raise InputError("name an experiment (`equipoise reproduce --list` shows them) or pass --all")
+    chosen = chosen_experiments(identifiers or ())
+    for experiment in chosen:
+        experiment.settings(scale)  # an unknown scale is refused before anything runs
+    folder = data or (Path(os.environ["EQUIPOISE_DATA"]) if os.environ.get("EQUIPOISE_DATA") else None)
+    if plan:
+        _plan(chosen, scale, seed, folder, out, as_json)
+        return
+    usable_device(device)
+    if not dry_run:
+        _require_folder(out)
+    console = messages()
+    context = Context(seed, folder, device, dry_run, lambda text: console.print(f"  {text}", style="dim", markup=False))
+    outcomes: list[Outcome] = []
+    for outcome in reproduce_all(
+        chosen, scale, context, out, again=again, before=lambda e: console.print(f"{e.id}: {e.title}", markup=False)
+    ):
+        outcomes.append(outcome)
+        if not as_json:
+            tell(f"{outcome.experiment.id}: {_line(outcome)}")
+    if every and not dry_run:
+        from equipoise.core.files import write_whole
+
+        write_whole(out / "summary.md", summary(outcomes, "."))
+    if as_json:
+        emit_json([_document(outcome) for outcome in outcomes])
+    if any(outcome.result is None for outcome in outcomes):
+        raise typer.Exit(2)
+
+
+def _plan(chosen: list[Experiment], scale: str, seed: int, data: Path | None, out: Path, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from equipoise_lab.experiments.runner import plan
+
+    found = plan(chosen, scale, seed, data, out)
+    if as_json:
+        emit_json([{**asdict(p), "action": p.action} for p in found])
+        return
+    shown = table(f"{scale} scale, seed {seed}", "id", "what happens", "minutes before", "power", "settings")
+    for p in found:
+        before = "" if p.seconds is None else f"{p.seconds / 60:.1f}"
+        shown.add_row(p.id, p.action, before, p.power, ", ".join(f"{k} = {v}" for k, v in p.settings.items())[:160])
+    results().print(shown, markup=False)
+
+
+def _require_folder(out: Path) -> None:
+    """Minutes of measuring are not to be lost for want of a place to write to."""
+    from equipoise.core.errors import InputError
+    from equipoise.core.files import make_folder
+
+    make_folder(out)
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write in {out}: check its permissions")
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.result is None:
+        return f"not run: {outcome.failure}"
+    return "; ".join(map(str, outcome.result.verdicts)) + (
+        " (stored)" if outcome.stored else f" ({outcome.result.seconds:.0f} s)"
+    )
+
+
+def _document(outcome: Outcome) -> dict[str, object]:
+    if outcome.result is None:
+        return {"id": outcome.experiment.id, "failure": outcome.failure}
+    return {**outcome.result.to_json(), "stored": outcome.stored}
+
+
+def _list(as_json: bool) -> None:
+    from equipoise_lab.experiments import every
+
+    found = every()
+    if as_json:
+        emit_json([{"id": e.id, "chapter": e.chapter, "claim": e.claim, "published": e.published} for e in found])
+        return
+    shown = table("Experiments of the thesis", "id", "chapter", "claim", "needs")
+    for e in found:
+        shown.add_row(e.id, e.chapter, e.claim, ", ".join(e.needs) or "nothing")
+    results().print(shown, markup=False)

@@ -1,0 +1,215 @@
+"""Shared by all comparisons of training methods: variants of one recipe over several seeds, paired by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from equipoise.core.errors import InputError
+from equipoise_lab.experiments.experiment import Context, Experiment, Power, Row, Verdict, of_module
+from equipoise_lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, intervals, legend, published
+from equipoise_lab.experiments.intervals import gain_label, mean_of, power_of
+
+if TYPE_CHECKING:
+    from equipoise.train import Result
+
+
+Plain = dict[str, Any]
+
+#: flips and crops with a margin of four pixels: the thesis' augmentation
+STANDARD = ("flip", {"kind": "pad-crop", "padding": 4})
+
+
+def recipe(
+    model: str,
+    arguments: Mapping[str, Any],
+    data: str,
+    epochs: int,
+    *,
+    limit: int | None = None,
+    test_limit: int | None = None,
+    augment: Sequence[Any] = (),
+    optimizer: Mapping[str, Any],
+    batch_size: int = 128,
+    warmup: float = 0.0,
+    **rest: Any,
+) -> Plain:
+    """A network of `nn.models` (or `module:factory`) on images with a cosine schedule, measured after the last epoch."""
+    return {
+        "model": {"factory": model if ":" in model else f"equipoise.nn.models:{model}", "arguments": dict(arguments)},
+        "data": {"path": data, "limit": limit, "test_limit": test_limit, "augment": list(augment)},
+        "optimizer": dict(optimizer),
+        "schedule": {"kind": "cosine", "warmup": warmup},
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "metrics": {"bound": False, "every": epochs},
+        **rest,
+    }
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Plain:
+    """`base` with the keys of `change`, part by part.
+
+    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+    {'a': {'b': 3, 'c': 2}}
+    """
+    result = dict(base)
+    for key, value in change.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
+    """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound."""
+    from equipoise.train import run_recipe
+
+    path = str(recipe["data"]["path"])
+    if "." in path and ":" not in path:
+        path = str(_file(path, context))
+    elif ":" in path and "/" in path:  # reader:/name, as the text recipes have it
+        reader, _, name = path.rpartition(":")
+        path = f"{reader}:{context.file(name.lstrip('/'))}"
+    chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": {"path": path}})
+    if context.dry:
+        batch = min(16, int(chosen.get("batch_size", 128)))
+        few: Plain = {"limit": 2 * batch, "test_limit": 64}
+        if chosen["data"].get("validation"):
+            few["validation"] = 0.25  # the share of a whole data set may be less than one of these few
+        chosen = merged(chosen, {"epochs": 1, "batch_size": batch, "data": few, "metrics": {"bound": False}})
+    return run_recipe(chosen, cpu=context.device == "cpu")
+
+
+def _file(name: str, context: Context) -> Any:
+    """The data file; a rehearsal of the paper's scale makes do with the subset where the full set is not at hand."""
+    try:
+        return context.file(name)
+    except InputError:
+        if not context.dry or "-full" not in name:
+            raise
+        return context.file(name.replace("-full", ""))
+
+
+#: what each variant of a recipe changes
+Variants = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One recipe, named variants of it (what they change), and the number of seeds; the first variant is the baseline."""
+
+    recipe: dict[str, Any]
+    variants: Variants
+    seeds: int
+    keep: tuple[str, ...] = field(default=("accuracy",))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A gain of one variant over another, in points, as published (`effect` None where no number is)."""
+
+    part: str
+    wanted: str
+    effect: float | None
+    published: str
+    rival: str = "baseline"
+    key: str = "accuracy"
+
+
+def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
+    """One row per seed and variant with the figures of the last epoch; the seed fixes the start and the order of the data.
+
+    A rehearsal trains the first two variants. `label` tells the kept parts of several comparisons apart.
+    """
+    for seed in range(1 if context.dry else settings.seeds):
+        for name, change in context.steps(settings.variants.items()):
+
+            def trained(seed: int = seed, name: str = name, change: Mapping[str, Any] = change) -> Iterator[Row]:
+                result = train(merged(settings.recipe, change), context, seed)
+                context.tell(f"seed {seed}, {name}: {result.final['accuracy']:.4f}")
+                figures = {key: result.final.get(key) for key in settings.keep}
+                epochs = [row["seconds"] for row in result.history]
+                yield {"variant": name, "seed": seed, **figures, "seconds per epoch": sum(epochs) / len(epochs)}
+
+            yield from context.cell(f"{label}seed {seed}, {name}", trained)
+
+
+def by_variant(rows: Sequence[Row], key: str = "accuracy") -> dict[str, list[float]]:
+    """The figures of every variant in the order of the seeds."""
+    found: dict[str, list[float]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        found.setdefault(row["variant"], []).append(row[key])
+    return found
+
+
+def paired(rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: str = "accuracy") -> list[float]:
+    """Differences of two variants in points, seed by seed."""
+    found = by_variant(rows, key)
+    return [100 * (a - b) for a, b in zip(found[wanted], found[baseline], strict=True)]
+
+
+def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict, ...]:
+    """One verdict per claimed gain, by the interval of the paired differences."""
+    known = by_variant(rows)
+    first = next(iter(known))
+    base = mean_of([100 * v for v in known[first]])
+    return tuple(
+        Verdict(
+            gain_label(gain, claim.effect), f"{gain.show()} points; {first} {base.show()}", claim.published, claim.part
+        )
+        for claim in claims
+        if {claim.wanted, claim.rival} <= set(known)
+        for gain in [mean_of(paired(rows, claim.wanted, claim.rival, claim.key))]
+    )
+
+
+def claim_power(rows: Sequence[Row], claim: Claim) -> Power:
+    """What the seeds of a stored result could have detected of a claimed gain."""
+    unit = "points" if claim.effect else "points (no number is printed: one point is taken)"
+    return power_of(paired(rows, claim.wanted, claim.rival, claim.key), claim.effect or 1.0, unit)
+
+
+def draw(rows: Sequence[Row], claims: Sequence[Claim] = (), key: str = "accuracy") -> Figure:
+    """Accuracy of every seed with the means' intervals; beside it the claimed gains, measured and published."""
+    found = by_variant(rows, key)
+    known = [c for c in claims if {c.wanted, c.rival} <= set(found)]
+    figure, panels = canvas(columns=2 if known else 1, width=max(4.6, 0.6 * len(found)), height=3.6)
+    axes = panels[0]
+    for k, values in enumerate(found.values()):
+        percent = [100 * v for v in values]
+        axes.plot([k - 0.12] * len(percent), percent, MARKERS[k % 8], color=COLOURS[k % 8], alpha=0.45, markersize=4)
+        intervals(axes, [k + 0.12], [mean_of(percent)], fmt="D", color=COLOURS[k % 8], capsize=3, markersize=5)
+    axes.set_xticks(range(len(found)), list(found), rotation=25, ha="right")
+    axes.set(ylabel="test accuracy (%)")
+    if known:
+        _draw_gains(panels[1], rows, known)
+    return figure
+
+
+def _draw_gains(axes: Axes, rows: Sequence[Row], claims: Sequence[Claim]) -> None:
+    """Paired gains with their intervals, and the published ones beside."""
+    means = [mean_of(paired(rows, c.wanted, c.rival, c.key)) for c in claims]
+    x = range(len(claims))
+    intervals(axes, x, means, fmt="D", color=COLOURS[0], capsize=4, label="measured")
+    printed = [(k + 0.15, c.effect) for k, c in enumerate(claims) if c.effect is not None]
+    if printed:
+        published(axes, [k for k, _ in printed], [effect for _, effect in printed])
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    names = [c.part or f"{c.wanted} − {c.rival}" for c in claims]
+    axes.set_xticks(x, names, rotation=15, ha="right")
+    axes.set(ylabel="gain (points)", xlim=(-0.5, len(claims) - 0.5))
+    legend(axes)
+
+
+def compared(module: str, claims: Sequence[Claim], main: int = 0, **described: Any) -> Experiment:
+    """The experiment of a module that is a comparison: judged by its claims, its power that of the main one."""
+    shared = {
+        "run": run,
+        "judge": lambda rows: gain_verdicts(rows, claims),
+        "draw": partial(draw, claims=claims),
+        "power": lambda rows: claim_power(rows, claims[main]),
+        "needs": ("cifar10.npz",),
+    }
+    return of_module(module, **{**shared, **described})

@@ -1,0 +1,31 @@
+"""Attack the guarantees on your own machine: random and trained operators against a float64 reference.
+
+`SUITES` lists the built-in suites; packages add theirs through the entry point group `equipoise.selfchecks`, each a function
+without arguments that returns a tuple of `Check`.
+"""
+
+from importlib.metadata import entry_points
+
+from equipoise.testing import convolutions, matrices
+from equipoise.testing.runner import REFERENCE_ROUNDING, Check, Report, Tally, run
+
+#: name, share of the time, one batch of operators
+CHECKS: tuple[Check, ...] = (
+    Check("matrices, random", 0.35, matrices.random_batch),
+    Check("matrices, one by one", 0.10, matrices.single),
+    Check("matrices, trained", 0.10, matrices.trained_matrices),
+    Check("convolutions, random", 0.30, convolutions.random_layers),
+    Check("convolutions, any size", 0.05, convolutions.any_size),
+    Check("convolutions, trained", 0.10, matrices.trained_kernels),
+)
+
+#: the built-in suites of `equipoise selfcheck NAME`
+SUITES: dict[str, tuple[Check, ...]] = {"norms": CHECKS}
+
+
+def suites() -> dict[str, tuple[Check, ...]]:
+    """The built-in suites and those of installed packages, by name."""
+    return {**SUITES, **{entry.name: entry.load()() for entry in entry_points(group="equipoise.selfchecks")}}
+
+
+__all__ = ["CHECKS", "REFERENCE_ROUNDING", "SUITES", "Check", "Report", "Tally", "run", "suites"]
