@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import round_up
+from equipoise.core.bounds import format_up
 from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import evaluating, hooked
-from equipoise.core.precision import down, up
+from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
 from equipoise.nn.constants import known_constant
@@ -41,7 +41,7 @@ class Conversion:
         lines = [
             "  ".join([*(c.ljust(w) for c, w in zip(r[:4], widths, strict=True)), r[4]]).rstrip() for r in [head, *body]
         ]
-        measured = "by construction" if self.report is None else f"proved: at most {round_up(self.report.upper)}"
+        measured = "by construction" if self.report is None else f"proved: at most {format_up(self.report.upper)}"
         return "\n".join([*lines, "", f"Lipschitz constant {self.constant:g} ({measured})"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def make_lipschitz(
                 f"the converted network's constant does not follow from its construction{why}; pass example_input, so that "
                 "it can be bounded"
             )
-        scaled.factor.fill_(down(constant / max(known, 1.0)))
+        scaled.factor.fill_(deflate(constant / max(known, 1.0)))
     scaled.training = model.training
     scaled.conversion = Conversion(rows, float(constant), report)
     return scaled
@@ -234,7 +234,7 @@ def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, b
     certificate = Certificate(rows)
     known = known_constant(model)
     if known is not None:
-        upper = up(known * ROUNDING ** uses(model))
+        upper = inflate(known * ROUNDING ** uses(model))
         certificate = replace(certificate, upper=upper, source="construction")
     if example_input is not None:
         bound = lipschitz_bound(new, example_input, rtol=rtol, ball=ball).upper

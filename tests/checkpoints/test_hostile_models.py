@@ -378,7 +378,7 @@ COMMAND = {"spec": "os:system", "arguments": {"command": f"touch {CANARY}"}}
 CONFIGS = {
     "any command": config(factory="equipoise.checkpoints:load_factory", arguments=COMMAND),
     "any command, where it is now": config(factory="equipoise.checkpoints.sources:load_factory", arguments=COMMAND),
-    "any file": config(factory="equipoise.core.files:write_whole", arguments={"path": CANARY, "content": "x"}),
+    "any file": config(factory="equipoise.core.files:atomic_write", arguments={"path": CANARY, "content": "x"}),
     "another name of the table": config(factory="equipoise.nn.models:build", arguments={"name": "mlp"}),
     "inside an object": config(factory="equipoise.nn.models:mlp.__class__"),
     "a full-width letter": config(factory="equipoise.nn.models:ｍlp"),

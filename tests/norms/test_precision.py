@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from equipoise import Refused
-from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, full_precision, round_down, round_up
-from equipoise.core.precision import frobenius, gamma, up
+from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, format_down, format_up, full_precision
+from equipoise.core.precision import frobenius, gamma, inflate
 from equipoise.norms.autocorrelation import autocorrelation, by_frequency, half_lattice
 from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
 from equipoise.norms.verify import below, by_residual
@@ -163,7 +163,7 @@ def test_brackets_check_themselves() -> None:
 @pytest.mark.parametrize("x", [1.23456789, 9.9999999, 0.00012345678, 12345678.9, 1e-300, 5.0, 1.7976e308, 5e-324])
 @pytest.mark.parametrize("digits", [1, 3, 6])
 def test_display_rounds_toward_safety(x: float, digits: int) -> None:
-    up, down = Decimal(round_up(x, digits)), Decimal(round_down(x, digits))
+    up, down = Decimal(format_up(x, digits)), Decimal(format_down(x, digits))
     assert down <= Decimal(x) <= up
     assert up <= down * (1 + 2 * Decimal(10) ** (1 - digits))
 
@@ -200,7 +200,7 @@ def test_dominant_vectors_and_eigenpair() -> None:
 
 @pytest.mark.parametrize("x", [5e-324, 1e-310, 2.0**-1022, 1e-300, 1.0, 1e300, math.inf])
 def test_up_enlarges_every_positive_number(x: float) -> None:
-    both = up(x), float(up(torch.tensor(x, dtype=torch.float64)))
+    both = inflate(x), float(inflate(torch.tensor(x, dtype=torch.float64)))
     assert both[0] == both[1]
     assert both[0] > x or math.isinf(x)
-    assert up(0.0) == 0.0 == float(up(torch.zeros((), dtype=torch.float64)))
+    assert inflate(0.0) == 0.0 == float(inflate(torch.zeros((), dtype=torch.float64)))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import InputError, Refused
-from equipoise.core.files import write_whole
+from equipoise.core.files import atomic_write
 from equipoise.runs import AttackRow, certify, open_run
 from equipoise.runs.export import FORMATS
 from equipoise.runs.merge import merge_runs
@@ -216,9 +216,9 @@ def test_shards_of_a_soft_run_calibrate_alike(tmp_path, net, xy):
 
 WRITER = """
 import os, sys, time
-from equipoise.core.files import write_whole
+from equipoise.core.files import atomic_write
 os.fsync = lambda handle: (print("writing", flush=True), time.sleep(60))
-write_whole(sys.argv[1], "late")
+atomic_write(sys.argv[1], "late")
 """
 
 
@@ -229,13 +229,13 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_no
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
     try:
         assert writer.stdout.readline() == b"writing\n"
-        write_whole(path, "one")
+        atomic_write(path, "one")
         assert len(list(tmp_path.iterdir())) == 3
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.communicate()
     assert len(list(tmp_path.iterdir())) == 3
-    write_whole(path, "two")
+    atomic_write(path, "two")
     assert sorted(tmp_path.iterdir()) == [other, path]
     assert path.read_text() == "two"
 

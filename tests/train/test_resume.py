@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_named(small, tmp_path):
     assert run_recipe(recipe, tmp_path / "run").final["epoch"] == 3
 
 
-@pytest.mark.parametrize("target", ["write_whole", "open"])
+@pytest.mark.parametrize("target", ["atomic_write", "open"])
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(small, tmp_path, monkeypatch, target):
     import errno
 
@@ -233,7 +233,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(small, tmp_pa
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if target == "write_whole":
+    if target == "atomic_write":
         monkeypatch.setattr("os.fsync", full)
     else:
         monkeypatch.setattr("tempfile.mkstemp", full)

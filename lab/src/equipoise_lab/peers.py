@@ -17,7 +17,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
-from equipoise.core.precision import frobenius, full_precision, require_finite, up
+from equipoise.core.precision import frobenius, full_precision, inflate, require_finite
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.convolution import dense_bracket, materialise
@@ -140,7 +140,7 @@ def _singla(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterat
     """√(k1·k2) times the least of four reshaped norms; proved for zero and circular padding."""
     least = min(float(dense_bracket(m.double(), 1e-4)[1]) for m in reshapings(kernel))
     kind = Kind.UPPER if padding in ("zeros", "circular") else Kind.ESTIMATE
-    return Bound(up(up(least) * math.sqrt(math.prod(kernel.shape[2:]))), kind, "singla")
+    return Bound(inflate(inflate(least) * math.sqrt(math.prod(kernel.shape[2:]))), kind, "singla")
 
 
 def _araujo(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iterations: int) -> Bound:

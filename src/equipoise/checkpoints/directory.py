@@ -15,7 +15,7 @@ from torch import nn
 from equipoise.checkpoints.builders import build_registered, registered
 from equipoise.core.digests import digest_bytes, sealed, unsealed
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import make_folder, parse_json, read_bounded, read_json, write_whole
+from equipoise.core.files import atomic_write, make_folder, parse_json, read_bounded, read_json
 
 #: a weights file longer than this is not read
 LARGEST_WEIGHTS = 2**40
@@ -49,8 +49,8 @@ def save_checkpoint(
     weights = save(state)
     config["weights"] = digest_bytes(weights)
     config = sealed(config)
-    write_whole(folder / "model.safetensors", weights)
-    write_whole(folder / "config.json", json.dumps(config, indent=2, allow_nan=False) + "\n")
+    atomic_write(folder / "model.safetensors", weights)
+    atomic_write(folder / "config.json", json.dumps(config, indent=2, allow_nan=False) + "\n")
     return folder
 
 

@@ -10,9 +10,9 @@ import typer
 
 from equipoise.cli.consoles import emit_json, messages
 from equipoise.cli.options import Json, Weights, sizes
-from equipoise.core.bounds import round_down, round_up
+from equipoise.core.bounds import format_down, format_up
 from equipoise.core.errors import InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import atomic_write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ def audit(
     loaded = load_model(model, weights)  # once: a factory may draw its weights
     report = audit_report(model, weights, input_shape, ball, rtol, chain, loaded)
     if html is not None:
-        write_whole(html, report.to_html(f"Lipschitz audit of {model}"))
+        atomic_write(html, report.to_html(f"Lipschitz audit of {model}"))
     if at is None or radius is None:
         return typer.echo(report.to_json() if json else str(report))
     rows = local_rows(loaded, at, radius, limit, seconds)
@@ -155,10 +155,10 @@ def local_rows(loaded: Loaded, data: str, radius: float, limit: int, seconds: fl
 
 def local_table(rows: list[dict[str, Any]], radius: float, upper: float) -> str:
     """The rows as text; `upper` is the bound of the whole network."""
-    lines = [f"on balls of radius {radius:g} (ℓ2), the whole network's bound being {round_up(upper, 5)}:"]
+    lines = [f"on balls of radius {radius:g} (ℓ2), the whole network's bound being {format_up(upper, 5)}:"]
     lines.append(f"{'input':>7} {'label':>5} {'attack':>11} {'proved':>11} {'certified':>11} {'rival':>5}  method")
     for row in rows:
-        low, high, safe = round_down(row["lower"], 5), round_up(row["upper"], 5), round_down(row["radius"], 5)
+        low, high, safe = format_down(row["lower"], 5), format_up(row["upper"], 5), format_down(row["radius"], 5)
         lines.append(
             f"{row['input']:>7} {row['label']:>5} {low:>11} {high:>11} {safe:>11} {row['rival']:>5}  {row['method']}"
         )

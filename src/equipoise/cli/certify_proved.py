@@ -10,7 +10,7 @@ import typer
 
 from equipoise.cli.consoles import emit_json, interrupted, progress, results, say, table, tell
 from equipoise.core.accuracy import percent
-from equipoise.core.bounds import round_down
+from equipoise.core.bounds import format_down
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def certify_deterministic(
 
             def show(row: ProvedRow, done: int, total: int) -> None:
                 nonlocal last
-                text = f"input {row.id}: {row.failure or f'radius {round_down(row.radius, 4)}, {row.method}'}"
+                text = f"input {row.id}: {row.failure or f'radius {format_down(row.radius, 4)}, {row.method}'}"
                 bar.update(task, completed=done, description=text)
                 now = time.monotonic()
                 if bar.disable and (now - last >= EVERY or done == total):
@@ -95,7 +95,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     by = ", ".join(f"{name} {count}" for name, count in found["methods"].items()) or "none"
     lines = [
         f"{found['inputs']} of {found['total']} inputs, {found['failed']} failed; proved for every point of the {ball} ball, "
-        f"no risk; average radius {round_down(found['average_radius'], 4)}; {found['seconds']:.0f} s",
+        f"no risk; average radius {format_down(found['average_radius'], 4)}; {found['seconds']:.0f} s",
         f"proved by: {by}",
     ]
     if found["limiting"]:

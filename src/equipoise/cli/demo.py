@@ -84,21 +84,21 @@ def _telling(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 def _show(data: ReportData, console: Console) -> None:
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import round_down, round_up
+    from equipoise.core.bounds import format_down, format_up
     from equipoise.lipschitz.logs import show_log
 
     bounds = ("product", "fused", "best proved", "near some inputs")
     shown = table("how much the networks can stretch a distance, at most", "network", *bounds, right=bounds)
     for a in data.audits:
         logs = [show_log(float(a.bound[k])) for k in ("log_product", "log_fused", "log_upper")]
-        shown.add_row(a.model, *logs, round_up(max(p["upper"] for p in a.local), 4) if a.local else "")
+        shown.add_row(a.model, *logs, format_up(max(p["upper"] for p in a.local), 4) if a.local else "")
     console.print(shown, markup=False)
     levels = (0.0, 0.1, 0.25, 0.5)
     numbers = (*(f"ε = {e:g}" for e in levels), "average radius")
     shown = table("certified accuracy, at least", "network", "procedure", *numbers, right=numbers)
     for s in data.series:
         shares = [f"{percent(float(s.accuracy(e)), 1)} %" for e in levels]
-        shown.add_row(s.model, s.procedure, *shares, round_down(s.average_radius, 3))
+        shown.add_row(s.model, s.procedure, *shares, format_down(s.average_radius, 3))
     for attack in data.attacks:
         shares = [f"{100 * float(attack.accuracy(e)):.1f} %" for e in levels]
         shown.add_row(attack.model, f"under attack ({attack.kind}, {attack.run}), at most", *shares, "")

@@ -138,14 +138,14 @@ def _document(file: Path, reading: Reading, rows: list[WeightRow]) -> dict[str, 
 
 
 def _show(file: Path, rows: list[WeightRow], title: str | None = None) -> None:
-    from equipoise.core.bounds import round_down, round_up
+    from equipoise.core.bounds import format_down, format_up
 
     columns = ("weight", "shape", "dtype", "lower", "upper", "note")
     result = table(file.name if title is None else title, *columns, right=("lower", "upper"))
     for row in rows:
         shape = "×".join(map(str, row.shape))
         if row.bracket is not None:
-            ends = round_down(float(row.bracket.lower)), round_up(float(row.bracket.upper))
+            ends = format_down(float(row.bracket.lower)), format_up(float(row.bracket.upper))
             result.add_row(row.name, shape, row.dtype, *ends, row.note)
         else:
             style = "red" if row.status == "refused" else "dim"

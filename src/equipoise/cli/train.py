@@ -202,7 +202,7 @@ def _reporter(bar: Any, recipe: Recipe) -> Callable[[Progress], None]:
 
 def _line(event: Progress) -> str:
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import round_up
+    from equipoise.core.bounds import format_up
 
     row = dict(event.row or {})
     parts = [f"epoch {event.epoch}/{event.epochs}", f"train loss {row['train_loss']:.4f}"]
@@ -210,13 +210,13 @@ def _line(event: Progress) -> str:
         parts.append(f"{row.get('split', 'test')} accuracy {row['accuracy']:.2%}")
     parts += [f"certified at {e}: {percent(a)}%" for e, a in row.get("certified_accuracy", {}).items()]
     if row.get("bound") is not None:
-        parts.append(f"bound {round_up(row['bound'], 4)}")
+        parts.append(f"bound {format_up(row['bound'], 4)}")
     return "  ".join([*parts, f"{row['seconds']:.1f} s"])
 
 
 def _show(result: Result) -> None:
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import round_up
+    from equipoise.core.bounds import format_up
 
     final = result.final
     shown = table(f"{result.recipe.name} → {result.folder}", "figure", "value", right=("value",))
@@ -228,7 +228,7 @@ def _show(result: Result) -> None:
     for epsilon, value in final.get("certified_accuracy", {}).items():
         shown.add_row(f"certified accuracy at ε = {epsilon}", f"{percent(value)}%")
     if final.get("bound") is not None:
-        shown.add_row("Lipschitz bound (ℓ2, proved)", round_up(final["bound"], 5))
+        shown.add_row("Lipschitz bound (ℓ2, proved)", format_up(final["bound"], 5))
     elif final.get("bound_reason"):
         shown.add_row("Lipschitz bound", f"refused: {final['bound_reason']}")
     for name, value in (final.get("test") or {}).items():

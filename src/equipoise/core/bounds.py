@@ -118,19 +118,19 @@ def as_upper(value: Any, what: str = "Lipschitz constant") -> float:
     return number
 
 
-def round_up(x: float, digits: int = 6) -> str:
+def format_up(x: float, digits: int = 6) -> str:
     """Print `x ≥ 0` with `digits` significant digits, never below its value.
 
-    >>> round_up(1.0000001, 4), round_up(2.5, 4), round_up(0.0, 4)
+    >>> format_up(1.0000001, 4), format_up(2.5, 4), format_up(0.0, 4)
     ('1.001', '2.5', '0')
     """
     return _rounded(x, digits, decimal.ROUND_CEILING)
 
 
-def round_down(x: float, digits: int = 6) -> str:
+def format_down(x: float, digits: int = 6) -> str:
     """Print `x ≥ 0` with `digits` significant digits, never above its value.
 
-    >>> round_down(0.99999, 4), round_down(20.0, 4)
+    >>> format_down(0.99999, 4), format_down(20.0, 4)
     ('0.9999', '20')
     """
     return _rounded(x, digits, decimal.ROUND_FLOOR)
@@ -151,4 +151,4 @@ def _tensor(x: Number) -> Tensor:
 def _show(x: Number, *, up: bool = False, down: bool = False) -> str:
     if isinstance(x, Tensor):
         return f"{x.min():.6g} … {x.max():.6g} of shape {tuple(x.shape)}" if x.numel() != 1 else f"{x.item():.6g}"
-    return round_up(x) if up else round_down(x) if down else f"{x:.6g}"
+    return format_up(x) if up else format_down(x) if down else f"{x:.6g}"

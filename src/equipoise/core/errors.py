@@ -22,10 +22,10 @@ class Refused(EquipoiseError):
     """The input is fine but the guarantee asked for cannot be given; the message says why and what to try."""
 
 
-def near(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """`; did you mean …?` where a known word is much like this one, else nothing.
 
-    >>> near("sed", ["seed", "sigma"]), near("x", ["seed"])
+    >>> did_you_mean("sed", ["seed", "sigma"]), did_you_mean("x", ["seed"])
     ("; did you mean 'seed'?", '')
     """
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

@@ -57,7 +57,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 @contextmanager
-def describing(path: Path, hint: str = "restore it from a copy") -> Iterator[None]:
+def as_input_error(path: Path, hint: str = "restore it from a copy") -> Iterator[None]:
     """Inside, what a file says is read: a field that is missing or of another kind is said in a sentence with its name."""
     try:
         yield
@@ -117,7 +117,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise InputError(f"{where} is not {kind}: {said}") from error
 
 
-def write_whole(path: str | Path, content: str | bytes) -> None:
+def atomic_write(path: str | Path, content: str | bytes) -> None:
     """Write a file completely or not at all: a temporary file beside it, flushed to disk, then renamed.
 
     What a killed process left of an earlier attempt at the same file is removed; what another process is writing is not:
@@ -125,7 +125,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_whole(Path(folder) / "a.txt", "σ")
+    ...     atomic_write(Path(folder) / "a.txt", "σ")
     ...     (Path(folder) / "a.txt").read_text(encoding="utf-8")
     'σ'
     """

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from equipoise.core.errors import EquipoiseError, InputError, near, one_line
+from equipoise.core.errors import EquipoiseError, InputError, did_you_mean, one_line
 
 #: what such a name looks like
 SPEC = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", re.ASCII)
@@ -97,7 +97,7 @@ def _member(owner: Any, part: str, module: str, attribute: str) -> Any:
         return getattr(owner, part)
     except AttributeError as error:
         names = [name for name in dir(owner) if not name.startswith("_")]
-        raise InputError(f"{module!r} has no {attribute!r}{near(part, names)}") from error
+        raise InputError(f"{module!r} has no {attribute!r}{did_you_mean(part, names)}") from error
 
 
 def moved(old: str, new: str, names: tuple[str, ...]) -> Callable[[str], Any]:

@@ -71,7 +71,7 @@ class by_construction:
 
     def _measure(self, module: nn.Module, input_shape: tuple[int, ...]) -> Bound:
         assert self.measured is not None
-        if not stands(module, "lipschitz_upper"):
+        if not is_unmodified(module, "lipschitz_upper"):
             raise Refused(
                 f"lipschitz_upper of {type(module).__name__} does not speak of its calls: hooks, a subclass or a patch change "
                 "what they do; equipoise.lipschitz_bound bounds what is called"
@@ -100,13 +100,15 @@ class _Earlier:
 def constructed(module: nn.Module) -> float | None:
     """The constant that the module's class states by construction; None without one, or where it is not about its calls."""
     claim = next((vars(c)["lipschitz_upper"] for c in type(module).__mro__ if "lipschitz_upper" in vars(c)), None)
-    if isinstance(claim, by_construction) and stands(module, "lipschitz_upper"):
+    if isinstance(claim, by_construction) and is_unmodified(module, "lipschitz_upper"):
         return claim.of(module)
     stated = next(
         (vars(c)["lipschitz_constant"] for c in type(module).__mro__ if "lipschitz_constant" in vars(c)), None
     )
     own = vars(module).get("lipschitz_constant")
-    if own is None and (stated is None or isinstance(stated, _Earlier) or not stands(module, "lipschitz_constant")):
+    if own is None and (
+        stated is None or isinstance(stated, _Earlier) or not is_unmodified(module, "lipschitz_constant")
+    ):
         return None
     warnings.warn(
         f"{type(module).__name__}.lipschitz_constant: write lipschitz_upper = equipoise.nn.by_construction(…) next to forward",
@@ -146,7 +148,7 @@ def hooked(module: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
 
 
-def stands(module: nn.Module, claim: str) -> bool:
+def is_unmodified(module: nn.Module, claim: str) -> bool:
     """Whether the claim (the name of a method or attribute of the class) speaks of the map that a call performs.
 
     The class that defines `forward` is the class that makes the claim, nothing it has is defined anew by a subclass or the

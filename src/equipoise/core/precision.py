@@ -39,7 +39,7 @@ def gamma(m: int | float, dtype: torch.dtype) -> float:
     mu = m * unit_roundoff(dtype)
     if mu >= 0.5:
         raise Refused(f"inner dimension {m:g} is too long for {dtype}: nothing can be guaranteed; compute in float64")
-    return up(mu / (1 - mu))
+    return inflate(mu / (1 - mu))
 
 
 def float64(value: Any) -> Tensor:
@@ -51,12 +51,12 @@ def float64(value: Any) -> Tensor:
     return value.detach().double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
-def up(x: FloatOrTensor) -> FloatOrTensor:
+def inflate(x: FloatOrTensor) -> FloatOrTensor:
     """Enlarge a non-negative float64 number or tensor so that it covers the rounding of a few operations.
 
     Numbers below the smallest normal one grow by a few steps; 0 stays 0.
 
-    >>> up(5e-324) > 5e-324, up(0.0), bool(up(torch.tensor(5e-324, dtype=torch.float64)) > 5e-324)
+    >>> inflate(5e-324) > 5e-324, inflate(0.0), bool(inflate(torch.tensor(5e-324, dtype=torch.float64)) > 5e-324)
     (True, 0.0, True)
     """
     if isinstance(x, Tensor):
@@ -64,7 +64,7 @@ def up(x: FloatOrTensor) -> FloatOrTensor:
     return x * (1 + _SLACK) + _STEPS if x else x
 
 
-def down(x: FloatOrTensor) -> FloatOrTensor:
+def deflate(x: FloatOrTensor) -> FloatOrTensor:
     """Shrink a non-negative float64 number or tensor so that it covers the rounding of a few operations."""
     return x * (1 - _SLACK)
 
@@ -147,14 +147,14 @@ def frobenius(x: Tensor, dims: tuple[int, ...] = (-2, -1)) -> Tensor:
     The last of `dims` is summed in the arithmetic of x (fast), the others in float64; the error bound covers both.
     """
     if x.is_complex():
-        return up((frobenius(x.real, dims).square() + frobenius(x.imag, dims).square()).sqrt())
+        return inflate((frobenius(x.real, dims).square() + frobenius(x.imag, dims).square()).sqrt())
     count = math.prod(x.shape[d] for d in dims)
     dims = tuple(sorted(d % x.dim() for d in dims))
     rows = torch.linalg.vector_norm(x, dim=dims[-1]).double()
     norm = torch.linalg.vector_norm(rows, dim=dims[:-1]) if len(dims) > 1 else rows
-    inflate = (1 + gamma(x.shape[dims[-1]] + 8, x.dtype)) * (1 + gamma(count + 8, torch.float64))
+    slack = (1 + gamma(x.shape[dims[-1]] + 8, x.dtype)) * (1 + gamma(count + 8, torch.float64))
     lost = math.sqrt(count) * math.sqrt(torch.finfo(x.dtype).tiny)  # squares below this underflow
-    result = up(norm * inflate) + lost
+    result = inflate(norm * slack) + lost
     vanished = norm == 0
     if x.device.type != "cpu" or bool(vanished.any()):  # exactly zero, or squares that underflowed?
         result = torch.where(vanished & ~(x != 0).any(dims), 0.0, result)
@@ -170,7 +170,7 @@ def row_lengths(x: Tensor) -> Tensor:
     """
     largest = x.abs().amax(1)
     unit = x / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
-    return up(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64)))
+    return inflate(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(x.shape[1] + 8, torch.float64)))
 
 
 def safe_root(square: Tensor) -> Tensor:

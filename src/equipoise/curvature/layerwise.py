@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import round_up
+from equipoise.core.bounds import format_up
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.curvature.hessian import Data, LossHessian
 from equipoise.curvature.spectrum import top_of
 from equipoise.maps.pointwise import read_activation
@@ -74,10 +74,11 @@ class HessianBoundReport:
     def __str__(self) -> str:
         lines = [f"{'layer':<12}{'norm ≤':>12}{'to logits ≤':>14}{'sensitivity ≤':>15}{'share':>8}"]
         lines += [
-            f"{r.name:<12}{round_up(r.norm, 5):>12}{round_up(r.downstream, 5):>14}{round_up(r.sensitivity, 5):>15}{r.share:>8.1%}"
+            f"{r.name:<12}{format_up(r.norm, 5):>12}{format_up(r.downstream, 5):>14}"
+            f"{format_up(r.sensitivity, 5):>15}{r.share:>8.1%}"
             for r in self.rows
         ]
-        lines.append(f"Gauss–Newton matrix: norm at most {round_up(self.gauss_newton, 5)}")
+        lines.append(f"Gauss–Newton matrix: norm at most {format_up(self.gauss_newton, 5)}")
         if self.measured is not None:
             lines.append(f"Hessian: norm at least {self.measured:.5g} (measured)")
         holds = "is zero, so" if self.bounds_hessian else f"reaches {self.logit_gradient:.3g}, so"
@@ -138,7 +139,7 @@ def hessian_bound_report(
         for name in shares
     )
     measured = abs(top_of(hessian, which="LM", seed=seed).value) if measure else None
-    return HessianBoundReport(float(up(total * _ROOM)), largest, curvature, rows, measured)
+    return HessianBoundReport(float(inflate(total * _ROOM)), largest, curvature, rows, measured)
 
 
 def _is_linear(module: nn.Module) -> bool:

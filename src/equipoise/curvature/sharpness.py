@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.curvature.hessian import Data, Loss, LossHessian, Pattern, Vector
 from equipoise.curvature.spectrum import Eigenvalue, top_of
 from equipoise.norms.spectral import spectral_norm
@@ -45,7 +45,7 @@ def smoothed_loss_bound(curvature: float, gradient: float, sigma: float, *, ever
         x = gradient / sigma / curvature / math.sqrt(2)
         value = min(curvature, flat if x < 1e-9 else curvature * math.erf(x) * (1 + 1e-14))
     note = "" if everywhere else "the constants were measured at one point: no bound"
-    return Bound(float(up(value)), Kind.UPPER if everywhere else Kind.ESTIMATE, "erf", note)
+    return Bound(float(inflate(value)), Kind.UPPER if everywhere else Kind.ESTIMATE, "erf", note)
 
 
 def last_layer_constants(features: Tensor, bias: bool = False) -> tuple[Bound, Bound]:
@@ -66,8 +66,8 @@ def last_layer_constants(features: Tensor, bias: bool = False) -> tuple[Bound, B
     norm = float(spectral_norm(h, rtol=1e-4).upper)
     lengths = torch.linalg.vector_norm(h, dim=1).mean()
     return (
-        Bound(float(up(norm * norm / len(h) / 2 * (1 + 1e-14))), Kind.UPPER, "spectral_norm"),
-        Bound(float(up(math.sqrt(2) * float(lengths) * (1 + 1e-12))), Kind.UPPER, "lengths"),
+        Bound(float(inflate(norm * norm / len(h) / 2 * (1 + 1e-14))), Kind.UPPER, "spectral_norm"),
+        Bound(float(inflate(math.sqrt(2) * float(lengths) * (1 + 1e-12))), Kind.UPPER, "lengths"),
     )
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.bounds import round_up
+from equipoise.core.bounds import format_up
 from equipoise.core.errors import InputError, Refused, require_one_of
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.chains import Solve, chain_total
 from equipoise.lipschitz.local.measure import whole_bound
@@ -163,7 +163,7 @@ def _row(run: Propagation, node: fx.Node, gain: float, weight: float, share: flo
     lower, upper = (float(found.lower), float(found.upper)) if found is not None else (math.nan, gain)
     method = found.method if found is not None else ""
     pattern = [
-        f"{r.method}: at most {round_up(r.bound, 5)} in the fused total"
+        f"{r.method}: at most {format_up(r.bound, 5)} in the fused total"
         for r in run.regions.get(node, ())
         if not r.whole
     ]
@@ -212,7 +212,7 @@ def _capped(run: Propagation, chosen: Callable[[fx.Node], bool]) -> float:
         step = run.steps[node]
         top = max((gain for _, gain in step.gains), default=0.0)
         if chosen(node) and isinstance(step.map, Weighted | Scaled) and 1 < top < math.inf:
-            step = replace(step, gains=tuple((s, min(1.0, up(gain / top))) for s, gain in step.gains))
+            step = replace(step, gains=tuple((s, min(1.0, inflate(gain / top))) for s, gain in step.gains))
         logs[node] = combined(step, logs)
         for region in run.regions.get(node, ()):
             if region.whole:

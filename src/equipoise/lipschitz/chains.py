@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.errors import InputError
-from equipoise.core.precision import frobenius, full_precision, gamma, rescaled, up
+from equipoise.core.precision import frobenius, full_precision, gamma, inflate, rescaled
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.lipschitz.operations import Copy
 from equipoise.lipschitz.propagate import Propagation
@@ -87,7 +87,7 @@ def closed_multipliers(weights: Sequence[Tensor], slopes: Sequence[tuple[float, 
 
 
 def _norm(layer: Matrix) -> float:
-    return up(float(spectral_norm(layer.matrix).upper) + layer.error)
+    return inflate(float(spectral_norm(layer.matrix).upper) + layer.error)
 
 
 def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]) -> float | None:
@@ -101,7 +101,7 @@ def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]
         A = _spread(layer, *inverse)
         if A is None or not (beta > 0 and -alpha < 0.999 * beta and alpha < 0.999 * beta):
             return None
-        a = up(float(spectral_norm(A, rtol=1e-6).upper))
+        a = inflate(float(spectral_norm(A, rtol=1e-6).upper))
         if a == 0:
             return -math.inf
         total = log_product(total, log_up(a))
@@ -113,13 +113,13 @@ def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]
     A = _spread(layers[-1], *inverse)
     if A is None:
         return None
-    return log_product(total, log_up(up(float(spectral_norm(A, rtol=1e-6).upper)))) / 2
+    return log_product(total, log_up(inflate(float(spectral_norm(A, rtol=1e-6).upper)))) / 2
 
 
 def _scaled(layer: Matrix) -> tuple[Matrix, int]:
     """`(2^−e·layer, e)` with the largest entry brought to [1/2, 1), so that no product overflows or vanishes."""
     matrix, e = rescaled(layer.matrix.double())
-    error = up(math.ldexp(layer.error, -e)) + 1e-290 if layer.error else 0.0
+    error = inflate(math.ldexp(layer.error, -e)) + 1e-290 if layer.error else 0.0
     return Matrix(matrix, error), e
 
 
@@ -132,13 +132,13 @@ def _spread(layer: Matrix, X: Tensor, e: float) -> Tensor | None:
     A = W @ X @ W.mT
     rounding = 2 * gamma(2 * X.shape[0] + 8, torch.float64) * w * w * x + 1e-290
     drift = (2 * w + layer.error) * layer.error * (x + e)
-    return _symmetric(A, up(rounding + e * w * w + drift))
+    return _symmetric(A, inflate(rounding + e * w * w + drift))
 
 
 def _symmetric(A: Tensor, more: float) -> Tensor:
     """`(A + Aᵀ)/2 + more·I`, with the rounding of both added to the diagonal."""
     A = (A + A.mT) / 2
-    extra = up(more + 4 * _U * (float(frobenius(A)) + more))
+    extra = inflate(more + 4 * _U * (float(frobenius(A)) + more))
     A.diagonal().add_(extra)
     return A
 
@@ -151,10 +151,10 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     B = A / a
     if q == 0:
         Y = t * eye - (m * m * t * t) * B
-        return _symmetric(Y, 0.0) - eye * up(16 * _U * (t * math.sqrt(n) + m * m * t * t * float(frobenius(B))))
+        return _symmetric(Y, 0.0) - eye * inflate(16 * _U * (t * math.sqrt(n) + m * m * t * t * float(frobenius(B))))
     # B(I − qtB)⁻¹ = ((I − qtB)⁻¹ − I)/(qt): increasing in B for either sign of q, positive definite since qt·λ_max(B) < 1
     N = eye - (q * t) * B
-    shift = up(16 * _U * (math.sqrt(n) + abs(q * t) * float(frobenius(B))))
+    shift = inflate(16 * _U * (math.sqrt(n) + abs(q * t) * float(frobenius(B))))
     N = N - math.copysign(1.0, q) * shift * eye  # towards the larger B
     found = verified_inverse(N, positive=q * t * 1.0000001 + 4 * shift < 1)
     if found is None:
@@ -163,7 +163,7 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     scale = m * m * t / q
     Y = t * eye - scale * (X - eye)
     lost = abs(scale) * (e + 16 * _U * (float(frobenius(X)) + math.sqrt(n))) + 16 * _U * t * math.sqrt(n)
-    return _symmetric(Y, 0.0) - eye * up(lost + 8 * _U * float(frobenius(Y)))
+    return _symmetric(Y, 0.0) - eye * inflate(lost + 8 * _U * float(frobenius(Y)))
 
 
 def verified_inverse(Y: Tensor, positive: bool | None = None) -> tuple[Tensor, float] | None:
@@ -178,7 +178,7 @@ def verified_inverse(Y: Tensor, positive: bool | None = None) -> tuple[Tensor, f
     if positive is False:
         return None
     if positive is None:
-        shift = up(4 * (n + 8) * _U * float(Y.diagonal().abs().sum()) + 8 * _U * size)
+        shift = inflate(4 * (n + 8) * _U * float(Y.diagonal().abs().sum()) + 8 * _U * size)
         if int(torch.linalg.cholesky_ex(Y - shift * torch.eye(n, dtype=torch.float64))[1]) != 0:
             return None
     X = torch.linalg.inv(Y)
@@ -187,8 +187,8 @@ def verified_inverse(Y: Tensor, positive: bool | None = None) -> tuple[Tensor, f
     X = (X + X.mT) / 2
     x = float(frobenius(X))
     R = torch.eye(n, dtype=torch.float64) - Y @ X
-    r = up(float(frobenius(R)) + gamma(n + 8, torch.float64) * (size * x + math.sqrt(n)))
-    return (X, up(x * r / (1 - r))) if r < 0.5 else None
+    r = inflate(float(frobenius(R)) + gamma(n + 8, torch.float64) * (size * x + math.sqrt(n)))
+    return (X, inflate(x * r / (1 - r))) if r < 0.5 else None
 
 
 Solve = Callable[[Sequence[Matrix], Sequence[tuple[float, float]]], float | None]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, gamma, up
+from equipoise.core.precision import frobenius, gamma, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.logs import exp_up, log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.propagate import Propagation
@@ -69,10 +69,10 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         return Box(None, None, math.inf, math.inf, log)
     mid, half, rounding = image
     noise = float(frobenius(rounding.reshape(1, -1))) if rounding is not None else 0.0
-    dev = up(exp_up(_combine(step, [log_up(up(g * b.dev)) for b, g in sources])) + noise)
-    rho = up(exp_up(_combine(step, [log_up(up(g * b.rho)) for b, g in sources])) + noise)
-    half = half if rounding is None else up(half + rounding)
-    dev = min(dev, float(frobenius(half.reshape(1, -1))), up(exp_up(log_product(log, log_up(radius))) + rho))
+    dev = inflate(exp_up(_combine(step, [log_up(inflate(g * b.dev)) for b, g in sources])) + noise)
+    rho = inflate(exp_up(_combine(step, [log_up(inflate(g * b.rho)) for b, g in sources])) + noise)
+    half = half if rounding is None else inflate(half + rounding)
+    dev = min(dev, float(frobenius(half.reshape(1, -1))), inflate(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)
     if step.curve is not None:
         log = min(log, _pruned_rows(step, run, boxes, half, call.cache))
@@ -101,7 +101,7 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
         case op.Average():
             run = _runner(call, boxes)
             rounding = gamma(box.mid.numel() + 8, torch.float64) * run(lambda b: b.mid.abs())
-            return run(lambda b: b.mid), up(run(lambda b: b.half) * (1 + 1e-10)), up(rounding)
+            return run(lambda b: b.mid), inflate(run(lambda b: b.half) * (1 + 1e-10)), inflate(rounding)
         case op.Largest(sliding=True):
             run = _runner(call, boxes)
             return run(lambda b: b.mid), run(lambda b: b.half), None
@@ -112,10 +112,10 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
             return _bent(call, step.map, box, gain)
         case op.Normalised():
             mid = _runner(call, boxes)(lambda b: b.mid)
-            noise = up(
+            noise = inflate(
                 gain * gamma(8 * box.mid.shape[-1] + 64, torch.float64) * float(frobenius(box.mid.reshape(1, -1)))
             )
-            return mid, torch.full_like(mid, up(gain * box.dev)), noise + 2.0**-40 * (mid.abs() + 1)
+            return mid, torch.full_like(mid, inflate(gain * box.dev)), noise + 2.0**-40 * (mid.abs() + 1)
         case _:
             return None
 
@@ -129,7 +129,7 @@ def _moved(call: Call, step: Step, boxes: dict[fx.Node, Box]) -> Image:
     if roundoff(step) == 0:
         return mid, half, None
     size = apply(call, step, {n: m.abs() for n, m in mids.items()}, offset=True, magnitude=True)
-    return mid, up(half * (1 + 1e-14)), 16 * _U * size
+    return mid, inflate(half * (1 + 1e-14)), 16 * _U * size
 
 
 def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
@@ -144,10 +144,10 @@ def _bent(call: Call, curve: Pointwise, box: Box, gain: float) -> Image:
     assert box.mid is not None
     assert box.half is not None
     mid = activated(call, curve, box.mid)
-    half = up(box.half * gain)
+    half = inflate(box.half * gain)
     if curve.slopes[0] >= 0:
         high, low = (activated(call, curve, box.mid + sign * _outward(box)) for sign in (1, -1))
-        half = torch.minimum(up(torch.maximum(high - mid, mid - low)), half)
+        half = torch.minimum(inflate(torch.maximum(high - mid, mid - low)), half)
     return mid, half, None if curve.exact else 2.0**-44 * (mid.abs() + box.mid.abs())
 
 
@@ -175,14 +175,14 @@ def _weighted(layer: op.Weighted, box: Box) -> Image:
     W, b = layer.weight.double(), None if layer.bias is None else layer.bias.detach().double()
     g = gamma(max(W[0].numel(), W[:, 0].numel()) + 8, torch.float64)
     mid = layer.run(box.mid, W, b)
-    rounding = up(g * layer.run(box.mid.abs(), W.abs(), None if b is None else b.abs())) * (1 + 1e-9)
+    rounding = inflate(g * layer.run(box.mid.abs(), W.abs(), None if b is None else b.abs())) * (1 + 1e-9)
     half = layer.run(box.half, W.abs(), None) * (1 + 2 * g)
     if layer.rows is not None:
-        rows = up(frobenius(W.flatten(1), (-1,)) * box.dev)
+        rows = inflate(frobenius(W.flatten(1), (-1,)) * box.dev)
         shape = [1] * mid.dim()
         shape[layer.rows] = -1
         half = torch.minimum(half, rows.reshape(shape).expand_as(half))
-    return mid, up(half), rounding
+    return mid, inflate(half), rounding
 
 
 def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
@@ -195,7 +195,7 @@ def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
     moved = torch.linalg.vector_norm(box.half.reshape(-1, d), dim=-1).clamp_max(box.dev) * (1 + 1e-10)
     noise = 1e-10 * (rows.abs().amax(-1) + 1e-300)
     least = float((spread - moved / math.sqrt(d) - noise).clamp_min(0).min())
-    return min(gain, up(layer.top / math.sqrt(least * least + layer.eps)))
+    return min(gain, inflate(layer.top / math.sqrt(least * least + layer.eps)))
 
 
 def _pruned(node: fx.Node, step: Step, run: Propagation, boxes: dict[fx.Node, Box], cache: Cache) -> float:

@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import gamma, up
+from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
@@ -70,9 +70,9 @@ def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:
         case op.Copy() | op.Pieces() | op.Piece() | op.Padded() | op.Join() | op.Sorted():
             found = 1.0 if order == "linf" else float(round(gain * gain))
         case op.Sum(weights=weights):
-            found = up(abs(weights[which]) * copies)
+            found = inflate(abs(weights[which]) * copies)
         case op.Scaled(factor=factor):
-            found = up(up(float(factor.abs().max())) * copies)
+            found = inflate(inflate(float(factor.abs().max())) * copies)
         case op.Largest(windows=windows, sliding=sliding):
             found = 1.0 if order == "linf" else float(windows) if sliding else copies
         case Pointwise():
@@ -107,4 +107,4 @@ def _positive(node: fx.Node, shape: tuple[int, ...], order: Order) -> float:
         with torch.enable_grad():
             x = ones.requires_grad_()
             (sums,) = torch.autograd.grad(replay(node, x).sum(), x)
-    return up(float(sums.max()) * (1 + gamma(ones.numel() + 64, torch.float64)))
+    return inflate(float(sums.max()) * (1 + gamma(ones.numel() + 64, torch.float64)))

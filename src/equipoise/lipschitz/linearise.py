@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, gamma, up
+from equipoise.core.precision import frobenius, gamma, inflate
 from equipoise.lipschitz.enclose import Box
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.operations import Affine, Copy, Join, Weighted
@@ -58,11 +58,11 @@ def gradient_bound(run: Propagation, boxes: dict[fx.Node, Box], x: Tensor) -> fl
     stacked = {n: torch.stack([row[i].flatten() for row in rows]) for i, n in enumerate(watched)}
     noise = _backward_noise(run, stacked)
     source = run.program.inputs[0]
-    total = up(_norm(stacked[source]) + noise[source])
+    total = inflate(_norm(stacked[source]) + noise[source])
     for node, (_, width) in slopes.items():
         if node not in stacked or not bool((width > 0).any()):
             continue
-        total = up(total + _switching(run, node, width, stacked[node], noise[node], boxes))
+        total = inflate(total + _switching(run, node, width, stacked[node], noise[node], boxes))
     return total
 
 
@@ -75,7 +75,7 @@ def secant_slopes(step: Step, box: Box) -> tuple[Tensor, Tensor]:
     else:
         lows, highs = (torch.full(shape, s, dtype=torch.float64) for s in step.curve.slopes)
     middle = (lows + highs) / 2
-    return middle, up((highs - lows) / 2 + 2.0**-52 * middle.abs())
+    return middle, inflate((highs - lows) / 2 + 2.0**-52 * middle.abs())
 
 
 def _reference_pass(run: Propagation, x: Tensor, slopes: dict[fx.Node, Tensor]) -> dict[fx.Node, Any]:
@@ -120,7 +120,7 @@ def _backward_noise(run: Propagation, grads: dict[fx.Node, Tensor]) -> dict[fx.N
         fresh = _roughness(run, node) * (sizes.get(node, 0.0) + noise[node])
         for signal, gain in step.gains:
             own = sizes.get(signal.node, 0.0)
-            noise[signal.node] = up(noise[signal.node] + up(gain * noise[node]) + fresh + 16 * 2.0**-53 * own)
+            noise[signal.node] = inflate(noise[signal.node] + inflate(gain * noise[node]) + fresh + 16 * 2.0**-53 * own)
     return noise
 
 
@@ -131,11 +131,11 @@ def _roughness(run: Propagation, node: fx.Node) -> float:
     form = step.linear
     if isinstance(form, Matrix):
         size = float(torch.linalg.vector_norm(form.matrix.double()))
-        return gamma(form.matrix.shape[0] + 16, torch.float64) * up(size)
+        return gamma(form.matrix.shape[0] + 16, torch.float64) * inflate(size)
     if isinstance(form, Convolution):
         taps = math.prod(form.weight.shape[2:])
         size = float(torch.linalg.vector_norm(form.weight.double())) * math.sqrt(taps)
-        return gamma(taps * form.weight.shape[0] + 16, torch.float64) * up(size)
+        return gamma(taps * form.weight.shape[0] + 16, torch.float64) * inflate(size)
     count = max(run.facts[s.node].signal.numel for s, _ in step.gains)
     return gamma(count + 16, torch.float64) * max(1.0, top) * (64.0 if isinstance(step.map, Weighted) else 1.0)
 
@@ -147,7 +147,7 @@ def _switching(
     before = run.steps[node].gains[0][0].node
     w = width.flatten()
     active = w > 0
-    together = up((_norm(G[:, active] * w[active]) + noise * float(w.max())) * exp_up(boxes[before].log))
+    together = inflate((_norm(G[:, active] * w[active]) + noise * float(w.max())) * exp_up(boxes[before].log))
     facts = run.facts[before]
     if (
         facts.base is None
@@ -158,14 +158,14 @@ def _switching(
     weight = facts.form.matrix if isinstance(facts.form, Matrix) else facts.form.weight
     if isinstance(facts.form, Convolution) and facts.form.padding != "zeros":
         return together
-    rows = up(frobenius(weight.double().flatten(1), (-1,)) + facts.form.error)
+    rows = inflate(frobenius(weight.double().flatten(1), (-1,)) + facts.form.error)
     shape = [1] * width.dim()
     shape[1 if isinstance(facts.form, Convolution) else -1] = -1
     spread = rows.reshape(shape).expand(width.shape).flatten()
     each = (w * spread)[active]
     columns = frobenius(G[:, active], (0,))
     base = exp_up(boxes[facts.base].log)
-    apart = up((float((columns * each).sum()) * (1 + 1e-9) + noise * _length(each)) * base)
-    rows_only = up(_length(spread[active]) * base)
-    mixed = up((_norm(G[:, active] * w[active]) + noise * float(w.max())) * up(rows_only))
+    apart = inflate((float((columns * each).sum()) * (1 + 1e-9) + noise * _length(each)) * base)
+    rows_only = inflate(_length(spread[active]) * base)
+    mixed = inflate((_norm(G[:, active] * w[active]) + noise * float(w.max())) * inflate(rows_only))
     return min(together, apart, mixed)

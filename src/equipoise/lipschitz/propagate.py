@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import full_precision, up
+from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
@@ -281,11 +281,11 @@ def _sized(call: Call, step: Step) -> Signal:
     reach = [gain * s.norm if gain else 0.0 for s, gain in step.gains]
     grown = math.sqrt(sum(r * r for r in reach)) if step.combine == "root" else sum(reach)
     count, width = math.prod(shape), shape[-1] if shape else 1
-    norm = _least(step.norm, up(grown + step.offset) if step.gains else step.offset)
+    norm = _least(step.norm, inflate(grown + step.offset) if step.gains else step.offset)
     row, peak = _least(step.row, norm), _least(step.peak, norm)
     peak = _least(peak, row)
-    row = _least(row, up(math.sqrt(width) * peak))
-    norm = _least(norm, up(math.sqrt(max(1, count // max(1, width))) * row))
+    row = _least(row, inflate(math.sqrt(width) * peak))
+    norm = _least(norm, inflate(math.sqrt(max(1, count // max(1, width))) * row))
     low = -peak if math.isnan(step.low) else max(step.low, -peak)
     return Signal(call.node, shape, value.dtype, norm, row, peak, low, _part(call, step), pieces)
 

@@ -27,7 +27,7 @@ from torch.nn.modules import module as modules
 
 from equipoise.core.bounds import Bound, Kind, as_upper
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import stands
+from equipoise.core.modules import is_unmodified
 
 #: methods that would change what a call does
 _FLOATS = (torch.float32, torch.float64)
@@ -72,7 +72,7 @@ def counted_calls() -> Iterator[dict[int, int]]:
 
 def believed(module: nn.Module) -> bool:
     """Whether nothing can have come between `lipschitz_upper` and the map that a call performs, in evaluation mode."""
-    return stands(module, "lipschitz_upper") and not any(part.training for part in module.modules())
+    return is_unmodified(module, "lipschitz_upper") and not any(part.training for part in module.modules())
 
 
 def find_regions(

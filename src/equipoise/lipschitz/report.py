@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import gamma, row_lengths, up
+from equipoise.core.precision import gamma, inflate, row_lengths
 from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.maps.linear import Matrix
@@ -175,12 +175,12 @@ def _finite(value: Any) -> Any:
 
 
 def _cells(row: Row, shares: bool) -> tuple[str, ...]:
-    from equipoise.core.bounds import round_down, round_up
+    from equipoise.core.bounds import format_down, format_up
 
     known = not math.isnan(row.lower)
-    inside = f"[{round_down(row.lower, 5)}, {round_up(row.upper, 5)}]" if known else ""
+    inside = f"[{format_down(row.lower, 5)}, {format_up(row.upper, 5)}]" if known else ""
     share = f"{row.share:.1%}".replace("-0.0%", "0.0%") if shares else "–"
-    return row.name, row.kind, row.shape, inside, round_up(row.upper, 5), share, row.method or row.note
+    return row.name, row.kind, row.shape, inside, format_up(row.upper, 5), share, row.method or row.note
 
 
 _PAGE = """<!doctype html>
@@ -220,7 +220,7 @@ def pair_constants(run: Propagation) -> Tensor | None:
     trunk = exp_up(log_product(run.facts[facts.base].fused, log_up(1.0)))
     apart = _distances(weight)
     rounding = 2.0**-52 * row_lengths(weight).max()
-    return up((apart + rounding + 2 * facts.form.error) * trunk)
+    return inflate((apart + rounding + 2 * facts.form.error) * trunk)
 
 
 def _distances(weight: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ def _distances(weight: Tensor) -> Tensor:
     squared = both - 2 * gram
     safe = (squared > both / 8) & (both > 1e-200) & (both < 1e200)
     error = 16 * gamma(weight.shape[1] + 8, torch.float64)
-    apart = up((squared.clamp_min(0) * (1 + 2 * error)).sqrt())
+    apart = inflate((squared.clamp_min(0) * (1 + 2 * error)).sqrt())
     for i in (~safe).any(1).nonzero().flatten().tolist():
         rest = ~safe[i]
         apart[i, rest] = row_lengths(weight[rest] - weight[i])

@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, up
+from equipoise.core.precision import frobenius, inflate
 from equipoise.maps.algebra import spread
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
 from equipoise.norms.bracket import Cache, bracket
@@ -72,13 +72,13 @@ def residual_bound(
         return None  # not such a block: the sum of the branches is as good
     M = t.sqrt() * K
     lost = 8 * _U
-    error = up(_size(E, B) + lost * (_size(R, B) + _size(t * K, B)) + turned.error)
-    wide = _rebuilt(B, M, up(lost * _size(M, B)))
+    error = inflate(_size(E, B) + lost * (_size(R, B) + _size(t * K, B)) + turned.error)
+    wide = _rebuilt(B, M, inflate(lost * _size(M, B)))
     m, b = float(bracket(wide, cache).upper), float(bracket(B, cache).upper)
     a = float(bracket(turned, cache).upper)
-    curved = max(up(1 - low * up(m * m)), up(high * up(m * m)) - 1, 1.0)
+    curved = max(inflate(1 - low * inflate(m * m)), inflate(high * inflate(m * m)) - 1, 1.0)
     # B is known up to B.error: A D (B + ΔB) adds ‖A‖‖ΔB‖, and E D B reads the true B (b covers it)
-    return up(curved + up(max(high, -low) * up(error * b + a * B.error)))
+    return inflate(curved + inflate(max(high, -low) * inflate(error * b + a * B.error)))
 
 
 def _multipliers(K: Tensor, R: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import full_precision, unit_roundoff, up
+from equipoise.core.precision import full_precision, inflate, unit_roundoff
 from equipoise.lipschitz.batches import as_examples
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import activated
@@ -258,7 +258,7 @@ def _carried(call: Call, step: Step, slips: dict[fx.Node, Tensor]) -> Tensor:
     """What the operation makes of errors in its operands, entry by entry."""
     match step.map:
         case Pointwise():
-            return up(next(iter(slips.values())) * step.map.gain)
+            return inflate(next(iter(slips.values())) * step.map.gain)
         case Largest(sliding=True):
             return first_of(exactly(call.node, slips, call.lookup))
         case Largest() if len(step.gains) > 1 or tuple(step.gains[0][0].shape) == call.shape:
@@ -292,7 +292,7 @@ def _local(call: Call, step: Step, sizes: dict[fx.Node, Tensor], value: Tensor, 
                 return torch.zeros_like(value)
             top = apply(call, step, sizes, offset=True, magnitude=True)
             rounding = g * top + 4 * kind.tiny * max(1, *(s.numel for s, _ in step.gains))
-    return torch.where(top < kind.max / 4, up(rounding) * (1 + 1e-9), math.inf)
+    return torch.where(top < kind.max / 4, inflate(rounding) * (1 + 1e-9), math.inf)
 
 
 def _jump(call: Call) -> float:

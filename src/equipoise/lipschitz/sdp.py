@@ -22,7 +22,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import frobenius, full_precision, gamma, up
+from equipoise.core.precision import frobenius, full_precision, gamma, inflate
 from equipoise.lipschitz.chains import Slopes, chain_bound, checked_chain, closed_multipliers
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.maps.linear import Matrix
@@ -106,12 +106,12 @@ def normalised(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]) 
         size = float(spectral_norm(layer.matrix).upper) or 1.0
         scale = log_product(scale, log_up(size))
         scaled = layer.matrix.double() / size
-        error = up(error + 4 * 2.0**-53 * float(frobenius(scaled)) + up(layer.error / size))
+        error = inflate(error + 4 * 2.0**-53 * float(frobenius(scaled)) + inflate(layer.error / size))
         result.append(scaled)
     first = result[0]
     A = first @ first.mT
     n = len(A)
-    rounding = up(gamma(first.shape[1] + n + 16, torch.float64) * float(frobenius(first)) ** 2)
+    rounding = inflate(gamma(first.shape[1] + n + 16, torch.float64) * float(frobenius(first)) ** 2)
     A = A + max(1e-11, 64 * (n + 8) * rounding + 4 * error) * torch.eye(n, dtype=torch.float64)
     result[0] = torch.linalg.cholesky(A)  # L Lᵀ ⪰ W Wᵀ, since the shift exceeds all rounding errors
     return Chain(result, list(slopes), scale, error)
@@ -160,7 +160,7 @@ def _smallest(chain: Chain, P: Tensor, largest: float) -> float | None:
     while slack < 10:
         trial = rho * (1 + slack)
         if _proved(chain, P, trial, largest):
-            return up(trial)
+            return inflate(trial)
         slack *= 4
     return None
 
@@ -174,10 +174,10 @@ def _proved(chain: Chain, P: Tensor, rho: float, largest: float) -> bool:
     steep = max(b * b for _, b in chain.slopes)
     mass = sum(float(frobenius(w)) ** 2 for w in chain.weights) + len(Q)
     rounding = gamma(4 * max(w.shape[0] + w.shape[1] for w in chain.weights) + 64, torch.float64)
-    error = up((rounding * mass + 4 * chain.error) * (1 + (1 + steep) * 2 * largest + 1 / rho))
+    error = inflate((rounding * mass + 4 * chain.error) * (1 + (1 + steep) * 2 * largest + 1 / rho))
     G = top * torch.eye(len(Q), dtype=torch.float64) - (Q + Q.mT) / 2
     limit = torch.tensor([top], dtype=torch.float64)
-    return bool(below(G[None], limit, torch.tensor([up(error + 4 * 2.0**-53 * top)], dtype=torch.float64)))
+    return bool(below(G[None], limit, torch.tensor([inflate(error + 4 * 2.0**-53 * top)], dtype=torch.float64)))
 
 
 def _cvxpy() -> Any:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, up
+from equipoise.core.precision import frobenius, inflate
 from equipoise.lipschitz.enclose import Box, activated
 from equipoise.lipschitz.linearise import secant_slopes
 from equipoise.lipschitz.logs import exp_up
@@ -121,8 +121,8 @@ class Zonotope:
             parts = {k: t.reshape(len(t), -1)[:, index] for k, t in cloud.blocks.items()}
             if weight is not None:
                 parts = {k: m * weight[index] for k, m in parts.items()}
-            squares = up(squares + _joint(parts, self.lip) ** 2)
-        return up(math.sqrt(squares))
+            squares = inflate(squares + _joint(parts, self.lip) ** 2)
+        return inflate(math.sqrt(squares))
 
 
 def zonotope_bound(
@@ -157,7 +157,7 @@ def zonotope_bound(
         for n in [n for n in clouds if uses[n] <= 0 and n is not run.program.outputs[0]]:
             del clouds[n]
     out = clouds[run.program.outputs[0]]
-    return up(state.norm(out, torch.arange(out.centre.numel())) + out.tau), state
+    return inflate(state.norm(out, torch.arange(out.centre.numel())) + out.tau), state
 
 
 def _calls(run: Propagation, cache: Cache) -> dict[fx.Node, Call] | None:
@@ -188,7 +188,7 @@ def _affine(state: Zonotope, call: Call, step: Step, clouds: dict[fx.Node, Cloud
         sizes = {n: c.centre.abs() + state.half(c) for n, c in inputs.items()}
         fresh = 2 * g * apply(call, step, sizes, offset=True, magnitude=True) + _TINY
         moved = 2 * g * apply(call, step, {n: state.reach(c) for n, c in inputs.items()}, magnitude=True) + _TINY
-        slack = up(slack + fresh)
+        slack = inflate(slack + fresh)
         own = (_size(fresh), _size(moved))
     rho, tau = _remainder(state, call.node, step, own)
     return Cloud(centre, blocks, slack.clamp_max(rho), rho, tau)
@@ -205,18 +205,18 @@ def _remainder(state: Zonotope, node: fx.Node, step: Step, own: tuple[float, flo
     if facts.form is not None and not direct and not isinstance(facts.form, Diagonal | Padding):
         fused = float(bracket(facts.form, state.cache).upper)
     for i in range(2):
-        plain = up(_combined(step, [gain * state.noise[s.node][i] for s, gain in step.gains]) + own[i])
+        plain = inflate(_combined(step, [gain * state.noise[s.node][i] for s, gain in step.gains]) + own[i])
         carried = [gain * state.added[s.node][i] for s, gain in step.gains if s.node is not facts.base]
-        added.append(up(_combined(step, carried) + own[i]))
+        added.append(inflate(_combined(step, carried) + own[i]))
         base = 0.0 if facts.base is None else state.noise[facts.base][i]
-        found.append(min(plain, math.inf if math.isinf(fused) else up(fused * base + added[i])))
+        found.append(min(plain, math.inf if math.isinf(fused) else inflate(fused * base + added[i])))
     state.added[node] = (added[0], added[1])
     state.noise[node] = (found[0], found[1])
     return state.noise[node]
 
 
 def _combined(step: Step, values: list[float]) -> float:
-    return up(math.hypot(*values) if step.combine == "root" else math.fsum(values))
+    return inflate(math.hypot(*values) if step.combine == "root" else math.fsum(values))
 
 
 def _size(v: Tensor) -> float:
@@ -235,25 +235,25 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
     else:
         slope, width = secant_slopes(step, Box(c, h, math.inf, 0.0, 0.0))
         centre = activated(call, step.curve, c)
-        mu = up(width * h)
+        mu = inflate(width * h)
         rough = 2.0**-44 * (c.abs() + centre.abs())
     rows = (width > 0).flatten().nonzero().flatten()
     state.unstable[call.node] = (len(rows), c.numel())
-    known = up(exp_up(state.boxes[before].log) + cloud.tau)
+    known = inflate(exp_up(state.boxes[before].log) + cloud.tau)
     columns = cloud.generators + len(rows)
     if relu and alone and columns > 2 * c.numel() and columns * c.numel() > FRESH:
         return _restart(state, call.node, cloud, c, h, known)
-    lip = up(float(width.max()) * known) if len(rows) else 0.0
+    lip = inflate(float(width.max()) * known) if len(rows) else 0.0
     if 0 < len(rows) <= 2 * ROWS:
         lip = min(lip, state.norm(cloud, rows, width.flatten()))
     fresh = rough + 4 * _U * slope.abs() * h
     moved = 4 * _U * slope.abs() * state.reach(cloud)
     gain = step.gains[0][1]
     blocks = {k: t * slope for k, t in cloud.blocks.items()}
-    slack = up(slope.abs() * cloud.slack + fresh)
+    slack = inflate(slope.abs() * cloud.slack + fresh)
     if relu:
         slack = slack * (slope + width > 0)  # a neuron that stays off is exactly 0
-    rho, tau = up(gain * cloud.rho + _size(fresh)), up(gain * cloud.tau + _size(moved))
+    rho, tau = inflate(gain * cloud.rho + _size(fresh)), inflate(gain * cloud.tau + _size(moved))
     room = max(0, ENTRIES // c.numel() - cloud.generators)
     sizes = mu.flatten()
     if len(rows) > room:  # the smallest symbols join the remainder
@@ -261,8 +261,8 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
         rest, rows = rows[order[room:]], rows[order[:room]]
         lost = torch.zeros_like(sizes)
         lost[rest] = sizes[rest]
-        slack = up(slack + lost.reshape(slack.shape))
-        rho, tau = up(rho + _size(lost)), up(tau + lip)
+        slack = inflate(slack + lost.reshape(slack.shape))
+        rho, tau = inflate(rho + _size(lost)), inflate(tau + lip)
     if len(rows):
         blocks[call.node] = _units(rows, c)
         state.mu[call.node], state.lip[call.node] = sizes[rows], lip
@@ -282,7 +282,7 @@ def _relu(c: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _restart(state: Zonotope, node: fx.Node, cloud: Cloud, c: Tensor, h: Tensor, known: float) -> Cloud:
     """A ReLU that everything passes through: forget where its entries came from, one symbol per entry that moves."""
-    lip = min(up(state.norm(cloud, torch.arange(c.numel())) + cloud.tau), known)
+    lip = min(inflate(state.norm(cloud, torch.arange(c.numel())) + cloud.tau), known)
     low, high = (c - h).clamp_min(0), (c + h).clamp_min(0)
     mu = (high - low) / 2 + 4 * _U * (c.abs() + h) * (high > 0)
     rows = (mu > 0).flatten().nonzero().flatten()
@@ -305,7 +305,7 @@ def _joint(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float]) -> float:
     weights = _weights(parts, lip)
     stacked = torch.cat([math.sqrt(weights[k]) * m for k, m in parts.items()])
     top = float(spectral_norm(stacked, rtol=1e-2).upper)
-    return up(top * math.hypot(*(lip[k] / math.sqrt(weights[k]) for k in parts))) * _WIDER
+    return inflate(top * math.hypot(*(lip[k] / math.sqrt(weights[k]) for k in parts))) * _WIDER
 
 
 def _weights(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float], rounds: int = 4) -> dict[fx.Node, float]:

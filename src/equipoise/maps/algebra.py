@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, gamma, up
+from equipoise.core.precision import frobenius, gamma, inflate
 from equipoise.maps.geometry import Axis, Geometry
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 
@@ -55,13 +55,13 @@ def add(a: Linear, b: Linear) -> Linear | None:
     match a, b:
         case Matrix(), Matrix():
             matrix = a.matrix.double() + b.matrix.double()
-            return Matrix(matrix, up(2 * _U * float(frobenius(matrix)) + a.error + b.error))
+            return Matrix(matrix, inflate(2 * _U * float(frobenius(matrix)) + a.error + b.error))
         case Diagonal(), Diagonal():
             if a.dim != b.dim and a.factor.numel() > 1 and b.factor.numel() > 1:
                 return None
             factor = a.factor + b.factor
             dim = a.dim if a.factor.numel() > 1 else b.dim
-            return Diagonal(factor, dim, up(2 * _U * float(factor.abs().max()) + a.error + b.error))
+            return Diagonal(factor, dim, inflate(2 * _U * float(factor.abs().max()) + a.error + b.error))
         case Diagonal(), Convolution():
             return add(b, a)
         case Convolution(), Diagonal():
@@ -79,7 +79,7 @@ def spread(weight: Tensor, conv: Convolution) -> float:
     """
     taps = math.prod(weight.shape[2:])
     repeats = 1 if conv.padding == "zeros" else math.prod(1 + sum(pair) for pair in conv.amount)
-    return up(float(frobenius(weight.flatten(1))) * math.sqrt(taps) * repeats)
+    return inflate(float(frobenius(weight.flatten(1))) * math.sqrt(taps) * repeats)
 
 
 def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
@@ -87,7 +87,7 @@ def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
         return None
     dim = a.dim if a.factor.numel() > 1 else b.dim
     top_a, top_b = float(a.factor.abs().max()), float(b.factor.abs().max())
-    error = up(4 * _U * top_a * top_b + a.error * (top_b + b.error) + b.error * top_a) + _TINY
+    error = inflate(4 * _U * top_a * top_b + a.error * (top_b + b.error) + b.error * top_a) + _TINY
     return Diagonal(a.factor * b.factor, dim, error)
 
 
@@ -107,8 +107,8 @@ def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix |
         if factor.numel() > 1 and (scale.dim != -1 or factor.numel() != side):
             return None
         matrix = form.matrix.double() * factor.reshape((-1, 1) if rows else (1, -1))
-        error = up(8 * _U * float(frobenius(matrix)) + form.error * (top + scale.error))
-        return Matrix(matrix, up(error + scale.error * float(frobenius(form.matrix.double()))) + _TINY)
+        error = inflate(8 * _U * float(frobenius(matrix)) + form.error * (top + scale.error))
+        return Matrix(matrix, inflate(error + scale.error * float(frobenius(form.matrix.double()))) + _TINY)
     side = form.weight.shape[0] if rows else form.geometry.channels
     if factor.numel() > 1 and (scale.dim != 1 or factor.numel() != side):
         return None
@@ -119,9 +119,9 @@ def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix |
     else:
         per_group = factor.expand(side).reshape(form.groups, 1, -1, *[1] * (weight.dim() - 2))
         weight = (form.geometry.grouped(weight) * per_group).reshape(weight.shape)
-    error = up(8 * _U * spread(weight, form) + form.error * (top + scale.error))
+    error = inflate(8 * _U * spread(weight, form) + form.error * (top + scale.error))
     made = (form, factor, weight) if rows and factor.numel() == side and form.error == 0 else None
-    return replace(form, weight=weight, error=up(error + scale.error * wide) + _TINY, scaled=made)
+    return replace(form, weight=weight, error=inflate(error + scale.error * wide) + _TINY, scaled=made)
 
 
 def _product(first: Matrix, then: Matrix) -> Matrix | None:
@@ -130,7 +130,7 @@ def _product(first: Matrix, then: Matrix) -> Matrix | None:
     A, B = then.matrix.double(), first.matrix.double()
     a, b = float(frobenius(A)), float(frobenius(B))
     rounding = gamma(B.shape[0] + 4, torch.float64) * a * b + _TINY
-    return Matrix(A @ B, up(rounding + then.error * (b + first.error) + first.error * a))
+    return Matrix(A @ B, inflate(rounding + then.error * (b + first.error) + first.error * a))
 
 
 def _is_pointwise(conv: Convolution) -> bool:
@@ -146,7 +146,7 @@ def _pointwise_after(first: Convolution, then: Convolution) -> Convolution | Non
     a, k = float(frobenius(A)), spread(K, first)
     weight = (A @ K.flatten(1)).reshape(-1, *K.shape[1:])
     rounding = gamma(A.shape[1] + 4, torch.float64) * a * k + _TINY
-    return first.with_weight(weight, up(rounding + then.error * (k + first.error) + first.error * a))
+    return first.with_weight(weight, inflate(rounding + then.error * (k + first.error) + first.error * a))
 
 
 def _pointwise_before(first: Convolution, then: Convolution) -> Convolution | None:
@@ -157,7 +157,7 @@ def _pointwise_before(first: Convolution, then: Convolution) -> Convolution | No
     b, k = float(frobenius(B)), spread(K, then)
     weight = torch.einsum("om...,mi->oi...", K, B).contiguous()
     rounding = gamma(B.shape[0] + 4, torch.float64) * b * k + _TINY
-    return then.with_weight(weight, up(rounding + then.error * (b + first.error) + first.error * k))
+    return then.with_weight(weight, inflate(rounding + then.error * (b + first.error) + first.error * k))
 
 
 def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
@@ -171,7 +171,7 @@ def _padded(pad: Padding, conv: Convolution) -> Convolution | None:
         for axis, (left, right), n in zip(conv.axes, pad.amount, pad.size, strict=True)
     )
     error = conv.error * math.prod(1 + sum(pair) for pair in pad.amount)  # a padding repeats a pixel at most so often
-    return Convolution(conv.weight, replace(conv.geometry, axes=axes, padding=pad.padding), up(error))
+    return Convolution(conv.weight, replace(conv.geometry, axes=axes, padding=pad.padding), inflate(error))
 
 
 def _as_convolution(scale: Diagonal, like: Convolution) -> Convolution | None:
@@ -223,5 +223,5 @@ def _aligned_sum(a: Convolution, b: Convolution) -> Convolution | None:
     weight = A.new_zeros([A.shape[0], A.shape[1], *(axis.kernel for axis in axes)])
     weight[tuple(box_a)] += A
     weight[tuple(box_b)] += B
-    error = up(2 * _U * spread(weight, a) + a.error + b.error)
+    error = inflate(2 * _U * spread(weight, a) + a.error + b.error)
     return Convolution(weight, Geometry(tuple(weight.shape), 1, tuple(axes)), error)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equipoise.core.precision import float64, up
+from equipoise.core.precision import float64, inflate
 
 Function = Callable[[Tensor], Tensor]
 GELU, SILU = 1.128904145185156, 1.099839320128868
@@ -120,9 +120,9 @@ def elu(alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Pointwise
     """`scale·x` above 0, `scale·α·(exp(βx) − 1)` below: slopes up to scale·max(1, αβ), smooth where αβ = 1."""
     side = scale * alpha * inner
     if scale != 1 or inner != 1:  # else nothing was rounded
-        side = up(abs(side)) * math.copysign(1, side)
+        side = inflate(abs(side)) * math.copysign(1, side)
     slopes = (min(0.0, side), max(scale, side))
-    curvature = up(abs(side) * inner) if alpha * inner == 1 else math.inf
+    curvature = inflate(abs(side) * inner) if alpha * inner == 1 else math.inf
     return Pointwise(slopes, lambda x: torch.where(x > 0, scale * x, scale * alpha * torch.expm1(inner * x.clamp_max(0))),
                      curvature)  # fmt: skip
 
@@ -130,7 +130,7 @@ def elu(alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Pointwise
 def celu(alpha: float = 1.0) -> Pointwise:
     """`α·(exp(x/α) − 1)` below 0: slopes in [0, 1] for α > 0."""
     return Pointwise(
-        (0.0, 1.0), lambda x: torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0) / alpha)), up(1 / alpha)
+        (0.0, 1.0), lambda x: torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0) / alpha)), inflate(1 / alpha)
     )
 
 
@@ -139,8 +139,8 @@ def softplus(beta: float = 1.0) -> Pointwise:
     return Pointwise(
         (0.0, 1.0),
         lambda x: torch.logaddexp(beta * x, torch.zeros_like(x)) / beta,
-        up(beta / 4),
-        up(math.log(2) / beta),
+        inflate(beta / 4),
+        inflate(math.log(2) / beta),
     )
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.accuracy import percent
-from equipoise.core.bounds import round_up
+from equipoise.core.bounds import format_up
 from equipoise.core.digests import digest_document, sealed, unsealed
-from equipoise.core.errors import InputError, Refused, near
-from equipoise.core.files import read_bounded, read_json, write_whole
+from equipoise.core.errors import InputError, Refused, did_you_mean
+from equipoise.core.files import atomic_write, read_bounded, read_json
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.export import with_effective_weights
 
@@ -124,7 +124,7 @@ def load(name: str | Path) -> Trained:
     if not (folder / "config.json").is_file():
         raise InputError(
             f"there is no trained network {str(name)!r} in the package (there are {', '.join(bundled())}), and no such "
-            f"folder{near(str(name), bundled())}"
+            f"folder{did_you_mean(str(name), bundled())}"
         )
     model, shape = load_checkpoint(folder)
     certificate: Any = {}
@@ -171,8 +171,8 @@ def save_certificate(
         "made": dict(made), "weights": config["weights"], "model": described(config),
         "about": "proved for the stored weights in real arithmetic; the rounding of the forward pass is not covered",
     }  # fmt: skip
-    write_whole(folder / CERTIFICATE, json.dumps(sealed(document), indent=1, allow_nan=False) + "\n")
-    write_whole(folder / CARD, _card(name, document, config))
+    atomic_write(folder / CERTIFICATE, json.dumps(sealed(document), indent=1, allow_nan=False) + "\n")
+    atomic_write(folder / CARD, _card(name, document, config))
 
 
 def _card(name: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -180,7 +180,7 @@ def _card(name: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> 
     rows = [f"| accuracy | {figures['accuracy']:.2%} |"] if figures.get("accuracy") is not None else []
     for epsilon, share in (figures.get("certified_accuracy") or {}).items():
         rows.append(f"| certified at ε = {float(epsilon):.4g} (ℓ2) | {percent(share)}% |")
-    rows.append(f"| Lipschitz constant, proved | {'refused' if upper is None else f'≤ {round_up(upper)}'} |")
+    rows.append(f"| Lipschitz constant, proved | {'refused' if upper is None else f'≤ {format_up(upper)}'} |")
     facts = [f"* {key}: {value}" for key, value in made.items()]
     return "\n".join([
         f"# {name}", "",

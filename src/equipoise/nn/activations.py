@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import down, up
+from equipoise.core.precision import deflate, inflate
 from equipoise.maps.pointwise import read_activation
 
 
@@ -155,7 +155,7 @@ class HouseholderActivation(nn.Module):
         """`max(1, 2‖v‖² − 1)` with v as it was rounded: 1 up to a few units in the last place."""
         half = self.theta.detach() / 2
         square = half.sin().double().square() + half.cos().double().square()
-        return Bound(up(max(1.0, 2 * float(square.max()) - 1)), Kind.UPPER, "reflections")
+        return Bound(inflate(max(1.0, 2 * float(square.max()) - 1)), Kind.UPPER, "reflections")
 
     def extra_repr(self) -> str:
         """Channels and dimension."""
@@ -187,7 +187,7 @@ class Contracted(nn.Module):
                 f"the slopes of {type(activation).__name__} are not known here, so there is nothing to divide by"
             )
         self.activation = activation
-        self.factor = down(1 / max(1.0, *map(abs, found)))
+        self.factor = deflate(1 / max(1.0, *map(abs, found)))
 
     def forward(self, x: Tensor) -> Tensor:
         """The activation, shrunk."""

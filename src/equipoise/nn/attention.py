@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.norms.spectral import spectral_norm
 
 #: places where θ is tried; any value gives a bound
@@ -66,7 +66,7 @@ def attention_gain(tokens: int) -> float:
         math.sqrt(1 + 4 * theta * omega) * math.sqrt(1 + (tokens - 1) * _product_root(math.exp(theta - 1), 0.0) / theta)
         for theta in _THETAS
     ]
-    return up((min(sums) + 2 * omega) * (1 + 1e-12))
+    return inflate((min(sums) + 2 * omega) * (1 + 1e-12))
 
 
 class L2Attention(nn.Module):
@@ -128,7 +128,7 @@ class L2Attention(nn.Module):
         """`‖W_O‖·L_N·‖W‖/scale` for sequences of this length."""
         tokens = input_shape[0]
         norms = float(spectral_norm(self.query).upper) * float(spectral_norm(self.output).upper)
-        return Bound(up(up(norms) * attention_gain(tokens) / self.scale), Kind.UPPER, "L2 attention")
+        return Bound(inflate(inflate(norms) * attention_gain(tokens) / self.scale), Kind.UPPER, "L2 attention")
 
     def extra_repr(self) -> str:
         """Heads and context."""

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from equipoise.core.modules import constructed, hooked
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.nn.activations import slopes
 
 _ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
@@ -41,7 +41,7 @@ def known_constant(module: nn.Module) -> float | None:
             constant = known_constant(part)
             if constant is None:
                 return None
-            total = total if constant == 1 else up(total * constant)
+            total = total if constant == 1 else inflate(total * constant)
         return total
     return _plain(module)
 
@@ -76,4 +76,4 @@ def overlap(pool: Any) -> float:
     )
     windows = math.prod(-(-a * math.gcd(b, c) // b) for a, b, c in zip(k, s, d, strict=True))
     whole = math.isqrt(windows)
-    return float(whole) if whole * whole == windows else up(math.sqrt(windows))
+    return float(whole) if whole * whole == windows else inflate(math.sqrt(windows))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import evaluating, stands
-from equipoise.core.precision import up
+from equipoise.core.modules import evaluating, is_unmodified
+from equipoise.core.precision import inflate
 from equipoise.nn.constants import known_constant
 from equipoise.nn.effective import Effective
 from equipoise.nn.orthogonal.frame import SizedConv2d
@@ -67,7 +67,7 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
         make = getattr(layer, "export", None)
         if make is None:
             raise Refused(f"{path or 'the model'} ({type(layer).__name__}) does not say how it is exported")
-        if not stands(layer, "export"):
+        if not is_unmodified(layer, "export"):
             raise Refused(
                 f"{path or 'the model'} ({type(layer).__name__}) has hooks, or a subclass or a patch changes what its calls "
                 "do, so that export() would make another map; remove them, or define export beside forward in the same class"
@@ -129,7 +129,7 @@ def _norm(path: str, layer: Effective, new: nn.Module) -> LayerNorm2:
     except (Refused, InputError):
         constant = known_constant(layer)
         return LayerNorm2(
-            name, type(layer).__name__, None if constant is None else up(constant * ROUNDING), "construction"
+            name, type(layer).__name__, None if constant is None else inflate(constant * ROUNDING), "construction"
         )
     top = float(upper.max()) if isinstance(upper, Tensor) else float(upper)
     return LayerNorm2(name, type(layer).__name__, top, "spectral norm, all input sizes")

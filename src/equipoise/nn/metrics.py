@@ -16,7 +16,7 @@ from torch import Tensor
 from equipoise.core.accuracy import certified_at
 from equipoise.core.bounds import as_upper
 from equipoise.core.errors import InputError
-from equipoise.core.precision import down, up
+from equipoise.core.precision import deflate, inflate
 from equipoise.nn.normalise import pairwise_distances
 
 
@@ -54,17 +54,17 @@ def certified_radius(
     if not tolerance >= 0:
         raise InputError(f"the tolerance must not be negative, got {tolerance}")
     if weight is None:
-        K = z.new_full(z.shape, up(2.0**0.5 * L))
+        K = z.new_full(z.shape, inflate(2.0**0.5 * L))
     else:
         if weight.dim() != 2 or weight.shape[0] != z.shape[1] or not bool(torch.isfinite(weight).all()):
             raise InputError(
                 f"expected the finite weight ({z.shape[1]}, features) of the last layer, got {tuple(weight.shape)}"
             )
-        K = up(pairwise_distances(weight)[y] * L)
+        K = inflate(pairwise_distances(weight)[y] * L)
     lowest = z.new_tensor(-torch.inf)
     margin = torch.nextafter(z.gather(1, y[:, None]) - z, lowest)
-    gap = torch.nextafter(margin - up(2 * tolerance), lowest)
-    radius = torch.where(gap > 0, down(gap / K), 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
+    gap = torch.nextafter(margin - inflate(2 * tolerance), lowest)
+    radius = torch.where(gap > 0, deflate(gap / K), 0.0).nan_to_num(nan=0.0, posinf=torch.inf)
     return radius.scatter(1, y[:, None], torch.inf).amin(1)
 
 

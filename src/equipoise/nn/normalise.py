@@ -9,7 +9,7 @@ from torch.nn import functional
 from equipoise.core.bounds import Number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import row_lengths, up
+from equipoise.core.precision import inflate, row_lengths
 from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
 
 
@@ -134,7 +134,7 @@ class LastLayerNormalised(Effective):
 
     def _constant(self) -> float:
         """`√classes`, for every value of the weights; `lipschitz()` measures those that are there."""
-        return up(math.sqrt(len(self.raw)))
+        return inflate(math.sqrt(len(self.raw)))
 
     lipschitz_upper = by_construction(_constant)
 

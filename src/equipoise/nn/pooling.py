@@ -9,7 +9,7 @@ from torch.nn import functional
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import down, up
+from equipoise.core.precision import deflate, inflate
 
 Sizes = int | tuple[int, int]
 
@@ -54,7 +54,7 @@ class MaxPool2d(nn.Module):
     def _constant(self) -> float:
         """1; for a stride that was changed later, `√` of the number of windows that a pixel reaches."""
         count = _reached(self.kernel_size, self.stride)
-        return 1.0 if count == 1 else up(math.sqrt(count))
+        return 1.0 if count == 1 else inflate(math.sqrt(count))
 
     lipschitz_upper = by_construction(_constant)
 
@@ -120,7 +120,7 @@ class L2NormPool2d(nn.Module):
     def _constant(self) -> float:
         """1; for a stride that was changed later, `√` of the number of windows that a pixel reaches."""
         count = _reached(self.kernel_size, self.stride)
-        return 1.0 if count == 1 else up(math.sqrt(count))
+        return 1.0 if count == 1 else inflate(math.sqrt(count))
 
     lipschitz_upper = by_construction(_constant)
 
@@ -155,7 +155,7 @@ class ScaledGlobalAvgPool2d(nn.Module):
 
 def _root(n: int) -> float:
     whole = math.isqrt(n)
-    return float(whole) if whole * whole == n else down(math.sqrt(n))
+    return float(whole) if whole * whole == n else deflate(math.sqrt(n))
 
 
 class _Blocks(nn.Module):

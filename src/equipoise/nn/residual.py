@@ -20,7 +20,7 @@ from torch.nn import functional
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction, hooked
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
 from equipoise.nn.activations import homogeneous, unit_slopes
@@ -199,7 +199,7 @@ class ExportedResidual(nn.Module):
         if not bool((scale > 0).all()):
             raise Refused("the scale of this block is not positive: no bound of its own")
         s = upper_near_one(inner, input_shape)
-        value = 1.0 if s <= 1 else up(up(2 * s * s) - 1)
+        value = 1.0 if s <= 1 else inflate(inflate(2 * s * s) - 1)
         return Bound(value, Kind.UPPER, "residual, max(1, 2‖U‖² − 1)")
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction, hooked, stands
-from equipoise.core.precision import down, up
+from equipoise.core.modules import by_construction, hooked, is_unmodified
+from equipoise.core.precision import deflate, inflate
 from equipoise.nn.constants import known_constant
 from equipoise.nn.layers import Weighted
 from equipoise.nn.normalise import LastLayerNormalised
@@ -47,7 +47,7 @@ class Lipschitz(nn.Module):
         if not (known >= 0 and math.isfinite(known)):
             raise InputError(f"the inner constant must be a non-negative number, got {known}")
         self.constant, self.inner = float(constant), inner
-        self.scale = float(constant) if known <= 1 else down(constant / known)
+        self.scale = float(constant) if known <= 1 else deflate(constant / known)
         self.module = module
 
     def _constant(self) -> float | None:
@@ -55,8 +55,8 @@ class Lipschitz(nn.Module):
         known = known_constant(self.module) if self.inner is None else self.inner
         if known is None:
             return None
-        now = abs(self.scale) if known <= 1 else up(abs(self.scale) * known)
-        return self.constant if now <= up(self.constant) else now
+        now = abs(self.scale) if known <= 1 else inflate(abs(self.scale) * known)
+        return self.constant if now <= inflate(self.constant) else now
 
     lipschitz_upper = by_construction(_constant)
 
@@ -99,10 +99,10 @@ class ConvexResidual(nn.Module):
         """`max(1, Lip(f))`, which bounds every convex combination; None where Lip(f) is not known."""
         inner = known_constant(self.module)
         if inner is not None and self.fixed is not None and not 0 <= self.fixed <= 1:  # set by hand: not convex
-            return up(up(abs(self.fixed) + abs(1 - self.fixed) * inner))
+            return inflate(inflate(abs(self.fixed) + abs(1 - self.fixed) * inner))
         if inner is None or inner <= 1:
             return None if inner is None else 1.0
-        return inner if self.fixed is None else up(self.fixed + (1 - self.fixed) * inner)
+        return inner if self.fixed is None else inflate(self.fixed + (1 - self.fixed) * inner)
 
     lipschitz_upper = by_construction(_constant)
 
@@ -173,13 +173,13 @@ def ending(model: nn.Module) -> Ending | None:
         trunk = known_constant(nn.Sequential(*before))
         if found is None or found.trunk is None or trunk is None:
             return None if found is None else Ending(found.weight, None)
-        return Ending(found.weight, up(found.trunk * trunk) if trunk != 1 else found.trunk)
+        return Ending(found.weight, inflate(found.trunk * trunk) if trunk != 1 else found.trunk)
     if type(model) is Lipschitz:
         inner, scale = ending(model.module), model.scale
         return None if inner is None else Ending(lambda: inner.weight() * scale, inner.trunk)
     if type(model) is nn.Linear:
         return Ending(lambda: model.weight, 1.0)
-    if isinstance(model, Weighted) and model.plain_type is nn.Linear and stands(model, "forward"):
+    if isinstance(model, Weighted) and model.plain_type is nn.Linear and is_unmodified(model, "forward"):
         return Ending(lambda: model.effective()[0], 1.0)
     if type(model) is LastLayerNormalised:
         return Ending(lambda: model.effective()[0], 1.0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import down, full_precision, up
+from equipoise.core.precision import deflate, full_precision, inflate
 from equipoise.maps.geometry import Axis, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.norms import coarse
@@ -37,13 +37,13 @@ def bracket(form: Linear, cache: Cache, factors: Tensor | None = None) -> Bracke
     """
     if isinstance(form, Diagonal):
         top = float(form.factor.abs().max()) if form.factor.numel() else 0.0
-        return Bracket(max(0.0, top - form.error), up(top + form.error) if form.error else top, method="exact")
+        return Bracket(max(0.0, top - form.error), inflate(top + form.error) if form.error else top, method="exact")
     if isinstance(form, Adjoint):
         return bracket(form.conv, cache)
     if isinstance(form, Padding):
         axes = [Axis(1, left=a, right=b, size=n) for (a, b), n in zip(form.amount, form.size, strict=True)]
         top = math.prod(padding_norm(axis, form.padding) for axis in axes)
-        return Bracket(down(top), top if top == 1 else up(top), method="exact")
+        return Bracket(deflate(top), top if top == 1 else inflate(top), method="exact")
     key = _key(form)
     if key not in cache.known:
         with torch.no_grad(), full_precision():
@@ -54,7 +54,7 @@ def bracket(form: Linear, cache: Cache, factors: Tensor | None = None) -> Bracke
     if form.error == 0:
         return found
     lower, upper = float(found.lower), float(found.upper)
-    return replace(found, lower=max(0.0, lower - form.error), upper=up(upper + form.error))
+    return replace(found, lower=max(0.0, lower - form.error), upper=inflate(upper + form.error))
 
 
 def _key(form: Matrix | Convolution) -> object:

@@ -28,13 +28,13 @@ from torch import Tensor
 
 from equipoise.core.errors import InputError
 from equipoise.core.precision import (
-    down,
+    deflate,
     frobenius,
     full_precision,
     gamma,
+    inflate,
     require_finite,
     unit_roundoff,
-    up,
     working_dtype,
 )
 from equipoise.norms.carried_single import single_bracket, single_loss
@@ -75,7 +75,7 @@ class Reference:
     @cached_property
     def size(self) -> float:
         """‖S‖_F, rounded up; by `√n·σ₁` where it only scales the rounding of a difference in float32 or better."""
-        return up(math.sqrt(self.S.shape[1]) * self.upper * (1 + 1e-15))
+        return inflate(math.sqrt(self.S.shape[1]) * self.upper * (1 + 1e-15))
 
 
 class CarriedMatrix:
@@ -127,8 +127,8 @@ class CarriedMatrix:
         if not math.isfinite(distance):
             require_finite(A, asked.what)
         self.moved, self.skipped = distance, 0
-        yield "weyl", (max(0.0, down(kappa * r.lower) - distance), up(up(kappa * r.upper) + distance))
-        rest = up(up(kappa * r.beta) + distance)
+        yield "weyl", (max(0.0, deflate(kappa * r.lower) - distance), inflate(inflate(kappa * r.upper) + distance))
+        rest = inflate(inflate(kappa * r.beta) + distance)
         if r.V.shape[0] == r.V.shape[1] or rest <= max(asked.enough, kappa * r.upper):
             yield "followed", deflated_bracket(A, r.V, r.defect, rest)
 
@@ -210,9 +210,9 @@ class CarriedMatrix:
         found = single_bracket(A, self._start(A), enough)
         if found is not None:
             low, high, v = found
-            known = up(high * (1 + 1e-9))  # room to prove it again when it is loaded
+            known = inflate(high * (1 + 1e-9))  # room to prove it again when it is loaded
             self.reference = Reference(
-                self._copied(A), v[:, None], _unit_defect(v), known, down(low * (1 - 1e-6)), known
+                self._copied(A), v[:, None], _unit_defect(v), known, deflate(low * (1 - 1e-6)), known
             )
             yield "single", (low, high)
 
@@ -231,8 +231,8 @@ class CarriedMatrix:
             # of a small matrix only the top vector is kept: a new proof costs less than to follow more of them
             more = [] if n <= SMALL else [self._basis(A, 0)[:, :-1]]
             V = orthonormal(torch.cat([v[:, None].to(A.dtype), *more], 1), A)
-        upper = up(high * (1 + 1e-9))  # room to prove it again when it is loaded, as for the lower end
-        self.reference = Reference(self._copied(A), V, orthonormality(V), upper, down(low * (1 - 1e-6)), upper)
+        upper = inflate(high * (1 + 1e-9))  # room to prove it again when it is loaded, as for the lower end
+        self.reference = Reference(self._copied(A), V, orthonormality(V), upper, deflate(low * (1 - 1e-6)), upper)
         return low, high
 
     def _fits(self, A: Tensor) -> bool:
@@ -332,12 +332,12 @@ def _distance(A: Tensor, r: Reference) -> tuple[float, float]:
     difference = torch.sub(A, r.S, alpha=kappa)
     d = float(frobenius(_rows(difference)))
     u, lost = 2 * unit_roundoff(A.dtype), 4 * math.sqrt(A.numel()) * torch.finfo(A.dtype).tiny  # by underflow
-    return kappa, up(d * (1 + u) + u * (d + abs(kappa) * r.size) + lost)
+    return kappa, inflate(d * (1 + u) + u * (d + abs(kappa) * r.size) + lost)
 
 
 def _unit_defect(v: Tensor) -> float:
     """`orthonormality` of a single column."""
-    return up(abs(float(v.double() @ v.double()) - 1) + gamma(2 * len(v) + 8, torch.float64) * 1.1)
+    return inflate(abs(float(v.double() @ v.double()) - 1) + gamma(2 * len(v) + 8, torch.float64) * 1.1)
 
 
 def _holds(r: Reference) -> bool:

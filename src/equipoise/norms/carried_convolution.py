@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.core.precision import (
-    down,
+    deflate,
     frobenius,
     full_precision,
     gamma,
+    inflate,
     require_finite,
     unit_roundoff,
-    up,
     working_dtype,
 )
 from equipoise.maps.geometry import padding_norm
@@ -50,10 +50,10 @@ def symbol_size(kernel: Tensor) -> float:
     sums = products.new_zeros(len(products), int(offsets.max()) + 1).index_add_(1, offsets, products.flatten(1))
     lengths = frobenius(taps[:, :, None]).sum(-1)
     error = (
-        gamma(taps.shape[-1] + 8, taps.dtype) * up(lengths) ** 2
-        + gamma(taps.shape[1] ** 2 + 8, torch.float64) * up(lengths) ** 2
+        gamma(taps.shape[-1] + 8, taps.dtype) * inflate(lengths) ** 2
+        + gamma(taps.shape[1] ** 2 + 8, torch.float64) * inflate(lengths) ** 2
     )
-    return float(up((sums.abs().sum(-1) + 2 * error).sqrt()).max())
+    return float(inflate((sums.abs().sum(-1) + 2 * error).sqrt()).max())
 
 
 class CarriedConvolution:
@@ -144,9 +144,9 @@ class CarriedConvolution:
         distance = (
             self._distance(A, self.S, kappa)
             if grid is None
-            else up(float(self._drift(grid, A, self.S, kappa).max()) * grid.factor)
+            else inflate(float(self._drift(grid, A, self.S, kappa).max()) * grid.factor)
         )
-        return max(0.0, down(kappa * self.lower) - distance), up(up(kappa * self.upper) + distance), 0.0
+        return max(0.0, deflate(kappa * self.lower) - distance), inflate(inflate(kappa * self.upper) + distance), 0.0
 
     def _flat(
         self, grid: Grid, A: Tensor, enough: float, rtol: float, symbol: Symbol | None = None
@@ -163,8 +163,8 @@ class CarriedConvolution:
         assert self.S is not None
         kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
         drift = self._drift(grid, A, self.S, kappa)
-        lower = max(0.0, down(kappa * reference.lower) - up(float(drift.max()) * grid.factor))
-        upper = up(float(up(up(kappa * reference.peaks) + drift).max()) * grid.factor)
+        lower = max(0.0, deflate(kappa * reference.lower) - inflate(float(drift.max()) * grid.factor))
+        upper = inflate(float(inflate(inflate(kappa * reference.peaks) + drift).max()) * grid.factor)
         yield "weyl", (min(lower, upper), upper, 0.0)
         found = symbol_bracket(grid, self.conv, A, reference, kappa, drift, enough, rtol)
         if found is not None:
@@ -172,7 +172,7 @@ class CarriedConvolution:
 
     def _drift(self, grid: Grid, A: Tensor, S: Tensor, kappa: float) -> Tensor:
         """`‖E_{A − κS}(ω_j)‖_F` at every frequency, with the rounding of the difference."""
-        return up(drifts(grid, self.conv, torch.sub(A, S, alpha=kappa)) + self._lost(A, S, kappa))
+        return inflate(drifts(grid, self.conv, torch.sub(A, S, alpha=kappa)) + self._lost(A, S, kappa))
 
     def _lost(self, A: Tensor, S: Tensor, kappa: float) -> float:
         """What rounding the difference `A − κS` may have changed of its symbol."""
@@ -180,13 +180,13 @@ class CarriedConvolution:
         a, s = (float(frobenius(x)) for x in rows)
         size = 2 * a + 4 * kappa * s
         lost = 4 * math.sqrt(A.numel()) * torch.finfo(A.dtype).tiny  # by underflow
-        return up(math.sqrt(math.prod(A.shape[2:])) * (unit_roundoff(A.dtype) * size + lost))
+        return inflate(math.sqrt(math.prod(A.shape[2:])) * (unit_roundoff(A.dtype) * size + lost))
 
     def _distance(self, A: Tensor, S: Tensor, kappa: float) -> float:
         """`‖A − κS‖` as operators, with the rounding of the difference."""
         difference = torch.sub(A, S, alpha=kappa)
         size = symbol_size(self.conv.geometry.grouped(difference))
-        return up(self.factor * up(size + self._lost(A, S, kappa)))
+        return inflate(self.factor * inflate(size + self._lost(A, S, kappa)))
 
     def _direct(self, A: Tensor, rtol: float) -> tuple[float, float, float]:
         self.rtol = rtol / 2
@@ -244,4 +244,4 @@ class CarriedConvolution:
 
 def _padding_factor(conv: Convolution) -> float:
     """How much the padding map can enlarge an input, rounded up; 1 for zeros."""
-    return up(math.prod(padding_norm(axis, conv.padding) for axis in conv.axes))
+    return inflate(math.prod(padding_norm(axis, conv.padding) for axis in conv.axes))

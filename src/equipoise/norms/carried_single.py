@@ -19,7 +19,7 @@ from scipy.linalg.blas import ssymv
 from scipy.linalg.lapack import spotrf
 from torch import Tensor
 
-from equipoise.core.precision import down, gamma, unit_roundoff, up
+from equipoise.core.precision import deflate, gamma, inflate, unit_roundoff
 from equipoise.norms.half import gram_lower, lower_error, summed
 from equipoise.norms.lanczos import lanczos, mixed, random_start
 from equipoise.norms.verify import cholesky_gamma
@@ -48,13 +48,13 @@ class Single:
     @property
     def lost(self) -> float:
         """What is taken off a Rayleigh quotient for safety."""
-        return up(2 * gamma(len(self.G) + 8, torch.float32) * self.trace + self.error)
+        return inflate(2 * gamma(len(self.G) + 8, torch.float32) * self.trace + self.error)
 
     def bound(self, s: float) -> float:
         """What σ₁² is proved below if `sI − Ĝ` has a Cholesky factor."""
         n = len(self.G)
-        most = up(max(0.0, n * s - self.trace * (1 - 1e-12))) * (1 + 2 * _U)  # tr M, its diagonal rounded
-        return up(up(s * (1 + 2 * _U) + cholesky_gamma(n, torch.float32) * most) + self.error)
+        most = inflate(max(0.0, n * s - self.trace * (1 - 1e-12))) * (1 + 2 * _U)  # tr M, its diagonal rounded
+        return inflate(inflate(s * (1 + 2 * _U) + cholesky_gamma(n, torch.float32) * most) + self.error)
 
     def shift(self, tau: float) -> float:
         """The largest s, a number of float32 up to a few steps, with `bound(s) ≤ tau`; 0 where there is none."""
@@ -93,7 +93,7 @@ class Single:
 
     def lower(self, quotient: float) -> float:
         """`l ≤ σ₁²` from a Rayleigh quotient, with the rounding of the product and of Ĝ taken off."""
-        return max(0.0, down(quotient * (1 - 1e-12) - self.lost))
+        return max(0.0, deflate(quotient * (1 - 1e-12) - self.lost))
 
 
 def single_loss(n: int) -> float:
@@ -118,13 +118,13 @@ def single_bracket(A: Tensor, start: Tensor | None, enough: float) -> tuple[floa
         return None
     value, v = g.quotient(random_start(len(g.G), A) if start is None else start)
     low = g.lower(value)
-    s = g.shift(down(enough * enough)) if enough < 1e9 else 0.0
+    s = g.shift(deflate(enough * enough)) if enough < 1e9 else 0.0
     if value < s and g.below(s):
-        return down(math.sqrt(low)), enough, v
+        return deflate(math.sqrt(low)), enough, v
     for steps in STEPS:
         value, v = g.quotient(lanczos(g.times, v if steps == STEPS[0] else mixed(v), steps))
         low = max(low, g.lower(value))
         s = float(np.float32(value * (1 + 5e-4)))
         if g.below(s):
-            return down(math.sqrt(low)), up(math.sqrt(up(g.bound(s)))), v
+            return deflate(math.sqrt(low)), inflate(math.sqrt(inflate(g.bound(s)))), v
     return None

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
+from equipoise.core.precision import deflate, frobenius, gamma, inflate, unit_roundoff
 from equipoise.maps.geometry import Lattice, circular_lattice, is_whole_circle, polyphase, zero_lattice
 from equipoise.maps.linear import Convolution
 from equipoise.norms.convolution import windowed_lower
@@ -68,7 +68,7 @@ class Grid:
         if len(lattices) < len(conv.axes) or any(x.size is None for x in lattices):
             return None
         points = math.prod(x.size or 1 for x in lattices) * conv.kernel.shape[0]
-        return Grid(lattices, up(factor) if factor > 1 else 1.0, exact) if points <= MOST_POINTS else None
+        return Grid(lattices, inflate(factor) if factor > 1 else 1.0, exact) if points <= MOST_POINTS else None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -109,9 +109,9 @@ def refer(grid: Grid, conv: Convolution, S: Tensor, symbol: Symbol | None = None
         E = symbol.at(cells.groups[top : top + 1], omega[None])[0]
         y = E @ v
         g = gamma(4 * sum(E.shape) + 32, torch.float64)
-        size = float(up(symbol.size[group]))
+        size = float(inflate(symbol.size[group]))
         lower = float(torch.linalg.vector_norm(y) / torch.linalg.vector_norm(v)) * (1 - g) - 4 * g * size
-        lower = max(0.0, down(lower - float(symbol.at_error()[group])))
+        lower = max(0.0, deflate(lower - float(symbol.at_error()[group])))
     else:
         sides = [x.window_out if symbol.adjoint else x.window for x in grid.lattices]
         lower = windowed_lower(symbol, group, omega, v, sides) if conv.padding == "zeros" else 0.0
@@ -137,7 +137,7 @@ def _deflated(G: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     V = torch.where(torch.isfinite(torch.view_as_real(V)).flatten(1).all(1)[:, None, None], V, torch.zeros_like(V))
     V128 = V.to(torch.complex128)
     gap = V128.mH @ V128 - torch.eye(k, dtype=torch.complex128, device=G.device)
-    defect = up(frobenius(gap) + gamma(4 * c + 16, torch.float64) * frobenius(V128).square())
+    defect = inflate(frobenius(gap) + gamma(4 * c + 16, torch.float64) * frobenius(V128).square())
     Z = G @ V128
     P = V128.mH @ Z
     sizes = frobenius(G) + 2 * frobenius(V128) * frobenius(Z) + frobenius(V128).square() * frobenius(P)
@@ -147,28 +147,28 @@ def _deflated(G: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
         rounding = 2 * gamma(4 * k + 32, torch.float64)
         if c < WIDE:
             H, rounding = H.to(torch.complex64), rounding + 4 * unit_roundoff(torch.float32)
-        beta = _rest(H, up(error + rounding * sizes), torch.linalg.eigvalsh(P)[:, 0].clamp_min(0))
+        beta = _rest(H, inflate(error + rounding * sizes), torch.linalg.eigvalsh(P)[:, 0].clamp_min(0))
     off = frobenius(Z - V128 @ P) if c > COLUMNS else torch.zeros_like(beta)
-    lost = up(1.01 * error + gamma(8 * c + 64, torch.float64) * 8 * frobenius(V128).square() * frobenius(G))
+    lost = inflate(1.01 * error + gamma(8 * c + 64, torch.float64) * 8 * frobenius(V128).square() * frobenius(G))
     p = _top(P, lost, defect)
-    off = up((off + 2 * lost) / (1 - defect).clamp_min(0.5).sqrt())
+    off = inflate((off + 2 * lost) / (1 - defect).clamp_min(0.5).sqrt())
     middle, half = (p + beta.square()) / 2, (p - beta.square()) / 2
-    peaks = up(up(middle + up((half.square() + off.square()).sqrt())).sqrt())
-    return V, defect, beta, torch.where(defect < 0.5, peaks, up((frobenius(G) + error).sqrt()))
+    peaks = inflate(inflate(middle + inflate((half.square() + off.square()).sqrt())).sqrt())
+    return V, defect, beta, torch.where(defect < 0.5, peaks, inflate((frobenius(G) + error).sqrt()))
 
 
 def _top(P: Tensor, lost: Tensor, defect: Tensor) -> Tensor:
     """A proved bound of the largest eigenvalue of `P` against V*V, per frequency; its Frobenius norm where no proof was found."""
     P = (P + P.mH) / 2
     guess = torch.linalg.eigvalsh(P)[:, -1].clamp_min(0)
-    tau = up(guess * (1 + 1e-9) + 2 * lost)
+    tau = inflate(guess * (1 + 1e-9) + 2 * lost)
     proved = below(P, tau, lost)
-    return up(torch.where(proved, tau, up(frobenius(P) + lost)) / (1 - defect).clamp_min(0.5))
+    return inflate(torch.where(proved, tau, inflate(frobenius(P) + lost)) / (1 - defect).clamp_min(0.5))
 
 
 def _rest(H: Tensor, error: Tensor, guess: Tensor) -> Tensor:
     """`β` per frequency with `λ_max(H) ≤ β²` proved, from the least Ritz value taken out, widened until Cholesky agrees."""
-    tau = up(frobenius(H) + error)  # always true
+    tau = inflate(frobenius(H) + error)  # always true
     open_ = torch.arange(len(H), device=H.device)
     loss = verification_loss(H.shape[-1], H.dtype)
     for widen in (1.02, 1.08, 1.16, 1.4):
@@ -179,7 +179,7 @@ def _rest(H: Tensor, error: Tensor, guess: Tensor) -> Tensor:
         open_ = open_[~proved & useful]
         if not len(open_):
             break
-    return up(up(tau).sqrt())
+    return inflate(inflate(tau).sqrt())
 
 
 @lru_cache(maxsize=64)
@@ -207,11 +207,11 @@ def drifts(grid: Grid, conv: Convolution, difference: Tensor) -> Tensor:
     groups, cos, sin = (x.to(kernel.device) for x in (groups, cos, sin))
     g, count = gamma(PIECE + 8, kernel.dtype), rows.shape[1]
     tiny = count * torch.finfo(kernel.dtype).tiny
-    lengths_of = up((torch.diagonal(products, dim1=-2, dim2=-1) * (1 + 4 * g) + tiny).sqrt())
-    size = up(lengths_of.sum(-1)).square()
+    lengths_of = inflate((torch.diagonal(products, dim1=-2, dim2=-1) * (1 + 4 * g) + tiny).sqrt())
+    size = inflate(lengths_of.sum(-1)).square()
     lost = (g + gamma(count + 2 * rows.shape[2] + 32, torch.float64) + 4 * phase) * size + rows.shape[2] ** 2 * tiny
     quadratic = sum(((x[:, None] @ products[groups])[:, 0] * x).sum(1) for x in (cos, sin))
-    return up((quadratic + 4 * lost[groups]).clamp_min(0).sqrt())
+    return inflate((quadratic + 4 * lost[groups]).clamp_min(0).sqrt())
 
 
 def symbol_bracket(
@@ -229,8 +229,8 @@ def symbol_bracket(
     The value says how tight the upper end is; it is no bound of the convolution itself where borders keep that below.
     None where the drift leaves no room.
     """
-    carried = up(up(kappa * reference.peaks) + drift)
-    rest = up(up(kappa * reference.beta) + drift)
+    carried = inflate(inflate(kappa * reference.peaks) + drift)
+    rest = inflate(inflate(kappa * reference.beta) + drift)
     symbol = grid.symbol(conv, A, correlated=False)
     cells = grid_cells(symbol, grid.sizes)
     error = float(symbol.at_error().max())
@@ -250,12 +250,12 @@ def symbol_bracket(
         ]
         P, R, errors, spreads = (torch.cat(x) for x in zip(*pieces, strict=True))
         value = max(value, max(0.0, float(torch.linalg.eigvalsh(P)[:, -1].max())) ** 0.5 * (1 - 1e-9))
-        squares = up((rest[active] + error).square())
+        squares = inflate((rest[active] + error).square())
         found = _proved(P, R, errors, spreads, squares, reference.defect, symbol.kernel.shape[2] <= COLUMNS)
         if found is None:
             return None
-        upper = max(upper, up(found + error))
-    return value * grid.factor, up(upper * grid.factor)
+        upper = max(upper, inflate(found + error))
+    return value * grid.factor, inflate(upper * grid.factor)
 
 
 def flat_bracket(
@@ -265,11 +265,11 @@ def flat_bracket(
 
     `upper` is `enough` where that holds, else at most a factor `1 + rtol` above the value that the symbol reaches.
     """
-    aim = down(enough / grid.factor)
+    aim = deflate(enough / grid.factor)
     search = Search(symbol, 0.8 * rtol, math.prod(grid.sizes))
     found = search.over_grid(grid.sizes, aim)
     value = math.sqrt(search.best) * (1 - 1e-6)
-    upper = enough if 0 < search.target <= down(aim * aim) else up(found.upper * grid.factor)
+    upper = enough if 0 < search.target <= deflate(aim * aim) else inflate(found.upper * grid.factor)
     lower = 0.0
     if conv.padding == "zeros":
         G = torch.complex(*symbol.gram(torch.tensor([found.group]), found.omega[None], torch.float32))[0]
@@ -290,7 +290,7 @@ def _thin(symbol: Symbol, groups: Tensor, omega: Tensor, V: Tensor) -> tuple[Ten
     g = 4 * gamma(2 * (sum(E.shape[1:]) + V.shape[-1]) + 32, torch.float64)
     lost = g * N.square() * v * (5 + 2 * v.square())
     error_r = 2 * ((2 * spread + lost) * lost + (g + 16 * unit_roundoff(torch.float64)) * spread.square())
-    return (P + P.mH) / 2, (R + R.mH) / 2, up(8 * g * N.square() * v.square()), up(error_r)
+    return (P + P.mH) / 2, (R + R.mH) / 2, inflate(8 * g * N.square() * v.square()), inflate(error_r)
 
 
 def _proved(
@@ -317,9 +317,9 @@ def _proved(
         room = (tau - squares) * (1 - 1e-14)
         if not bool((room > 0).all()):
             return None
-        limit = torch.full_like(squares, down(tau * (1 - defect)))
-        if bool(below(P + R / room[:, None, None], limit, up(error_p + error_r / room)).all()):
-            return up(up(tau) ** 0.5)
+        limit = torch.full_like(squares, deflate(tau * (1 - defect)))
+        if bool(below(P + R / room[:, None, None], limit, inflate(error_p + error_r / room)).all()):
+            return inflate(inflate(tau) ** 0.5)
     return None
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import ldexp_down, ldexp_up, require_finite, rescaled, up
+from equipoise.core.precision import inflate, ldexp_down, ldexp_up, require_finite, rescaled
 from equipoise.maps.geometry import Lattice, polyphase, zero_lattice
 from equipoise.maps.linear import Convolution
 from equipoise.norms.convolution import DENSE_ENTRIES, windowed_lower
@@ -100,7 +100,7 @@ def _grid(lattices: list[Lattice], lengths: tuple[int, ...], share: float) -> tu
         else:
             grid.append(coarse)
             turn += degree * math.pi / coarse
-    return tuple(grid), up(1 / math.cos(turn * (1 + 1e-12))) if turn else 1.0
+    return tuple(grid), inflate(1 / math.cos(turn * (1 + 1e-12))) if turn else 1.0
 
 
 def pair(spec: Spectrum, rows: Tensor | None, rtol: float) -> tuple[Bracket, Bracket | None]:
@@ -126,7 +126,7 @@ def pair(spec: Spectrum, rows: Tensor | None, rtol: float) -> tuple[Bracket, Bra
     kappa, index, v = _scaled_proof(spec, R, rtol, start)
     found = []
     for rows_, spread in ((None, (1 / R).amax()), (s, (s / R).amax())):
-        upper = up(up(math.sqrt(kappa)) * up(float(spread)))
+        upper = inflate(inflate(math.sqrt(kappa)) * inflate(float(spread)))
         lower = _lower(spec, index, v, rows_)
         found.append(_bracket(spec, lower, upper, 1.0 if rows_ is None else float(size.max()), rtol, "shared proof"))
     return found[0], found[1]
@@ -136,7 +136,7 @@ def _alone(spec: Spectrum, rows: Tensor | None, rtol: float) -> Bracket:
     top = 1.0 if rows is None else float(rows.max())
     s = None if rows is None else rows / top
     tau, index, v = _scaled_proof(spec, s, rtol)
-    return _bracket(spec, _lower(spec, index, v, s), up(math.sqrt(tau)), top, rtol, "Cholesky")
+    return _bracket(spec, _lower(spec, index, v, s), inflate(math.sqrt(tau)), top, rtol, "Cholesky")
 
 
 def _lower(spec: Spectrum, index: int, v: Tensor, scale: Tensor | None) -> float:
@@ -144,7 +144,7 @@ def _lower(spec: Spectrum, index: int, v: Tensor, scale: Tensor | None) -> float
 
 
 def _bracket(spec: Spectrum, lower: float, upper: float, top: float, rtol: float, how: str) -> Bracket:
-    upper = up(ldexp_up(up(upper * spec.factor), spec.exponent) * top)
+    upper = inflate(ldexp_up(inflate(upper * spec.factor), spec.exponent) * top)
     lower = min(ldexp_down(lower, spec.exponent) * top * (1 - 1e-12), sys.float_info.max)
     note = "" if upper <= (1 + rtol) * lower else "upper end for an audit; a smaller rtol closes the bracket"
     return Bracket(min(lower, upper), upper, rtol, f"symbol, {how}", note)
@@ -159,7 +159,7 @@ def _scaled_proof(
     s = s if s is not None and float(s.min()) < 1 else None
     error = torch.full((len(spec.omega),), spec.error, dtype=torch.float64)
     if s is not None:
-        error = error + up(8 * 2.0**-24 * spec.sizes)  # entries off by a few roundings, none larger than before
+        error = error + inflate(8 * 2.0**-24 * spec.sizes)  # entries off by a few roundings, none larger than before
     return _proved(spec, s, error, rtol / 2 if spec.factor > 1 else rtol, start)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import down, frobenius, gamma, ldexp_down, ldexp_up, require_finite, rescaled, up
+from equipoise.core.precision import deflate, frobenius, gamma, inflate, ldexp_down, ldexp_up, require_finite, rescaled
 from equipoise.maps.geometry import (
     Axis,
     Lattice,
@@ -97,7 +97,7 @@ def _by_symbol(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | N
             exact = all(is_whole_circle(axis) for axis in conv.axes) or not conv.known
             bound = _lattice_bound(conv, [lattice for lattice, _ in whole], 0.9 * rtol, rtol)
             upper, lower, start = bound
-            return up(upper * factor), lower if exact else 0.0, start, "symbol on the circle"
+            return inflate(upper * factor), lower if exact else 0.0, start, "symbol on the circle"
         return _irregular_circle(conv, rtol)
     if conv.padding == "zeros":
         upper, lower, start = _zero_bound(conv, rtol)
@@ -105,20 +105,20 @@ def _by_symbol(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | N
     factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
     upper, lower, start = _zero_bound(conv.unpadded(), rtol)
     lower = 0.0 if conv.known else lower
-    return up(upper * factor), lower, None, f"symbol × {conv.padding} padding"
+    return inflate(upper * factor), lower, None, f"symbol × {conv.padding} padding"
 
 
 def _irregular_circle(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
     """Circular padding with a stride that does not divide the size: outputs are a selection of all stride-1 outputs."""
     pad = math.prod(padding_norm(axis, "circular") for axis in conv.axes)
     by_pad, lower, _ = _zero_bound(conv.unpadded(), rtol)
-    upper, method = up(by_pad * pad), "symbol × circular padding"
+    upper, method = inflate(by_pad * pad), "symbol × circular padding"
     plain = conv.on([_dense_outputs(axis) for axis in conv.axes])
     found = [circular_lattice(axis) for axis in plain.axes]
     factor = math.prod(_repeats(axis) for axis in conv.axes)
     by_rows = _lattice_bound(plain, [f[0] for f in found if f is not None], 0.9 * rtol, rtol)[0] * factor
-    if up(by_rows) < upper:
-        upper, method = up(by_rows), "stride-1 symbol on the circle"
+    if inflate(by_rows) < upper:
+        upper, method = inflate(by_rows), "stride-1 symbol on the circle"
     return upper, 0.0 if conv.known else lower, None, method
 
 
@@ -164,7 +164,7 @@ def _lattice_bound(
         at_symbol = float(rayleigh_lower(symbol.at(group, found.omega[None])[0], v)) - float(
             symbol.at_error()[found.group]
         )
-        return found.upper, max(0.0, down(at_symbol)), None
+        return found.upper, max(0.0, deflate(at_symbol)), None
     sides = [lattice.window_out if symbol.adjoint else lattice.window for lattice in lattices]
     lower = windowed_lower(symbol, found.group, found.omega, v, sides)
     wave = None if found.upper <= (1 + rtol) * lower else _plane_wave(conv, symbol.adjoint, found.group, found.omega, v)
@@ -247,7 +247,7 @@ def windowed_lower(
     terms[1:] *= 2  # each offset stands for ±b
     slack = gamma(2 * sum(symbol.kernel.shape[1:3]) + 2 * symbol.kernel[0].numel() + 16384, torch.float64)
     error = (8 * (slack + symbol.phase_error()) + 2 * symbol.formed) * float(symbol.size[group]) ** 2
-    return down(max(0.0, float(terms.sum()) - error) ** 0.5)
+    return deflate(max(0.0, float(terms.sum()) - error) ** 0.5)
 
 
 def _entries(conv: Convolution) -> float:
@@ -274,9 +274,9 @@ def _materialised(conv: Convolution, rtol: float) -> Bracket:
     W = materialise(conv)
     low, high, _ = dense_bracket(W, rtol)
     size = frobenius(materialise(conv.with_weight(conv.weight.abs().to(conv.weight.dtype))))
-    error = float(up(gamma(conv.kernel[0, 0].numel() + 4, torch.float64) * size)) * 2
+    error = float(inflate(gamma(conv.kernel[0, 0].numel() + 4, torch.float64) * size)) * 2
     note = "" if float(high) <= (1 + rtol) * float(low) else "the precision does not allow a smaller gap"
-    return Bracket(max(0.0, down(float(low) - error)), up(float(high) + error), rtol, "materialised", note)
+    return Bracket(max(0.0, deflate(float(low) - error)), inflate(float(high) + error), rtol, "materialised", note)
 
 
 def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough: float) -> float:
@@ -310,4 +310,4 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
     error = gamma(2 * conv.kernel[0, 0].numel() + 8, torch.float64) * size * pad * 2
     dims = tuple(range(y.dim()))
     norm = float(frobenius(y, dims)) * (1 - 2 * gamma(2 * y.numel() + 16, torch.float64))
-    return max(0.0, down(norm / float(frobenius(x, dims))) - error)
+    return max(0.0, deflate(norm / float(frobenius(x, dims))) - error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
+from equipoise.core.precision import deflate, frobenius, gamma, inflate, unit_roundoff
 from equipoise.norms.half import gram_lower, lower_error
 from equipoise.norms.verify import below
 
@@ -37,7 +37,7 @@ def rest_bound(A: Tensor, V: Tensor, T: Tensor, start: float, target: float) -> 
 def deflated_gram(A: Tensor, V: Tensor, T: Tensor) -> tuple[Tensor, Tensor, float]:
     """Gram matrix of `A − TVᵀ` with its error, and what the subtraction itself lost."""
     rest = torch.addmm(A, T, V.mT, alpha=-1)
-    lost = up(gamma(V.shape[1] + 4, A.dtype) * float(up(frobenius(A) + frobenius(T) * frobenius(V))))
+    lost = inflate(gamma(V.shape[1] + 4, A.dtype) * float(inflate(frobenius(A) + frobenius(T) * frobenius(V))))
     G = gram_lower(rest, rest.dtype)
     error = lower_error(float(torch.diagonal(G).sum(dtype=torch.float64)), rest.shape, rest.dtype)
     return G, torch.tensor([error], dtype=torch.float64, device=G.device), lost
@@ -47,7 +47,7 @@ def proved_below(G: Tensor, sigma: float, error: Tensor) -> bool:
     """Whether `√λ_max ≤ sigma` is proved for the matrix whose Gram matrix G is, up to `error`."""
     if not sigma > 0:
         return False
-    tau = torch.tensor([down(sigma * sigma)], dtype=torch.float64, device=G.device)
+    tau = torch.tensor([deflate(sigma * sigma)], dtype=torch.float64, device=G.device)
     return bool(below(G[None], tau, error))
 
 
@@ -60,7 +60,7 @@ def orthonormality(V: Tensor) -> float:
     """`ε ≥ ‖VᵀV − I‖₂`."""
     V64 = V.double()
     gap = V64.mT @ V64 - torch.eye(V.shape[1], dtype=torch.float64, device=V.device)
-    return up(float(frobenius(gap)) + gamma(2 * V.shape[0] + 8, torch.float64) * float(frobenius(V64)) ** 2)
+    return inflate(float(frobenius(gap)) + gamma(2 * V.shape[0] + 8, torch.float64) * float(frobenius(V64)) ** 2)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Thin:
             Z.addmm_(Y, wide)
             squares += torch.linalg.vector_norm(wide).square()
         g = gamma(sum(A.shape) + k + 16, torch.float64)
-        N = up(math.sqrt(float(squares)) * (1 + gamma(A.numel() + 8, torch.float64)) + 1e-140)
+        N = inflate(math.sqrt(float(squares)) * (1 + gamma(A.numel() + 8, torch.float64)) + 1e-140)
         v = _length(rows)
         return _Thin(P, Z.mT, N, v, g, 8 * g * N * N * v * v)
 
@@ -94,12 +94,12 @@ class _Thin:
         """`‖AVy‖/‖Vy‖` for the best y, rounded down."""
         y = torch.linalg.eigh(self.P)[1][:, -1]
         y = y / torch.linalg.vector_norm(y)
-        return down(math.sqrt(max(0.0, float(y @ self.P @ y) * (1 - 1e-12) - self.error) / (1 + defect)))
+        return deflate(math.sqrt(max(0.0, float(y @ self.P @ y) * (1 - 1e-12) - self.error) / (1 + defect)))
 
 
 def _length(x: Tensor) -> float:
     """‖x‖_F of a float64 tensor, rounded up; one pass."""
-    return up(float(torch.linalg.vector_norm(x)) * (1 + gamma(x.numel() + 8, torch.float64)) + 1e-140)
+    return inflate(float(torch.linalg.vector_norm(x)) * (1 + gamma(x.numel() + 8, torch.float64)) + 1e-140)
 
 
 def ritz_lower(A: Tensor, V: Tensor, defect: float) -> float:
@@ -118,19 +118,19 @@ def deflated_bracket(A: Tensor, V: Tensor, defect: float, rest: float) -> tuple[
     spread = _length(off)
     lost = thin.g * thin.N**2 * thin.v * (5 + 2 * thin.v**2)
     R, error_r = off.mT @ off, 2 * ((2 * spread + lost) * lost + thin.g * spread * spread)
-    square = up(rest * rest)
+    square = inflate(rest * rest)
     if V.shape[0] == V.shape[1]:
         R, square, error_r, spread = torch.zeros_like(R), 0.0, 0.0, 0.0
     tau = _smallest(thin.P, R, square)
     for widen in (1e-9, 1e-6):
         tau *= (1 + widen) * (1 + 2 * defect)
-        room = down(tau - square)
+        room = deflate(tau - square)
         if room <= 0:
             return None
-        error = up(thin.error + error_r / room + 16 * unit_roundoff(torch.float64) * spread**2 / room)
-        numbers = torch.tensor([[down(tau * (1 - defect))], [error]], dtype=torch.float64, device=A.device)
+        error = inflate(thin.error + error_r / room + 16 * unit_roundoff(torch.float64) * spread**2 / room)
+        numbers = torch.tensor([[deflate(tau * (1 - defect))], [error]], dtype=torch.float64, device=A.device)
         if bool(below((thin.P + R / room)[None], *numbers)):
-            return thin.lower(defect), up(up(tau) ** 0.5)
+            return thin.lower(defect), inflate(inflate(tau) ** 0.5)
     return None
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import down, gamma, ldexp_down, ldexp_up, up
+from equipoise.core.precision import deflate, gamma, inflate, ldexp_down, ldexp_up
 from equipoise.norms.deflated import deflated_bracket, orthonormal, orthonormality
 from equipoise.norms.gram import scaled, small_side, wide
 from equipoise.norms.half import gram_lower, lower_error, narrow, subtract_pair, symmetric_product
@@ -76,10 +76,10 @@ def _from_gram(A: Tensor, G: Tensor, trace: float, v: Tensor, rtol: float) -> tu
         V = orthonormal(space.vectors(Y[:, :k]), G)
         Z = torch.stack([product(x.contiguous()) for x in V.mT], 1)
         B = Z - V @ (V.mT @ Z) / 2  # VBᵀ + BVᵀ vanishes off V, and takes the top out of G
-        size = up(trace + 2 * error) + 2 * math.sqrt(k * float(B.double().square().sum())) * (1 + 1e-3)
-        numbers = [[square], [up(error + gamma(2 * k + 4, f32) * size)]]
+        size = inflate(trace + 2 * error) + 2 * math.sqrt(k * float(B.double().square().sum())) * (1 + 1e-3)
+        numbers = [[square], [inflate(error + gamma(2 * k + 4, f32) * size)]]
         if bool(below(subtract_pair(G, V, B)[None], *torch.tensor(numbers, dtype=torch.float64, device=A.device))):
-            found = deflated_bracket(A, V, orthonormality(V), up(math.sqrt(up(square))))
+            found = deflated_bracket(A, V, orthonormality(V), inflate(math.sqrt(inflate(square))))
             if found is not None and found[1] <= (1 + rtol) * found[0]:
                 return *found, V[:, 0]
     return V[:, 0].contiguous()
@@ -122,7 +122,7 @@ def _quotient(multiply: Callable[[Tensor], Tensor], v: Tensor, size: float) -> f
     v = v / v.abs().amax()
     g = gamma(4 * len(v) + 32, torch.float64)
     value = float(torch.vdot(v, multiply(v)).real) / float(torch.vdot(v, v).real)
-    return down(value) - up(g * (2.0 * size + abs(value)))
+    return deflate(value) - inflate(g * (2.0 * size + abs(value)))
 
 
 def _in_double(W: Tensor, rtol: float, rounds: int, start: Tensor | None, enough: float) -> tuple[float, float, Tensor]:
@@ -145,8 +145,8 @@ def _in_double(W: Tensor, rtol: float, rounds: int, start: Tensor | None, enough
     n, (rows, columns) = len(G), A.shape
     length = (2 if A.is_complex() else 1) * max(rows, columns) + 8
     g = gamma(length + n, torch.float64)
-    size = up(trace * (1 + g))  # ‖A‖_F²
-    error = up(gamma(length, torch.float64) * 1.4143 * size) + 4.0 * n * length * torch.finfo(torch.float64).tiny
+    size = inflate(trace * (1 + g))  # ‖A‖_F²
+    error = inflate(gamma(length, torch.float64) * 1.4143 * size) + 4.0 * n * length * torch.finfo(torch.float64).tiny
     tolerance = max(rtol, 4 * verification_loss(n, G.dtype))
     exact = symmetric_product(G, double=True)
     fine = tolerance < 1e-5  # float32 would not tell the top from its neighbours
@@ -164,18 +164,18 @@ def _in_double(W: Tensor, rtol: float, rounds: int, start: Tensor | None, enough
 
     if start is not None and enough > 0:
         v = quick(v)
-        value, tau = _quotient(exact, wide(v), size) - error, down(down(ldexp_down(enough, -e)) ** 2)
+        value, tau = _quotient(exact, wide(v), size) - error, deflate(deflate(ldexp_down(enough, -e)) ** 2)
         if value < tau < math.inf and proved(tau):
-            return ldexp_down(down(math.sqrt(max(value, lower, 0.0))), e), enough, v
+            return ldexp_down(deflate(math.sqrt(max(value, lower, 0.0))), e), enough, v
     while True:
         v = lanczos(quick, v, steps=100, settle=slack / 2)
         value = _quotient(exact, wide(v), size) - error
         if value > lower:
             best, lower = v, value
-        low = down(math.sqrt(max(lower, 0.0)))
+        low = deflate(math.sqrt(max(lower, 0.0)))
         tau = (low * (1 + slack)) ** 2
         if tau >= size or proved(tau):
-            upper = up(math.sqrt(up(min(tau, size))))
+            upper = inflate(math.sqrt(inflate(min(tau, size))))
             return ldexp_down(low, e), ldexp_up(upper, e), best
         rounds -= 1
         if rounds <= 0:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.errors import InputError
-from equipoise.core.precision import frobenius, gamma, power_of_two_scale, require_finite, unit_roundoff, up
+from equipoise.core.precision import frobenius, gamma, inflate, power_of_two_scale, require_finite, unit_roundoff
 
 Readout = Literal["fro", "one", "inf"]
 
@@ -151,7 +151,7 @@ def rayleigh_lower(W: Tensor, v: Tensor, size: Tensor | None = None) -> Tensor:
     norm_v = frobenius(v64[..., None])
     terms = 2 * W.shape[-1] + 4
     value = frobenius(y) * (1 - 2 * gamma(2 * y.shape[-2] + 8, torch.float64)) / norm_v.clamp_min(1.0)
-    return (value - up(gamma(terms, torch.float64) * (frobenius(W64) if size is None else size))).clamp_min(0) * (
+    return (value - inflate(gamma(terms, torch.float64) * (frobenius(W64) if size is None else size))).clamp_min(0) * (
         norm_v > 0
     )
 
@@ -212,9 +212,9 @@ def dominant_eigenpair(A: Tensor, iterations: int = 12) -> tuple[Tensor, Tensor,
 
 
 def _unwind(last: Tensor, e: Tensor, history: list[tuple[Tensor, Tensor]]) -> Tensor:
-    U = up(torch.ldexp(last, e))
+    U = inflate(torch.ldexp(last, e))
     for exponent, error in reversed(history):
-        U = up(torch.ldexp(up((U + error).sqrt()), exponent))
+        U = inflate(torch.ldexp(inflate((U + error).sqrt()), exponent))
     return U
 
 
@@ -227,7 +227,7 @@ def gram_error(A: Tensor, size: Tensor | None = None) -> Tensor:
     m, n = product_length(A), A.shape[-1]
     size = frobenius(A) if size is None else size
     lost = 4.0 * n * (m + n) * torch.finfo(A.dtype).tiny
-    return up(gamma(m, A.dtype) * (1.4143 if A.is_complex() else 1.0) * size.square()) + lost
+    return inflate(gamma(m, A.dtype) * (1.4143 if A.is_complex() else 1.0) * size.square()) + lost
 
 
 def _largest_column(A: Tensor) -> Tensor:
@@ -249,4 +249,4 @@ def cast_error(W: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.finfo(dtype).bits >= torch.finfo(W.dtype).bits:
         return torch.zeros(W.shape[:-2], dtype=torch.float64, device=W.device)
     size = W.shape[-1] * W.shape[-2]
-    return up(unit_roundoff(dtype) * frobenius(W) * 2) + 2 * size * torch.finfo(dtype).tiny
+    return inflate(unit_roundoff(dtype) * frobenius(W) * 2) + 2 * size * torch.finfo(dtype).tiny

@@ -18,7 +18,7 @@ import torch
 from scipy.linalg.blas import dgemm, dsymv, dsyrk, ssymv, ssyr2k, ssyrk
 from torch import Tensor
 
-from equipoise.core.precision import gamma, up
+from equipoise.core.precision import gamma, inflate
 from equipoise.norms.gram import gram, small_side, wide
 from equipoise.norms.verify import SERIAL, serial
 
@@ -97,7 +97,7 @@ def lower_error(trace: float, shape: Sequence[int], dtype: torch.dtype) -> float
     rows, columns = shape
     g, tiny = gamma(summed(rows, dtype), dtype), torch.finfo(dtype).tiny
     lost = 8.0 * columns * (rows + columns) * tiny * (1 + trace)  # of products, and of numbers that were cast
-    return up(up(g * trace * (1 + 2 * g)) + lost)
+    return inflate(inflate(g * trace * (1 + 2 * g)) + lost)
 
 
 def narrow(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
-from equipoise.core.precision import gamma, require_finite, up
+from equipoise.core.precision import gamma, inflate, require_finite
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.reading import read
 
@@ -54,7 +54,7 @@ def map_norm(form: Linear, order: Order) -> Bracket:
     if isinstance(form, Diagonal):
         top = float(form.factor.abs().max())
         return Bracket(
-            max(0.0, top - form.error), up(top + form.error), method="exact"
+            max(0.0, top - form.error), inflate(top + form.error), method="exact"
         )  # the error of the worst factor
     if isinstance(form, Matrix):
         if form.error:
@@ -75,7 +75,7 @@ def map_norm(form: Linear, order: Order) -> Bracket:
 def _largest(sums: Tensor, terms: int, exact: bool = True) -> Bracket:
     top = float(sums.max())
     slack = gamma(terms + 8, torch.float64)
-    return Bracket(top * (1 - slack) if exact else 0.0, up(top * (1 + slack)), method="sums of absolute values")
+    return Bracket(top * (1 - slack) if exact else 0.0, inflate(top * (1 + slack)), method="sums of absolute values")
 
 
 def _convolution(conv: Convolution, order: Order) -> Bracket:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import frobenius, full_precision, gamma, ldexp_up, require_finite, rescaled, up
+from equipoise.core.precision import frobenius, full_precision, gamma, inflate, ldexp_up, require_finite, rescaled
 
 
 def operator_matrix(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
@@ -95,15 +95,15 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
         for _ in range(iterations):
             A, e = rescaled(A)
             mass = float(frobenius(A.abs().sum((2, 3))))
-            history.append((e, up(gamma(2 * A[:, 0].numel() + 8, torch.float64) * mass**2)))
+            history.append((e, inflate(gamma(2 * A[:, 0].numel() + 8, torch.float64) * mass**2)))
             k1, k2 = A.shape[2:]
             swapped = A.transpose(0, 1).contiguous()
             A = torch.conv2d(swapped, swapped, padding=(k1 - 1, k2 - 1))
         A, e = rescaled(A)
         value = _read(A, readout)
-    value = up(ldexp_up(value, e))
+    value = inflate(ldexp_up(value, e))
     for e, error in reversed(history):
-        value = up(ldexp_up(up(math.sqrt(value + error)), e))
+        value = inflate(ldexp_up(inflate(math.sqrt(value + error)), e))
     return Bound(value, Kind.UPPER, f"norm2_toep, {readout}, t = {iterations}")
 
 

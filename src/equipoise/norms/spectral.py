@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
-from equipoise.core.precision import full_precision, require_finite, up, working_dtype
+from equipoise.core.precision import full_precision, inflate, require_finite, working_dtype
 from equipoise.maps.linear import Adjoint, Convolution, Matrix
 from equipoise.maps.reading import read
 from equipoise.norms.convolution import conv_bracket, dense_bracket
@@ -96,7 +96,7 @@ def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype |
         narrow = normal.to(working_dtype(W.dtype, dtype))
         low, high, v = gram_bracket(narrow, rtol)
         lost = cast_error(normal, narrow.dtype)
-        low, high = torch.ldexp((low - lost).clamp_min(0), e), torch.ldexp(up(high + lost), e)
+        low, high = torch.ldexp((low - lost).clamp_min(0), e), torch.ldexp(inflate(high + lost), e)
         used = "gram, float32"
     elif method == "gram":
         low, high, v = gram_bracket(wide(W), rtol)

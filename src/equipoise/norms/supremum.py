@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import down, gamma, up
+from equipoise.core.precision import deflate, gamma, inflate
 from equipoise.norms.lanczos import lanczos, mixed, random_start
 from equipoise.norms.symbol import Room, Symbol
 from equipoise.norms.verify import below_by_squaring, below_formed, below_parts, chunk_bytes, expected_loss, part_norm
@@ -113,7 +113,7 @@ class Search:
     def over_grid(self, sizes: tuple[int, ...], enough: float = 0.0) -> SymbolBound:
         """Maximum over the points of a grid; a bound of `enough` will do."""
         cells = grid_cells(self.symbol, sizes)
-        self.target = down(enough * enough)
+        self.target = deflate(enough * enough)
         self._choose_dtype(self._scout(cells))
         step = tuple(1.5 * 2 * math.pi / n if n > 1 else 0.0 for n in sizes)
         for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
@@ -227,7 +227,7 @@ class Search:
         if variation is not None and any(cells.half):
             half = torch.tensor(cells.half, dtype=torch.float64, device=variation.device)
             angle = (self.symbol.offsets.abs() @ half / 2).clamp_max(math.pi / 2)
-            moved = up(variation @ (2 * angle.sin() * (1 + 1e-12)))[cells.groups]
+            moved = inflate(variation @ (2 * angle.sin() * (1 + 1e-12)))[cells.groups]
             thresholds = torch.maximum(thresholds, (self.target - moved) * (1 - 1e-14))
         return thresholds
 
@@ -307,7 +307,7 @@ class Search:
     def _in_parts(self, cells: Cells, rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         """The same from real and imaginary part: by size, by repeated squaring where matrices are small, by a factorisation."""
         X, Y = self._gram(cells, rows)
-        proved = up(part_norm(X, Y)) <= tau
+        proved = inflate(part_norm(X, Y)) <= tau
         score = torch.zeros_like(tau)
         open_ = (~proved).nonzero()[:, 0]
         if not len(open_):
@@ -343,7 +343,7 @@ class Search:
             before = self.target
             cells = self._settle(cells, self._threshold(cells))
             stubborn = 0 if self.target > before else stubborn + 1
-        upper = up(up(self.target) ** 0.5)
+        upper = inflate(inflate(self.target) ** 0.5)
         return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, settled, self.vector)
 
 

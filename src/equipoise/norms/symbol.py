@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, gamma, unit_roundoff, up, working_dtype
+from equipoise.core.precision import frobenius, gamma, inflate, unit_roundoff, working_dtype
 from equipoise.norms.autocorrelation import autocorrelation, half_lattice, products, rounding
 from equipoise.norms.autocorrelation import tap_positions as tap_positions
 from equipoise.norms.gram import small_side, wide
@@ -87,7 +87,7 @@ class Symbol:
     @cached_property
     def size(self) -> Tensor:
         """`‖Σ_a|K_a|‖_F` per group: bounds ‖E(ω)‖_F for every ω, and scales every rounding error."""
-        return up(frobenius(self.kernel.abs().flatten(3).sum(-1)) * (1 + gamma(self.taps + 4, torch.float64)))
+        return inflate(frobenius(self.kernel.abs().flatten(3).sum(-1)) * (1 + gamma(self.taps + 4, torch.float64)))
 
     def phase_error(self) -> float:
         """Bound on the error of a computed `e^{-ib·ω}` in float64, `|ω_j| ≤ 2π`, argument and function together."""
@@ -115,7 +115,7 @@ class Symbol:
 
     def at_error(self) -> Tensor:
         """Bound per group on the Frobenius error of `at`."""
-        return up((gamma(2 * self.taps + 8, torch.float64) + self.phase_error()) * 2 * self.size)
+        return inflate((gamma(2 * self.taps + 8, torch.float64) + self.phase_error()) * 2 * self.size)
 
     def gram(
         self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1, room: Room | None = None
@@ -168,16 +168,16 @@ class Symbol:
             rows = (part.reshape(*part.shape[:2], c, c).transpose(1, 2) for part in self._parts(dtype))  # (g, c, B, c)
             self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
         for w, inner in zip(weights, self._inner[dtype], strict=True):
-            lengths = up(inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt())
+            lengths = inflate(inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt())
             for g, here in _by_group(groups, len(self.kernel)):
                 form = ((w[here] @ inner[g]) * w[here]).sum(-1)
                 spread = (w[here].abs() @ lengths[g]).square()
                 slack = (
                     2 * gamma(c + 8, dtype) + gamma(2 * c + 4 * len(inner[g]) + 8, torch.float64) + self.phase_error()
                 )
-                total[here] += up((form + 4 * slack * spread).clamp_min(0))
+                total[here] += inflate((form + 4 * slack * spread).clamp_min(0))
         tiny = c * float(torch.finfo(dtype).tiny) ** 0.5
-        return up(total.sqrt()) + tiny
+        return inflate(total.sqrt()) + tiny
 
     def gram_error(self, dtype: torch.dtype) -> Tensor:
         """Bound per group on `‖E*E(ω) − gram‖₂`, over all frequencies."""
@@ -185,12 +185,12 @@ class Symbol:
         m, taps = self.kernel.shape[1], self.taps
         cast = 4 * unit_roundoff(dtype)
         if self.correlations is None:
-            inner = up(2 * gamma(2 * m + 8, u64) * S.square() + 3 * self.at_error() * S)
-            return up(inner + (cast if dtype is not u64 else 0.0) * S.square()) + 1e-290
+            inner = inflate(2 * gamma(2 * m + 8, u64) * S.square() + 3 * self.at_error() * S)
+            return inflate(inner + (cast if dtype is not u64 else 0.0) * S.square()) + 1e-290
         formed = self.formed * S.square()
         total = self._correlation_size
         evaluated = 4 * (gamma(2 * len(self.offsets) + 8, dtype) + cast + self.phase_error()) * total
-        return up(formed + evaluated) + 1e-290 + 1e3 * float(torch.finfo(dtype).tiny) * m * taps
+        return inflate(formed + evaluated) + 1e-290 + 1e3 * float(torch.finfo(dtype).tiny) * m * taps
 
     @cached_property
     def _correlation_size(self) -> Tensor:
@@ -204,7 +204,7 @@ class Symbol:
             return None
         norms = 2 * frobenius(self.correlations)
         norms[:, 0] = 0
-        return up(norms)
+        return inflate(norms)
 
     def _parts(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Coefficients `(g, B, c²)` of the real and the imaginary part. With `C_b = P + iQ` and θ = b·ω:

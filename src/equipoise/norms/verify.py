@@ -25,7 +25,7 @@ from scipy.linalg import get_lapack_funcs
 from threadpoolctl import LibController, ThreadpoolController
 from torch import Tensor
 
-from equipoise.core.precision import down, frobenius, gamma, unit_roundoff, up
+from equipoise.core.precision import deflate, frobenius, gamma, inflate, unit_roundoff
 
 #: from this many columns SciPy's LAPACK, matrix by matrix, is faster than torch's batch (which is a loop as well)
 LAPACK_FROM = 24
@@ -87,7 +87,7 @@ def one_thread(work: int) -> Iterator[None]:
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
     """`γ'` of the module's inequality for n×n matrices, real or complex."""
     g = gamma((4 if dtype.is_complex else 2) * (n + 4), dtype)
-    return up(g / (1 - g))
+    return inflate(g / (1 - g))
 
 
 def verification_loss(n: int, dtype: torch.dtype) -> float:
@@ -223,7 +223,7 @@ def _shift(diagonal: Tensor, tau: Tensor, error: Tensor, spread: Tensor, dtype: 
     # rounding may leave a diagonal entry a little below 0: tr(M) ≤ n·(s + τ/1000)
     room = tau - error - 1e-3 * loss * tau
     usable = (room > 0) & (diagonal.amin(-1) >= -1e-3 * tau)
-    wanted = down(room / (1 + loss))
+    wanted = deflate(room / (1 + loss))
     s = torch.where(usable, wanted, torch.ones_like(wanted)).to(narrow)
     return torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s), usable
 
@@ -234,11 +234,11 @@ def by_residual(M: Tensor, s: Tensor, usable: Tensor, tau: Tensor, error: Tensor
     R, info = torch.linalg.cholesky_ex(M)
     diagonal = torch.diagonal(R, dim1=-2, dim2=-1).real
     largest = torch.minimum(
-        up(diagonal.double().amax(-1) + frobenius(torch.tril(R, -1))).square(), frobenius(R).square()
+        inflate(diagonal.double().amax(-1) + frobenius(torch.tril(R, -1))).square(), frobenius(R).square()
     )
-    residual = frobenius(torch.tril(M - R @ R.mH)) * 2**0.5 + up(gamma(4 * n + 8, M.dtype) * largest)
+    residual = frobenius(torch.tril(M - R @ R.mH)) * 2**0.5 + inflate(gamma(4 * n + 8, M.dtype) * largest)
     completed = (info == 0) & torch.isfinite(diagonal).all(-1)
-    return usable & completed & (up(s.double() + residual + 4 * u * s.double() + error) <= tau)
+    return usable & completed & (inflate(s.double() + residual + 4 * u * s.double() + error) <= tau)
 
 
 def factorised(M: Tensor, wanted: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def factorised(M: Tensor, wanted: Tensor) -> Tensor:
 
 def part_norm(X: Tensor, Y: Tensor) -> Tensor:
     """`‖X + iY‖_F` in float64, rounded up."""
-    return up((frobenius(X).square() + frobenius(Y).square()).sqrt())
+    return inflate((frobenius(X).square() + frobenius(Y).square()).sqrt())
 
 
 def below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) -> tuple[Tensor, Tensor]:
@@ -281,7 +281,7 @@ def below_by_squaring(X: Tensor, Y: Tensor, tau: Tensor, squarings: int = 5) -> 
     for _ in range(squarings):
         cross = X.mT @ Y
         X, Y = torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT
-        limit = torch.where(limit > 0, limit.square() * (1 - 1e-14) - up(g * size.square()) - lost, limit)
+        limit = torch.where(limit > 0, limit.square() * (1 - 1e-14) - inflate(g * size.square()) - lost, limit)
         new = part_norm(X, Y)
         estimate = (new / size.clamp_min(1e-300)).pow(1 / power) * scale[open_] * (1 - 1e-6)
         low[open_] = torch.maximum(low[open_], estimate.nan_to_num(nan=0.0, posinf=0.0))

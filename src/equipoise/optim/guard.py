@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import down, frobenius, unit_roundoff, up, working_dtype
+from equipoise.core.precision import deflate, frobenius, inflate, unit_roundoff, working_dtype
 from equipoise.maps.reading import module_kind
 from equipoise.norms.carried import Asked, CarriedMatrix, bracket_all
 from equipoise.optim.guarded import Guarded, Radius, guarded, radii_of, sizes_of
@@ -161,7 +161,7 @@ class SpectralGuard:
             found[f"norm/{name}/lower"] = float(bracket.lower)
             found[f"norm/{name}/upper"] = float(bracket.upper)
             found[f"norm/{name}/headroom"] = 1 - float(bracket.upper) / radius
-            product = up(product * float(bracket.upper))
+            product = inflate(product * float(bracket.upper))
         return {**found, "norm/product": product, "norm/restored": float(sum(one.restored for one in self.layers))}
 
     @property
@@ -205,7 +205,7 @@ class SpectralGuard:
         self.steps += 1
 
     def _limit(self, one: Guarded) -> float:
-        return down(one.radius * (1 + self.tolerance))
+        return deflate(one.radius * (1 + self.tolerance))
 
     def _bracket(self, *layers: Guarded) -> None:
         """Prove where the norms of these weights lie; matrices together."""
@@ -277,7 +277,7 @@ class SpectralGuard:
         )
         W.mul_(c)
         one.carried.scaled(c)
-        one.lower, one.upper = max(0.0, down(c * one.lower) - up(lost)), up(up(c * one.upper) + lost)
+        one.lower, one.upper = max(0.0, deflate(c * one.lower) - inflate(lost)), inflate(inflate(c * one.upper) + lost)
         if self._far(one):
             self._bracket(one)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 
 #: Keller Jordan's quintic, as in torch.optim.Muon
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -182,7 +182,7 @@ def newton_schulz_gain(coefficients: Coefficients = JORDAN, steps: int = 5, cell
     low, high = edges[:-1], edges[1:]
     for i in range(steps):
         low, high = _image(low, high, *(float(x) for x in table[min(i, len(table) - 1)]))
-    return up(float(max(np.abs(low).max(), np.abs(high).max())))
+    return inflate(float(max(np.abs(low).max(), np.abs(high).max())))
 
 
 def _image(low: np.ndarray, high: np.ndarray, a: float, b: float, c: float) -> tuple[np.ndarray, np.ndarray]:

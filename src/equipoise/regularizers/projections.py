@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import gamma, rescaled, up
+from equipoise.core.precision import gamma, inflate, rescaled
 from equipoise.maps.geometry import padding_norm
 from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.spectral import spectral_norm
@@ -103,7 +103,7 @@ def operator_norm(module: nn.Module, p: Exponent = 2, input_size: int | tuple[in
     W = W.reshape(groups, W.shape[0] // groups, *W.shape[1:]).flatten(3) if W.dim() > 2 else W[None, :, :, None]
     over_outputs = (p == 1) != transposed  # a transposed convolution is the adjoint: rows and columns change places
     sums = W.sum(dim=(1, 3)) if over_outputs else W.sum(dim=(2, 3))
-    value = float(up(sums.max() * (1 + gamma(W[0].numel(), torch.float64))))
+    value = float(inflate(sums.max() * (1 + gamma(W[0].numel(), torch.float64))))
     if p == 1 and kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and layer.padding_mode != "zeros":
         value = math.nextafter(value * _copies(layer, input_size), math.inf)
     return Bound(value, Kind.UPPER, "column sums" if p == 1 else "row sums")

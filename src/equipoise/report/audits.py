@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import describing, read_json, write_whole
+from equipoise.core.files import as_input_error, atomic_write, read_json
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.nn.export import with_effective_weights
 from equipoise.norms.reference import operator_matrix
@@ -116,13 +116,13 @@ def _periodic(layer: nn.Conv2d, shape: tuple[int, ...]) -> Tensor:
 
 def save_audit(audit: Audit, folder: str | Path) -> None:
     """Write `audit.json` beside the certificates it belongs to."""
-    write_whole(Path(folder) / NAME, json.dumps(sealed(asdict(audit)), ensure_ascii=False, allow_nan=False) + "\n")
+    atomic_write(Path(folder) / NAME, json.dumps(sealed(asdict(audit)), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def load_audit(folder: str | Path) -> Audit:
     """Read `audit.json`."""
     path = Path(folder) / NAME
-    with describing(path):
+    with as_input_error(path):
         plain = unsealed(read_json(path, 10**9), str(path))
         found = Audit(
             str(plain["model"]), plain["bound"],

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core.bounds import round_up
+from equipoise.core.bounds import format_up
 from equipoise.core.errors import InputError
 from equipoise.report import audits as audit_file
 from equipoise.report import gallery as gallery_file
@@ -162,7 +162,7 @@ def _ways(run: Run) -> dict[str, dict[str, Any]]:
 
 def _deterministic(name: str, found: Margins) -> _Part:
     model = found.model.get("source", "network")
-    constant = round_up(found.lipschitz, 6)
+    constant = format_up(found.lipschitz, 6)
     divided = f"√2 times the Lipschitz bound {constant}"
     if found.rule == PAIRS:
         divided = f"proved constants of pairs of classes, or by {divided} where that is better"

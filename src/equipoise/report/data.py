@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
-from equipoise.core.files import describing, make_folder, read_json, write_whole
+from equipoise.core.files import as_input_error, atomic_write, make_folder, read_json
 from equipoise.runs import AttackRow
 from equipoise.runs.store import Attacked
 from equipoise.smoothing import average_certified_radius, certified_accuracy
@@ -217,14 +217,14 @@ class Margins:
             "radius": [_plain(r) for r in self.radius.tolist()], "attacks": [asdict(a) for a in self.attacks],
             "rule": self.rule,
         }  # fmt: skip
-        write_whole(folder / MARGINS, json.dumps(sealed(plain), ensure_ascii=False, allow_nan=False) + "\n")
+        atomic_write(folder / MARGINS, json.dumps(sealed(plain), ensure_ascii=False, allow_nan=False) + "\n")
         return folder / MARGINS
 
 
 def load_margins(folder: str | Path) -> Margins:
     """Read `margins.json`; what is damaged is refused with the file's name."""
     path = Path(folder) / MARGINS
-    with describing(path):
+    with as_input_error(path):
         plain = unsealed(read_json(path, 10**9), str(path))
         if plain["format"] != FORMAT:
             raise InputError(f"{path} has format {plain['format']!r}, this version reads {FORMAT}")

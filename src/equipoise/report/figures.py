@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core.bounds import round_down, round_up
+from equipoise.core.bounds import format_down, format_up
 from equipoise.lipschitz.logs import exp_up
 from equipoise.report.data import Attacks, Audit, Floats, Series
 from equipoise.runs.store import Attacked
@@ -162,7 +162,7 @@ def bounds(audits: Sequence[Audit]) -> Figure:
                 "marker": {
                     "color": colour, "size": 13, "symbol": ["triangle-left" if up else "triangle-right" for _, _, up in rows]
                 },
-                "customdata": [f"at most {round_up(v, 5)}" if up else f"at least {round_down(v, 5)}" for _, v, up in rows],
+                "customdata": [f"at most {format_up(v, 5)}" if up else f"at least {format_down(v, 5)}" for _, v, up in rows],
                 "hovertemplate": "%{y}<br>%{customdata}<extra>%{fullData.name}</extra>",
             }
         )  # fmt: skip

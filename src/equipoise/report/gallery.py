@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core.errors import InputError
-from equipoise.core.files import describing, read_json, write_whole
+from equipoise.core.files import as_input_error, atomic_write, read_json
 from equipoise.report.data import Picture
 
 
@@ -59,13 +59,13 @@ _PNG = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}\Z")
 def save_gallery(pictures: Iterable[Picture], folder: str | Path) -> None:
     """Write `gallery.json`, whole or not at all."""
     plain = [asdict(p) for p in pictures]
-    write_whole(Path(folder) / NAME, json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+    atomic_write(Path(folder) / NAME, json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
     """Read `gallery.json`; only PNG data addresses are accepted as images."""
     path = Path(folder) / NAME
-    with describing(path):
+    with as_input_error(path):
         names = {f.name for f in fields(Picture)}
         found = tuple(_checked(Picture(**{k: v for k, v in p.items() if k in names})) for p in _list(path))
     return found

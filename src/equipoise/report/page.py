@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.core.errors import InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import atomic_write
 from equipoise.report import figures
 from equipoise.report import sections as parts
 from equipoise.report.data import ReportData
@@ -36,7 +36,7 @@ def write_report(data: ReportData, path: str | Path) -> Path:
         raise InputError(f"a report is an HTML file: give a name that ends in .html, got {path.name!r}")
     if path.parent != Path() and not path.parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
-    write_whole(path, render(data))
+    atomic_write(path, render(data))
     return path
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from equipoise.core.accuracy import percent
-from equipoise.core.bounds import round_down, round_up
+from equipoise.core.bounds import format_down, format_up
 from equipoise.lipschitz.logs import show_log
 from equipoise.report.data import Audit, Picture, ReportData, Series
 from equipoise.smoothing import NOT_COVERED
@@ -82,7 +82,7 @@ def cards(data: ReportData) -> str:
             f"{s.model}, {s.procedure}, run {s.run}: mean of {s.inputs} inputs{f' of {s.data}' if s.data else ''}{more}"
         )
         title = "average certified radius" + ("" if s.labelled else ", any answer")
-        shown.append(card(title, round_down(s.average_radius, 3), said))
+        shown.append(card(title, format_down(s.average_radius, 3), said))
     left = len(own) - len(_headline(own)) + max(0, len(data.audits) - AUDITS)
     if left:
         shown.append(card("more", str(left), "further bounds and runs are in the tables below"))
@@ -132,7 +132,7 @@ def summary_table(series: Sequence[Series], end: float) -> str:
         cells: list[tuple[str, float | str]] = [
             (s.model, s.model), (s.procedure + ("" if s.labelled else " (no labels: any answer)"), s.procedure),
             *((f"{v} %", float(v)) for v in shares),
-            (round_down(s.average_radius, 4), s.average_radius),
+            (format_down(s.average_radius, 4), s.average_radius),
             (s.inputs, float(len(s.ids))),
             (f"{abstained} of {len(s.ids)}" + (f", {s.failed} failed" if s.failed else ""), float(abstained)),
             (_risk(s.alpha), s.alpha), (f"{s.sigma:g}" if s.sigma else "none", s.sigma), (s.data, s.data),
@@ -157,7 +157,8 @@ def proofs_table(s: Series, index: int) -> str:
     """Every input of a deterministic run: its radius, the class that limits it, and what proved it."""
     cells: list[list[tuple[str, float | str]]] = [
         [
-            (s.ids[i], s.ids[i]), (str(s.labels[i]), float(s.labels[i])), (round_down(float(s.radius[i]), 5), float(s.radius[i])),
+            (s.ids[i], s.ids[i]), (str(s.labels[i]), float(s.labels[i])),
+            (format_down(float(s.radius[i]), 5), float(s.radius[i])),
             (str(s.rivals[i]) if s.rivals[i] >= 0 else "", float(s.rivals[i])), (s.methods[i], s.methods[i]),
         ]
         for i in range(min(len(s.ids), LISTED))
@@ -225,8 +226,8 @@ def _layer(i: int, row: Mapping[str, Any]) -> list[tuple[str, float | str]]:
     return [
         (str(i + 1), float(i)), (str(row.get("name", "")), str(row.get("name", ""))),
         (str(row.get("kind", "")), str(row.get("kind", ""))), (str(row.get("shape", "")), str(row.get("shape", ""))),
-        ("" if math.isnan(lower) else round_down(lower, 5), lower),
-        ("∞" if math.isinf(upper) or math.isnan(upper) else round_up(upper, 5), upper),
+        ("" if math.isnan(lower) else format_down(lower, 5), lower),
+        ("∞" if math.isinf(upper) or math.isnan(upper) else format_up(upper, 5), upper),
         ("" if math.isnan(share) else f"{100 * share:.1f} %", share),
         (str(row.get("method") or row.get("note") or ""), str(row.get("method") or "")),
     ]  # fmt: skip
@@ -237,7 +238,7 @@ def _local(audit: Audit, index: int) -> str:
         return ""
     head = ("input", "reached by an attack, at least", "proved, at most")
     rows = [
-        [(str(p["id"]), str(p["id"])), (round_down(p["lower"], 4), p["lower"]), (round_up(p["upper"], 4), p["upper"])]
+        [(str(p["id"]), str(p["id"])), (format_down(p["lower"], 4), p["lower"]), (format_up(p["upper"], 4), p["upper"])]
         for p in audit.local
     ]
     text = f"The constant on the ball of radius {audit.local_radius:g} around single inputs: the truth lies between."
@@ -278,13 +279,13 @@ def _picture(p: Picture, scale: float) -> str:
     found = (
         "no adversarial example found"
         if p.distance is None
-        else f"attacked: <b>{esc(p.answer)}</b> at {esc(round_up(p.distance, 3))}"
+        else f"attacked: <b>{esc(p.answer)}</b> at {esc(format_up(p.distance, 3))}"
     )
     return (
         f'<figure class="shot{wrong}"><div class="pair">{images}</div><figcaption>'
         f"<div>label <b>{esc(p.label)}</b>, answer <b>{esc(p.predicted)}</b></div>"
         f'<div class="ruler" aria-hidden="true">{marks}</div>'
-        f"<div>certified {esc(round_down(p.radius, 3))}</div><div>{found}</div>"
+        f"<div>certified {esc(format_down(p.radius, 3))}</div><div>{found}</div>"
         "</figcaption></figure>"
     )
 

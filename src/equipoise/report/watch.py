@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import atomic_write
 from equipoise.report.collect import collect
 from equipoise.report.page import plotly_source, refreshing, render, write_report
 from equipoise.report.sections import esc
@@ -126,7 +126,7 @@ def follow(
     if started:
         write_report(collect(started, title=title, alpha=alpha), output)
     else:
-        write_whole(output, live.page.decode())
+        atomic_write(output, live.page.decode())
     return why
 
 

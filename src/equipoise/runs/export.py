@@ -7,8 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from equipoise.core import InputError, round_down, round_up
-from equipoise.core.files import write_whole
+from equipoise.core import InputError, format_down, format_up
+from equipoise.core.files import atomic_write
 from equipoise.runs.rows import Row
 from equipoise.smoothing import ABSTAIN, Certificates
 
@@ -20,7 +20,7 @@ def export(rows: Sequence[Row], certificates: Certificates, path: str | Path) ->
     path = check_path(path)
     if len(rows) != len(certificates):
         raise InputError(f"{len(rows)} rows but {len(certificates)} certificates")
-    write_whole(path, FORMATS[path.suffix](rows, certificates))
+    atomic_write(path, FORMATS[path.suffix](rows, certificates))
     return path
 
 
@@ -42,7 +42,7 @@ def to_tsv(rows: Sequence[Row], certificates: Certificates) -> str:
     for row, k, r in _pairs(rows, certificates):
         right = int(k == row.label and k != ABSTAIN)
         spent = timedelta(seconds=round(row.seconds, 6))
-        lines.append(f"{row.position}\t{row.label}\t{k}\t{round_down(r, 4)}\t{right}\t{spent}")
+        lines.append(f"{row.position}\t{row.label}\t{k}\t{format_down(r, 4)}\t{right}\t{spent}")
     return "\n".join(lines) + "\n"
 
 
@@ -50,7 +50,7 @@ def to_csv(rows: Sequence[Row], certificates: Certificates) -> str:
     """One line per input without the time: the same bytes for every repetition of a run."""
     table = columns(rows, certificates)
     table.pop("seconds")
-    for name, digits in (("radius", round_down), ("p_lower", round_down), ("p_upper", round_up)):
+    for name, digits in (("radius", format_down), ("p_lower", format_down), ("p_upper", format_up)):
         table[name] = [digits(float(v), _DIGITS) for v in table[name]]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from equipoise.core import InputError, Refused, round_up
+from equipoise.core import InputError, Refused, format_up
 from equipoise.core.digests import Digest, sealed, unsealed
-from equipoise.core.files import describing, read_json, write_whole
+from equipoise.core.files import as_input_error, atomic_write, read_json
 from equipoise.runs.inputs import Selection
 from equipoise.runs.parameters import Parameters, parse_map
 from equipoise.smoothing import SimplexMap
@@ -37,8 +37,8 @@ class Constant:
 
     def __str__(self) -> str:
         if self.assumed:
-            return f"{round_up(self.value)}, given by the user: an assumption, not checked"
-        return f"{round_up(self.value)}, computed by equipoise.lipschitz_bound"
+            return f"{format_up(self.value)}, given by the user: an assumption, not checked"
+        return f"{format_up(self.value)}, computed by equipoise.lipschitz_bound"
 
 
 def _digest(plain: dict[str, Any]) -> str:
@@ -68,7 +68,7 @@ class Described:
 
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all."""
-        write_whole(folder / self.file, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
+        atomic_write(folder / self.file, json.dumps(sealed(self.to_dict()), indent=2, ensure_ascii=False) + "\n")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / NAME
     if not is_run(folder):
         raise InputError(f"{folder} is not a run directory: no readable {NAME}")
-    with describing(path, "restore it, or start a new run"):
+    with as_input_error(path, "restore it, or start a new run"):
         found = Manifest.from_dict(unsealed(read_json(path), str(path)))
     _require_consistent(found, path)
     return found

@@ -13,7 +13,7 @@ from typing import Any, Literal, Required, TypedDict
 import torch
 
 from equipoise.core import InputError, Refused
-from equipoise.core.errors import near
+from equipoise.core.errors import did_you_mean
 from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
 from equipoise.smoothing.drawn import Drawn
@@ -180,7 +180,7 @@ class Settings(Sampling):
         known = [f.name for f in fields(cls)]
         for name in keywords:
             if name not in known:
-                hint = near(name, [*known, *others])
+                hint = did_you_mean(name, [*known, *others])
                 raise TypeError(f"certify() got an unexpected keyword argument {name!r}{hint}")
         if "sigma" not in keywords:
             raise TypeError("certify() needs sigma, the noise level in the units of the model's input")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.core import EquipoiseError, InputError, round_down
+from equipoise.core import EquipoiseError, InputError, format_down
 from equipoise.runs.derive import derive
 from equipoise.runs.manifest import Manifest
 from equipoise.runs.rows import Row, counts_matrix
@@ -75,13 +75,13 @@ def _reach(
     if most is not None and zero > most:
         return (
             f"0 % from ε = {zero:g} on: even if all {manifest.parameters.n:,} draws agree, no radius beyond "
-            f"{round_down(most, 4)} can be certified at alpha {certificates.alpha:g}; more draws or a larger sigma reach further"
+            f"{format_down(most, 4)} can be certified at alpha {certificates.alpha:g}; more draws or a larger sigma reach further"
         )
     labels = np.array([row.label for row in rows])
     counted = (certificates.prediction == labels) & (labels >= 0) if labelled else certificates.prediction >= 0
     largest = float(certificates.radius[counted].max(initial=0.0))
     who = " of a right answer" if labelled else ""
-    return f"0 % from ε = {zero:g} on: the largest certified radius{who} is {round_down(largest, 4)}"
+    return f"0 % from ε = {zero:g} on: the largest certified radius{who} is {format_down(largest, 4)}"
 
 
 def _most(manifest: Manifest, certificates: Certificates) -> float | None:
@@ -142,7 +142,7 @@ class Summary:
         lines = [
             f"{head}; sigma {self.sigma:g}, {self.procedure} at alpha {self.alpha:g}",
             f"{self.abstained} abstained, {self.failed} failed; average certified radius "
-            f"{round_down(self.average_radius, 4)}; {self.draws:,} draws, {self.seconds:.1f} s of sampling",
+            f"{format_down(self.average_radius, 4)}; {self.draws:,} draws, {self.seconds:.1f} s of sampling",
         ]
         if self.failures:
             name, reason = next(iter(self.failures.items()))

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from equipoise.core import InputError, round_down
+from equipoise.core import InputError, format_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
-from equipoise.core.files import read_bounded, write_whole
+from equipoise.core.files import atomic_write, read_bounded
 from equipoise.smoothing.moments import Ints
 from equipoise.smoothing.ramp import Floats
 
@@ -166,8 +166,8 @@ def write_log(path: str | Path, certificates: Certificates, labels: ArrayLike, i
     lines = ["\t".join(_COLUMNS)]
     for i, y, k, r in zip(names, labels, certificates.prediction, certificates.radius, strict=True):
         right = int(k == y and k != ABSTAIN)
-        lines.append(f"{i}\t{y}\t{k}\t{round_down(float(r), 4)}\t{right}\t")
-    write_whole(path, "\n".join(lines) + "\n")
+        lines.append(f"{i}\t{y}\t{k}\t{format_down(float(r), 4)}\t{right}\t")
+    atomic_write(path, "\n".join(lines) + "\n")
 
 
 def accuracy_table(logs: dict[str, CertificationLog], epsilon: ArrayLike) -> dict[str, list[float]]:

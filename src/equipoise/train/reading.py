@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from equipoise.checkpoints.builders import registered
-from equipoise.core.errors import InputError, Refused, near, one_line
+from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
 from equipoise.core.files import read_bounded
 from equipoise.core.imports import SPEC
 from equipoise.train.recipe import Recipe
@@ -307,7 +307,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     "; did you mean 'cosine'?"
     """
     names = list(known)
-    return near(word, names, 0.5) or (f"; known are {', '.join(sorted(names))}" if names else "")
+    return did_you_mean(word, names, 0.5) or (f"; known are {', '.join(sorted(names))}" if names else "")
 
 
 def fill_in(path: str) -> str:

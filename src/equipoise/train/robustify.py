@@ -14,8 +14,8 @@ from equipoise.conversion import Conversion, make_lipschitz
 from equipoise.core.accuracy import percent
 from equipoise.core.digests import unsealed
 from equipoise.core.errors import InputError
-from equipoise.core.files import make_folder, read_json, write_whole
-from equipoise.core.precision import down
+from equipoise.core.files import atomic_write, make_folder, read_json
+from equipoise.core.precision import deflate
 from equipoise.nn.constants import known_constant
 from equipoise.nn.models import MODELS
 from equipoise.train.build import build_data, require_fit
@@ -123,7 +123,7 @@ def robustify(
     assert net.conversion is not None
     known = known_constant(net.module)
     if known is not None:  # a factor that holds for all weights, not only for those at the start
-        net.factor.fill_(down(1 / max(known, 1.0)))
+        net.factor.fill_(deflate(1 / max(known, 1.0)))
     start = run_dir / "state" / "start.safetensors"
     if not start.exists():
         _store(net, start)
@@ -139,8 +139,8 @@ def robustify(
     final = result.final.get("test", result.final)
     after = {**{k: final.get(k) for k in ("accuracy", "certified_accuracy")}, "bound": result.final.get("bound")}
     found = Robustified(result, net.conversion, before, after)
-    write_whole(run_dir / "before-after.json", json.dumps(found.to_dict(), indent=1) + "\n")
-    write_whole(run_dir / "before-after.md", found.markdown())
+    atomic_write(run_dir / "before-after.json", json.dumps(found.to_dict(), indent=1) + "\n")
+    atomic_write(run_dir / "before-after.md", found.markdown())
     return found
 
 
@@ -160,7 +160,7 @@ def _store(net: nn.Module, path: Path) -> None:
     from safetensors.torch import save
 
     make_folder(path.parent)
-    write_whole(path, save({name: value.detach().contiguous().clone() for name, value in net.state_dict().items()}))
+    atomic_write(path, save({name: value.detach().contiguous().clone() for name, value in net.state_dict().items()}))
 
 
 def _recipe(

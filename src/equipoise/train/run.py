@@ -12,7 +12,7 @@ from torch import nn
 
 from equipoise.checkpoints import registered, save_checkpoint
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import atomic_write
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, from_table, real_shape
 from equipoise.train.loop import Diverged, Ingredients, Trainer
 from equipoise.train.losses import LOSSES
@@ -294,8 +294,8 @@ class _Run:
             from safetensors.torch import save
 
             state = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
-            write_whole(folder / "model.safetensors", save(state))
-        write_whole(folder / "summary.json", json.dumps(self.history[-1], indent=2) + "\n")
+            atomic_write(folder / "model.safetensors", save(state))
+        atomic_write(folder / "summary.json", json.dumps(self.history[-1], indent=2) + "\n")
 
     def _certify(self, folder: Path) -> None:
         """The certificate and the model card of the finished network, as `equipoise.models.load` reads them."""

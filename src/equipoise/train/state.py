@@ -25,9 +25,9 @@ from torch import Tensor
 
 from equipoise.core.digests import Digest, digest_document
 from equipoise.core.errors import InputError
-from equipoise.core.files import locked, open_regular, read_bounded, read_json, write_whole
+from equipoise.core.files import atomic_write, locked, open_regular, read_bounded, read_json
 
-#: the temporary names of `write_whole`
+#: the temporary names of `atomic_write`
 _LEFTOVER = re.compile(
     r"^\.(recipe\.json|metrics\.jsonl|model\.safetensors|config\.json|certificate\.json|README\.md|summary\.json"
     r"|step-\d+\.safetensors)\.\w+(\.part)?$"
@@ -101,7 +101,7 @@ class RunDirectory:
         if path.exists():
             self._compare(path, document)
         else:
-            write_whole(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+            atomic_write(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         states = self.states()
         return read_state(states[-1]) if states else None
 
@@ -149,7 +149,7 @@ class RunDirectory:
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.tensors.items()}
         path = self.folder / "state" / f"step-{state.position['step']:010d}.safetensors"
         position = json.dumps(state.position)
-        write_whole(path, save(tensors, metadata={"position": position, "digest": _digest(tensors, position)}))
+        atomic_write(path, save(tensors, metadata={"position": position, "digest": _digest(tensors, position)}))
         for old in self.states()[:-keep]:
             old.unlink(missing_ok=True)
         return path
@@ -250,7 +250,7 @@ class MetricsFile:
             seen = [row.get("epoch", 0) for row in rows]
             if seen != sorted(set(seen)) or (epoch and seen[-1:] != [epoch]):
                 raise self._damaged(f"(it holds the epochs {seen} of {epoch})")
-            write_whole(self.path, "".join(_line(row) for row in rows))
+            atomic_write(self.path, "".join(_line(row) for row in rows))
         return rows
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -170,7 +170,7 @@ def everything(
       equipoise bench all --json before.json
       equipoise bench all --only dense --rounds 9 --device cuda
     """
-    from equipoise.core.files import write_whole
+    from equipoise.core.files import atomic_write
     from equipoise_lab.bench.pairs import document, markdown, measure, read
 
     measured = []
@@ -179,7 +179,7 @@ def everything(
         messages().print(f"{one.name}: {one.ratio:.3g} ({one.low:.3g} – {one.high:.3g})", markup=False)
     stored = document(measured, rounds, device, cpu_time)
     if json_file is not None:
-        write_whole(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
+        atomic_write(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
     if as_markdown or json_file is None:
         tell(markdown(*read(stored, "this run")))
 
@@ -195,12 +195,12 @@ def merge(
 
       equipoise bench merge dense.json smoothing.json --json all.json
     """
-    from equipoise.core.files import read_json, write_whole
+    from equipoise.core.files import atomic_write, read_json
     from equipoise_lab.bench.pairs import markdown, merged, read
 
     stored = merged({str(path): read_json(path) for path in runs})
     if json_file is not None:
-        write_whole(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
+        atomic_write(json_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
     tell(markdown(*read(stored, "the joined runs")))
 
 
@@ -282,12 +282,12 @@ def _show(section: Section, console: Console) -> None:
 
 
 def _cell(column: str, value: Any) -> str:
-    from equipoise.core.bounds import round_down, round_up
+    from equipoise.core.bounds import format_down, format_up
 
     if not isinstance(value, float):
         return str(value)
     if column == "upper":
-        return round_up(value, 5)
+        return format_up(value, 5)
     if column == "lower":
-        return round_down(value, 5)
+        return format_down(value, 5)
     return f"{value:.2g}" if column == "gap" else f"{value:.4g}"

@@ -65,11 +65,11 @@ def reproduce(
         _list(as_json)
         return
     if page is not None:
-        from equipoise.core.files import write_whole
+        from equipoise.core.files import atomic_write
         from equipoise_lab.experiments.page import stored
 
         here = os.path.relpath(out, page.parent)
-        write_whole(page, summary(stored(chosen_experiments(identifiers or ()), out), here))
+        atomic_write(page, summary(stored(chosen_experiments(identifiers or ()), out), here))
         return
     if not identifiers and not every:
         raise InputError("name an experiment (`equipoise reproduce --list` shows them) or pass --all")
@@ -93,9 +93,9 @@ def reproduce(
         if not as_json:
             tell(f"{outcome.experiment.id}: {_line(outcome)}")
     if every and not dry_run:
-        from equipoise.core.files import write_whole
+        from equipoise.core.files import atomic_write
 
-        write_whole(out / "summary.md", summary(outcomes, "."))
+        atomic_write(out / "summary.md", summary(outcomes, "."))
     if as_json:
         emit_json([_document(outcome) for outcome in outcomes])
     if any(outcome.result is None for outcome in outcomes):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equipoise.core.errors import InputError
-from equipoise.core.files import write_whole
+from equipoise.core.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -103,5 +103,5 @@ def save(figure: Figure, folder: Path) -> tuple[Path, Path]:
         for path, options in zip(paths, ({"metadata": {"Date": None}}, {"dpi": 160}), strict=True):
             content = io.BytesIO()
             figure.savefig(content, format=path.suffix[1:], **options)  # type: ignore[arg-type]
-            write_whole(path, content.getvalue())
+            atomic_write(path, content.getvalue())
     return paths

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.core.errors import InputError
-from equipoise.core.files import make_folder, write_whole
+from equipoise.core.files import atomic_write, make_folder
 from equipoise_lab.experiments.experiment import Experiment, Label, Row, Verdict
 
 
@@ -53,8 +53,8 @@ def write(result: Result, folder: Path) -> None:
 
     make_folder(folder)
     save(result.experiment.draw(result.rows), folder)
-    write_whole(folder / "rows.parquet", parquet(result.rows))
-    write_whole(folder / "result.json", _document(result.to_json()))
+    atomic_write(folder / "rows.parquet", parquet(result.rows))
+    atomic_write(folder / "result.json", _document(result.to_json()))
 
 
 def _document(result: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from equipoise.core.errors import EquipoiseError, InputError, near
+from equipoise.core.errors import EquipoiseError, InputError, did_you_mean
 from equipoise_lab.experiments import results
 from equipoise_lab.experiments.experiment import CHAPTERS, Cells, Context, Experiment, Label, Row, Verdict
 
@@ -43,7 +43,7 @@ def find(identifier: str) -> Experiment:
     """The experiment of this identifier; a misspelt one is answered with the nearest."""
     known = catalogue()
     if identifier not in known:
-        hint = near(identifier, known) or "; `equipoise reproduce --list` shows all"
+        hint = did_you_mean(identifier, known) or "; `equipoise reproduce --list` shows all"
         raise InputError(f"there is no experiment {identifier!r}{hint}")
     found = known[identifier]
     if isinstance(found, EntryPoint):

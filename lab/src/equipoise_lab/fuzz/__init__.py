@@ -3,21 +3,21 @@
 from equipoise.testing.runner import Check
 
 
-def networks() -> tuple[Check, ...]:
+def networks_suite() -> tuple[Check, ...]:
     """Random programs, bounded and attacked."""
     from equipoise_lab.fuzz.networks import random_networks
 
     return (Check("networks, random programs", 1.0, random_networks),)
 
 
-def files() -> tuple[Check, ...]:
+def files_suite() -> tuple[Check, ...]:
     """Files of every kind the library reads, damaged and edited."""
     from equipoise_lab.fuzz.files import damaged_files
 
     return (Check("files, damaged and hostile", 1.0, damaged_files),)
 
 
-def peers() -> tuple[Check, ...]:
+def peers_suite() -> tuple[Check, ...]:
     """Published bounds of convolution norms."""
     from equipoise_lab.fuzz.peers import other_bounds
 

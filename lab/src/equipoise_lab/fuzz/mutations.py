@@ -26,7 +26,7 @@ class _Bomb:
 #: what an attacker would write where a name, a text or a number stands
 HOSTILE: tuple[Any, ...] = (
     _TOUCH, f"x={_TOUCH}", f"x\n    {_TOUCH}\n    y", f'"+{_TOUCH}+"', f"'] + [{_TOUCH}] + ['", f"{_TOUCH} is None",
-    f"touch {CANARY}", "os:system", "equipoise.checkpoints:load_factory", "equipoise.core.files:write_whole",
+    f"touch {CANARY}", "os:system", "equipoise.checkpoints:load_factory", "equipoise.core.files:atomic_write",
     "torch.os.system", "_operator.call", "torch.ops.aten.from_file.default", "__class__", "../../../etc/passwd", "/dev/zero",
     "", "x" * 100_000, "ｎame", "\x00", "\ud800", 10**400, -1, 2**63, 1e308, 0, None, True, [], {}, [[[]]], {"a": {}},
     {"as_operator": "torch.os.system"}, {"expr_str": _TOUCH}, [_TOUCH], {_TOUCH: 1},

@@ -13,7 +13,7 @@ from typing import Any
 from equipoise.attacks.auto import require_autoattack
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
-from equipoise.core.files import read_json, write_whole
+from equipoise.core.files import atomic_write, read_json
 from equipoise.train.build import build_data
 from equipoise_lab.experiments.intervals import Mean, mean_of
 from equipoise_lab.scoreboard.cell import LOSSES, Budget, Cell, play_cell, recipe, tested
@@ -144,9 +144,9 @@ def play(
         if tell is not None:
             tell(cell, figures)
     board = Board(asked, [found[cell] for cell in sorted(found)])
-    write_whole(folder / "scoreboard.json", json.dumps(sealed(asdict(board)), indent=1, allow_nan=False) + "\n")
-    write_whole(folder / "README.md", board.markdown())
-    write_whole(folder / "index.html", board.page())
+    atomic_write(folder / "scoreboard.json", json.dumps(sealed(asdict(board)), indent=1, allow_nan=False) + "\n")
+    atomic_write(folder / "README.md", board.markdown())
+    atomic_write(folder / "index.html", board.page())
     return board
 
 

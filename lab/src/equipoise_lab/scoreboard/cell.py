@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from equipoise.attacks import autoattack, pgd
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.core.files import make_folder, read_json, write_whole
+from equipoise.core.files import atomic_write, make_folder, read_json
 from equipoise.nn.activations import BetaAbs
 from equipoise.nn.losses import MARGIN_LOSSES
 from equipoise.nn.models.families import families
@@ -240,7 +240,7 @@ def play_cell(cell: Cell, budget: Budget, folder: Path, autoattack: int = 0) -> 
         figures = _measured(cell, budget, folder, autoattack)
     except EquipoiseError as error:  # a row with the reason, the others go on; the next time it is tried again
         return {"asked": asked, "refused": str(error)}
-    write_whole(result, json.dumps(sealed({"asked": asked, **figures}), indent=1, allow_nan=False) + "\n")
+    atomic_write(result, json.dumps(sealed({"asked": asked, **figures}), indent=1, allow_nan=False) + "\n")
     return {"asked": asked, **figures}
 
 
@@ -252,7 +252,7 @@ def _measured(cell: Cell, budget: Budget, folder: Path, autoattack: int) -> dict
         seconds = float(read_json(speed)["seconds"])
     else:
         seconds = _step_seconds(first, whole)
-        write_whole(speed, json.dumps({"seconds": seconds}) + "\n")
+        atomic_write(speed, json.dumps({"seconds": seconds}) + "\n")
     epochs, limit = fitting(seconds, budget, len(whole.train))
     began = time.process_time()
     done = run_recipe(recipe(cell, budget, epochs, limit), folder / "run", cpu=True, allow_code=True)

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import gamma, up
+from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.curves import Hinge, Lines
 from equipoise.lipschitz.local.graph import Activation, Affine, Network
 
@@ -132,7 +132,7 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
     lip, total = _differences(ball, node)
     low, high = middle - half, middle + half
     if ball.norm == "l2":
-        moved = up(lip * ball.radius) + slip + 4 * _U * centre.abs()
+        moved = inflate(lip * ball.radius) + slip + 4 * _U * centre.abs()
         low, high = torch.maximum(low, centre - moved), torch.minimum(high, centre + moved)
     ball.add(centre, slip, low, high, lip, total, spread)
 
@@ -140,11 +140,11 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
 def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
     """How much an affine node moves per unit of ‖δx‖₂, entry by entry and as a whole."""
     lip = node.forward([ball.lip[s] for s in node.sources], magnitude=True) * _WIDER
-    grown = [up(gain * ball.total[s]) for gain, s in zip(node.gains, node.sources, strict=True)]
-    total = up(math.hypot(*grown) if node.root else math.fsum(grown))
+    grown = [inflate(gain * ball.total[s]) for gain, s in zip(node.gains, node.sources, strict=True)]
+    total = inflate(math.hypot(*grown) if node.root else math.fsum(grown))
     if node.rows is not None:
-        lip = torch.minimum(lip, up(node.rows * ball.total[node.sources[0]]))
-    total = min(total, up(float(torch.linalg.vector_norm(lip)) * _WIDER))
+        lip = torch.minimum(lip, inflate(node.rows * ball.total[node.sources[0]]))
+    total = min(total, inflate(float(torch.linalg.vector_norm(lip)) * _WIDER))
     return lip.clamp_max(total), total
 
 
@@ -158,7 +158,7 @@ def whole_space(network: Network, x: Tensor) -> Ball:
             lip, total = _differences(ball, node)
         else:
             steep = max(abs(v) for v in node.curve.slopes)
-            lip, total = up(steep * ball.lip[node.source]), up(steep * ball.total[node.source])
+            lip, total = inflate(steep * ball.lip[node.source]), inflate(steep * ball.total[node.source])
         ball.lip.append(lip)
         ball.total.append(total)
         ball.low.append(torch.full_like(lip, -math.inf))
@@ -173,15 +173,15 @@ def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> Non
     steep = max(abs(v) for v in curve.slopes)
     if inner is None:
         centre = curve.value(ball.centre[s])
-        slip = up(steep * ball.slip[s]) + curve.noise(ball.centre[s])
+        slip = inflate(steep * ball.slip[s]) + curve.noise(ball.centre[s])
     else:
         centre, slip = inner.centre[k], inner.slip[k]
     if isinstance(curve, Hinge) and curve.slopes[0] >= 0:
         ends = curve.value(low), curve.value(high)
         least, most = ends[0] - 4 * _U * ends[0].abs(), ends[1] + 4 * _U * ends[1].abs()
     slopes = curve.secants((low, high), low, high)
-    lip = up(torch.maximum(slopes[0].abs(), slopes[1].abs()) * ball.lip[s])
-    total = min(up(steep * ball.total[s]), up(float(torch.linalg.vector_norm(lip)) * _WIDER))
+    lip = inflate(torch.maximum(slopes[0].abs(), slopes[1].abs()) * ball.lip[s])
+    total = min(inflate(steep * ball.total[s]), inflate(float(torch.linalg.vector_norm(lip)) * _WIDER))
     ball.lines[k] = lines
     largest = torch.maximum(lines.lower.abs(), lines.upper.abs()) * ball.size(s)
     g = gamma(len(least) + 1024, torch.float64)
@@ -229,8 +229,8 @@ def _sharpen(ball: Ball, k: int) -> None:
 
     unit = torch.eye(network.sizes[k], dtype=torch.float64)
     A, _, error = walk(network, k, unit, through, difference_spread(ball, slopes), offset=False)
-    ball.lip[k] = torch.minimum(ball.lip[k], up((dual_norm(A, "l2") + moved + error) * _WIDER))
-    ball.total[k] = min(ball.total[k], up(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER))
+    ball.lip[k] = torch.minimum(ball.lip[k], inflate((dual_norm(A, "l2") + moved + error) * _WIDER))
+    ball.total[k] = min(ball.total[k], inflate(float(torch.linalg.vector_norm(ball.lip[k])) * _WIDER))
 
 
 Slopes = dict[int, tuple[Tensor, Tensor]]
@@ -255,7 +255,7 @@ def slope_ranges(ball: Ball, inner: Ball | None = None, *, anchored: bool = Fals
             near = (inner.low[s], inner.high[s])
         least, most = node.curve.secants(near, ball.low[s], ball.high[s])
         middle = (least + most) / 2
-        found[k] = middle, up(torch.maximum(most - middle, middle - least).clamp_min(0))
+        found[k] = middle, inflate(torch.maximum(most - middle, middle - least).clamp_min(0))
     return found
 
 
@@ -294,12 +294,12 @@ def lower_bounds(ball: Ball, k: int, rows: Tensor) -> Tensor:
 def dual_norm(A: Tensor, norm: Norm) -> Tensor:
     """The norm dual to the ball's, of every row, rounded up."""
     if norm == "linf":
-        return up(A.abs().sum(1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
+        return inflate(A.abs().sum(1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
     largest = A.abs().amax(1)
     if norm == "l1":
         return largest
     unit = A / torch.where(largest > 0, largest, torch.ones_like(largest))[:, None]
-    return up(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
+    return inflate(largest * torch.linalg.vector_norm(unit, dim=1) * (1 + gamma(A.shape[1] + 8, torch.float64)))
 
 
 def walk(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import frobenius, gamma, up
+from equipoise.core.precision import frobenius, gamma, inflate
 from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
 from equipoise.lipschitz.operations import Copy, Largest, Pieces
 from equipoise.lipschitz.propagate import Propagation
@@ -199,7 +199,7 @@ def _read(builder: _Builder, call: Call, step: Step) -> None:
 def _affine(builder: _Builder, call: Call, step: Step) -> int:
     signals = list(dict.fromkeys(s.node for s, _ in step.gains))
     shapes = tuple(next(s.shape for s, _ in step.gains if s.node is n) for n in signals)
-    gains = tuple(up(math.fsum(g for s, g in step.gains if s.node is n)) for n in signals)
+    gains = tuple(inflate(math.fsum(g for s, g in step.gains if s.node is n)) for n in signals)
 
     def run(values: Sequence[Tensor], offset: bool, magnitude: bool) -> Tensor:
         return apply(call, step, dict(zip(signals, values, strict=True)), offset=offset, magnitude=magnitude)
@@ -239,11 +239,11 @@ def _max_pool(builder: _Builder, call: Call, step: Step) -> int:
     x = step.gains[0][0]
     windows = _windows(call, x.shape, step.map.dims)
     count = int(torch.bincount(windows.flatten()).max())
-    at = builder.linear(builder.index[x.node], lambda v, _: v.reshape(-1)[windows], up(math.sqrt(count)))
+    at = builder.linear(builder.index[x.node], lambda v, _: v.reshape(-1)[windows], inflate(math.sqrt(count)))
     left, one = len(windows), torch.ones(1, dtype=torch.float64)
     while left > 1:
         half = left // 2
-        gap = builder.linear(at, _Difference(half), up(math.sqrt(2)))
+        gap = builder.linear(at, _Difference(half), inflate(math.sqrt(2)))
         switch = builder.add(Activation(gap, Hinge(0 * one, one)), builder.shapes[gap])
         shapes = (builder.shapes[at], builder.shapes[switch])
         shape = (left - half, shapes[0][1])

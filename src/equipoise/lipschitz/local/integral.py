@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import down, up
+from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.local.backward import Ball, Norm, enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Network
 from equipoise.lipschitz.local.multipliers import best_multipliers
@@ -156,14 +156,14 @@ def integrate(case: Case, k: int, outer: float, steps: int = 60, other: Reach | 
     if not left > 0:
         return Reach(0.0)
     for share in SHARES:
-        R = outer if share == 1 else down(share * outer)
-        step = up(R - r)
+        R = outer if share == 1 else deflate(share * outer)
+        step = inflate(R - r)
         enough = left * (1 - 1e-6) / step if share == 1 else 0.0
         if other is not None:
             enough = other.enough(r, R, whole, left)
         L = case.constant(k, r, R, enough, steps)
-        used = up(L * step)
-        remaining = max(down(left) - used if used < left else -math.inf, float(case.left(outer, case.relaxed(R))[k]))
+        used = inflate(L * step)
+        remaining = max(deflate(left) - used if used < left else -math.inf, float(case.left(outer, case.relaxed(R))[k]))
         if not remaining > 0:
             ends = max(r, min(R, (r + left / L * _DOWN) * _DOWN)) if 0 < L < math.inf else r
             return Reach(ends, tuple(spent))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused, require_one_of
-from equipoise.core.precision import full_precision, up
+from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
 from equipoise.lipschitz.batches import as_examples
 from equipoise.lipschitz.capture import capture
@@ -152,7 +152,7 @@ def local_lipschitz(
         raise InputError(f"seconds must be positive, got {seconds}")
     program = capture(model, x[:1])
     cache = Cache(rtol)
-    reach = up(float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12) + radius)
+    reach = inflate(float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12) + radius)
     with torch.no_grad(), full_precision():
         run = propagate(program, reach, rtol, cache)
         switching = Switching.of(run, cache, effort, seconds)
@@ -222,5 +222,5 @@ def everywhere(network: Network) -> Slopes:
         low, high = node.curve.slopes
         size = torch.ones(network.sizes[k], dtype=torch.float64)
         middle = (low + high) / 2
-        found[k] = middle * size, up(max(high - middle, middle - low) * size)
+        found[k] = middle * size, inflate(max(high - middle, middle - low) * size)
     return found

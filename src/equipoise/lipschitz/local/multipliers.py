@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import gamma, up
+from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.reduced import Reduced
 from equipoise.norms.verify import below
 
@@ -312,9 +312,11 @@ def proves(maps: Reduced, sigma: Tensor, L: float) -> bool:
     trace = float(G.diagonal().sum())
     if not math.isfinite(trace):
         return False
-    trace = up(trace * (1 + gamma(d + n + 64, torch.float64)))
+    trace = inflate(trace * (1 + gamma(d + n + 64, torch.float64)))
     error = gamma(d + n + 64, torch.float64) * trace + 1e-290
-    apart = up(float(torch.linalg.vector_norm(maps.slack * inverse)) * (1 + 1e-9) + 16 * _U * math.sqrt(trace) + 1e-290)
+    apart = inflate(
+        float(torch.linalg.vector_norm(maps.slack * inverse)) * (1 + 1e-9) + 16 * _U * math.sqrt(trace) + 1e-290
+    )
     if apart >= 0.5:
         return False
     tau = torch.tensor([(1 - apart) ** 2 * (1 - 8 * _U)], dtype=torch.float64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused, require_one_of
-from equipoise.core.precision import down, full_precision, up
+from equipoise.core.precision import deflate, full_precision, inflate
 from equipoise.lipschitz.batches import as_examples
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
@@ -192,7 +192,7 @@ class Certifier:
         logits, slip = self.logits(x)
         label = int(logits.argmax()) if label is None else label
         others = [k for k in range(len(logits)) if k != label]
-        gap = logits[label] - logits[others] - up(slip[label] + slip[others])
+        gap = logits[label] - logits[others] - inflate(slip[label] + slip[others])
         gap = gap - 2.0**-50 * (gap.abs() + logits.abs().max() * 2)
         first = int(gap.argmin())
         if not float(gap[first]) > 0:
@@ -210,8 +210,8 @@ class Certifier:
         """What a forward pass may take off every margin at inputs within `radius`; 0 where only real functions are meant."""
         if self.rounding is None or not self.deployed:
             return torch.zeros(len(others), dtype=torch.float64)
-        off = self.rounding.deployed(x, up(radius * self._share(x.numel())))[0]
-        return up(off[label] + off[others])
+        off = self.rounding.deployed(x, inflate(radius * self._share(x.numel())))[0]
+        return inflate(off[label] + off[others])
 
     def _share(self, entries: int) -> float:
         """ℓ2 length of what is 1 long in the norm of the ball, at most."""
@@ -253,12 +253,12 @@ class Certifier:
     def _global(self, gap: Tensor, label: int, others: list[int], entries: int) -> tuple[float, int, str]:
         """By constants of the whole space, in ℓ2, and what they say in the norm asked for."""
         share = self._share(entries)
-        constants = {"global": torch.full_like(gap, up(math.sqrt(2) * self.whole))}
+        constants = {"global": torch.full_like(gap, inflate(math.sqrt(2) * self.whole))}
         if self.pairs is not None:
             constants["pairs"] = self.pairs[label][others]
         best = (-1.0, 0, "")
         for method, constant in constants.items():
-            radii = torch.where(constant > 0, down(gap / up(constant * share)), math.inf).clamp_max(LARGEST)
+            radii = torch.where(constant > 0, deflate(gap / inflate(constant * share)), math.inf).clamp_max(LARGEST)
             if float(radii.min()) > best[0]:
                 best = float(radii.min()), int(radii.argmin()), method
         return best

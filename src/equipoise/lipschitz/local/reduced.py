@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.lipschitz.local.backward import ENTRIES, Ball, Slopes, difference_spread, walk
 from equipoise.lipschitz.local.graph import Activation
 
@@ -39,7 +39,7 @@ class Reduced:
     def divided(self, margins: Tensor) -> Reduced:
         """The same neurons with every output divided by its margin; that division is what `multipliers.proves` has room for."""
         scale = torch.cat([torch.ones(self.switching, dtype=torch.float64), 1 / margins])
-        return Reduced(self.C * scale[:, None], self.D * scale[:, None], up(self.slack * scale), self.counts)
+        return Reduced(self.C * scale[:, None], self.D * scale[:, None], inflate(self.slack * scale), self.counts)
 
 
 def count_switching(slopes: Slopes) -> int:
@@ -69,7 +69,7 @@ def reduced_maps(ball: Ball, slopes: Slopes, outputs: Tensor) -> Reduced:
             return A * middle, None
 
         C[place], _, error = walk(network, node, rows, through, spread, offset=False)
-        slack[place] = up(error * (1 + 1e-9))
+        slack[place] = inflate(error * (1 + 1e-9))
 
     chunk = max(1, ENTRIES // network.widest)
     for k, i in index.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import float64, frobenius, full_precision, up
+from equipoise.core.precision import float64, frobenius, full_precision, inflate
 from equipoise.lipschitz.operations import Map, Own, Product, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, norm_of, rule
 from equipoise.lipschitz.values import functional
@@ -34,8 +34,8 @@ def matrix_step(call: Call, x: Signal, weight: Tensor, bias: Tensor | None, labe
     widest = float(frobenius(weight.double(), (-1,)).max())
     b_peak = float(bias.abs().max()) if bias is not None and bias.numel() else 0.0
     return Step(
-        ((x, top),), label, bracket=found, offset=norm_of(shift), row=math.inf if vector else up(top * x.row + b_row),
-        peak=up(widest * x.row + b_peak), map=Own() if vector else Weighted(weight, bias, _multiply, form, rows=-1),
+        ((x, top),), label, bracket=found, offset=norm_of(shift), row=math.inf if vector else inflate(top * x.row + b_row),
+        peak=inflate(widest * x.row + b_peak), map=Own() if vector else Weighted(weight, bias, _multiply, form, rows=-1),
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def _conv_step(call: Call, x: Signal, found: Bracket, form: Linear | None, rows:
         return found
 
     return Step(
-        ((x, float(found.upper)),), label, bracket=found, offset=up(math.sqrt(positions) * norm_of(bias)),
+        ((x, float(found.upper)),), label, bracket=found, offset=inflate(math.sqrt(positions) * norm_of(bias)),
         map=Weighted(weight, bias, run, form, rows),
     )  # fmt: skip
 
@@ -153,12 +153,12 @@ def batch_norm(call: Call) -> Step:
     shape = [1] * len(x.shape)
     shape[1] = -1
     top = float(scale.abs().max())
-    high, far = up(top), norm_of(shift)
+    high, far = inflate(top), norm_of(shift)
     positions = x.numel / max(1, scale.numel())
-    form = Diagonal(scale, -1 if len(x.shape) == 2 else 1, up(8 * 2.0**-53 * top))
+    form = Diagonal(scale, -1 if len(x.shape) == 2 else 1, inflate(8 * 2.0**-53 * top))
     return Step(
         ((x, high),), "batch norm", bracket=Bracket(top * (1 - 2.0**-49), high, method="exact"),
-        offset=up(up(math.sqrt(positions)) * up(far)), peak=up(high * x.peak + up(far)),
+        offset=inflate(inflate(math.sqrt(positions)) * inflate(far)), peak=inflate(high * x.peak + inflate(far)),
         map=Scaled(scale.reshape(shape), shift.reshape(shape), size.reshape(shape), form),
     )  # fmt: skip
 
@@ -193,13 +193,19 @@ def _scaling(call: Call, x: Signal, c: Tensor, rounded: bool = False) -> Step:
     if not bool(torch.isfinite(c).all()):
         call.refuse("the constant factor is not finite", "check the constants")
     top = float(c.abs().max())
-    top = up(top) if rounded else top
-    gain = top if x.shape == call.shape else up(min(up(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
+    top = inflate(top) if rounded else top
+    gain = (
+        top
+        if x.shape == call.shape
+        else inflate(min(inflate(top * copies(x, call.shape)), _columns(c, x.shape, call.shape)))
+    )
     form = _as_diagonal(c, len(call.shape)) if x.shape == call.shape else None
-    row = up(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
+    row = inflate(top * x.row) if x.shape[-1:] == call.shape[-1:] else math.inf
     low = math.inf if c.numel() == 0 else lower(x.low * float(c.min() if x.low > 0 else c.max()))
     low = low if c.numel() == 0 or float(c.min()) >= 0 else -math.inf
-    return Step(((x, gain),), "scaling", offset=0.0, peak=up(top * x.peak), row=row, low=low, map=Scaled(c, form=form))
+    return Step(
+        ((x, gain),), "scaling", offset=0.0, peak=inflate(top * x.peak), row=row, low=low, map=Scaled(c, form=form)
+    )
 
 
 def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
@@ -210,7 +216,7 @@ def _columns(c: Tensor, shape: tuple[int, ...], out: tuple[int, ...]) -> float:
 
 def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
     """A constant that varies along one dimension only, as a form (dimension 1 of images, the last of others)."""
-    error = up(8 * 2.0**-53 * float(c.abs().max()))
+    error = inflate(8 * 2.0**-53 * float(c.abs().max()))
     if c.numel() == 1:
         return Diagonal(c.reshape(1), 1, error)
     long = [c.dim() - i for i, n in enumerate(c.shape) if n > 1]
@@ -252,8 +258,8 @@ def _interpolation(call: Call) -> Step | None:
                 h = call.lookup(gap.node.args[0]) if isinstance(gap.node.args[0], fx.Node) else None
                 if h is None or not h.shape == n.shape == z.shape == call.shape:
                     continue
-                size = up(n.peak + (h.peak if isinstance(h, Signal) else float(h.abs().max())))
-                peak = up(max(n.peak, size - n.peak))
+                size = inflate(n.peak + (h.peak if isinstance(h, Signal) else float(h.abs().max())))
+                peak = inflate(max(n.peak, size - n.peak))
                 held = ((h, 1.0),) if isinstance(h, Signal) else ()
                 if math.isfinite(size):
                     return Step((*held, (n, 1.0), (z, size)), "interpolation", peak=peak, map=Product())
@@ -284,13 +290,13 @@ def lerp_by(call: Call) -> Step:
     """`a + w·(b − a)` with a constant tensor w: max|1 − w| and max|w|."""
     w = float64(call.constant("weight"))
     gains, offset, peak = [], 0.0, 0.0
-    for value, factor in ((call["self"], up(float((1 - w).abs().max()))), (call["end"], float(w.abs().max()))):
+    for value, factor in ((call["self"], inflate(float((1 - w).abs().max()))), (call["end"], float(w.abs().max()))):
         if isinstance(value, Signal):
-            gains.append((value, up(factor * copies(value, call.shape))))
-            peak = up(peak + factor * value.peak)
+            gains.append((value, inflate(factor * copies(value, call.shape))))
+            peak = inflate(peak + factor * value.peak)
         else:
-            offset = up(offset + factor * norm_of(torch.broadcast_to(value, call.shape)))
-            peak = up(peak + factor * float(value.abs().max()))
+            offset = inflate(offset + factor * norm_of(torch.broadcast_to(value, call.shape)))
+            peak = inflate(peak + factor * float(value.abs().max()))
     return Step(tuple(gains), "interpolation", offset=offset, peak=peak)
 
 
@@ -301,27 +307,27 @@ def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
     for value, factor in terms:
         if isinstance(value, Signal):
             repeats = copies(value, call.shape)
-            grown = repeats if abs(factor) == 1 else up(abs(factor) * repeats)
+            grown = repeats if abs(factor) == 1 else inflate(abs(factor) * repeats)
             gains.append((value, grown))
             weights.append(factor)
-            peak, norm = up(peak + abs(factor) * value.peak), up(norm + grown * value.norm)
+            peak, norm = inflate(peak + abs(factor) * value.peak), inflate(norm + grown * value.norm)
             low = lower(low + factor * (value.low if factor > 0 else value.peak)) if factor else low
-            row = up(row + abs(factor) * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
+            row = inflate(row + abs(factor) * value.row) if value.shape[-1:] == call.shape[-1:] else math.inf
         else:
             c = float64(value) * factor
             shift = c if shift is None else shift + c
             spread = torch.broadcast_to(c, call.shape)
-            peak = up(peak + float(c.abs().max()))
+            peak = inflate(peak + float(c.abs().max()))
             low = lower(low + float(c.min()))
-            offset = up(offset + up(norm_of(spread)))
-            norm = up(norm + up(norm_of(spread)))
-            row = up(row + (float(frobenius(spread, (-1,)).max()) if call.shape else float(c.abs())))
+            offset = inflate(offset + inflate(norm_of(spread)))
+            norm = inflate(norm + inflate(norm_of(spread)))
+            row = inflate(row + (float(frobenius(spread, (-1,)).max()) if call.shape else float(c.abs())))
     if len(gains) > 1:
         label = "sum" if all(w > 0 for w in weights) else "difference"
         found: Map = Sum(tuple(weights), shift)
     else:
         label, one = "shift", torch.tensor(weights[0], dtype=torch.float64)
-        rounding = 0.0 if abs(weights[0]) == 1 else up(4 * 2.0**-53 * abs(weights[0]))
+        rounding = 0.0 if abs(weights[0]) == 1 else inflate(4 * 2.0**-53 * abs(weights[0]))
         form = Diagonal(one.reshape(1), 1, rounding) if gains[0][0].shape == call.shape else None
         found = Scaled(one, shift, None if shift is None else shift.abs(), form)
     return Step(tuple(gains), label, offset=offset, peak=peak, norm=norm, row=row, low=low, map=found)
@@ -344,5 +350,5 @@ def matmul(call: Call) -> Step:
     with torch.no_grad(), full_precision():
         found = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
-    top = up(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))
+    top = inflate(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))
     return Step(((x, top),), "matmul", offset=0.0, map=Own())

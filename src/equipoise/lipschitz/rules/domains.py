@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import down, up
+from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.rules.pointwise import pointwise
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, rule
 from equipoise.lipschitz.values import functional
@@ -49,11 +49,11 @@ def _power(call: Call, p: float) -> Step:
         call.refuse("a power is not Lipschitz on the whole space", BALL)
     if p * math.log(max(1.0, x.peak)) > 700:
         call.refuse(f"the power {p:g} of numbers up to {x.peak:.3g} does not fit a float", "state a smaller input ball")
-    slope, even = up(p * up(x.peak ** (p - 1))), whole and int(p) % 2 == 0
+    slope, even = inflate(p * inflate(x.peak ** (p - 1))), whole and int(p) % 2 == 0
     least = -slope if x.low < 0 and even else 0.0
     signed = x.low < 0
     function: Callable[[Tensor], Tensor] = (lambda t: t.pow(int(p))) if signed else (lambda t: t.clamp_min(0).pow(p))
-    curve = Pointwise((least, slope), function, peak=up(x.peak**p), everywhere=False)
+    curve = Pointwise((least, slope), function, peak=inflate(x.peak**p), everywhere=False)
     return _above(pointwise(call, curve, f"power {p:g}"), 0.0 if even or x.low >= 0 else -math.inf)
 
 
@@ -84,15 +84,15 @@ def exponential_of_base(call: Call) -> Step:
 def _growth(call: Call, x: Signal, rate: float, shift: float, label: str) -> Step:
     """`exp(rate·x) + shift`, continued by its value where rate·x is largest."""
     end = min(x.peak, _highest(call, x) if rate > 0 else -x.low)
-    top = up(abs(rate) * end) if end > 0 else abs(rate) * end * (1 - 1e-12)
+    top = inflate(abs(rate) * end) if end > 0 else abs(rate) * end * (1 - 1e-12)
     if not top < 700:
         call.refuse("an exponential is not Lipschitz on the whole space", BALL)
-    steep = up(up(abs(rate) * (1 + 1e-12)) * up(math.exp(top)))
+    steep = inflate(inflate(abs(rate) * (1 + 1e-12)) * inflate(math.exp(top)))
     curve = Pointwise(
         (0.0, steep) if rate >= 0 else (-steep, 0.0),
         lambda t: (torch.expm1 if shift else torch.exp)((rate * t).clamp_max(top)),
         at_zero=0.0 if shift else 1.0,
-        peak=max(up(math.exp(top)), -shift),
+        peak=max(inflate(math.exp(top)), -shift),
         everywhere=False,
     )
     return _above(pointwise(call, curve, label), shift)
@@ -141,13 +141,13 @@ def _steep(call: Call, *, row: _Steep, label: str) -> Step:
             f"its slope is bounded only where its argument stays within ±{row.limit:g}, and nothing keeps it there",
             "clamp the argument, or " + BALL,
         )
-    slope = up(row.slope(end) * (1 + 1e-12))
+    slope = inflate(row.slope(end) * (1 + 1e-12))
     at = [abs(float(row.function(torch.tensor(v, dtype=torch.float64)))) for v in (-end, 0.0, end)]
     curve = Pointwise(
         (-slope if row.sign <= 0 else 0.0, slope if row.sign >= 0 else 0.0),
         lambda t: row.function(t.clamp(-end, end)),
         at_zero=row.at_zero,
-        peak=up(max(at) * (1 + 1e-12)),
+        peak=inflate(max(at) * (1 + 1e-12)),
         everywhere=False,
     )
     return pointwise(call, curve, label)
@@ -166,7 +166,7 @@ def logit(call: Call) -> Step:
             "the logit is steep without bound near 0 and 1", "give it an ε between 0 and ½: torch.logit(x, eps=…)"
         )
     end = math.log((1 - eps) / eps) * (1 + 1e-12)
-    steep = up(1 / (eps * (1 - eps)) * (1 + 1e-12))
+    steep = inflate(1 / (eps * (1 - eps)) * (1 + 1e-12))
     return pointwise(call, Pointwise((0.0, steep), partial(torch.logit, eps=eps), at_zero=end, peak=end), "logit")
 
 
@@ -183,8 +183,8 @@ def angle(call: Call) -> Step:
             "an angle jumps where both coordinates may be 0 and across the negative half-axis",
             "keep one coordinate above 0, e.g. by adding an ε to something that is not negative",
         )
-    gain = up(1 / down(away))
-    gains = tuple((t, up(gain * copies(t, call.shape))) for t in (y, x) if isinstance(t, Signal))
+    gain = inflate(1 / deflate(away))
+    gains = tuple((t, inflate(gain * copies(t, call.shape))) for t in (y, x) if isinstance(t, Signal))
     return Step(gains, "angle", combine="root", peak=math.pi + 1e-15)
 
 
@@ -199,13 +199,13 @@ def _continued(
     steep = slope(low)
     if not math.isfinite(steep):
         call.refuse(f"its slope at {low:.3g}, the lowest argument, does not fit a float", AWAY)
-    ends = (up(max(0.0, steep)), -up(max(0.0, -steep)))
+    ends = (inflate(max(0.0, steep)), -inflate(max(0.0, -steep)))
     at = [abs(float(function(torch.tensor(v, dtype=torch.float64)))) for v in (low, max(low, x.peak))]
-    peak = up(max(at) * (1 + 1e-12))
+    peak = inflate(max(at) * (1 + 1e-12))
     curve = Pointwise(
         (ends[1], ends[0]),
         lambda t: function(t.clamp_min(low)),
-        at_zero=up(at[0] * (1 + 1e-12)) if low > 0 else 0.0,
+        at_zero=inflate(at[0] * (1 + 1e-12)) if low > 0 else 0.0,
         peak=peak if math.isfinite(peak) else math.inf,
         everywhere=False,  # below the lowest entry the function itself is steeper
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, full_precision, up
+from equipoise.core.precision import frobenius, full_precision, inflate
 from equipoise.lipschitz.rules import reduce, shapes
 from equipoise.lipschitz.rules.products import branch_product
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, root
@@ -25,7 +25,7 @@ def _transform(call: Call, count: int, gain: float, label: str) -> Step:
     """`normalization`: 0 none, 1 divided by √N, 2 by N."""
     scale = {0: 1.0, 1: 1 / root(count) * (1 + 2.0**-50), 2: 1 / count * (1 + 2.0**-50)}
     x = call.signal("self")
-    return Step(((x, up(gain * scale[int(call["normalization"])])),), label, offset=0.0)
+    return Step(((x, inflate(gain * scale[int(call["normalization"])])),), label, offset=0.0)
 
 
 @complex_rule("aten._fft_r2c.default", "aten._fft_c2c.default")
@@ -91,7 +91,7 @@ def joined(call: Call) -> Step:
     """Root of the sum of squares."""
     parts = [t for t in call["tensors"] if isinstance(t, Signal)]
     fixed = math.hypot(*(_size(t) for t in call["tensors"] if isinstance(t, Tensor)))
-    return Step(tuple((p, 1.0) for p in parts), "concatenation", "root", offset=up(fixed))
+    return Step(tuple((p, 1.0) for p in parts), "concatenation", "root", offset=inflate(fixed))
 
 
 @complex_rule("aten.constant_pad_nd.default")
@@ -107,7 +107,7 @@ def overwritten(call: Call) -> Step:
     """Some entries of one tensor, some of another: root of the sum of squares."""
     values = (call["self"], call["src"])
     fixed = math.hypot(*(_size(t) for t in values if isinstance(t, Tensor)))
-    return Step(tuple((v, 1.0) for v in values if isinstance(v, Signal)), "overwritten", "root", offset=up(fixed))
+    return Step(tuple((v, 1.0) for v in values if isinstance(v, Signal)), "overwritten", "root", offset=inflate(fixed))
 
 
 def _size(values: Tensor) -> float:
@@ -118,9 +118,9 @@ def _size(values: Tensor) -> float:
 def _largest(value: Any) -> float:
     """Upper bound of the moduli of a constant."""
     if not isinstance(value, Tensor):
-        return up(abs(value))
+        return inflate(abs(value))
     found = value.detach().to(torch.complex128).abs()
-    return up(float(found.max())) if found.numel() else 0.0
+    return inflate(float(found.max())) if found.numel() else 0.0
 
 
 @complex_rule("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar")
@@ -135,8 +135,8 @@ def product(call: Call) -> Step:
     if isinstance(a, Signal) and isinstance(b, Signal):
         return branch_product(call, a, b)
     x, c = (a, b) if isinstance(a, Signal) else (b, a)
-    top = up(_largest(c))
-    return Step(((x, up(top * copies(x, call.shape))),), "scaling", offset=0.0, peak=up(top * x.peak))
+    top = inflate(_largest(c))
+    return Step(((x, inflate(top * copies(x, call.shape))),), "scaling", offset=0.0, peak=inflate(top * x.peak))
 
 
 @complex_rule("aten.add.Tensor", "aten.sub.Tensor")
@@ -146,9 +146,9 @@ def total(call: Call) -> Step:
     gains, offset = [], 0.0
     for value, factor in zip((call["self"], call["other"]), factors, strict=True):
         if isinstance(value, Signal):
-            gains.append((value, up(factor * copies(value, call.shape))))
+            gains.append((value, inflate(factor * copies(value, call.shape))))
         else:
-            offset = up(offset + factor * _largest(value) * math.sqrt(math.prod(call.shape)))
+            offset = inflate(offset + factor * _largest(value) * math.sqrt(math.prod(call.shape)))
     return Step(tuple(gains), "sum of spectra", offset=offset)
 
 
@@ -164,4 +164,6 @@ def matrices(call: Call) -> Step:
     with torch.no_grad(), full_precision():
         found = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
-    return Step(((x, up(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))),), "matmul", offset=0.0)
+    return Step(
+        ((x, inflate(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))),), "matmul", offset=0.0
+    )

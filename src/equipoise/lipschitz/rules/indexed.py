@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import full_precision, up
+from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.operations import Average, Constant, Copy, Own
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule
 from equipoise.lipschitz.rules.shapes import entries
@@ -65,7 +65,7 @@ def fold(call: Call) -> Step:
     """Patches added up, the adjoint of taking them: √ of how many hold one pixel."""
     x = call.signal("self")
     count = _patches_holding(call, x.shape, call["output_size"])
-    return Step(((x, root(count)),), "fold", offset=0.0, peak=up(count * x.peak), map=Average())
+    return Step(((x, root(count)),), "fold", offset=0.0, peak=inflate(count * x.peak), map=Average())
 
 
 def _patches_holding(call: Call, columns: tuple[int, ...], size: Any) -> int:
@@ -87,8 +87,8 @@ def _merged(call: Call, base: Any, written: Any, gain: float, label: str, shared
         size = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
         largest = float(size.abs().max()) if size.numel() else 0.0
         peak.append(largest)
-        spread = norm_of(size) if isinstance(value, Tensor) else up(largest * math.sqrt(math.prod(call.shape)))
-        offset = up(offset + g * spread)
+        spread = norm_of(size) if isinstance(value, Tensor) else inflate(largest * math.sqrt(math.prod(call.shape)))
+        offset = inflate(offset + g * spread)
     total = math.inf if shared else max(peak)
     return Step(tuple(signals), label, "sum" if shared else "root", offset=offset, peak=total)
 
@@ -140,7 +140,7 @@ def index_put(call: Call) -> Step:
     if isinstance(values, Tensor):
         values = torch.broadcast_to(values, places.shape)
     most = int(torch.bincount(places.flatten(), minlength=1).max()) if call["accumulate"] and places.numel() else 1
-    return _merged(call, call["self"], values, up(root(most) * spread), "scatter", shared=bool(call["accumulate"]))
+    return _merged(call, call["self"], values, inflate(root(most) * spread), "scatter", shared=bool(call["accumulate"]))
 
 
 @rule("aten.slice_scatter.default", "aten.select_scatter.default", "aten.masked_scatter.default")
@@ -155,7 +155,7 @@ def overwritten(call: Call) -> Step:
 def overwrite(call: Call) -> Step:
     """One tensor in the place of another, with broadcasting."""
     if not isinstance(call["src"], Signal):
-        size = up(norm_of(torch.broadcast_to(call["src"], call.shape)))
+        size = inflate(norm_of(torch.broadcast_to(call["src"], call.shape)))
         return Step((), "constant", offset=size, map=Constant())
     x = call.signal("src")
     return Step(((x, copies(x, call.shape)),), "copy", offset=0.0, peak=x.peak, low=x.low)
@@ -167,7 +167,7 @@ def on_the_diagonal(call: Call) -> Step:
     x = call.signal("self")
     if call.node.target is torch.ops.aten.trace.default:
         n = min(x.shape)
-        return Step(((x, root(n)),), "trace", offset=0.0, peak=up(n * x.peak), map=Own())
+        return Step(((x, root(n)),), "trace", offset=0.0, peak=inflate(n * x.peak), map=Own())
     return Step(((x, 1.0),), "diagonal", offset=0.0, peak=x.peak, low=min(0.0, x.low))
 
 
@@ -190,7 +190,7 @@ def sampling(call: Call) -> Step:
     rounding = (
         1e-14 * max(sizes) * math.sqrt(math.prod(call.shape))
     )  # of the weights, which are differences of positions
-    return Step(((x, up(upper * (1 + 1e-9) + rounding)),), "sampling", offset=0.0, map=Own())
+    return Step(((x, inflate(upper * (1 + 1e-9) + rounding)),), "sampling", offset=0.0, map=Own())
 
 
 def _positive_norm(run: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> float:
@@ -202,7 +202,7 @@ def _positive_norm(run: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtyp
             out = run(leaf)
             (w,) = torch.autograd.grad(out, leaf, out.detach())
         slack = 1 + 4 * max(out.numel(), v.numel()) * torch.finfo(dtype).eps
-        best = min(best, up(math.sqrt(float((w / v).max()) * slack)))
+        best = min(best, inflate(math.sqrt(float((w / v).max()) * slack)))
         top = float(w.max())
         if top == 0:
             return 0.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Normalised, Product
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, norm_of, rule
 
@@ -20,8 +20,8 @@ def softmax(call: Call) -> Step:
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
     groups = x.numel // max(1, x.shape[call["dim"]])
     return Step(
-        ((x, 0.5),), "softmax", map=Product(), norm=up(math.sqrt(groups)), row=1.0 if last else math.inf, peak=1.0, low=0.0,
-        offset=up(math.sqrt(groups)),
+        ((x, 0.5),), "softmax", map=Product(), norm=inflate(math.sqrt(groups)), row=1.0 if last else math.inf, peak=1.0, low=0.0,
+        offset=inflate(math.sqrt(groups)),
     )  # fmt: skip
 
 
@@ -31,7 +31,9 @@ def log_softmax(call: Call) -> Step:
     x = call.signal("self")
     n = x.shape[call["dim"]]
     return Step(
-        ((x, up(math.sqrt(n)) if n > 1 else 0.0),), "log-softmax", offset=up(math.log(n + 1) * math.sqrt(x.numel))
+        ((x, inflate(math.sqrt(n)) if n > 1 else 0.0),),
+        "log-softmax",
+        offset=inflate(math.log(n + 1) * math.sqrt(x.numel)),
     )
 
 
@@ -39,7 +41,7 @@ def log_softmax(call: Call) -> Step:
 def logsumexp(call: Call) -> Step:
     """1: the gradient is a probability vector."""
     x = call.signal("self")
-    return Step(((x, 1.0),), "logsumexp", offset=up(math.log(x.numel + 1) * math.sqrt(math.prod(call.shape))))
+    return Step(((x, 1.0),), "logsumexp", offset=inflate(math.log(x.numel + 1) * math.sqrt(math.prod(call.shape))))
 
 
 def _normalised(
@@ -51,11 +53,11 @@ def _normalised(
     """
     top = 1.0 if weight is None else float(weight.abs().max())
     rows = x.numel // size
-    shift = 0.0 if bias is None else up(norm_of(bias) * math.sqrt(repeat))  # norm of β as it appears in one row
+    shift = 0.0 if bias is None else inflate(norm_of(bias) * math.sqrt(repeat))  # norm of β as it appears in one row
     shift_peak = 0.0 if bias is None else float(bias.abs().max())
     return Step(
-        ((x, up(top / math.sqrt(eps))),), label, norm=up(math.sqrt(rows) * up(top * math.sqrt(size) + shift)),
-        peak=up(top * math.sqrt(size) + shift_peak), offset=up(math.sqrt(rows) * shift), note=GLOBAL,
+        ((x, inflate(top / math.sqrt(eps))),), label, norm=inflate(math.sqrt(rows) * inflate(top * math.sqrt(size) + shift)),
+        peak=inflate(top * math.sqrt(size) + shift_peak), offset=inflate(math.sqrt(rows) * shift), note=GLOBAL,
     )  # fmt: skip
 
 
@@ -79,7 +81,7 @@ def layer_norm(call: Call) -> Step:
 def _with_rows(step: Step, x: Signal, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool) -> Step:
     """What is known where the rows of the last dimension are normalised."""
     top = 1.0 if weight is None else float(weight.abs().max())
-    row = up(up(top * math.sqrt(x.shape[-1])) + norm_of(bias))
+    row = inflate(inflate(top * math.sqrt(x.shape[-1])) + norm_of(bias))
     return replace(step, row=row, map=Normalised(top, eps, centred))
 
 

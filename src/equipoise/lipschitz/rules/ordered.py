@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Average, Join, Sorted
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule, unchanged
 
@@ -46,8 +46,8 @@ def running_sum(call: Call) -> Step:
     """Running sums over n entries: `1/(2·sin(π/(4n + 2)))`, the largest singular value of the triangle of ones."""
     x = call.signal("self")
     n = x.shape[call["dim"]] if x.shape else 1
-    gain = 1.0 if n == 1 else up(0.5 / math.sin(math.pi / (4 * n + 2)))
-    return Step(((x, gain),), "running sum", offset=0.0, peak=up(n * x.peak), map=Average())
+    gain = 1.0 if n == 1 else inflate(0.5 / math.sin(math.pi / (4 * n + 2)))
+    return Step(((x, gain),), "running sum", offset=0.0, peak=inflate(n * x.peak), map=Average())
 
 
 @rule("aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default")
@@ -57,8 +57,8 @@ def running_maximum(call: Call) -> Step:
     n = x.shape[call["dim"]] if x.shape else 1
     smooth = call.node.target is _aten.logcumsumexp.default
     more = math.log(n + 1) if smooth else 0.0
-    offset = up(more * math.sqrt(x.numel))
-    return Step(((x, root(n)),), "running maximum", offset=offset, peak=up(x.peak + more), low=x.low)
+    offset = inflate(more * math.sqrt(x.numel))
+    return Step(((x, root(n)),), "running maximum", offset=offset, peak=inflate(x.peak + more), low=x.low)
 
 
 @rule(
@@ -69,12 +69,12 @@ def two_to_one(call: Call) -> Step:
     values = [call["self"], call["other"]]
     signals = [v for v in values if isinstance(v, Signal)]
     fixed = max((float(v.abs().max()) for v in values if isinstance(v, Tensor)), default=0.0)
-    most = up(max(fixed, *(s.peak for s in signals)))
+    most = inflate(max(fixed, *(s.peak for s in signals)))
     positive = call.node.target is _aten.hypot.default
-    at_zero = up(fixed if positive else fixed + 1)
+    at_zero = inflate(fixed if positive else fixed + 1)
     return Step(
         tuple((s, copies(s, call.shape)) for s in signals), "function of two", "root",
-        offset=up(at_zero * math.sqrt(math.prod(call.shape))), peak=up(1.5 * most + (0 if positive else 1)),
+        offset=inflate(at_zero * math.sqrt(math.prod(call.shape))), peak=inflate(1.5 * most + (0 if positive else 1)),
         low=0.0 if positive else -math.inf,
     )  # fmt: skip
 
@@ -88,10 +88,10 @@ def distances(call: Call) -> Step:
     gains = []
     for x in (v for v in (call["x1"], call["x2"]) if isinstance(v, Signal)):
         read = math.prod(call.shape) // max(1, x.numel // max(1, x.shape[-1]))
-        inner = 1.0 if order >= 2 else up(float(x.shape[-1]) ** (1 / order - 0.5))
-        gains.append((x, up(root(read) * inner)))
+        inner = 1.0 if order >= 2 else inflate(float(x.shape[-1]) ** (1 / order - 0.5))
+        gains.append((x, inflate(root(read) * inner)))
     fixed = [norm_of(v) for v in (call["x1"], call["x2"]) if isinstance(v, Tensor)]
-    offset = up(
+    offset = inflate(
         max(fixed, default=0.0) * math.sqrt(math.prod(call.shape)) * (1 if order >= 2 else call["x1"].shape[-1])
     )
     return Step(tuple(gains), "distances", offset=offset, low=0.0)
@@ -124,12 +124,12 @@ def _joined(call: Call, run: Callable[[list[Tensor]], Tensor]) -> Step:
     constant = math.hypot(*(norm_of(t) for t in tensors if isinstance(t, Tensor)))
     gains = _sorted_pairs(call, parts)
     peak = max([t.peak for t in parts] + [float(t.abs().max()) for t in tensors if isinstance(t, Tensor) and t.numel()])
-    norm = up(math.hypot(*(t.norm for t in parts), constant))
+    norm = inflate(math.hypot(*(t.norm for t in parts), constant))
     low = min([t.low for t in parts] + [float(t.min()) for t in tensors if isinstance(t, Tensor) and t.numel()])
     plain = [s for s, _ in gains] == parts
     found = Join(tuple(t.detach().double() if isinstance(t, Tensor) else None for t in tensors), run)
     return Step(
-        tuple(gains), "concatenation", "root", offset=up(constant), peak=peak, norm=norm, low=low,
+        tuple(gains), "concatenation", "root", offset=inflate(constant), peak=peak, norm=norm, low=low,
         map=found if plain else Sorted(),
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Scaled
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, rule
 from equipoise.maps.linear import Diagonal
@@ -17,8 +17,8 @@ from equipoise.maps.pointwise import TABLE, Pointwise, celu, clamp, elu, gelu, h
 def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
     """The step of an activation."""
     x = next(v for v in call.arguments.values() if isinstance(v, Signal))
-    offset = 0.0 if curve.at_zero == 0 else up(math.sqrt(x.numel) * curve.at_zero)
-    peak = min(curve.peak, up(curve.gain * x.peak + curve.at_zero))
+    offset = 0.0 if curve.at_zero == 0 else inflate(math.sqrt(x.numel) * curve.at_zero)
+    peak = min(curve.peak, inflate(curve.gain * x.peak + curve.at_zero))
     return Step(((x, curve.gain),), label, offset=offset, peak=peak, low=_lowest(curve, x), map=curve, note=note)
 
 
@@ -79,7 +79,7 @@ def rrelu(call: Call) -> Step:
     if call["training"]:
         call.refuse("randomised in training mode", "call model.eval() first")
     slope = (float(call["lower"]) + float(call["upper"])) / 2
-    curve = Pointwise((min(slope, 1.0), up(max(abs(slope), 1.0))), hinge(slope).function)
+    curve = Pointwise((min(slope, 1.0), inflate(max(abs(slope), 1.0))), hinge(slope).function)
     return pointwise(call, curve, "rrelu")
 
 
@@ -140,8 +140,8 @@ def _clipped(call: Call, low: float | Tensor | None, high: float | Tensor | None
         call.refuse("the limits depend on the input")
     x, curve = call.signal("self"), clamp(low, high)
     if x.shape != call.shape:  # limits of a larger shape copy the entries
-        offset = up(math.sqrt(math.prod(call.shape)) * curve.at_zero)
-        peak = min(curve.peak, up(x.peak + curve.at_zero))
+        offset = inflate(math.sqrt(math.prod(call.shape)) * curve.at_zero)
+        peak = min(curve.peak, inflate(x.peak + curve.at_zero))
         return Step(((x, copies(x, call.shape)),), "clamp", offset=offset, peak=peak)
     return pointwise(call, curve, "clamp")
 

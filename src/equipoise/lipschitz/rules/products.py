@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from equipoise.core.precision import down, up
+from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.operations import Product
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, rule
 from equipoise.lipschitz.values import functional
@@ -28,7 +28,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
     gains = []
     for x, other in ((a, b), (b, a)):
         grown = copies(x, call.shape)
-        size = min(up(other.peak * grown), other.norm if copies(other, call.shape) == 1 else math.inf)
+        size = min(inflate(other.peak * grown), other.norm if copies(other, call.shape) == 1 else math.inf)
         if not math.isfinite(size):
             _unbounded(call, "a product of two branches")
         gains.append((x, size))
@@ -36,7 +36,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
         tuple(gains),
         "product of branches",
         offset=0.0,
-        peak=up(a.peak * b.peak),
+        peak=inflate(a.peak * b.peak),
         norm=_least(call, a, b),
         low=0.0 if a is b or a.node is b.node or min(a.low, b.low) >= 0 else -math.inf,
         map=Product(),
@@ -44,7 +44,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
 
 
 def _least(call: Call, a: Signal, b: Signal) -> float:
-    sizes = [up(up(x.norm * copies(x, call.shape)) * y.peak) for x, y in ((a, b), (b, a))]
+    sizes = [inflate(inflate(x.norm * copies(x, call.shape)) * y.peak) for x, y in ((a, b), (b, a))]
     return min((s for s in sizes if not math.isnan(s)), default=math.inf)
 
 
@@ -58,18 +58,18 @@ def branch_quotient(call: Call, a: Signal, b: Signal) -> Step:
     eps = _length_floor(bottom, a)
     if eps > 0:
         row = 1.0 if _by_rows(bottom, a) and a.shape[-1:] == call.shape[-1:] else math.inf
-        return Step(((a, up(copies(a, call.shape) / eps)),), "normalised", offset=0.0, peak=1.0, row=row)
+        return Step(((a, inflate(copies(a, call.shape) / eps)),), "normalised", offset=0.0, peak=1.0, row=row)
     if not b.low > 0:
         call.refuse("dividing one branch by another is not Lipschitz near 0", "use a normalisation layer with an ε")
     if not math.isfinite(a.peak):
         _unbounded(call, "a quotient of two branches")
-    least = down(b.low)
-    steep = up(up(1 / least) * up(1 / least))
+    least = deflate(b.low)
+    steep = inflate(inflate(1 / least) * inflate(1 / least))
     gains = (
-        (a, up(copies(a, call.shape) / least)),
-        (b, min(up(up(a.peak * copies(b, call.shape)) * steep), _whole(a, call) * steep)),
+        (a, inflate(copies(a, call.shape) / least)),
+        (b, min(inflate(inflate(a.peak * copies(b, call.shape)) * steep), _whole(a, call) * steep)),
     )
-    peak = up(a.peak / least)
+    peak = inflate(a.peak / least)
     return Step(gains, "quotient", peak=peak, low=0.0 if a.low >= 0 else -math.inf, map=Product())
 
 
@@ -133,11 +133,11 @@ def branch_matmul(call: Call, a: Signal, b: Signal) -> Step:
     scores = _softmax_source(call, a.node)
     if scores is not None:
         return attention_read(call, scores, b)
-    size_a = min(a.norm, up(math.sqrt(a.shape[-2]) * a.row))  # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
-    size_b = min(b.norm, up(math.sqrt(b.shape[-2]) * b.row), _turned(call, b))
+    size_a = min(a.norm, inflate(math.sqrt(a.shape[-2]) * a.row))  # one matrix of the batch at a time: ‖A‖₂ ≤ ‖A‖_F
+    size_b = min(b.norm, inflate(math.sqrt(b.shape[-2]) * b.row), _turned(call, b))
     if not (math.isfinite(size_a) and math.isfinite(size_b)):
         _unbounded(call, "a matrix product of two branches")
-    norm = min(up(a.norm * size_b), up(b.norm * size_a))
+    norm = min(inflate(a.norm * size_b), inflate(b.norm * size_a))
     return Step(((a, size_b), (b, size_a)), "matrix product", offset=0.0, norm=norm, map=Product())
 
 
@@ -148,7 +148,7 @@ def _turned(call: Call, b: Signal) -> float:
         dims = {d % len(b.shape) for d in node.args[1:] if isinstance(d, int)}
         source = call.lookup(node.args[0])  # type: ignore[arg-type]
         if dims == {len(b.shape) - 1, len(b.shape) - 2} and isinstance(source, Signal):
-            return up(math.sqrt(source.shape[-2]) * source.row)
+            return inflate(math.sqrt(source.shape[-2]) * source.row)
     return math.inf
 
 
@@ -163,8 +163,8 @@ def attention_read(call: Call, scores: Signal, v: Signal, temperature: float = 1
     queries = math.sqrt(scores.shape[-2])
     rows = math.prod(call.shape[:-1])
     return Step(
-        ((scores, up(v.row * temperature)), (v, up(queries))), "attention", offset=math.inf, row=v.row, peak=v.peak,
-        norm=up(math.sqrt(rows) * v.row), map=Product(),
+        ((scores, inflate(v.row * temperature)), (v, inflate(queries))), "attention", offset=math.inf, row=v.row, peak=v.peak,
+        norm=inflate(math.sqrt(rows) * v.row), map=Product(),
     )  # fmt: skip
 
 
@@ -184,14 +184,14 @@ def attention(call: Call) -> Step:
         _unbounded(call, "attention")
     scale = float(call["scale"]) if call["scale"] is not None else 1 / math.sqrt(q.shape[-1])
     n, m = q.shape[-2], k.shape[-2]
-    tau = up(abs(scale))
+    tau = inflate(abs(scale))
     rows = math.prod(call.shape[:-1])
     gains = (
-        (q, up(up(tau * v.row) * up(math.sqrt(m) * k.row))),
-        (k, up(up(tau * v.row) * up(math.sqrt(n) * q.row))),
-        (v, up(math.sqrt(n))),
+        (q, inflate(inflate(tau * v.row) * inflate(math.sqrt(m) * k.row))),
+        (k, inflate(inflate(tau * v.row) * inflate(math.sqrt(n) * q.row))),
+        (v, inflate(math.sqrt(n))),
     )
-    return Step(gains, "attention", row=v.row, peak=v.peak, norm=up(math.sqrt(rows) * v.row), map=Product())
+    return Step(gains, "attention", row=v.row, peak=v.peak, norm=inflate(math.sqrt(rows) * v.row), map=Product())
 
 
 @rule("aten.glu.default")
@@ -201,14 +201,14 @@ def glu(call: Call) -> Step:
     if not math.isfinite(x.peak):
         _unbounded(call, "a gated linear unit")
     return Step(
-        ((x, up(math.sqrt(1 + (x.peak / 4) ** 2))),), "gated linear unit", offset=0.0, peak=x.peak, map=Product()
+        ((x, inflate(math.sqrt(1 + (x.peak / 4) ** 2))),), "gated linear unit", offset=0.0, peak=x.peak, map=Product()
     )
 
 
 def _within(x: Signal, n: int, along_last: bool) -> float:
     """The largest size of n numbers of equal size in one group: by the largest entry, or by the length of the group."""
     length = min(x.norm, x.row if along_last else math.inf)
-    return min(x.peak, up(length / math.sqrt(max(1, n))))
+    return min(x.peak, inflate(length / math.sqrt(max(1, n))))
 
 
 @rule("aten.prod.dim_int", "aten.prod.default")
@@ -243,7 +243,7 @@ def running_product(call: Call) -> Step:
     peak = max((_power(call, size, k, 1.0) if k > 1 else x.peak for k, size in enumerate(sizes, 1)), default=0.0)
     low = 0.0 if x.low >= 0 else -math.inf
     return Step(
-        ((x, up(math.hypot(*parts))),), "running product", offset=0.0, peak=peak, low=low, map=Product()
+        ((x, inflate(math.hypot(*parts))),), "running product", offset=0.0, peak=peak, low=low, map=Product()
     )  # fmt: skip
 
 
@@ -253,4 +253,4 @@ def _power(call: Call, size: float, exponent: int, factor: float) -> float:
         call.refuse(
             f"a product of {exponent + 1} numbers up to {size:.3g} does not fit a float", "state a smaller ball"
         )
-    return up(factor * size**exponent * (1 + 1e-12))
+    return inflate(factor * size**exponent * (1 + 1e-12))

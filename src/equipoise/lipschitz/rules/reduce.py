@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.precision import full_precision, up
+from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.operations import Average, Largest, Map, Own
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, root, rule
 from equipoise.norms import spectral_norm
@@ -30,7 +30,12 @@ def mean(call: Call) -> Step:
     x = call.signal("self")
     n = _count(call, x)
     return Step(
-        ((x, up(1 / math.sqrt(n)) if n > 1 else 1.0),), "mean", offset=0.0, peak=x.peak, low=lower(x.low), map=Average()
+        ((x, inflate(1 / math.sqrt(n)) if n > 1 else 1.0),),
+        "mean",
+        offset=0.0,
+        peak=x.peak,
+        low=lower(x.low),
+        map=Average(),
     )
 
 
@@ -40,7 +45,7 @@ def total(call: Call) -> Step:
     x = call.signal("self")
     n = _count(call, x)
     return Step(
-        ((x, root(n)),), "sum over entries", offset=0.0, peak=up(n * x.peak), low=lower(n * x.low), map=Average()
+        ((x, root(n)),), "sum over entries", offset=0.0, peak=inflate(n * x.peak), low=lower(n * x.low), map=Average()
     )
 
 
@@ -58,7 +63,7 @@ def larger_of(call: Call) -> Step:
     signals = [v for v in values if isinstance(v, Signal)]
     fixed = max((float(v.abs().max()) for v in values if isinstance(v, Tensor)), default=0.0)
     gains = tuple((v, copies(v, call.shape)) for v in signals)
-    offset = up(fixed * math.sqrt(math.prod(call.shape)))
+    offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
     return Step(gains, "maximum", "root", offset=offset, peak=max(fixed, *(v.peak for v in signals)), map=Largest())
 
 
@@ -71,7 +76,7 @@ def vector_norm(call: Call) -> Step:
     if order < 1:
         call.refuse(f"the ℓ{order:g} «norm» is not Lipschitz")
     n = _count(call, x)
-    gain = 1.0 if order >= 2 else up(float(n) ** (1 / order - 0.5))
+    gain = 1.0 if order >= 2 else inflate(float(n) ** (1 / order - 0.5))
     return Step(((x, gain),), "vector norm", offset=0.0, low=0.0)
 
 
@@ -84,7 +89,7 @@ def std(call: Call) -> Step:
     lost = (1.0 if call.get("unbiased", True) else 0.0) if correction is None else float(correction)
     if n - lost <= 0:
         call.refuse("the standard deviation of a single entry is not defined")
-    return Step(((x, up(1 / math.sqrt(n - lost))),), "standard deviation", offset=0.0, low=0.0)
+    return Step(((x, inflate(1 / math.sqrt(n - lost))),), "standard deviation", offset=0.0, low=0.0)
 
 
 @rule("aten.var.correction")
@@ -93,12 +98,14 @@ def variance(call: Call) -> Step:
     x = call.signal("self")
     n = _count(call, x)
     lost = 1.0 if call["correction"] is None else float(call["correction"])
-    size = min(x.norm, up(root(n) * x.peak))
+    size = min(x.norm, inflate(root(n) * x.peak))
     if n - lost <= 0:
         call.refuse("the variance of a single entry is not defined")
     if not math.isfinite(size):
         call.refuse("a variance is not Lipschitz on the whole space", BALL)
-    return Step(((x, up(2 * size / (n - lost))),), "variance", offset=0.0, peak=up(size * size / (n - lost)), low=0.0)
+    return Step(
+        ((x, inflate(2 * size / (n - lost))),), "variance", offset=0.0, peak=inflate(size * size / (n - lost)), low=0.0
+    )
 
 
 def _per_axis(value: Any, dims: int, default: Any = None) -> list[int]:
@@ -138,11 +145,11 @@ def _pooled(call: Call, windows: int, d: int) -> Step:
 
 def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
     """Norm of a Kronecker product of 1-D matrices: the product of their norms."""
-    lower, upper = abs(factor), up(abs(factor))
+    lower, upper = abs(factor), inflate(abs(factor))
     with torch.no_grad(), full_precision():
         for matrix in matrices:
             found = spectral_norm(matrix.double(), rtol=1e-6)
-            lower, upper = lower * float(found.lower) * (1 - 2.0**-49), up(upper * float(found.upper))
+            lower, upper = lower * float(found.lower) * (1 - 2.0**-49), inflate(upper * float(found.upper))
     return Bracket(lower, upper, method="1-D matrices")
 
 
@@ -171,7 +178,7 @@ def _avg_pool(call: Call, *, d: int) -> Step:
     found = separable(matrices, 1.0 if divisor is None else 1.0 / divisor)
     row_sum = math.prod(float(m.sum(1).max()) for m in matrices) / (divisor or 1)
     return Step(
-        ((x, float(found.upper)),), "average pooling", bracket=found, offset=0.0, peak=up(abs(row_sum) * x.peak),
+        ((x, float(found.upper)),), "average pooling", bracket=found, offset=0.0, peak=inflate(abs(row_sum) * x.peak),
         low=0.0 if x.low >= 0 and (divisor or 1) > 0 else -math.inf, map=Average() if divisor is None or divisor > 0 else Own(),
     )  # fmt: skip
 
@@ -208,7 +215,7 @@ def _resampling(call: Call, *, d: int, label: str, known: Map) -> Step:
     found = separable(matrices, 1 + 1e-6)  # weights read off in the model's precision
     peak = math.prod(float(m.double().abs().sum(1).max()) for m in matrices)
     return Step(
-        ((x, float(found.upper)),), label, bracket=found, offset=0.0, peak=up(peak * x.peak * (1 + 1e-5)),
+        ((x, float(found.upper)),), label, bracket=found, offset=0.0, peak=inflate(peak * x.peak * (1 + 1e-5)),
         map=known,
     )  # fmt: skip
 

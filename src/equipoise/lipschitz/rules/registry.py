@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from equipoise.core.bounds import Bound, Bracket, as_upper
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.precision import down, frobenius, up
+from equipoise.core.precision import deflate, frobenius, inflate
 from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Sum, Weighted
 from equipoise.lipschitz.places import module_path, where
@@ -301,7 +301,7 @@ def norm_of(values: Tensor | None) -> float:
 
 def lower(x: float) -> float:
     """A little below a number of either sign, so that it covers the rounding of a few operations."""
-    return -up(-x) if x < 0 else down(x)
+    return -inflate(-x) if x < 0 else deflate(x)
 
 
 def root(n: int) -> float:
@@ -311,7 +311,7 @@ def root(n: int) -> float:
     (2.0, 3.0, True)
     """
     whole = math.isqrt(n)
-    return float(whole) if whole * whole == n else up(math.sqrt(n))
+    return float(whole) if whole * whole == n else inflate(math.sqrt(n))
 
 
 def copies(signal: Signal, shape: tuple[int, ...]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Constant, Copy, Map, Padded, Piece, Pieces, Product
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule, unchanged
 from equipoise.maps.linear import Padding
@@ -106,7 +106,9 @@ def _component(call: Call, x: Signal, dim: int | None) -> Step | None:
     scores = call.lookup(x.node.args[0])  # type: ignore[arg-type]
     if not isinstance(scores, Signal):
         return None
-    return Step(((scores, up(math.sqrt(0.125))),), "softmax component", norm=x.norm, peak=1.0, low=0.0, map=Product())
+    return Step(
+        ((scores, inflate(math.sqrt(0.125))),), "softmax component", norm=x.norm, peak=1.0, low=0.0, map=Product()
+    )
 
 
 @rule(*(f"aten.{name}" for name in PIECES))
@@ -155,7 +157,7 @@ def zeros(call: Call) -> Step:
 @rule("aten.ones_like.default", "aten.new_ones.default")
 def ones(call: Call) -> Step:
     """Takes the shape of the input only: constant."""
-    return Step((), "constant", offset=up(math.sqrt(math.prod(call.shape))), peak=1.0, low=1.0, map=Constant())
+    return Step((), "constant", offset=inflate(math.sqrt(math.prod(call.shape))), peak=1.0, low=1.0, map=Constant())
 
 
 @rule(
@@ -271,7 +273,7 @@ def _padding(call: Call, mode: str, value: float) -> Step:
         return torch.nn.functional.pad(t, twice, mode=mode, value=fill if fixed else None)
 
     return Step(
-        ((x, gain),), f"{mode} padding", offset=up(abs(value) * math.sqrt(added)), peak=max(x.peak, abs(value)),
+        ((x, gain),), f"{mode} padding", offset=inflate(abs(value) * math.sqrt(added)), peak=max(x.peak, abs(value)),
         low=min(value, x.low) if fixed else x.low, map=Padded(value if fixed else 0.0, run, form if spatial else None),
     )  # fmt: skip
 
@@ -302,5 +304,5 @@ def where_(call: Call) -> Step:
     peak = max([s.peak for s in signals] + fixed)
     gains = tuple((s, copies(s, call.shape)) for s in signals)
     finite = max(fixed, default=0.0)
-    offset = up(finite * math.sqrt(math.prod(call.shape))) if math.isfinite(finite) else math.inf
+    offset = inflate(finite * math.sqrt(math.prod(call.shape))) if math.isfinite(finite) else math.inf
     return Step(gains, "mask", "root", offset=offset, peak=peak)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import down
+from equipoise.core.precision import deflate
 from equipoise.nn.attention import L2Attention
 from equipoise.nn.wrappers import ConvexResidual
 
@@ -115,8 +115,8 @@ class LipschitzGPT(nn.Module):
             raise InputError(
                 f"a constant of {self.constant} leaves nothing for the {2 * self.depth} blocks; take a larger one"
             )
-        each = down(math.sqrt(inner) / (1 + tolerance) * (1 - 1e-6))
-        head = down(math.sqrt(self.constant) / (1 + tolerance) * (1 - 1e-6))
+        each = deflate(math.sqrt(inner) / (1 + tolerance) * (1 - 1e-6))
+        head = deflate(math.sqrt(self.constant) / (1 + tolerance) * (1 - 1e-6))
         return {f"body.{len(self.body) - 1}": head, "*": each}
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import up
+from equipoise.core.precision import inflate
 from equipoise.nn.activations import activation
 
 Size = int | Sequence[int]
@@ -35,7 +35,7 @@ class Normalise(nn.Module):
 
     def _constant(self) -> float:
         """`1/min std`."""
-        return up(1 / float(self.std.min())) if float(self.std.min()) != 1 else 1.0
+        return inflate(1 / float(self.std.min())) if float(self.std.min()) != 1 else 1.0
 
     lipschitz_upper = by_construction(_constant)
 

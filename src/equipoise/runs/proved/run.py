@@ -14,11 +14,11 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.core import InputError, Refused, round_down
+from equipoise.core import InputError, Refused, format_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.core.digests import unsealed
 from equipoise.core.errors import require_one_of
-from equipoise.core.files import describing, read_json, write_whole
+from equipoise.core.files import as_input_error, atomic_write, read_json
 from equipoise.lipschitz.local import radius as methods
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.runs.inputs import Selection
@@ -149,7 +149,7 @@ def read_proved(folder: str | Path) -> ProvedManifest:
     path = Path(folder) / NAME
     if not is_proved(folder):
         raise InputError(f"{folder} is not a deterministic run: no readable {NAME}")
-    with describing(path, "restore it, or start a new run"):
+    with as_input_error(path, "restore it, or start a new run"):
         plain = unsealed(read_json(path), str(path))
         if plain["format"] != FORMAT:
             raise InputError(f"{path} has format {plain['format']!r}, this version reads {FORMAT}")
@@ -265,10 +265,10 @@ class ProvedRun:
             if a.success and a.distance is not None:
                 reached[a.id] = min(a.distance, reached.get(a.id, float("inf")))
         for row in self.rows:
-            plain = asdict(row) | {"radius": round_down(row.radius, 6), "margin": round_down(row.margin, 6)}
+            plain = asdict(row) | {"radius": format_down(row.radius, 6), "margin": format_down(row.margin, 6)}
             found = reached.get(row.id)
             writer.writerow((*(plain[n] for n in names), "" if found is None else f"{found:.6g}"))
-        write_whole(path, buffer.getvalue())
+        atomic_write(path, buffer.getvalue())
         return path
 
 
