@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core import Bound, Kind
-from equipoise.norms import functional, norm2_toep, spectral_norm
+from equipoise import functional
+from equipoise.norms import norm2_toep, spectral_norm
 from equipoise_lab.peers import PEERS
 
 

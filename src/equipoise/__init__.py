@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         attacks,
         curvature,
         data,
+        functional,
         lipschitz,
         models,
         nn,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from equipoise.conversion import export, make_lipschitz
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
     from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
-    from equipoise.norms import functional, spectral_norm
+    from equipoise.norms import spectral_norm
     from equipoise.regularizers import ActivationDecay
     from equipoise.runs import certify, open_run
 
@@ -46,7 +47,7 @@ _NAMES = {
     "conversion": ("export", "make_lipschitz"),
     "core": ("Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused"),
     "lipschitz": ("certified_radius", "lipschitz_bound", "local_lipschitz"),
-    "norms": ("functional", "spectral_norm"),
+    "norms": ("spectral_norm",),
     "regularizers": ("ActivationDecay",),
     "runs": ("certify", "open_run"),
 }

@@ -9,7 +9,7 @@ from torch import nn
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.maps.algebra import compose
 from equipoise.maps.linear import Convolution, Diagonal, convolution
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 from equipoise.norms.coarse import pair, spectrum
 from equipoise.norms.convolution import conv_bracket
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from cases import OPERATORS
 from equipoise.core import InputError, Refused
 from equipoise.maps import Diagonal, Linear, Matrix, Padding, add, compose, convolution, read
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 from equipoise.norms.induced import induced_norm, map_norm
 
 

@@ -14,7 +14,7 @@ from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, format_do
 from equipoise.core.precision import frobenius, gamma, inflate
 from equipoise.norms.autocorrelation import autocorrelation, by_frequency, half_lattice
 from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
-from equipoise.norms.verify import below, by_residual
+from equipoise.norms.cholesky import below, by_residual
 
 
 def test_full_precision_switches_everything_and_restores_it() -> None:

@@ -27,7 +27,7 @@ from equipoise.lipschitz.chains import Slopes, chain_bound, checked_chain, close
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.maps.linear import Matrix
 from equipoise.norms import spectral_norm
-from equipoise.norms.verify import below
+from equipoise.norms.cholesky import below
 
 Method = Literal["lipsdp", "eclipse"]
 #: neurons of all layers together that a solver is asked for

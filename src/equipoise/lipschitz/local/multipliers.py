@@ -27,7 +27,7 @@ from torch import Tensor
 
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.reduced import Reduced
-from equipoise.norms.verify import below
+from equipoise.norms.cholesky import below
 
 _U = 2.0**-53
 #: a multiplier never falls below this many times its row's rounding error
