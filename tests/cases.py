@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from equipoise.core import Bound, Kind
 from equipoise import functional
+from equipoise.core import Bound, Kind
 from equipoise.norms import norm2_toep, spectral_norm
 from equipoise_lab.peers import PEERS
 

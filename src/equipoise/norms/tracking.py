@@ -221,7 +221,7 @@ class TrackedMatrix(TrackedNorm):
         S, v = claim.S, claim.v
         if S.dim() != 2 or v is None or v.shape != S.shape[1:] or S.shape[0] < S.shape[1]:
             raise InputError(f"a stored weight of shape {tuple(S.shape)} and its vector do not belong together")
-        lower, upper, _ = cholesky_bracket(S, 1e-3, start=v, enough=claim.upper)
+        lower, upper, _ = cholesky_bracket(S.double(), 1e-3, start=v, enough=claim.upper)
         return lower >= claim.lower and upper <= claim.upper
 
 

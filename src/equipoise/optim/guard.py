@@ -447,9 +447,7 @@ def _projections(name: str, module: nn.MultiheadAttention) -> list[Place]:
     width, packed = module.embed_dim, "in_proj_weight"
     if packed not in module._parameters:
         return []  # computed by a parametrisation
-    return [
-        Place(f"{prefix}{packed}[{x}]", module, packed, (i * width, (i + 1) * width)) for i, x in enumerate("qkv")
-    ]
+    return [Place(f"{prefix}{packed}[{x}]", module, packed, (i * width, (i + 1) * width)) for i, x in enumerate("qkv")]
 
 
 def _radii(names: list[str], radius: Radius) -> dict[str, float]:
