@@ -68,7 +68,7 @@ def sensible(name: str) -> object:
     values = {
         "model": network(), "network": network(), "module": network(), "classifier": network(), "denoiser": nn.Identity(),
         "x": x, "inputs": x, "example_input": x[:1], "example": x[:1], "sample": x[:1], "image": x, "images": x,
-        "y": y, "labels": y, "targets": y, "target": 1.0, "logits": torch.rand(2, 3), "h": torch.rand(2, 3), "z": torch.rand(2, 3),
+        "y": y, "labels": y, "targets": y, "target": 1.0, "logits": torch.rand(2, 3), "h": torch.rand(2, 3),
         "data": (x, y), "loss": "ce", "sigma": 0.5, "epsilon": 0.1, "eps": 0.1, "radius": 0.1, "alpha": 1e-3, "n": 100,
         "num_classes": 3, "classes": 3, "weight": torch.rand(3, 4), "W": torch.rand(3, 4), "A": torch.rand(3, 4),
         "in_features": 4, "out_features": 3, "in_channels": 2, "out_channels": 2, "kernel_size": 3, "channels": 2, "features": 4,
