@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from equipoise.core.digests import unsealed
-from equipoise.core.errors import InputError, one_line
+from equipoise.core.errors import InputError
 from equipoise.core.files import LARGEST_TEXT, parse_json, read_bounded
 
 #: a whole number ≥ 0 that every integer type of NumPy and torch holds, and a float exactly
@@ -104,6 +104,6 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r}{more}"
 
-    expected = one_line(first["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+    expected = " ".join(first["msg"].split()).removeprefix("Input should be ").removeprefix("Value error, ")
     got = repr(first["input"])
     return f"{key}: expected {expected}, got {got[:60]}{more}"
