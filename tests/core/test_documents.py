@@ -32,7 +32,7 @@ BAD = {
     '{"steps": 1' + "0" * 30 + "}": "steps: expected less than or equal to",
     '{"steps": 1, "parts": {"a": {"sigma": null}}}': "parts.a.sigma: expected a valid number, got None",
     '{"steps": 1, "parts": {"a": {"sigma": 1e999}}}': "parts.a.sigma: expected a finite number",
-    '{"steps": 1, "parts": {"a": {"sigma": 1, "shape": "x"}}}': "parts.a.shape: expected a valid tuple",
+    '{"steps": 1, "parts": {"a": {"sigma": 1, "shape": "x"}}}': "parts.a.shape: expected a valid array",
     '{"steps": 1, "stepz": 1}': "unknown key 'stepz'",
     '{"steps": 1, "steps": 2}': "given twice",
     '{"steps": NaN}': "NaN",
