@@ -244,9 +244,9 @@ def spectral_density(hessian: LossHessian, *, steps: int = 30, vectors: int = 4,
         theta, U = np.linalg.eigh(T)
         nodes.append(theta)
         weights.append(U[0] ** 2 / vectors)
-    order = np.argsort(np.concatenate(nodes))
-    joined = (np.concatenate(parts)[order] for parts in (nodes, weights))
-    return SpectralDensity(*joined, vectors, hessian.products - before)
+    values, shares = np.concatenate(nodes), np.concatenate(weights)
+    order = np.argsort(values)
+    return SpectralDensity(values[order], shares[order], vectors, hessian.products - before)
 
 
 def lanczos(hessian: LossHessian, v: Vector, steps: int) -> Vector:
