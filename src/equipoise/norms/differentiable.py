@@ -351,8 +351,8 @@ def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, in
             log_s = torch.diagonal(G, dim1=-2, dim2=-1).real.double().sum(-1).log2() / 2
         if first == 0:  # a first value to leave others behind
             best, where = _square(G, log_s, log_s.argmax()[None], iterations, best, where)
-        value, row = _square(G, log_s, _unproved(G, log_s, best), iterations, best, -1)
-        best, where = (value, first * groups + row) if row >= 0 else (best, where)
+        log_value, row = _square(G, log_s, _unproved(G, log_s, best), iterations, best, -1)
+        best, where = (log_value, first * groups + row) if row >= 0 else (best, where)
     value = torch.tensor(best, dtype=torch.float64, device=kernel.device).exp2()
     return value, where % groups, where // groups
 

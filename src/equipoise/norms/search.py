@@ -208,9 +208,9 @@ class Search:
 
     def _sizes(self, cells: Cells) -> Tensor:
         """Bounds of the Frobenius norms of the Gram matrices."""
-        chunks = (cells.take(rows) for rows in self._chunks(cells.index))
         if self.symbol.correlations is not None:
-            chunks = iter([cells])
+            return self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
+        chunks = (cells.take(rows) for rows in self._chunks(cells.index))
         return torch.cat([self.symbol.gram_sizes(part.groups, part.omega, self.dtype) for part in chunks])
 
     def _here(self, half: tuple[float, ...]) -> Cells:

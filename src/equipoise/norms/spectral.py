@@ -161,8 +161,9 @@ def bracket(form: Linear, cache: Cache) -> Bracket:
     key = (weight.data_ptr(), tuple(weight.shape), weight.dtype, tuple(weight.stride()), geometry)
     if key not in cache.brackets:
         with torch.no_grad(), full_precision():
-            is_matrix = isinstance(form, Matrix)
-            result = spectral_norm(weight, rtol=cache.rtol) if is_matrix else conv_bracket(form, cache.rtol)
+            result = (
+                spectral_norm(weight, rtol=cache.rtol) if isinstance(form, Matrix) else conv_bracket(form, cache.rtol)
+            )
         cache.brackets[key] = (weight, result)  # keeping the weight keeps its address from being reused
     result = cache.brackets[key][1]
     if form.error:

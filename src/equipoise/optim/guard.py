@@ -442,11 +442,10 @@ def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> d
 def _projections(name: str, module: nn.MultiheadAttention) -> list[Place]:
     """The maps to queries, keys and values: three blocks of one parameter, or three parameters."""
     prefix = f"{name}." if name else ""
-    if module.in_proj_weight is None:
-        return [Place(f"{prefix}{x}_proj_weight", module, f"{x}_proj_weight") for x in "qkv"]
     width, packed = module.embed_dim, "in_proj_weight"
-    if packed not in module._parameters:
-        return []  # computed by a parametrisation
+    if module._parameters.get(packed) is None:
+        separate = [f"{x}_proj_weight" for x in "qkv"]
+        return [Place(prefix + key, module, key) for key in separate if module._parameters.get(key) is not None]
     return [Place(f"{prefix}{packed}[{x}]", module, packed, (i * width, (i + 1) * width)) for i, x in enumerate("qkv")]
 
 
