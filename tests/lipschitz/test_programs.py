@@ -352,7 +352,8 @@ def test_a_window_of_padding_has_no_maximum():
 SCALARS = {
     "factor": lambda x: x * 1.7, "divisor": lambda x: x / 0.3, "wide constant": lambda x: x * torch.tensor(1.7, dtype=D),
     "alpha": lambda x: torch.add(torch.zeros(4), x, alpha=1.7), "slope": lambda x: F.leaky_relu(-x, -1.7),
-    "lerp": lambda x: torch.lerp(torch.zeros(4), x, 1.7), "elu": lambda x: F.elu(x - 1, 1.7), "in place": lambda x: x.clone().mul_(1.7),
+    "lerp": lambda x: torch.lerp(torch.zeros(4), x, 1.7), "elu": lambda x: F.elu(x - 1, 1.7),
+    "in place": lambda x: x.clone().mul_(1.7),
 }  # fmt: skip
 
 

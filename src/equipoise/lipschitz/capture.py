@@ -528,7 +528,7 @@ def analyse(program: ExportedProgram) -> Program:
     changed = len(program.graph_signature.user_inputs_to_mutate)  # their new values come before the outputs
     plain = decompose(program.graph_module.graph, inputs)
     returned = next(n for n in plain.graph.nodes if n.op == "output")
-    returned.args = (returned.args[0][changed:],)  # type: ignore[index]
+    returned.args = (returned.args[0][changed:],)
     return _sorted_out(program, plain, [plain.places[n] for n in inputs])
 
 

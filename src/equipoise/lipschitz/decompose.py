@@ -131,7 +131,9 @@ def _recognise(node: fx.Node, result: Decomposed) -> None:
     made: list[fx.Node] = []
     with result.graph.inserting_before(node):
         for target, args, keywords in chain:
-            made.append(result.graph.call_function(target, tuple(made[-1] if a is None and made else a for a in args), keywords))
+            made.append(
+                result.graph.call_function(target, tuple(made[-1] if a is None and made else a for a in args), keywords)
+            )
             made[-1].meta = dict(node.meta)
             if target is _aten.unfold.default:
                 source: Any = made[-1].args[0]
@@ -192,7 +194,7 @@ def _mean_of_squares(mean: fx.Node, x: fx.Node) -> bool:
     squared, dims, kept = mean.args
     if kept is not True or list(dims) not in last or not isinstance(squared, fx.Node):  # type: ignore[arg-type]
         return False
-    squares = {_aten.square.default: (x,), _aten.pow.Tensor_Scalar: (x, 2), _aten.mul.Tensor: (x, x)}
+    squares: dict[Any, Any] = {_aten.square.default: (x,), _aten.pow.Tensor_Scalar: (x, 2), _aten.mul.Tensor: (x, x)}
     return squared.args == squares.get(squared.target)
 
 
@@ -212,28 +214,29 @@ def _power_pooling(node: fx.Node) -> Chain | None:
             return None
     if average is None or average.target not in _POOLS or average.kwargs:
         return None
-    powered, sizes, *rest = average.args
-    if _target(powered) is not _aten.pow.Tensor_Scalar or powered.kwargs:  # type: ignore[union-attr]
+    settings: Any = average.args
+    powered, sizes, *rest = settings
+    if _target(powered) is not _aten.pow.Tensor_Scalar or powered.kwargs:
         return None
-    x, order = powered.args  # type: ignore[union-attr]
-    if (order != 1 and (order < 2 or order % 2)) or abs(inverse * order - 1) > _near(node):  # type: ignore[operator]
+    x, order = powered.args
+    if (order != 1 and (order < 2 or order % 2)) or abs(inverse * order - 1) > _near(node):
         return None
-    dims, sizes = _POOLS[average.target], list(sizes)  # type: ignore[arg-type]
-    steps: Any = rest[0] if rest and rest[0] else sizes
-    padded = any(rest[1]) if len(rest) > 1 else False  # type: ignore[arg-type]
-    shape: Any = x.meta["val"].shape[-dims:]  # type: ignore[union-attr]
+    dims = _POOLS[average.target]
+    steps = rest[0] if rest and rest[0] else sizes
+    padded = len(rest) > 1 and any(rest[1])
+    shape = x.meta["val"].shape[-dims:]
     cut = len(rest) > 2 and rest[2] and any((n - k) % s for n, k, s in zip(shape, sizes, steps, strict=True))
     if {len(sizes), len(steps)} != {dims} or scaled.args[1] != math.prod(sizes) or padded or cut or len(rest) > 3:
         return None
-    first = x.meta["val"].dim() - dims  # type: ignore[union-attr]
-    windows = [
+    first = x.meta["val"].dim() - dims
+    chain: Chain = [
         (_aten.unfold.default, (None if i else x, first + i, size, step), {})
         for i, (size, step) in enumerate(zip(sizes, steps, strict=True))
     ]
     last = list(range(-dims, 0))
     if order == 1:
-        return [*windows, (_aten.sum.dim_IntList, (None, last), {})]
-    return [*windows, (_aten.linalg_vector_norm.default, (None, float(order), last), {})]  # type: ignore[arg-type]
+        return [*chain, (_aten.sum.dim_IntList, (None, last), {})]
+    return [*chain, (_aten.linalg_vector_norm.default, (None, float(order), last), {})]
 
 
 def _signed(scaled: fx.Node) -> fx.Node | None:

@@ -47,7 +47,10 @@ def check_facts(
     for inputs in _inputs(run, ball, points, seed):
         values = _values(run, inputs)
         for node, facts in run.facts.items():
-            if isinstance(getattr(run.steps.get(node), "map", None), Opaque) and run.steps[node].label == "inside a block":
+            if (
+                isinstance(getattr(run.steps.get(node), "map", None), Opaque)
+                and run.steps[node].label == "inside a block"
+            ):
                 continue
             for what, claimed, found in _sizes(facts.signal, values[node]):
                 if not found <= claimed + ROUNDING * (abs(claimed) + _largest(run, node, values)):

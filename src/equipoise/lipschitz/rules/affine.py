@@ -243,11 +243,7 @@ def _interpolation(call: Call) -> Step | None:
     if call.get("alpha", 1) != 1:
         return None
     for mixed, n in ((call["self"], call["other"]), (call["other"], call["self"])):
-        if (
-            not isinstance(mixed, Signal)
-            or not isinstance(n, Signal)
-            or mixed.node.target is not _aten.mul.Tensor
-        ):
+        if not isinstance(mixed, Signal) or not isinstance(n, Signal) or mixed.node.target is not _aten.mul.Tensor:
             continue
         factors = [call.lookup(a) for a in mixed.node.args if isinstance(a, fx.Node)]
         for gap, z in (factors, factors[::-1]) if len(factors) == 2 else ():

@@ -45,7 +45,8 @@ def backward(call: Call) -> Step:
 
 
 @complex_rule("aten.view_as_real.default", "aten.view_as_complex.default", "aten._conj.default", "aten.neg.default",
-              "aten._neg_view.default", "aten.conj_physical.default", "aten._to_copy.default", "aten.to.dtype", "aten.resolve_conj.default",
+              "aten._neg_view.default", "aten.conj_physical.default",
+              "aten._to_copy.default", "aten.to.dtype", "aten.resolve_conj.default",
               "aten.view_as_real_copy.default", "aten.clone.default")  # fmt: skip
 def isometry(call: Call) -> Step:
     """The same numbers, as pairs or as one, turned or reflected."""
@@ -54,7 +55,9 @@ def isometry(call: Call) -> Step:
         call.refuse("a cast to a narrow type rounds", "keep complex64 or complex128")
     if x.dtype.is_complex and not value.dtype.is_complex and math.prod(call.shape) == x.numel:
         call.refuse("a cast that drops imaginary parts", "take .real")
-    pairs = value.dtype.is_complex and not x.dtype.is_complex  # a complex number is as large as both of its parts together
+    pairs = (
+        value.dtype.is_complex and not x.dtype.is_complex
+    )  # a complex number is as large as both of its parts together
     peak = inflate(math.sqrt(2) * x.peak) if pairs else x.peak
     return Step(((x, 1.0),), "complex numbers", offset=0.0, norm=x.norm, peak=peak)
 
