@@ -337,7 +337,8 @@ class SpectralGuard:
         enough = 0.0 if self.how == "sphere" else self._limit(one)
         renew = self.steps % self.every == 0
         what = f"weight of {one.name!r}"
-        one.lower, one.upper = one.tracked.bracket(one.weight, enough, self.tolerance / 2, what, renew)
+        rtol = max(self.tolerance, self.headroom) / 2  # a weight that has to be brought back may be put that much lower
+        one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
         one.seen = one.mark()
 
     def _exceeds(self, one: Guarded) -> bool:
