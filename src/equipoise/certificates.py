@@ -278,7 +278,7 @@ def _linear(writer: _Writer, node: fx.Node, name: str) -> None:
     if name == "linear":
         attributes: dict[str, Any] = {}
         layer: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        row: checker.Matrix | checker.Convolution = checker.Matrix(_double(weight))
+        row = checker.Linear(_double(weight), {})
         size: list[int] = []
     else:
         dims = weight.dim() - 2
@@ -287,16 +287,16 @@ def _linear(writer: _Writer, node: fx.Node, name: str) -> None:
         attributes = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "mode": "zeros"}
         channels = weight.shape[1] * groups, weight.shape[0]
         layer = _CONVOLUTIONS[name](*channels, weight.shape[2:], stride, padding, dilation, groups, bias=False)  # type: ignore
-        row = checker.Convolution(_double(weight), attributes)
+        row = checker.Linear(_double(weight), attributes)
         size = [int(n) for n in source.meta["val"].shape[2:]]  # type: ignore[union-attr]
     if isinstance(bias, Tensor):
         weights["bias"] = bias if name == "linear" else bias.reshape(-1, *[1] * (weight.dim() - 2))
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     upper = _provable_norm(row, float(spectral_norm(layer, rtol=1e-4).upper), size, node.name)
-    writer.emit(node, name if name == "linear" else "conv", [writer.names[source]], attributes, weights, upper)  # type: ignore
+    writer.emit(node, "linear", [writer.names[source]], attributes, weights, upper)  # type: ignore
 
 
-def _provable_norm(row: "checker.Matrix | checker.Convolution", upper: float, size: list[int], name: str) -> float:
+def _provable_norm(row: "checker.Linear", upper: float, size: list[int], name: str) -> float:
     """The library's bound, raised until the checker's own proof succeeds."""
     for growth in _GROWTH:
         try:

@@ -17,6 +17,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
+from decimal import Decimal, getcontext
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,8 @@ TINY = 1e-250
 SLACK = 1 + 2.0**-45
 #: largest file, number of nodes, entries of an intermediate result
 MAX_BYTES, MAX_NODES, MAX_ENTRIES = 2**32, 10_000, 2**28
+PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494")
+ROUND_UP = 1 + Decimal("1e-30")
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U8": "u1", "I64": "<i8"}
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError, RecursionError, MemoryError, OSError)
 
@@ -40,6 +43,12 @@ def require(condition, reason):
     """Reject unless the condition holds; comparisons are written so that NaN fails."""
     if not condition:
         raise Rejected(reason)
+
+
+def number(value, whole=False):
+    """A number of a JSON document; texts and truth values are none."""
+    require(type(value) is int or type(value) is float and not whole, f"expected a number, got {str(value)[:40]!r}")
+    return value
 
 
 def gamma(n, unit=U):
@@ -80,7 +89,7 @@ def read_tensors(content):
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        start, stop = (8 + length + int(offset) for offset in entry["data_offsets"])
+        start, stop = (8 + length + number(offset, True) for offset in entry["data_offsets"])
         require(8 + length <= start <= stop <= len(content), f"tensor {name} lies outside its file")
         tensor = np.frombuffer(content[start:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
         require(np.isfinite(tensor).all(), f"tensor {name} is not finite")
@@ -201,19 +210,22 @@ def windows(x, kernel, stride, padding, dilation, mode):
     return view[(slice(None), slice(None), *steps)]
 
 
-class Convolution:
-    """A convolution or its adjoint, as a map of batches; `scale` is the sum of the Frobenius norms of its taps."""
+class Linear:
+    """A dense layer, a convolution, or the adjoint of one; a dense layer is a convolution without spatial dimensions.
 
-    def __init__(self, weight, a):
+    `scale` bounds the norm of the layer with all weights made positive, by the sum of the Frobenius norms of its taps.
+    """
+
+    def __init__(self, weight, geometry):
         d = weight.ndim - 2
-        require(1 <= d <= 3, "a convolution needs one to three spatial dimensions")
-        self.weight, self.groups = weight, int(a["groups"])
-        self.stride, self.padding, self.dilation = (list(a[key]) for key in ("stride", "padding", "dilation"))
-        require(all(len(v) == d for v in (self.stride, self.padding, self.dilation)), "geometry and kernel differ")
-        require(min(*self.stride, *self.dilation, self.groups) >= 1 and min(self.padding) >= 0, "a negative geometry")
-        require(max(*self.stride, *self.dilation, *self.padding) <= 4096, "a geometry too large")
-        require(a["mode"] in ("zeros", "circular"), "unknown padding mode")
-        self.circular = a["mode"] == "circular"
+        require(0 <= d <= 3 and weight.size, "weights of an impossible shape")
+        self.weight, self.groups = weight, number(geometry.get("groups", 1), True)
+        self.stride, self.dilation = (list(geometry.get(key, [1] * d)) for key in ("stride", "dilation"))
+        self.padding = list(geometry.get("padding", [0] * d))
+        require(len(self.stride) == len(self.dilation) == len(self.padding) == d, "geometry and kernel differ")
+        require(all(1 <= n <= 4096 for n in [self.groups, *self.stride, *self.dilation]), "impossible geometry")
+        require(all(0 <= n <= 4096 for n in self.padding), "impossible padding")
+        self.circular = geometry.get("mode", "zeros") == "circular"
         taps = weight.reshape(*weight.shape[:2], -1)
         self.scale = float(np.sqrt(np.sum(taps * taps, axis=(0, 1))).sum()) * SLACK
         self.fan = max(weight.shape[:2]) * taps.shape[2] + 2
@@ -221,22 +233,25 @@ class Convolution:
     def check(self, s, size):
         """Prove that the norm on images of this size is at most s."""
         for part in np.split(self.weight, self.groups):
-            check_convolution(part, s, size, self.padding, self.stride, self.dilation, self.circular)
+            if size:
+                check_convolution(part, s, size, self.padding, self.stride, self.dilation, self.circular)
+            else:
+                check_matrix(part, s)
 
-    def apply(self, x, weight):
-        """The convolution of x."""
-        d = weight.ndim - 2
+    def apply(self, x):
+        """The layer without its bias."""
+        weight, d = self.weight, self.weight.ndim - 2
         mode = {"mode": "wrap"} if self.circular else {}
         view = windows(x, weight.shape[2:], self.stride, self.padding, self.dilation, mode)
         axes = [[1, *range(2 + d, 2 + 2 * d)], [1, *range(2, 2 + d)]]
         parts = zip(np.split(view, self.groups, axis=1), np.split(weight, self.groups))
         return np.concatenate([np.moveaxis(np.tensordot(v, w, axes), -1, 1) for v, w in parts], axis=1)
 
-    def adjoint(self, y, weight, size):
-        """The adjoint of the convolution of images of this size."""
+    def adjoint(self, y, size):
+        """The adjoint of the layer on images of this size."""
         require(not self.circular, "the adjoint of a circular convolution is not supported")
         parts = []
-        for v, w in zip(np.split(y, self.groups, axis=1), np.split(weight, self.groups)):
+        for v, w in zip(np.split(y, self.groups, axis=1), np.split(self.weight, self.groups)):
             x = np.zeros((len(y), w.shape[1], *[n + 2 * p for n, p in zip(size, self.padding)]))
             for tap in np.ndindex(*w.shape[2:]):
                 ends = zip(tap, self.stride, self.dilation, y.shape[2:])
@@ -244,28 +259,6 @@ class Convolution:
                 x[(..., *place)] += np.moveaxis(np.tensordot(v, w[(..., *tap)], [[1], [0]]), -1, 1)
             parts.append(x[(..., *[slice(p, p + n) for n, p in zip(size, self.padding)])])
         return np.concatenate(parts, axis=1)
-
-
-class Matrix:
-    """A dense layer on the last axis, with the interface of `Convolution`."""
-
-    def __init__(self, weight):
-        require(weight.ndim == 2, "a dense layer needs a matrix")
-        self.weight = weight
-        self.scale = math.sqrt(float(np.sum(weight * weight))) * SLACK
-        self.fan = max(weight.shape) + 2
-
-    def check(self, s, size):
-        """Prove that the norm is at most s."""
-        check_matrix(self.weight, s)
-
-    def apply(self, x, weight):
-        """The product."""
-        return x @ weight.T
-
-    def adjoint(self, y, weight, size):
-        """The product with the transpose."""
-        return y @ weight
 
 
 def rearranged(x, a):
@@ -292,6 +285,7 @@ def rearranged(x, a):
         require(min(a["axes"]) >= 1, "a flip of the batch")
         return np.flip(x, tuple(a["axes"]))
     if kind == "reshape":
+        require(all(number(n, True) >= 1 for n in a["shape"]), "impossible shape")
         return x.reshape(len(x), *a["shape"])
     if kind == "permute":
         require(a["axes"][0] == 0, "a permutation that moves the batch")
@@ -313,7 +307,7 @@ class Network:
     def __init__(self, document, tensors):
         nodes = document["nodes"]
         require(isinstance(nodes, list) and 0 < len(nodes) <= MAX_NODES, "the network has no nodes, or too many")
-        self.shape = [int(n) for n in document["input_shape"]]
+        self.shape = [number(n, True) for n in document["input_shape"]]
         require(self.shape and min(self.shape) > 0 and math.prod(self.shape) <= MAX_ENTRIES, "impossible input shape")
         self.nodes, self.tensors, self.maps = nodes, tensors, {}
         self.largest = 1  # entries of the largest intermediate result of one sample
@@ -328,12 +322,13 @@ class Network:
         """The linear map of a node, its claimed norm proved for images of this size."""
         key = node["name"]
         if key not in self.maps:
-            weight, s = self.tensor(node, "weight"), float(node["upper"])
+            weight, s = self.tensor(node, "weight"), number(node["upper"])
             require(1e-100 < s < 1e100, f"{key}: the norm is not a number in the range of the checker")
             bias = self.tensor(node, "bias") if "bias" in node["weights"] else np.zeros(1)
-            found = Matrix(weight) if weight.ndim == 2 else Convolution(weight, node["attributes"])
-            found.check(s, size)
-            self.maps[key] = found, bias, s
+            require(weight.ndim == 2 + len(size), f"{key}: weight and image differ")
+            layer = Linear(weight, node.get("attributes", {}))
+            layer.check(s, size)
+            self.maps[key] = layer, bias, s
         return self.maps[key]
 
     def evaluate(self, x, error):
@@ -362,7 +357,7 @@ class Network:
             error = np.sqrt(sum(v.error**2 for v in inputs)) * SLACK
             return Value(y, error, math.sqrt(sum(v.constant**2 for v in inputs)) * SLACK)
         require(len(inputs) == 1, f"{op} takes one input")
-        if op in ("linear", "conv", "conv_transpose", "residual"):
+        if op in ("linear", "adjoint", "residual"):
             y, factor, local = self.linear_step(node, x)
         elif op == "rearrange":
             y, factor, local = rearranged(x, a), 1.0, 0.0
@@ -375,8 +370,8 @@ class Network:
             factor = 1 / float(np.abs(value).min()) if a.get("inverse") else float(np.abs(value).max())
             local = U * norm(y)
         elif op == "leaky_relu":
-            y = np.where(x > 0, x, a["slope"] * x)
-            factor, local = max(1.0, abs(a["slope"])), U * norm(y)
+            y = np.where(x > 0, x, number(a["slope"]) * x)
+            factor, local = max(1.0, abs(number(a["slope"]))), U * norm(y)
         elif op == "curve":
             function, factor = CURVES[a["kind"]]
             y = function(x)
@@ -394,22 +389,22 @@ class Network:
         The Jacobian of the block is `I − h·WᵀDW` with D in [0, 1]: its norm is at most `max(1, h‖W‖² − 1)`.
         """
         op, a = node["op"], node.get("attributes", {})
-        size = a["size"] if op == "conv_transpose" else x.shape[2:]
+        size = a["size"] if op == "adjoint" else x.shape[2:]
         require(math.prod(size) <= MAX_ENTRIES, "an image is too large")
         layer, bias, s = self.linear_map(node, size)
         self.largest = max(self.largest, layer.fan * math.prod(size))
         unit = gamma(layer.fan) * layer.scale
-        if op == "conv_transpose":
-            y = layer.adjoint(x, layer.weight, size) + bias
+        if op == "adjoint":
+            y = layer.adjoint(x, size) + bias
             return y, s, unit * norm(x) + U * norm(y)
-        y = layer.apply(x, layer.weight) + bias
+        y = layer.apply(x) + bias
         local = unit * norm(x) + U * norm(y)
         if op != "residual":
             return y, s, local
-        h = float(a["h"])
+        h = number(a["h"])
         require(h > 0 and a["activation"] == "relu", "a residual block needs a positive step and ReLU")
         hidden = np.maximum(y, 0)
-        back = layer.adjoint(hidden, layer.weight, size)
+        back = layer.adjoint(hidden, size)
         local = h * (s * local + unit * norm(hidden)) + 4 * U * (norm(x) + h * norm(back))
         require(back.shape == x.shape, "a residual block that changes the shape")
         return x - h * back, max(1.0, h * s * s * SLACK - 1), local
@@ -434,7 +429,7 @@ class Network:
         pairs = np.full((classes, classes), math.sqrt(2) * constant * SLACK)
         last = self.nodes[-1]
         if last["op"] == "linear":
-            weight, trunk = self.tensor(last, "weight"), constant / float(last["upper"]) * SLACK
+            weight, trunk = self.tensor(last, "weight"), constant / number(last["upper"]) * SLACK
             for i in range(classes):
                 pairs[i] = np.minimum(pairs[i], norm(weight[i] - weight) * trunk * SLACK)
         return pairs
@@ -465,7 +460,7 @@ def check_radii(network, inputs, claim):
     require(len(x) == len(labels) == len(radii) and labels.ndim == radii.ndim == 1, "inputs, labels, radii differ")
     require(labels.dtype == np.int64 and (radii >= 0).all(), "labels must be integers, radii not negative")
     require(list(x.shape[1:]) == network.shape, "the inputs have another shape than the network takes")
-    divisor = float(claim.get("divisor", 1))
+    divisor = number(claim.get("divisor", 1))
     require(0 < divisor < 1e100, "impossible scale of the inputs")
     claimed = np.flatnonzero(radii)
     size = max(1, min(500, 2**25 // network.largest))
@@ -476,7 +471,58 @@ def check_radii(network, inputs, claim):
             raise Rejected(f"input {index}: the radius {radii[index]} is not proved")
     for epsilon, count in claim.get("certified", {}).items():
         require(0 < float(epsilon) < math.inf, "a certified distance must be positive")
-        require(int(count) <= int((radii >= float(epsilon)).sum()), f"fewer inputs are certified at {float(epsilon)}")
+        require(number(count, whole=True) <= int((radii >= float(epsilon)).sum()), f"fewer inputs are certified at {float(epsilon)}")
+
+
+def binomial_tail(n, k, p):
+    """`P(Bin(n, p) ≥ k)`, rounded up: the first term, then the terms' ratios until the rest is a small geometric series."""
+    require(0 <= k <= n <= 10**7 and 0 < p < 1, "impossible counts")
+    p = Decimal(p)
+    term = total = Decimal(math.comb(n, k)) * p**k * (1 - p) ** (n - k)
+    for i in range(k, n):
+        ratio = Decimal(n - i) / (i + 1) * p / (1 - p)
+        term *= ratio
+        total += term
+        if ratio < 0.9 and term < total * Decimal("1e-30"):
+            total += 10 * term
+            break
+    return total * ROUND_UP
+
+
+def normal_cdf(x):
+    """`Φ(x) = 1/2 + φ(x)·(x + x³/3 + x⁵/(3·5) + …)` to forty digits."""
+    require(abs(x) <= 10, "a quantile is out of range")
+    x = Decimal(x)
+    term = total = x
+    for odd in range(3, 1_001, 2):
+        term *= x * x / odd
+        total += term
+    return Decimal("0.5") + (-x * x / 2).exp() / (2 * PI).sqrt() * total
+
+
+def check_smoothing(claim):
+    """Radii of randomized smoothing from counts: `σ(Φ⁻¹(p₁) − Φ⁻¹(p₂))/2`, p₁ and p₂ confidence bounds at level α.
+
+    A row has the count k of its class out of n, a bound p and a radius; with the procedure `bonferroni` also the largest count of
+    another class and its bound q, and α is shared by all classes. The counts themselves are evidence, not proved here.
+    """
+    getcontext().prec = 60
+    sigma, n, classes = number(claim["sigma"]), number(claim["n"], True), number(claim.get("classes", 1), True)
+    require(0 < sigma < 1e100 and claim["procedure"] in ("cohen", "bonferroni"), "impossible noise or procedure")
+    shared = claim["procedure"] == "bonferroni"
+    alpha = Decimal(number(claim["alpha"])) / (classes if shared else 1)
+    require(0 < alpha < 1 and classes >= 1, "impossible level")
+    for index, row in enumerate(claim["rows"]):
+        p, radius = number(row["p"]), number(row["radius"])
+        require(0 <= radius < math.inf and binomial_tail(n, number(row["k"], True), p) <= alpha, f"row {index}: p is no bound")
+        q = number(row["q"]) if shared else None
+        if shared:
+            require(binomial_tail(n, n - number(row["rival"], True), 1 - Decimal(q)) <= alpha, f"row {index}: q is no bound")
+        low = Decimal(number(row["quantile"]))
+        high = Decimal(number(row["rival_quantile"])) if shared else -low
+        require(normal_cdf(low) * ROUND_UP <= Decimal(p), f"row {index}: quantile too large")
+        require(not shared or normal_cdf(high) >= Decimal(q) * ROUND_UP, f"row {index}: quantile too small")
+        require(2 * Decimal(radius) * ROUND_UP <= Decimal(sigma) * (low - high), f"row {index}: radius too large")
 
 
 def check(folder):
@@ -490,12 +536,17 @@ def check(folder):
         require(hashlib.sha256(content).hexdigest() == digest, f"{name} has another digest than the certificate states")
         files[name] = read_tensors(content)
     claims = document["claims"]
-    require(claims and set(claims) <= {"lipschitz", "radii"}, "no claims, or unknown ones")
+    require(claims and set(claims) <= {"lipschitz", "radii", "smoothing"}, "no claims, or unknown ones")
+    if "smoothing" in claims:
+        check_smoothing(claims["smoothing"])
+        proved.append(f"{len(claims['smoothing']['rows'])} radii of randomized smoothing follow from their counts")
+    if set(claims) == {"smoothing"}:
+        return proved
     network = Network(document, files["weights.safetensors"])
     constant = network.evaluate(np.zeros((1, *network.shape)), np.zeros(1)).constant
     if "lipschitz" in claims:
-        require(constant <= float(claims["lipschitz"]), f"the network is proved {constant!r}-Lipschitz only")
-        proved.append(f"Lipschitz constant at most {float(claims['lipschitz'])} in the l2 norm")
+        require(constant <= number(claims["lipschitz"]), f"the network is proved {constant!r}-Lipschitz only")
+        proved.append(f"Lipschitz constant at most {number(claims['lipschitz'])} in the l2 norm")
     if "radii" in claims:
         check_radii(network, files["inputs.safetensors"], claims["radii"])
         for epsilon, count in claims["radii"].get("certified", {}).items():
