@@ -244,7 +244,7 @@ def _translate(writer: _Writer, node: fx.Node) -> None:
     elif name in ("tanh", "sigmoid"):
         writer.emit(node, "curve", moving, {"kind": name})
     elif name == "leaky_relu":
-        slope = float(arguments[1]) if len(arguments) > 1 else 0.01
+        slope: Any = arguments[1] if len(arguments) > 1 else 0.01
         writer.emit(node, "leaky_relu", moving, {"slope": float(np.float32(slope))})
     elif name in ("flatten", "view", "reshape", "unsqueeze", "squeeze"):
         writer.emit(node, "rearrange", moving, {"kind": "reshape", "shape": _shape(node)})
@@ -422,5 +422,5 @@ def check(folder: str | Path) -> list[str]:
             return checker.check(folder)
     except checker.Rejected as error:
         raise Refused(f"REJECTED: {error}") from None
-    except checker.MALFORMED as error:
+    except Exception as error:  # noqa: BLE001 (a malformed bundle is rejected, whatever it breaks)
         raise Refused(f"REJECTED: malformed bundle ({type(error).__name__}: {str(error)[:200]})") from None
