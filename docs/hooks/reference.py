@@ -31,7 +31,7 @@ PAGES = {
             "equipoise.report",
         ),
     ),
-    "data": Page("Data and models in files", ("equipoise.data", "equipoise.checkpoints")),
+    "data": Page("Data and models in files", ("equipoise.data", "equipoise.checkpoints", "equipoise.certificates")),
     "training": Page("Training", ("equipoise.train", "equipoise.optim", "equipoise.regularizers")),
     "curvature": Page("Curvature and attacks", ("equipoise.curvature", "equipoise.attacks")),
     "maps": Page("Linear maps", ("equipoise.maps",)),

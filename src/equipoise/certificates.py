@@ -424,3 +424,6 @@ def check(folder: str | Path) -> list[str]:
         raise Refused(f"REJECTED: {error}") from None
     except Exception as error:  # noqa: BLE001 (a malformed bundle is rejected, whatever it breaks)
         raise Refused(f"REJECTED: malformed bundle ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+__all__ = ["EPSILONS", "check", "describe", "write"]
