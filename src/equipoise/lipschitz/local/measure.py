@@ -17,8 +17,7 @@ from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
-from equipoise.lipschitz.batches import as_examples
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.linearise import gradient_bound
@@ -29,7 +28,7 @@ from equipoise.lipschitz.local.reduced import count_switching, reduced_maps
 from equipoise.lipschitz.logs import exp_up, log_root, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.zonotope import zonotope_bound
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 #: limits of `effort="auto"`: neurons of the network, and of those that may switch
 NEURONS, SWITCHING = 20_000, 400

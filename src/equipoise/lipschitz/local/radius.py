@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import deflate, full_precision, inflate
-from equipoise.lipschitz.batches import as_examples
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.local.backward import Norm, enclose_ball
@@ -24,7 +23,7 @@ from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
 from equipoise.lipschitz.rounding import Rounding
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 Effort = Literal["auto", "fast", "relaxation", "integral"]
 #: `effort="auto"` leaves the relaxation out of networks with more neurons than this
