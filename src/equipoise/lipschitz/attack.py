@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import one_line
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.batches import flat_outputs
-from equipoise.lipschitz.capture import Program, run_program
+from equipoise.lipschitz.capture import Program, flat_outputs, run_program
 
 Function = Callable[[Tensor], Any]
 #: values of a batch, one row per sample, and a bound of their rounding, entry by entry
@@ -73,7 +72,7 @@ def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: 
         b: the other.
         radius: of the balls.
     """
-    slack = 1 + 1e-12  # covers the rounding of norms of up to 10³ entries squared, and of differences of inputs
+    slack = 1 + 1e-9  # covers the rounding of norms of up to 10⁶ entries, and of differences of inputs
     inside = (_length(a - x) * slack <= radius) & (_length(b - x) * slack <= radius)
     (fa, ea), (fb, eb) = evaluate(a), evaluate(b)
     rise = _length(fa - fb) / slack - inflate(_length(ea + eb) * slack + 2.0**-52 * (_length(fa) + _length(fb)))

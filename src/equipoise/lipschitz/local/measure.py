@@ -17,13 +17,14 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
 from equipoise.core.precision import frobenius, full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
 from equipoise.lipschitz.capture import capture
@@ -40,7 +41,6 @@ from equipoise.lipschitz.local.backward import (
     whole_space,
 )
 from equipoise.lipschitz.local.graph import Activation, Network, Unsupported, read_network
-from equipoise.lipschitz.local.inputs import checked_batch, checked_seconds, is_positive
 from equipoise.lipschitz.local.multipliers import best_multipliers
 from equipoise.lipschitz.local.reduced import count_switching, reduced_maps
 from equipoise.lipschitz.logs import exp_up, log_root, log_up
@@ -104,10 +104,10 @@ def local_lipschitz(
     References: Yang et al. 2020 (empirical local Lipschitz constant); Huang et al. 2021 (local bounds by pruning).
     """
     x = checked_batch(model, x, "local_lipschitz")
-    if not is_positive(radius):
-        raise InputError(f"radius must be a positive number, got {radius!r}")
+    require_positive(radius=radius, rtol=rtol)
     require_one_of(get_args(Effort), effort=effort)
-    checked_seconds(seconds)
+    if seconds is not None:
+        require_positive(seconds=seconds)
 
     program = capture(model, x[:1])
     cache = Cache(rtol)
@@ -123,6 +123,36 @@ def local_lipschitz(
         raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
     note = "; ".join(text for text in (*engine.notes, note) if text)
     return Bracket(lower, upper, method="pairs of values, certified on the ball", note=note)
+
+
+def checked_batch(model: Any, x: Any, what: str) -> Tensor:
+    """The batch of inputs, as the one tensor it must be; everything else is refused in a sentence.
+
+    Args:
+        model: must be a module or an exported program.
+        x: a float tensor with a batch dimension, or a tuple of one.
+        what: the function that was called.
+    """
+    if not isinstance(model, nn.Module | ExportedProgram):
+        raise InputError(f"{what} expects a model, an nn.Module or an ExportedProgram, got {type(model).__name__}")
+    if isinstance(x, tuple | list):
+        if len(x) != 1:
+            raise InputError(
+                f"{what} takes networks with one input, got {len(x)} tensors: fix the others inside the model, or use "
+                "lipschitz_bound, which takes several"
+            )
+        x = x[0]
+    if not isinstance(x, Tensor):
+        raise InputError(f"{what} expects a batch of inputs as a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"{what} expects float32 or float64 inputs, got {x.dtype}: convert them first, e.g. x.float() / 255"
+        )
+    if x.dim() < 2 or x.numel() == 0:
+        raise InputError(f"{what} expects inputs with a batch dimension, got shape {tuple(x.shape)}")
+    if not bool(torch.isfinite(x).all()):
+        raise InputError(f"{what} expects finite inputs, got NaN or infinity among them")
+    return x
 
 
 @dataclass

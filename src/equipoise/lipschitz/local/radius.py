@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
 from equipoise.core.precision import deflate, full_precision, inflate
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
@@ -24,8 +24,8 @@ from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
-from equipoise.lipschitz.local.inputs import checked_batch, checked_seconds
 from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius, together_radius
+from equipoise.lipschitz.local.measure import checked_batch
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
@@ -283,7 +283,8 @@ class Certifier:
             seconds: budget per sample, in seconds of processor time.
             progress: called with (done, total) after every sample.
         """
-        checked_seconds(seconds)
+        if seconds is not None:
+            require_positive(seconds=seconds)
         expected = tuple(self.run.program.inputs[0].meta["val"].shape[1:])
         if tuple(x.shape[1:]) != expected:
             raise InputError(f"expected inputs of shape {expected}, got {tuple(x.shape[1:])}")
