@@ -25,7 +25,7 @@ from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.lipschitz.values import exactly, first_of, perform
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 _U = 2.0**-53
 #: more than all that underflow can take off an entry: half-widths that vanish in float64 are not 0

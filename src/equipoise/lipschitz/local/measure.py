@@ -47,7 +47,7 @@ from equipoise.lipschitz.logs import exp_up, log_root, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.rounding import Rounding
 from equipoise.norms import spectral_norm
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 Effort = Literal["auto", "fast", "multipliers"]
 

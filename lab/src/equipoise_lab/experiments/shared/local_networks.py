@@ -20,7 +20,7 @@ from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.local.measure import LocalBound
 from equipoise.lipschitz.propagate import propagate
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 from equipoise_lab.experiments.experiment import Context, Row
 from equipoise_lab.peers_zonotope import zonotope_bound
 
