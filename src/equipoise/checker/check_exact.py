@@ -1,12 +1,13 @@
 """Check a bundle of a dense ReLU network in exact arithmetic: `python check_exact.py DIR` prints ACCEPTED or REJECTED.
 
-The claims are those of `check.py`, which must stand beside this file: it reads the bundle. Here nothing is rounded. Weights, inputs
+The claims are those of `check.py`, which must be beside this file: it reads the bundle. Here nothing is rounded. Weights, inputs
 and radii are floats, so they are integers over powers of two; sums and products are done with Python's integers. Only the
 witness of a norm, a Cholesky factor, is found in floating point: it is rounded to integers, and then checked exactly.
 """
 
 import argparse
 import hashlib
+import math
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -61,16 +62,21 @@ class Network:
 
     def __init__(self, document, tensors):
         self.layers, self.constant, previous = [], Fraction(1), "input"
+        shape = [number(n, whole=True) for n in document["input_shape"]]
         for node in document["nodes"]:
             require(node["inputs"] == [previous], "exact checks are for chains of dense layers")
             previous, kind = node["name"], node.get("attributes", {}).get("kind")
             if node["op"] == "rearrange" and kind in ("relu", "reshape"):
                 if kind == "relu":
                     self.layers.append(None)
+                else:
+                    require(node["attributes"]["shape"] == [math.prod(shape)], f"{previous}: not a flattening")
+                    shape = [math.prod(shape)]
                 continue
             require(node["op"] == "linear", f"{previous}: exact checks are for dense layers and ReLU")
             weight = tensors[node["weights"]["weight"]].astype(np.float64)
-            require(weight.ndim == 2, f"{previous}: exact checks are for dense layers")
+            require(weight.ndim == 2 and list(weight.shape[1:]) == shape, f"{previous}: not a dense layer of this size")
+            shape = [len(weight)]
             bias = np.zeros(len(weight))
             if "bias" in node["weights"]:
                 bias = tensors[node["weights"]["bias"]].astype(np.float64)
@@ -116,7 +122,7 @@ def check(folder):
     claim, inputs = claims["radii"], files["inputs.safetensors"]
     x, labels, radii = inputs[claim["x"]], inputs[claim["labels"]], inputs[claim["radii"]].astype(np.float64)
     require(len(x) == len(labels) == len(radii) and labels.dtype == np.int64, "inputs, labels, radii differ")
-    require((radii >= 0).all() and x.ndim > 1, "negative radii")
+    require((radii >= 0).all() and list(x.shape[1:]) == document["input_shape"], "impossible radii or inputs")
     divisor = number(claim.get("divisor", 1), whole=True)
     require(divisor > 0, "impossible scale of the inputs")
     classes = len(network.last)
