@@ -56,10 +56,11 @@ def lower_ends(
         if bool((best > 0).all()):
             return best, f"the lower end is from random pairs: {why}" if random else ""
         reached = max(float(stretch(_of_program(program), a, b).max()) for a, b in pairs)
-    return (
-        best,
-        f"no lower end for some inputs: the rounding of the values exceeds their differences, or is not bounded; pairs "
-        f"stretch by {reached:.3g} (an estimate)",
+    if reached == 0:
+        return best, ""
+    return best, (
+        "no lower end for some inputs: the rounding of the values exceeds their differences, or is not bounded; pairs stretch "
+        f"by {reached:.3g} (an estimate)"
     )
 
 

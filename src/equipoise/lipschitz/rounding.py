@@ -148,12 +148,12 @@ class Rounding:
         kinds = {facts.signal.dtype for facts in run.facts.values()}
         coarse = torch.float32 if torch.float32 in kinds else torch.float64
         reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
-        blocks = {node: [*regions] for node, regions in run.regions.items()}
+        blocks: dict[fx.Node, list[Block]] = {node: [*regions] for node, regions in run.regions.items()}
         for node in program.nodes:
             linear = _linear_run(run, node, cache)
             if linear is not None:
                 blocks.setdefault(node, []).append(linear)
-        inner = {}
+        inner: dict[Block, tuple[fx.Node, ...]] = {}
         for block in itertools.chain.from_iterable(blocks.values()):
             between = _between(block, set(program.nodes), program.inputs)
             if between is not None:
