@@ -167,10 +167,10 @@ def test_a_mistake_in_the_command_line_is_a_document_under_json(line):
 
 
 def test_the_library_imports_without_the_extras():
-    """`pip install equipoise` brings torch, numpy, scipy, safetensors, typer and rich; nothing else may be needed."""
+    """`pip install equipoise` brings torch, numpy, scipy, safetensors, pydantic, typer and rich; nothing else may be needed."""
     code = (
         "import sys\n"
-        "extras = 'pyarrow PIL accelerate pydantic yaml tensorboard pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
+        "extras = 'pyarrow PIL accelerate yaml tensorboard pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
         "cvxpy transformers sklearn'.split()\n"
         "sys.modules.update(dict.fromkeys(extras))\n"
         "import equipoise as eq, torch\n"

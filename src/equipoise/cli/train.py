@@ -140,7 +140,6 @@ def _plan(recipe: Recipe, as_json: bool) -> None:
         emit_json(plan)
         return
     shown = table(f"{recipe.name}: what it costs", "figure", "value", right=("value",))
-    shown.add_row("parameters", f"{plan['parameters']:,}")
     shown.add_row("training examples", f"{plan['examples']:,}")
     shown.add_row("steps", f"{plan['steps']:,}")
     shown.add_row("a step, processor time of this machine", f"{plan['step_seconds']:.3g} s")

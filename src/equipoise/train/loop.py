@@ -7,8 +7,6 @@ batch, equally many examples, so the average of the local gradients is the gradi
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -118,29 +117,32 @@ def run_recipe(
     return Result(checked, run.measured.eval(), run.history, run.history[-1], seconds, folder)
 
 
-def step_seconds(recipe: Recipe, parts: Parts, examples: int, steps: int = 2) -> float:
-    """Processor seconds of a training step with so many examples: the smallest of several, after one to warm up.
+def step_seconds(recipe: Recipe, parts: Parts, sizes: Iterable[int], steps: int = 1) -> list[float]:
+    """Processor seconds of a training step for every number of examples: the smallest of `steps`, after one to warm up.
 
     Args:
         recipe: what would be trained.
         parts: its data.
-        examples: of a batch.
+        sizes: numbers of examples, at most the batch size.
         steps: how many are timed.
     """
+
+    def timed(examples: int) -> float:
+        began = time.process_time()
+        run.take_step(torch.arange(examples))
+        return time.process_time() - began
+
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        run = Training(recipe.model_copy(update={"batch_size": examples}), parts, _accelerator(cpu=True))
-        times = []
-        for _ in range(steps + 1):
-            began = time.process_time()
-            run.take_step(torch.arange(examples))
-            times.append(time.process_time() - began)
+        run = Training(recipe, parts, _accelerator(cpu=True))
+        timed(2)
+        seconds = [min(timed(size) for _ in range(steps)) for size in sizes]
         run.close()
-    return min(times[1:])
+    return seconds
 
 
 def plan_recipe(recipe: Recipe) -> dict[str, Any]:
-    """What training would cost on this machine: parameters, steps, and the time of a step of 2 and of 6 examples, extrapolated.
+    """What training would cost on this machine: steps, and the time of one, extrapolated from 2 and 6 examples.
 
     Where the data are not on this machine, `data.examples` of the recipe counts and inputs are random.
 
@@ -155,14 +157,12 @@ def plan_recipe(recipe: Recipe) -> dict[str, Any]:
             raise
         parts = random_parts(recipe)
         where = f"the recipe, since the data are not here ({error})"
-    few, more = step_seconds(recipe, parts, 2), step_seconds(recipe, parts, 6)
+    few, more = step_seconds(recipe, parts, (2, 6))
     size = min(recipe.batch_size, len(parts.train))
     seconds = few + max(0.0, more - few) / 4 * (size - 2)
     steps = recipe.epochs * (len(parts.train) // size)
-    model, _ = build_model(recipe.model, parts.train.source)
     return {
         "name": recipe.name,
-        "parameters": sum(p.numel() for p in model.parameters()),
         "examples": len(parts.train),
         "steps": steps,
         "step_seconds": seconds,
@@ -560,7 +560,6 @@ class Training:
 
             weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
             atomic_write(folder / "model.safetensors", save(weights))
-        atomic_write(folder / "summary.json", json.dumps(last, indent=2) + "\n")
 
     def _certify(self, folder: Path, last: dict[str, Any]) -> None:
         from equipoise.models import save_certificate
@@ -641,17 +640,7 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
     if schedule.kind == "linear":
         return schedule.final + (1 - schedule.final) * (1 - t)
     if schedule.kind == "piecewise":
-        return _interpolate(schedule.points, step / steps)
+        return float(np.interp(step / steps, *zip(*schedule.points, strict=True)))
     if schedule.kind == "step":
         return schedule.gamma ** sum(step >= round(m * steps) for m in schedule.milestones)
     return 1.0
-
-
-def _interpolate(points: list[tuple[float, float]], t: float) -> float:
-    """Linear between the points, constant outside."""
-    if t <= points[0][0]:
-        return points[0][1]
-    for (a, low), (b, high) in itertools.pairwise(points):
-        if t <= b:
-            return low + (high - low) * (t - a) / (b - a)
-    return points[-1][1]

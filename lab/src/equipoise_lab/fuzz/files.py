@@ -121,7 +121,7 @@ def kinds() -> list[str]:
     """The subjects whose packages are installed."""
     import importlib.util
 
-    needs = {"onnx": "onnx", "texts": "pydantic"}
+    needs = {"onnx": "onnx", "texts": "yaml"}
     return [kind for kind in SUBJECTS if kind not in needs or importlib.util.find_spec(needs[kind]) is not None]
 
 

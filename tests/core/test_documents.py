@@ -1,0 +1,79 @@
+"""Stored documents: types, ranges and kinds of files are checked, and every problem is one sentence."""
+
+import os
+
+import pytest
+from pydantic import Field
+
+from equipoise.core import InputError
+from equipoise.core.digests import sealed
+from equipoise.core.documents import Count, Document, check_document, parse_document, read_document
+
+
+class Part(Document):
+    sigma: float
+    shape: tuple[int, ...] = ()
+
+
+class Example(Document):
+    steps: Count
+    parts: dict[str, Part] = Field(default_factory=dict)
+
+
+GOOD = '{"steps": 3, "parts": {"a": {"sigma": 1, "shape": [1, 2]}}}'
+
+BAD = {
+    "[]": "the document: expected an object",
+    "{}": "the key 'steps' is missing",
+    '{"steps": "3"}': "steps: expected a valid integer, got '3'",
+    '{"steps": true}': "steps: expected a valid integer, got True",
+    '{"steps": 3.0}': "steps: expected a valid integer",
+    '{"steps": -1}': "steps: expected greater than or equal to 0",
+    '{"steps": 1' + "0" * 30 + "}": "steps: expected less than or equal to",
+    '{"steps": 1, "parts": {"a": {"sigma": null}}}': "parts.a.sigma: expected a valid number, got None",
+    '{"steps": 1, "parts": {"a": {"sigma": 1e999}}}': "parts.a.sigma: expected a finite number",
+    '{"steps": 1, "parts": {"a": {"sigma": 1, "shape": "x"}}}': "parts.a.shape: expected a valid array",
+    '{"steps": 1, "stepz": 1}': "unknown key 'stepz'",
+    '{"steps": 1, "steps": 2}': "given twice",
+    '{"steps": NaN}': "NaN",
+    '{"steps": "\\ud800"}': "Invalid JSON",
+    "{": "not JSON",
+}
+
+
+def test_a_document_has_its_types():
+    document = parse_document(GOOD, Example, "x.json")
+    assert document.steps == 3
+    assert document.parts["a"] == Part(sigma=1.0, shape=(1, 2))
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_does_not_fit_is_one_sentence(text):
+    with pytest.raises(InputError) as caught:
+        parse_document(text, Example, "x.json")
+    assert BAD[text] in str(caught.value)
+    assert str(caught.value).startswith("x.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_seal_is_asked_for_and_checked():
+    good = sealed({"steps": 3})
+    assert parse_document(str(good).replace("'", '"'), Example, "x.json", sealed=True).steps == 3
+    with pytest.raises(InputError, match="changed after it was written"):
+        parse_document(str(good | {"steps": 4}).replace("'", '"'), Example, "x.json", sealed=True)
+    with pytest.raises(InputError, match="digest"):
+        parse_document('{"steps": 3}', Example, "x.json", sealed=True)
+
+
+@pytest.mark.timeout(10)
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", tmp_path, "/dev/zero"):
+        with pytest.raises(InputError, match="not a regular file"):
+            read_document(path, Example)
+    with pytest.raises(InputError, match="cannot read"):
+        read_document(tmp_path / "missing.json", Example)
+
+
+def test_parsed_values_are_checked_too():
+    assert check_document({"steps": 1}, Example, "a row") == Example(steps=1)
