@@ -138,7 +138,9 @@ class IntentSlots(Task):
     def fit(self, model: nn.Module, source: Any) -> IntentSlots:
         """With the names of the slots of this data."""
         if not isinstance(source, Snips):
-            raise InputError("loss intent-slots needs sentences: data: {reader: equipoise_lab.text:load_snips, path: FOLDER}")
+            raise InputError(
+                "loss intent-slots needs sentences: data: {reader: equipoise_lab.text:load_snips, path: FOLDER}"
+            )
         return replace(self, tags=source.slots)
 
 
@@ -348,7 +350,9 @@ class NextToken(Task):
     def fit(self, model: nn.Module, source: Any) -> NextToken:
         """The same; refused for data that are no text."""
         if not isinstance(source, Characters):
-            raise InputError("loss next-token needs a text: data: {reader: equipoise_lab.text:load_characters, path: 64:FILE}")
+            raise InputError(
+                "loss next-token needs a text: data: {reader: equipoise_lab.text:load_characters, path: 64:FILE}"
+            )
         return self
 
 

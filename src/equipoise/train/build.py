@@ -180,7 +180,9 @@ def random_parts(recipe: Recipe) -> Parts:
     shape = input_shape(name, **recipe.model.arguments)
     x = torch.rand(8, *shape, generator=generator(0, "plan")).numpy()
     classes = int(recipe.model.arguments.get("num_classes", 10))
-    source = Dataset.from_arrays(x, torch.arange(8).numpy() % classes, name="random", num_classes=classes, layout="NCHW")
+    source = Dataset.from_arrays(
+        x, torch.arange(8).numpy() % classes, name="random", num_classes=classes, layout="NCHW"
+    )
     return Parts(Part(source, torch.arange(recipe.data.examples or 8) % 8), None, None)
 
 

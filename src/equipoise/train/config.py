@@ -29,8 +29,8 @@ _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _LARGEST = 1_000_000  # bytes of a recipe
 
-Positive = Annotated[float, Field(gt=0, le=1e12)]
-NonNegative = Annotated[float, Field(ge=0, le=1e12)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
@@ -198,13 +198,18 @@ class Recipe(Part):
         return plain
 
 
-_KEYS = {name for part in (Recipe, Model, Data, Extra, Optimizer, Schedule, Metrics) for name in part.model_fields}
+_PARTS = {"model": Model, "data": Data, "optimizer": Optimizer, "schedule": Schedule, "metrics": Metrics}
 
 
-def describe(error: ValidationError, where: str, known: Iterable[str] = _KEYS) -> str:
+def describe(error: ValidationError, where: str, known: Iterable[str] | None = None) -> str:
     """The first problem as one sentence: the key's path, what was expected, what came.
 
     Unknown keys come first: a misspelt key is often also a missing one.
+
+    Args:
+        error: of pydantic.
+        where: what was read.
+        known: keys to suggest in place of an unknown one; without them those of the recipe.
     """
     unknown = ("extra_forbidden", "unexpected_keyword_argument")
     problems = sorted(error.errors(include_url=False), key=lambda p: p["type"] not in unknown)
@@ -213,7 +218,9 @@ def describe(error: ValidationError, where: str, known: Iterable[str] = _KEYS) -
     key = ".".join(location)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if problem["type"] in unknown:
-        return f"{where}: unknown key {key!r}{did_you_mean(location[-1], known, 0.5)}{more}"
+        part = _PARTS.get(location[0], Recipe) if len(location) > 1 else Recipe
+        hint = did_you_mean(location[-1], part.model_fields if known is None else known, 0.5)
+        return f"{where}: unknown key {key!r}{hint}{more}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{where}: {key!r} is missing{more}"
     expected = re.sub(r"^(Value error, |(Input|String|Tuple|List) should )", "", problem["msg"])
@@ -341,7 +348,7 @@ def parse(text: str, where: str) -> Any:
         where: its name, for messages.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  (derived from SafeLoader)
+        return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}, line {mark.line + 1}" if mark else where
@@ -368,9 +375,9 @@ def _merge(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in new.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        same_kind = both and value.get("kind", old.get("kind")) == old.get("kind")
-        merged[key] = _merge(old, value) if same_kind else value
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            value = _merge(old, value)
+        merged[key] = value
     return merged
 
 

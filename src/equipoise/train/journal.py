@@ -3,7 +3,7 @@
 ```
 recipe.json          the recipe and the data's fingerprint, compared at every start
 metrics.jsonl        one line per epoch
-state.safetensors    weights, average, optimizer, generators; its header holds the position and the metrics so far
+state/state.safetensors   weights, average, optimizer, generators; its header holds the position and the metrics so far
 model.safetensors, config.json, certificate.json, README.md   the finished network
 ```
 
@@ -25,19 +25,23 @@ from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, locked, open_regular, read_json
 
-STATE = "state.safetensors"
+STATE = "state/state.safetensors"
 _Count = Annotated[int, Field(ge=0, le=10**15)]
 
 
+#: what is stored of every part of a run (`model`, `optimizer/0`, …), by name: tensors and plain values
+State = dict[str, dict[str, Any]]
+
+
 class Position(BaseModel):
-    """Where a run is: finished epochs, batches of the current one, steps; the optimizer's plain numbers; a row per epoch."""
+    """Where a run is: finished epochs, batches of the current one, steps; a row per epoch; the state's plain values."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     epoch: _Count
     batch: _Count
     step: _Count
-    optimizer: dict[str, bool | int | float | str | None]
     history: list[dict[str, Any]]
+    plain: dict[str, bool | int | float | str | None] = {}
 
 
 class Journal:
@@ -47,21 +51,21 @@ class Journal:
         self.folder = Path(folder)
         self._lock = contextlib.ExitStack()
 
-    def open(self, document: Mapping[str, Any]) -> tuple[dict[str, Tensor], Position] | None:
+    def open(self, document: Mapping[str, Any]) -> tuple[State, Position] | None:
         """Claim the folder for this recipe and its data, and read the last state if there is one."""
         path = self.folder / "recipe.json"
         document = json.loads(json.dumps(document))
         busy = f"another process trains in {self.folder}: wait for it, or choose another --run-dir"
         try:
-            # what was written before recipe.json, or is hidden (locks, temporary files), is no reason to refuse
+            # what a killed start left (the state's folder, locks, temporary files) is no reason to refuse
             others = [] if path.exists() or not self.folder.exists() else list(self.folder.iterdir())
-            others = [item for item in others if not item.name.startswith(".") and item.name != "start.safetensors"]
+            others = [item for item in others if not item.name.startswith(".") and item.name != "state"]
             if others:
                 raise InputError(
                     f"{self.folder} is not empty and no training run (it holds {others[0].name!r}): "
                     "choose another --run-dir"
                 )
-            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "state").mkdir(parents=True, exist_ok=True)
             self._lock.enter_context(locked(self.folder / ".lock", busy))
         except OSError as error:
             raise InputError(f"cannot train in {self.folder}: {error.strerror}") from error
@@ -76,18 +80,20 @@ class Journal:
             atomic_write(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         return read_state(self.folder / STATE) if (self.folder / STATE).exists() else None
 
-    def save(self, tensors: Mapping[str, Tensor], position: Position) -> None:
-        """Replace the state.
+    def save(self, state: State, position: Position) -> None:
+        """Replace the stored state.
 
         Args:
-            tensors: by name.
+            state: tensors and plain values.
             position: where the run is.
         """
         from safetensors.torch import save
 
-        stored = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-        text = position.model_dump_json()
-        content = save(stored, metadata={"position": text, "digest": _digest(stored, text)})
+        flat = {f"{part}|{name}": value for part, named in state.items() for name, value in named.items()}
+        tensors = {name: v.detach().cpu().contiguous().clone() for name, v in flat.items() if isinstance(v, Tensor)}
+        plain = {name: value for name, value in flat.items() if name not in tensors}
+        text = position.model_copy(update={"plain": plain}).model_dump_json()
+        content = save(tensors, metadata={"position": text, "digest": _digest(tensors, text)})
         atomic_write(self.folder / STATE, content)
 
     def write_metrics(self, history: list[dict[str, Any]]) -> None:
@@ -100,8 +106,8 @@ class Journal:
         self._lock.close()
 
 
-def read_state(path: Path) -> tuple[dict[str, Tensor], Position]:
-    """Tensors and position of a state; nothing in it is executed, and one that was changed is refused."""
+def read_state(path: Path) -> tuple[State, Position]:
+    """A state and its position; nothing in it is executed, and one that was changed is refused."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -110,7 +116,12 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], Position]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if header["digest"] != _digest(tensors, header["position"]):
             raise ValueError("its digest does not fit")
-        return tensors, Position.model_validate_json(header["position"])
+        position = Position.model_validate_json(header["position"])
+        state: State = {}
+        for key, value in {**tensors, **position.plain}.items():
+            part, _, name = key.partition("|")
+            state.setdefault(part, {})[name] = value
+        return state, position
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, ValidationError) as error:
         raise InputError(f"the state {path} is damaged: remove it and the run starts over") from error
 

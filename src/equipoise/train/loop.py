@@ -26,11 +26,11 @@ from equipoise.core.modules import fresh_strides
 from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Part, Parts, build_data, build_model, build_optimizer, random_parts
 from equipoise.train.config import Recipe, Schedule, from_table, read_recipe
-from equipoise.train.journal import Journal, Position
+from equipoise.train.journal import Journal, Position, State
 from equipoise.train.losses import LOSSES, OBJECTIVES, Objective, Place, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
 from equipoise.train.randomness import in_blocks, key
-from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context
+from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context, Term
 
 #: the loss is looked at every so many steps and before every checkpoint, so that a device need not wait
 LOOK = 50
@@ -237,7 +237,8 @@ class Training:
         example = torch.zeros_like(parts.train.batch(torch.tensor([0]))[0]).to(self.device)
         context = Context(self.model, self.task, example)
         self.penalties = [
-            from_table(REGULARIZERS, choice, f"regularizers.{i}", context) for i, choice in enumerate(recipe.regularizers)
+            from_table(REGULARIZERS, choice, f"regularizers.{i}", context)
+            for i, choice in enumerate(recipe.regularizers)
         ]
         self.projections = [
             from_table(PROJECTIONS, choice, f"projections.{i}", context) for i, choice in enumerate(recipe.projections)
@@ -437,7 +438,7 @@ class Training:
         if self.progress is not None and self.rank == 0:
             self.progress(event)
 
-    def _keepers(self) -> dict[str, Any]:
+    def _terms(self) -> dict[str, Term]:
         """Penalties and projections by the name of their part of a state."""
         penalties = {f"penalty/{i}": term for i, term in enumerate(self.penalties)}
         return penalties | {f"projection/{i}": term for i, term in enumerate(self.projections)}
@@ -447,35 +448,28 @@ class Training:
         self._look()
         if not self.remembers:
             return
-        groups: dict[str, Mapping[str, Tensor]] = {"model": self.model.state_dict()}
+        state: State = {"model": self.model.state_dict()}
         if self.average is not None:
-            groups["average"] = self.average.state_dict()
-        groups |= {name: term.state() for name, term in self._keepers().items()}
-        groups["totals"] = self.totals.reduced(self._reduce)
-        plain_state: dict[str, Any] = {}
-        for index, entries in self.optimizer.state_dict()["state"].items():
-            tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-            groups[f"optimizer/{index}"] = tensors
-            plain_state |= {f"{index}/{name}": value for name, value in entries.items() if name not in tensors}
-        groups["random"] = self._generators()
+            state["average"] = self.average.state_dict()
+        state |= {name: term.state() for name, term in self._terms().items()}
+        state |= {f"optimizer/{index}": entries for index, entries in self.optimizer.state_dict()["state"].items()}
+        state["totals"] = dict(self.totals.reduced(self._reduce))
+        state |= self._generators()
         if self.journal is not None:
-            flat = {f"{group}/{name}": value for group, named in groups.items() for name, value in named.items()}
-            position = Position(
-                epoch=self.epoch, batch=self.batch, step=self.step, optimizer=plain_state, history=self.history
-            )
-            self.journal.save(flat, position)
+            position = Position(epoch=self.epoch, batch=self.batch, step=self.step, history=self.history)
+            self.journal.save(state, position)
         self.resumed = self.step
 
-    def _generators(self) -> dict[str, Tensor]:
+    def _generators(self) -> State:
         """The states of torch's global generators on every process."""
-        own = {f"{self.rank}/cpu": torch.get_rng_state()}
+        own = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
-            own[f"{self.rank}/cuda"] = torch.cuda.get_rng_state()
+            own["cuda"] = torch.cuda.get_rng_state()
         if self.world == 1:
-            return own
+            return {"random/0": own}
         from accelerate.utils import gather_object
 
-        return {name: state for states in gather_object([own]) for name, state in states.items()}
+        return {f"random/{rank}": states for rank, states in enumerate(gather_object([own]))}
 
     def _open(self) -> None:
         """Claim the folder and go back to its last state; what stops one process stops all, with the same sentence."""
@@ -504,30 +498,22 @@ class Training:
             f"the stored state does not fit the recipe's network: {one_line(error)}; remove it and the run starts over"
         )
 
-    def _restore(self, tensors: dict[str, Tensor], position: Position) -> None:
-        groups: dict[str, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            # model/WEIGHT, average/WEIGHT, totals/NAME; optimizer/0/NAME, penalty/0/NAME, random/0/cpu
-            parts = name.split("/")
-            depth = 1 if parts[0] in ("model", "average", "totals") else 2
-            groups.setdefault("/".join(parts[:depth]), {})["/".join(parts[depth:])] = value
-        self.model.load_state_dict(groups["model"])
+    def _restore(self, state: State, position: Position) -> None:
+        self.model.load_state_dict(state["model"])
         if self.average is not None:
-            self.average.load_state_dict(groups["average"])
-        for name, term in self._keepers().items():
-            term.restore(groups.get(name, {}))
+            self.average.load_state_dict(state["average"])
+        for name, term in self._terms().items():
+            term.restore(state.get(name, {}))
 
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state: dict[int, dict[str, Any]] = {int(k[10:]): dict(v) for k, v in groups.items() if k.startswith("optimizer/")}
-        for index, entries in state.items():
-            if any(value.shape not in (parameters[index].shape, torch.Size()) for value in entries.values()):
+        moments = {i: state[f"optimizer/{i}"] for i in range(len(parameters)) if f"optimizer/{i}" in state}
+        for index, entries in moments.items():
+            shapes = (parameters[index].shape, torch.Size())
+            if any(isinstance(value, Tensor) and value.shape not in shapes for value in entries.values()):
                 raise ValueError(f"the optimizer's tensors of parameter {index} have other shapes")
-        for name, value in position.optimizer.items():
-            index, _, entry = name.partition("/")
-            state.setdefault(int(index), {})[entry] = value
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
-        own = groups.get(f"random/{self.rank}", {})
+        own = state.get(f"random/{self.rank}", {})
         if "cpu" in own:  # not where there are more processes than before
             torch.set_rng_state(own["cpu"])
         if "cuda" in own and self.device.type == "cuda":
@@ -538,7 +524,7 @@ class Training:
         if [row.get("epoch") for row in position.history] != list(range(1, self.epoch + 1)):
             raise ValueError("its figures are not those of its epochs")
         self.history = position.history
-        for name, pair in groups.get("totals", {}).items():
+        for name, pair in state.get("totals", {}).items():
             value, count = pair.tolist()  # the sums are the whole job's: one process carries them on
             self.totals.add(name, value if self.rank == 0 else 0.0, count if self.rank == 0 else 0.0)
         self.resumed = self.step
@@ -640,7 +626,8 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
     if schedule.kind == "linear":
         return schedule.final + (1 - schedule.final) * (1 - t)
     if schedule.kind == "piecewise":
-        return float(np.interp(step / steps, *zip(*schedule.points, strict=True)))
+        fractions, factors = zip(*schedule.points, strict=True)
+        return float(np.interp(step / steps, fractions, factors))
     if schedule.kind == "step":
         return schedule.gamma ** sum(step >= round(m * steps) for m in schedule.milestones)
     return 1.0

@@ -20,6 +20,8 @@ from equipoise.core.errors import InputError, did_you_mean
 from equipoise.train.config import Few, Fraction, NonNegative, Positive, Share
 from equipoise.train.randomness import generator, in_blocks
 
+#: margin asked of the right class by default, in units of L
+_OFFSET = 1.5 * math.sqrt(2)
 #: for each metric the sum of its hits and how many were tried
 Counts = dict[str, tuple[Tensor, Tensor | int]]
 
@@ -141,7 +143,7 @@ def cross_entropy(label_smoothing: Fraction = 0.0) -> Classification:
 
 
 def lipschitz_cross_entropy(
-    temperature: Positive = 0.25, offset: NonNegative = 1.5 * math.sqrt(2), lipschitz: Positive = 1.0
+    temperature: Positive = 0.25, offset: NonNegative = _OFFSET, lipschitz: Positive = 1.0
 ) -> Classification:
     """`t·CE((z − offset·L·e_y)/t, y)`: asks a margin of the right class, at the scale of a Lipschitz network.
 
@@ -317,9 +319,7 @@ def consistency(
     return objective
 
 
-def smooth_adversarial(
-    task: Task, sigma: Positive, epsilon: NonNegative, steps: Few = 2, copies: Few = 2
-) -> Objective:
+def smooth_adversarial(task: Task, sigma: Positive, epsilon: NonNegative, steps: Few = 2, copies: Few = 2) -> Objective:
     """The task's loss on noisy adversaries of the smoothed classifier (SmoothAdv, Salman et al. 2019).
 
     Args:

@@ -44,7 +44,12 @@ def data_order(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def in_blocks(
-    function: Callable[[Tensor, torch.Generator], Tensor], x: Tensor, first: int, seed: int, purpose: str, *position: int
+    function: Callable[[Tensor, torch.Generator], Tensor],
+    x: Tensor,
+    first: int,
+    seed: int,
+    purpose: str,
+    *position: int,
 ) -> Tensor:
     """Apply a random function to the rows of `x`, the places first, first+1, … of the global batch, block by block.
 

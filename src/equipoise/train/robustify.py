@@ -131,11 +131,11 @@ def robustify(
     known = known_constant(net.module)
     if known is not None:  # a factor that holds for all weights, not only for those at the start
         net.factor.fill_(deflate(1 / max(known, 1.0)))
-    start = run_dir / "start.safetensors"
+    start = run_dir / "state" / "start.safetensors"
     if not start.exists():
         from safetensors.torch import save
 
-        make_folder(run_dir)
+        make_folder(start.parent)
         weights = {name: value.detach().contiguous().clone() for name, value in net.state_dict().items()}
         atomic_write(start, save(weights))
     document = _document(folder, method, data, recipe, distill)

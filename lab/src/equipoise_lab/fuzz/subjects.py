@@ -17,7 +17,7 @@ from torch import nn
 
 from equipoise.checkpoints import load_model, save_checkpoint
 from equipoise.core.digests import Digest, digest_document
-from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.errors import EquipoiseError
 from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
 from equipoise.norms.files import weight_norms
@@ -96,17 +96,17 @@ def make_state(folder: Path) -> None:
     journal = Journal(folder / "run")
     journal.open({"recipe": {}})
     history = [{"epoch": epoch, "accuracy": 0.5 + epoch / 10} for epoch in (1, 2)]
-    position = Position(epoch=2, batch=0, step=7, optimizer={}, history=history)
-    journal.save({f"model/{k}": v for k, v in _network().state_dict().items()}, position)
+    position = Position(epoch=2, batch=0, step=7, history=history)
+    journal.save({"model": _network().state_dict()}, position)
     journal.close()
 
 
 def open_state(folder: Path) -> str:
     """The tensors and the position."""
-    tensors, position = read_state(folder / "run" / STATE)
+    state, position = read_state(folder / "run" / STATE)
     digest = Digest("state")
-    for name in sorted(tensors):
-        digest.add(name, tensors[name])
+    for name in sorted(state["model"]):
+        digest.add(name, state["model"][name])
     return f"{digest} {position}"
 
 

@@ -38,9 +38,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _penalty(
-    norm: Callable[[Tensor], Tensor], context: Any, weight: float = 1.0, penalty: str = "squares"
-) -> Any:
+def _penalty(norm: Callable[[Tensor], Tensor], context: Any, weight: float = 1.0, penalty: str = "squares") -> Any:
     """`weight · penalty(σ)` over the convolutions, σ as the norm has it."""
     from equipoise.train.terms import Term
 
