@@ -36,8 +36,8 @@ class Mixed(nn.Module):
         self.last = nn.Linear(12, 3)
 
     def forward(self, x):
-        a, b = ((x - 0.3) / 0.7).chunk(2, 1)
-        pooled = nn.functional.max_pool1d(torch.cat([torch.abs(a), b.clamp(max=0.1)], 1), 2)
+        a, b = ((x - 0.25) / 0.75).chunk(2, 1)
+        pooled = nn.functional.max_pool1d(torch.cat([torch.abs(a), b.clamp(max=0.125)], 1), 2)
         mean = x.mean(2)
         return self.last(
             torch.cat([pooled.flatten(1), mean, (3 * mean).amax(1, keepdim=True)], 1).double()[:, :12].to(x.dtype)

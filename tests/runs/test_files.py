@@ -3,11 +3,7 @@
 import csv
 import io
 import math
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
 from decimal import Decimal
 
 import numpy as np
@@ -17,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import InputError, Refused
-from equipoise.core.files import atomic_write
 from equipoise.runs import AttackRow, certify, open_run
 from equipoise.runs.export import FORMATS
 from equipoise.runs.merge import merge_runs
@@ -212,32 +207,6 @@ def test_shards_of_a_soft_run_calibrate_alike(tmp_path, net, xy):
     shards = [certify(net, xy, run_dir=tmp_path / f"{k}", skip=4 * k, limit=4, **settings) for k in range(3)]
     assert len({shard.manifest.map for shard in shards}) == 1
     assert math.isfinite(merge_runs([s.folder for s in shards], tmp_path / "m").certificates().radius.sum())
-
-
-WRITER = """
-import os, sys, time
-from equipoise.core.files import atomic_write
-os.fsync = lambda handle: (print("writing", flush=True), time.sleep(60))
-atomic_write(sys.argv[1], "late")
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="locks of files that go with their process")
-def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
-    path, other = tmp_path / "a.json", tmp_path / ".a.json.original"
-    other.write_text("not ours")
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
-    try:
-        assert writer.stdout.readline() == b"writing\n"
-        atomic_write(path, "one")
-        assert len(list(tmp_path.iterdir())) == 3
-    finally:
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
-    assert len(list(tmp_path.iterdir())) == 3
-    atomic_write(path, "two")
-    assert sorted(tmp_path.iterdir()) == [other, path]
-    assert path.read_text() == "two"
 
 
 def test_an_attack_is_on_the_network_or_its_smoothed_version():

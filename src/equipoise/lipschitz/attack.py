@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import one_line
-from equipoise.lipschitz.batches import flat_outputs
-from equipoise.lipschitz.capture import Program, run_program
-from equipoise.lipschitz.values import EXACT, functional
+from equipoise.lipschitz.capture import Program, flat_outputs, run_program
+from equipoise.lipschitz.values import EXACT
 
 Function = Callable[[Tensor], Any]
 
@@ -25,7 +24,7 @@ def lower_ends(
     where an operation of PyTorch is not the function it stands for (see `values`).
     """
     x = x.detach().double()
-    real = any(functional(n.target) in EXACT for n in program.nodes)
+    real = any(n.target in EXACT for n in program.nodes)
     ways: list[tuple[str, Callable[[], Tensor]]] = []
     if not real and not program.notes:
         ways.append(("", lambda: climbed(_in_float64(model, program, x), x, radius, steps, seed)))

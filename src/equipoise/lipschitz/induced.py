@@ -13,11 +13,10 @@ from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
-from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import propagate
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.rules.registry import shape_of
-from equipoise.lipschitz.values import replay
+from equipoise.lipschitz.values import replay, where
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.induced import Order, map_norm

@@ -24,17 +24,15 @@ from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, inflate, unit_roundoff
-from equipoise.lipschitz.batches import as_examples
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.enclose import activated
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.operations import Copy, Largest, Scaled, Sorted, Sum
-from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import exactly, first_of, functional
+from equipoise.lipschitz.values import exactly, first_of, where
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache
 
@@ -297,7 +295,7 @@ def _local(call: Call, step: Step, sizes: dict[fx.Node, Tensor], value: Tensor, 
 
 def _jump(call: Call) -> float:
     """PyTorch's own softplus leaves the function it stands for; every other operation rounds it."""
-    return _JUMP / float(call["beta"]) if functional(call.node.target) is torch.ops.aten.softplus.default else 0.0
+    return _JUMP / float(call["beta"]) if call.node.target is torch.ops.aten.softplus.default else 0.0
 
 
 def _grown(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from equipoise.core import InputError, Refused
 from equipoise.core.digests import Digest
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing.rowwise import Denoised
+from equipoise.smoothing import Denoised
 
 #: arguments by which operators are told that they are in training
 _TRAINING = frozenset({"train", "training"})

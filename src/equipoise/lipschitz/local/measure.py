@@ -17,8 +17,7 @@ from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
-from equipoise.lipschitz.batches import as_examples
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.linearise import gradient_bound

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import deflate, full_precision, inflate
-from equipoise.lipschitz.batches import as_examples
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.local.backward import Norm, enclose_ball

@@ -16,8 +16,7 @@ from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.precision import deflate, frobenius, inflate
 from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Sum, Weighted
-from equipoise.lipschitz.places import module_path, where
-from equipoise.lipschitz.values import functional
+from equipoise.lipschitz.values import module_path, where
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.bracket import Cache, bracket
@@ -104,11 +103,6 @@ class Step:
     def everywhere(self) -> bool:
         """Whether the slopes hold for all numbers, not only for those of the domain."""
         return not isinstance(self.map, Pointwise) or self.map.everywhere
-
-    @property
-    def kind(self) -> str:
-        """The label (earlier name)."""
-        return self.label
 
 
 def unchanged(x: Signal) -> Step:
@@ -221,7 +215,7 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
 
 
 def find_rule(node: fx.Node) -> Rule:
-    """The rule of a node's operation, in place or not; refused where there is none."""
+    """The rule of a node's operation; refused where there is none."""
     found = _found(node)
     if found is not None:
         return found
@@ -234,18 +228,15 @@ def find_rule(node: fx.Node) -> Rule:
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether a node's operation, in place or not, has a rule."""
+    """Whether a node's operation has a rule."""
     return _found(node) is not None
 
 
 def _found(node: fx.Node) -> Rule | None:
-    table = _COMPLEX if _is_complex(node) else _RULES
-    for known in (_name(node.target), _name(functional(node.target))):
-        if known not in table:
-            _load_installed()
-        if known in table:
-            return table[known]
-    return None
+    table, name = _COMPLEX if _is_complex(node) else _RULES, _name(node.target)
+    if name not in table:
+        _load_installed()
+    return table.get(name)
 
 
 def _is_complex(node: fx.Node) -> bool:
