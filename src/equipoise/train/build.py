@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError, did_you_mean, one_line
 from equipoise.core.imports import resolve
-from equipoise.optim.matrices import Muon, add_lookahead
+from equipoise.optim.muon import Muon, add_lookahead
 from equipoise.train.config import Data, Model, Optimizer, Recipe, fill_in
 from equipoise.train.randomness import data_order, generator
 

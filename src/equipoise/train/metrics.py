@@ -67,32 +67,20 @@ class Certified:
     pairs: Tensor | None = None
 
     def radii(self, logits: Tensor, labels: Tensor) -> Tensor:
-<<<<<<< HEAD
         """Certified radii in float64: by pairs where those constants are proved, `margin/(√2·L)`, the larger of both.
 
         Args:
             logits: (B, classes), finite.
             labels: (B,).
         """
-        from equipoise.smoothing.margins import radius_global, radius_pairs
-=======
-        """Certified radii, by pairs where they are known, else `margin/(√2·L)`; the better one for each input, float64."""
         from equipoise.smoothing.margins import margin_radius
->>>>>>> main
 
         radii = torch.zeros(len(labels), dtype=torch.float64)
         if self.upper is not None:
-<<<<<<< HEAD
-            radii = torch.from_numpy(radius_global(logits, labels, self.upper))
+            radii = margin_radius(logits, labels, self.upper)
         if self.pairs is not None:
-            radii = radii.maximum(torch.from_numpy(radius_pairs(logits, labels, self.pairs)))
+            radii = radii.maximum(margin_radius(logits, labels, self.pairs))
         return radii
-=======
-            found = margin_radius(logits, labels, self.upper)
-        if self.pairs is not None:
-            found = found.maximum(margin_radius(logits, labels, self.pairs))
-        return found
->>>>>>> main
 
 
 def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -> Certified:
