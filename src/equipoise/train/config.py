@@ -198,7 +198,7 @@ class Recipe(Part):
         return plain
 
 
-_PARTS = {"model": Model, "data": Data, "optimizer": Optimizer, "schedule": Schedule, "metrics": Metrics}
+_PARTS: dict[str, type[Part]] = {"model": Model, "data": Data, "optimizer": Optimizer, "schedule": Schedule, "metrics": Metrics}
 
 
 def describe(error: ValidationError, where: str, known: Iterable[str] | None = None) -> str:
@@ -218,7 +218,7 @@ def describe(error: ValidationError, where: str, known: Iterable[str] | None = N
     key = ".".join(location)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if problem["type"] in unknown:
-        part = _PARTS.get(location[0], Recipe) if len(location) > 1 else Recipe
+        part: type[Part] = _PARTS.get(location[0], Recipe) if len(location) > 1 else Recipe
         hint = did_you_mean(location[-1], part.model_fields if known is None else known, 0.5)
         return f"{where}: unknown key {key!r}{hint}{more}"
     if problem["type"] in ("missing", "missing_argument"):
