@@ -198,7 +198,13 @@ class Recipe(Part):
         return plain
 
 
-_PARTS: dict[str, type[Part]] = {"model": Model, "data": Data, "optimizer": Optimizer, "schedule": Schedule, "metrics": Metrics}
+_PARTS: dict[str, type[Part]] = {
+    "model": Model,
+    "data": Data,
+    "optimizer": Optimizer,
+    "schedule": Schedule,
+    "metrics": Metrics,
+}
 
 
 def describe(error: ValidationError, where: str, known: Iterable[str] | None = None) -> str:
