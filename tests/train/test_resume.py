@@ -276,7 +276,7 @@ def test_a_damaged_checkpoint_is_named(small, tmp_path):
     assert run_recipe(recipe, tmp_path / "run").final["epoch"] == 3
 
 
-@pytest.mark.parametrize("target", ["atomic_write", "open"])
+@pytest.mark.parametrize("target", ["fsync", "replace"])
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(small, tmp_path, monkeypatch, target):
     import errno
 
@@ -288,10 +288,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(small, tmp_pa
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if target == "atomic_write":
-        monkeypatch.setattr("os.fsync", full)
-    else:
-        monkeypatch.setattr("tempfile.mkstemp", full)
+    monkeypatch.setattr(f"os.{target}", full)
     with pytest.raises(InputError, match=r"cannot write .*: No space left on device"):
         run_recipe(recipe, tmp_path / "run")
     monkeypatch.undo()
