@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import format_up
+from equipoise.core.bounds import format_down, format_up
 from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import evaluating, hooked
@@ -42,7 +42,7 @@ class Conversion:
             "  ".join([*(c.ljust(w) for c, w in zip(r[:4], widths, strict=True)), r[4]]).rstrip() for r in [head, *body]
         ]
         measured = "by construction" if self.report is None else f"proved: at most {format_up(self.report.upper)}"
-        return "\n".join([*lines, "", f"Lipschitz constant {self.constant:g} ({measured})"])
+        return "\n".join([*lines, "", f"Lipschitz constant {format_up(self.constant)} ({measured})"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -101,13 +101,17 @@ class Rescaled(nn.Module):
             for _ in range(6):  # once more with the factor, since the last layer's norm is measured with it
                 report = lipschitz_bound(stored, example_input, rtol=rtol, ball=ball)
                 if not report.upper > 0 or not math.isfinite(report.upper):
-                    raise Refused(f"the network's bound is {report.upper:g}: no factor makes it {self.constant:g}")
+                    raise Refused(
+                        f"the network's bound is {format_up(report.upper)}: no factor makes it {format_up(self.constant)}"
+                    )
                 if (1 - 1e-4) * self.constant <= report.upper <= self.constant:
                     break
                 stored.factor.mul_(self.constant / report.upper * (1 - 1e-6))
             self.factor.copy_(stored.factor)
             if report.upper > self.constant:
-                raise Refused(f"the bound stays above {self.constant:g}: {report.upper!r}; ask for a larger rtol")
+                raise Refused(
+                    f"the bound stays above {format_down(self.constant)}: {report.upper!r}; ask for a larger rtol"
+                )
         self._fingerprint = fingerprint(self.module)
         self._largest = float(self.factor) * (1 + 1e-7)  # room for a factor that is stored in float32
         return report

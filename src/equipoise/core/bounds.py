@@ -40,7 +40,9 @@ class Bound:
     note: str = ""
 
     def __repr__(self) -> str:
-        return f"Bound({_show(self.value)}, {self.kind}, method={self.method!r})"
+        rounding = {Kind.UPPER: decimal.ROUND_CEILING, Kind.LOWER: decimal.ROUND_FLOOR}
+        shown = _format(self.value, 6, rounding.get(self.kind, decimal.ROUND_HALF_EVEN))
+        return f"Bound({shown}, {self.kind}, method={self.method!r})"
 
     def __float__(self) -> float:
         return float(self.value)
@@ -68,7 +70,7 @@ class Bracket:
     def __post_init__(self) -> None:
         lower, upper = _tensor(self.lower), _tensor(self.upper)
         if bool((lower > upper).any()) or bool(lower.isnan().any()) or bool(upper.isnan().any()):
-            raise InputError(f"a bracket needs lower ≤ upper, got [{_show(self.lower)}, {_show(self.upper)}]")
+            raise InputError(f"a bracket needs lower ≤ upper, got [{self.lower!r}, {self.upper!r}]")
 
     @property
     def gap(self) -> Number:
@@ -90,7 +92,7 @@ class Bracket:
 
     def __repr__(self) -> str:
         extra = "".join(f", {k}={v!r}" for k, v in (("method", self.method), ("note", self.note)) if v)
-        return f"Bracket({_show(self.lower, down=True)}, {_show(self.upper, up=True)}{extra})"
+        return f"Bracket({format_down(self.lower)}, {format_up(self.upper)}{extra})"
 
 
 def as_upper(value: Any, what: str = "Lipschitz constant") -> float:
@@ -112,33 +114,54 @@ def as_upper(value: Any, what: str = "Lipschitz constant") -> float:
         if value.kind is not Kind.UPPER:
             raise Refused(f"a certificate needs an upper bound of the {what}, got one that is only {value.kind}")
         value = value.value
-    number = float(torch.as_tensor(value).max()) if isinstance(value, Tensor) else float(value)
+    try:
+        number = float(value.max()) if isinstance(value, Tensor) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"the {what} must be a non-negative number, got {type(value).__name__}") from error
     if math.isnan(number) or number < 0:
         raise InputError(f"the {what} must be a non-negative number, got {number}")
     return number
 
 
-def format_up(x: float, digits: int = 6) -> str:
-    """Print `x ≥ 0` with `digits` significant digits, never below its value.
+def format_up(x: Number, digits: int = 6) -> str:
+    """Print a number with `digits` significant digits, never below its value: for every upper bound that is shown.
+
+    Args:
+        x: a number, or a tensor, of which the least and the largest entry are shown.
+        digits: significant decimal digits.
 
     >>> format_up(1.0000001, 4), format_up(2.5, 4), format_up(0.0, 4)
     ('1.001', '2.5', '0')
     """
-    return _rounded(x, digits, decimal.ROUND_CEILING)
+    return _format(x, digits, decimal.ROUND_CEILING)
 
 
-def format_down(x: float, digits: int = 6) -> str:
-    """Print `x ≥ 0` with `digits` significant digits, never above its value.
+def format_down(x: Number, digits: int = 6) -> str:
+    """Print a number with `digits` significant digits, never above its value: for lower bounds, radii and certified ε.
+
+    Args:
+        x: a number, or a tensor, of which the least and the largest entry are shown.
+        digits: significant decimal digits.
 
     >>> format_down(0.99999, 4), format_down(20.0, 4)
     ('0.9999', '20')
     """
-    return _rounded(x, digits, decimal.ROUND_FLOOR)
+    return _format(x, digits, decimal.ROUND_FLOOR)
 
 
-def _rounded(x: float, digits: int, rounding: str) -> str:
+def _format(x: Number, digits: int, rounding: str) -> str:
+    if isinstance(x, Tensor):
+        if x.numel() == 0:
+            return f"nothing of shape {tuple(x.shape)}"
+        if x.numel() > 1:
+            least, largest = (_format(float(end), digits, rounding) for end in (x.min(), x.max()))
+            return f"{least} … {largest} of shape {tuple(x.shape)}"
+        x = float(x)
+
     if x == 0 or not math.isfinite(x):
         return f"{x:g}"
+
+    # Decimal(x) is exact, so the only rounding is the one in the direction asked for
     value = decimal.Context(prec=digits, rounding=rounding).create_decimal(decimal.Decimal(x)).normalize()
     return f"{value:f}" if -6 < value.adjusted() < 16 else f"{value:.{digits}g}"
 
@@ -146,9 +169,3 @@ def _rounded(x: float, digits: int, rounding: str) -> str:
 def _tensor(x: Number) -> Tensor:
     """As float64: brackets must not be compared in the default float32."""
     return torch.as_tensor(x, dtype=torch.float64)
-
-
-def _show(x: Number, *, up: bool = False, down: bool = False) -> str:
-    if isinstance(x, Tensor):
-        return f"{x.min():.6g} … {x.max():.6g} of shape {tuple(x.shape)}" if x.numel() != 1 else f"{x.item():.6g}"
-    return format_up(x) if up else format_down(x) if down else f"{x:.6g}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.accuracy import percent
-from equipoise.core.bounds import format_up
+from equipoise.core.bounds import format_down, format_up
 from equipoise.core.digests import digest_document, sealed, unsealed
 from equipoise.core.errors import InputError, Refused, did_you_mean
 from equipoise.core.files import atomic_write, read_bounded, read_json
@@ -54,7 +54,7 @@ class Trained:
         if stored is not None and not claims(stored, torch.tensor(upper)):
             raise Refused(
                 f"the certificate of {self.name} claims a Lipschitz constant of {stored}, the weights have the bound "
-                f"{upper:g}: it is not about these weights; train it again"
+                f"{format_up(upper)}: it is not about these weights; train it again"
             )
         apart = self.certificate.get("pairs")
         if apart is not None and (pairs is None or not claims(apart, pairs)):
@@ -179,7 +179,7 @@ def _card(name: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> 
     figures, made, upper = document["figures"], document["made"], document["upper"]
     rows = [f"| accuracy | {figures['accuracy']:.2%} |"] if figures.get("accuracy") is not None else []
     for epsilon, share in (figures.get("certified_accuracy") or {}).items():
-        rows.append(f"| certified at ε = {float(epsilon):.4g} (ℓ2) | {percent(share)}% |")
+        rows.append(f"| certified at ε = {format_down(float(epsilon), 4)} (ℓ2) | {percent(share)}% |")
     rows.append(f"| Lipschitz constant, proved | {'refused' if upper is None else f'≤ {format_up(upper)}'} |")
     facts = [f"* {key}: {value}" for key, value in made.items()]
     return "\n".join([

@@ -15,11 +15,12 @@ import numpy as np
 from equipoise.core import InputError, Refused, as_upper
 from equipoise.runs.settings import Constant, Manifest, Settings, parse_map
 from equipoise.runs.store import Row
-from equipoise.smoothing import Certificates, Moments
+from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Smoothness
 from equipoise.smoothing.derive import Scores, Stopped, Votes, joined, stored_plan
 from equipoise.smoothing.derive import derive as derive_sample
-from equipoise.smoothing.drawn import tie_breaks
+from equipoise.smoothing.moments import Moments
+from equipoise.smoothing.noise import tie_breaks
 from equipoise.smoothing.procedures import Procedure, find_procedure
 from equipoise.smoothing.simplex import map_smoothness
 

@@ -106,7 +106,7 @@ def _run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> 
             _start(ray, execution)
         gpus = execution.gpus if torch.device(spec.device).type == "cuda" else 0
         options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 3, "max_task_retries": 3}
-        kind = ray.remote(**options)(RayWorker)
+        kind: Any = ray.remote(**options)(RayWorker)  # type: ignore[call-overload]
         path = [entry or os.getcwd() for entry in sys.path]
         expected = {name: value for name, value in versions().items() if name in ("equipoise", "torch", "numpy")}
         payload = ray.put(_portable_spec(spec))

@@ -518,9 +518,9 @@ def _joint_manifest(runs: Sequence[Run]) -> Manifest:
     for run in runs:
         other = run.manifest
         found = differences(first, other, ignore=("inputs", "total"))
-        for name in ("map", "lipschitz"):
-            before, after = getattr(first, name), getattr(other, name)
-            found += [f"{name}: {before} → {after}"] if before != after else []
+        for field in ("map", "lipschitz"):
+            before, after = getattr(first, field), getattr(other, field)
+            found += [f"{field}: {before} → {after}"] if before != after else []
         if found:
             raise Refused(f"{runs[0].folder} and {run.folder} are not shards of one run ({'; '.join(found)})")
         for name in run.ids:

@@ -10,7 +10,6 @@ import json
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,12 @@ from torch.export import ExportedProgram
 
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
-from equipoise.core.digests import Digest, digest_bytes
+from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.files import read_bounded
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing.rowwise import Denoised
+from equipoise.smoothing import Denoised
 
-#: bytes of a program file that is hashed
-LARGEST = 2**37
 #: arguments by which operators are told that they are in training
 _TRAINING = frozenset({"train", "training"})
 
@@ -105,10 +101,7 @@ def portable(model: Any, source: str | None = None) -> Portable:
         return model
     if isinstance(model, Loaded):
         made = portable(model.model, model.source)
-        path = Path(model.source)
-        if isinstance(model.model, ExportedProgram) and path.suffix == ".pt2" and path.is_file():
-            made = replace(made, hash=digest_bytes(read_bounded(path, LARGEST)))
-        return made
+        return made if model.digest is None else replace(made, hash=model.digest)
     if isinstance(model, ExportedProgram):
         _require_inference(model)
         buffer = io.BytesIO()

@@ -22,9 +22,9 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.runs.derive import derive
 from equipoise.runs.inputs import InputId
-from equipoise.runs.settings import Kind, Manifest, Settings, read_manifest
+from equipoise.runs.settings import Kind, Manifest, Settings, parse_map, read_manifest
 from equipoise.runs.store import AttackRow, Row, Session, Store, locked
-from equipoise.smoothing import Certificates
+from equipoise.smoothing import Certificates, SimplexMap
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -192,6 +192,11 @@ class Run:
     def kind(self) -> Kind:
         """ "sampled" (randomized smoothing) or "proved" (deterministic radii)."""
         return self.settings.kind
+
+    @property
+    def map(self) -> SimplexMap | None:
+        """The map that the run fixed beforehand, for soft votes."""
+        return parse_map(self.manifest.map)
 
     @cached_property
     def rows(self) -> list[Row]:

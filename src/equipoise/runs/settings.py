@@ -22,9 +22,8 @@ from equipoise.core.errors import InputError, Refused, did_you_mean
 from equipoise.core.files import atomic_write, read_json
 from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.drawn import Drawn
 from equipoise.smoothing.grid import Grid
-from equipoise.smoothing.noise import Levels, NoiseName
+from equipoise.smoothing.noise import Levels, NoiseName, NoiseSpec
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 NAME = "run.json"
@@ -199,11 +198,11 @@ class Settings(Document):
         wanted = self.map is not None or self.lipschitz is not None
         return self.row.soft and not self.adaptive and (wanted or self.row.map != "hardmax")
 
-    def noise_law(self) -> Drawn:
+    def noise_law(self) -> NoiseSpec:
         """The law of the noise that is sampled."""
         chosen = self.seed_source == "user"
         dimension = self.dimension or 0
-        return Drawn(self.levels, self.noise, self.cells, dimension, self.chunk_size, self.seed or 0, chosen)
+        return NoiseSpec(self.levels, self.noise, self.cells, dimension, self.chunk_size, self.seed or 0, chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data of the settings that belong to this kind of run and are set."""

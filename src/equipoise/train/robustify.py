@@ -12,6 +12,7 @@ from torch import nn
 from equipoise.checkpoints import load_checkpoint
 from equipoise.conversion import Conversion, make_lipschitz
 from equipoise.core.accuracy import percent
+from equipoise.core.bounds import format_down
 from equipoise.core.digests import unsealed
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, make_folder, read_json
@@ -74,7 +75,9 @@ def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tupl
 
     rows = [("accuracy", share(before.get("accuracy")), share(after.get("accuracy")))]
     one, two = before.get("certified_accuracy") or {}, after.get("certified_accuracy") or {}
-    rows += [(f"certified at ε = {float(e):.4g}", share(one.get(e)), share(two.get(e))) for e in {**one, **two}]
+    rows += [
+        (f"certified at ε = {format_down(float(e), 4)}", share(one.get(e)), share(two.get(e))) for e in {**one, **two}
+    ]
     return [*rows, ("Lipschitz constant (ℓ2, proved)", bound(before.get("bound")), bound(after.get("bound")))]
 
 
