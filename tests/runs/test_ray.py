@@ -10,14 +10,14 @@ import pytest
 import runs_nets
 import runs_ray_nets
 import torch
+from equipoise.runs.export import to_csv
+from equipoise.runs.parameters import Parameters
+from equipoise.runs.rows import Item
 
 from equipoise.core import InputError, Refused
 from equipoise.runs import Execution, TaskSpec, certify, open_run
 from equipoise.runs.engines import find_engine
-from equipoise.runs.export import to_csv
 from equipoise.runs.models import portable
-from equipoise.runs.parameters import Parameters
-from equipoise.runs.rows import Item
 from equipoise_lab.bench import runs as bench
 from equipoise_lab.bench.smoothing import small_cnn
 

@@ -47,7 +47,7 @@ def attack(
       equipoise attack runs/a --epsilon 0.25,0.5 --steps 50 --restarts 5
     """
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_up
+    from equipoise.core.bounds import format_down
     from equipoise.runs import attack_run, open_run
 
     levels = [] if epsilon is None else options.numbers(epsilon, "--epsilon takes numbers like 0.25,0.5,1.0")
@@ -83,7 +83,7 @@ def attack(
             columns = ("radius ε", "certified", f"attacked, {summary.kind}")
             shown = table("Accuracy", *columns, right=columns)
             for e, share in summary.accuracy.items():
-                shown.add_row(format_up(e, 4), f"{percent(summary.certified[e])} %", f"{100 * share:.2f} %")
+                shown.add_row(format_down(e, 4), f"{percent(summary.certified[e])} %", f"{100 * share:.2f} %")
             results().print(shown)
         tell(*summary.lines())
     if summary.broken or summary.failures:
@@ -98,11 +98,11 @@ def _recipe(run: Run, model: str | None, data: str | None) -> Recipe:
     recipe = run.manifest.recipe
     if recipe is not None:
         return recipe.model_copy(update=changes)
-    if len(changes) < 2:
+    if model is None or data is None:
         raise InputError(
             f"{run.folder} was made in Python and does not say where its model is: give --model and --data"
         )
-    return Recipe(**changes)
+    return Recipe(model=model, data=data)
 
 
 def predict(

@@ -198,7 +198,7 @@ def show_run(
     from rich.markup import escape
 
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_up
+    from equipoise.core.bounds import format_down
 
     summary = run.summary(levels, results=found)
     if json:
@@ -208,9 +208,9 @@ def show_run(
         columns = ["radius ε", share, *(["deployed"] if summary.deployed else [])]
         shown = table(escape(f"Run {run.folder}"), *columns, right=tuple(columns))
         for level, accuracy in summary.accuracy.items():
-            # a certified share stands beside its ε, so ε is never shown smaller than it is
+            # what is certified at ε is certified below it: ε is never shown larger than it is
             cells = [f"{percent(summary.deployed[level])} %"] if summary.deployed else []
-            shown.add_row(format_up(level, 4), f"{percent(accuracy)} %", *cells)
+            shown.add_row(format_down(level, 4), f"{percent(accuracy)} %", *cells)
         results().print(shown)
         tell(*summary.lines())
     broken = run.contradictions(found)[1] if run.kind == "proved" else []

@@ -210,11 +210,12 @@ class Store:
         self._require_regular()
 
         exists = self.path.exists()
-        uri = f"{self.path.resolve().as_uri()}?mode={'rwc' if writable else 'ro'}" if exists or writable else _NOWHERE
+        # a reader opens for writing too, where it may: a killed writer's last transaction has to be rolled back
+        uri = f"{self.path.resolve().as_uri()}?mode={'rwc' if writable else 'rw'}" if exists or writable else _NOWHERE
         with self._explained():
             self.db = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
         try:
-            self._open(exists)
+            self._open(writable)
         except BaseException:
             self.close()
             raise
@@ -232,14 +233,19 @@ class Store:
             if not stat.S_ISREG(mode):
                 raise InputError(f"cannot read {path}: it is not a regular file")
 
-    def _open(self, exists: bool) -> None:
+    def _open(self, writable: bool) -> None:
         digest = self.manifest.digest()
         with self._explained():
             found = [sql for (sql,) in self.db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
             if not found:
-                if exists and self.path.stat().st_size:
+                if self.path.exists() and self.path.stat().st_size:
                     raise InputError(f"{self.path} is not the store of a run: it holds no table of entries")
-                self._create(digest)
+                if not writable:
+                    self.db.close()
+                    self.db = sqlite3.connect(_NOWHERE, uri=True, isolation_level=None)
+                with self._transaction():
+                    self.db.execute(_SCHEMA)
+                    self._insert("run", [("digest", digest)])
                 return
         if found != [_SCHEMA]:
             raise InputError(f"{self.path} is not the store of a run: it has other tables")
@@ -247,19 +253,6 @@ class Store:
         stored = self._read("run")
         if stored != [json.dumps(digest)]:
             raise InputError(f"{self.path} belongs to another run than {MANIFEST} beside it: restore the two together")
-
-    def _create(self, digest: str) -> None:
-        try:
-            with self._transaction():
-                self.db.execute(_SCHEMA)
-                self._insert("run", [("digest", digest)])
-        except sqlite3.OperationalError as error:
-            # an empty file that cannot be written: a process was killed before its first commit
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_READONLY:
-                raise
-            self.db.close()
-            self.db = sqlite3.connect(_NOWHERE, uri=True, isolation_level=None)
-            self._create(digest)
 
     def __enter__(self) -> Self:
         return self

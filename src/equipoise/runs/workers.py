@@ -131,7 +131,7 @@ class SampledWorker(Worker):
 
     def __init__(self, spec: TaskSpec) -> None:
         super().__init__(spec)
-        self.classifier = spec.classifier()
+        self.counter = spec.classifier().like(Counting)
 
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
         """Votes of the selection and of the estimation draws, and the moments of soft votes."""
@@ -140,7 +140,8 @@ class SampledWorker(Worker):
             raise Refused(
                 f"the input has {x.numel()} numbers, the inputs of this run have {settings.dimension}: run it by itself"
             )
-        counter = Counting.of(self.classifier)
+        counter = self.counter
+        counter.votes = {s: np.zeros(counter.num_classes, dtype=np.int64) for s in Stream}
         values: dict[str, Any] = {"draws": settings.n}
         if settings.adaptive:
             values = self._adaptive(counter, item, x)
@@ -206,13 +207,6 @@ class Counting(SmoothedClassifier):
     """A smoothed classifier that also counts the votes of everything it draws, per stream."""
 
     votes: dict[Stream, Ints]
-
-    @classmethod
-    def of(cls, other: SmoothedClassifier) -> Counting:
-        """The same classifier with empty counts."""
-        result = other.like(cls)
-        result.votes = {s: np.zeros(other.num_classes, dtype=np.int64) for s in Stream}
-        return result
 
     def logits(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Iterator[Tensor]:
         """As `SmoothedClassifier.logits`."""

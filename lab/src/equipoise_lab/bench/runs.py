@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from equipoise.runs.manifest import Manifest
-from equipoise.runs.rows import Row as StoredRow
 from torch import nn
 
 from equipoise.runs import Row as StoredRow
