@@ -91,7 +91,7 @@ def test_equal_levels_are_one_level_and_runs_keep_them(tmp_path):
     )
     assert one.manifest.digest() == same.manifest.digest()
     run = certify(net, (x, y), run_dir=tmp_path / "c", sigma=LEVELS, n=300, seed=0)
-    assert json.loads((tmp_path / "c" / "run.json").read_text())["parameters"]["channels"] == LEVELS
+    assert json.loads((tmp_path / "c" / "run.json").read_text())["settings"]["channels"] == LEVELS
     direct = SmoothedClassifier(net, LEVELS, 2, seed=0, noise="grid").certify(x, n=300)
     assert np.array_equal(open_run(tmp_path / "c").certificates().radius, direct.radius)
     assert "ellipsoid" in run.certificates(procedure="cohen").about
