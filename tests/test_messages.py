@@ -141,7 +141,7 @@ COMMANDS = {
         "model.pt2 has its own input shape: leave out --input-sh",
     ),
     "pickle": ("audit {f}/model.pt", "pickles are never opened"),
-    "chain": ("audit {f}/model.pt2 --chain dense", "closed, sdp, lipsdp, eclipse"),
+    "chain": ("audit {f}/model.pt2 --chain dense", "closed, multipliers"),
     "no such model": ("certify {f}/nowhere --data digits --sigma 1", "neither a .pt2 or .onnx file, a directory"),
     "no such run": ("derive {f}/nowhere", "nowhere is not a run directory"),
     "an empty folder": ("attack {f}/empty", "empty is not a run directory"),

@@ -20,7 +20,7 @@ def small(width=8):
 def test_radii_are_those_of_certified_radius_and_every_output_agrees(tmp_path):
     net, (x, y) = small(), runs_nets.data(8)
     run = prove(net, (x, y), run_dir=tmp_path / "a")
-    direct = eq.certified_radius(net, x, y, deployed=False)
+    direct = eq.certified_radius(net, x, y)
     results, summary = run.results(), run.summary([0.0, 0.05])
     np.testing.assert_allclose(results.radius, direct.radius.numpy(), rtol=1e-9)
     right = (net(x).argmax(1) == y).numpy()
@@ -71,7 +71,7 @@ def test_stopped_merged_and_continued_runs_have_the_same_table(tmp_path):
 
 
 def test_the_deployed_pass_is_a_column_and_never_larger(tmp_path):
-    run = prove(small(), runs_nets.data(4), run_dir=tmp_path / "a", deployed=True)
+    run = prove(small(), runs_nets.data(4), run_dir=tmp_path / "a", deployed="float32")
     assert all(0 <= row.deployed <= row.radius for row in run.rows)
     assert "deployed" in table(run).splitlines()[0]
     assert run.summary([0.0]).deployed[0.0] <= run.summary([0.0]).accuracy[0.0]

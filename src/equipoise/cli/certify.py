@@ -95,9 +95,7 @@ def prove(
     norm: Annotated[str, typer.Option(help="of the ball: l2, linf or l1")] = "l2",
     effort: Annotated[str, typer.Option(help="auto, fast, relaxation or integral")] = "auto",
     seconds: Annotated[float | None, typer.Option(help="processor time per input")] = None,
-    deployed: Annotated[
-        bool, typer.Option("--deployed", help="also prove radii of the forward pass in the model's own dtype")
-    ] = False,
+    deployed: Annotated[str | None, typer.Option(help="float32: also radii of the forward pass in float32")] = None,
     limit: options.Limit = None,
     shard: options.Shard = None,
     split: options.Split = None,

@@ -1,6 +1,5 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,21 +10,21 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.bounds import format_up
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.capture import Program, capture
-from equipoise.lipschitz.chains import Solve, chain_total
+from equipoise.lipschitz.capture import Program, capture, in_single_precision
+from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.local.measure import whole_bound
 from equipoise.lipschitz.logs import log_product, log_root, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted
-from equipoise.lipschitz.places import module_path
 from equipoise.lipschitz.propagate import Propagation, combined, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Block, Report, Row, pair_constants
 from equipoise.lipschitz.rules import Step
-from equipoise.norms.bracket import Cache
+from equipoise.lipschitz.values import module_path
+from equipoise.norms.spectral import Cache
 
-ChainMethod = Literal["closed", "sdp", "lipsdp", "eclipse", "multipliers"]
+ChainMethod = Literal["closed", "multipliers"]
 
 
 def lipschitz_bound(
@@ -35,6 +34,7 @@ def lipschitz_bound(
     ball: float | None = None,
     rtol: float = 1e-3,
     chain: ChainMethod = "closed",
+    batch_dim: int | None = 0,
 ) -> Report:
     """How much can this network stretch an ℓ2 distance between inputs? A proved upper bound, with a row per layer.
 
@@ -48,10 +48,11 @@ def lipschitz_bound(
         ball: bound only on inputs with `‖x‖₂ ≤ ball`; needed for squeeze-and-excite, gates and attention without a norm.
         rtol: relative gap asked of every operator norm. From 0.02 on, convolutions are bounded by a faster route whose
             upper ends may be a few per cent looser than asked: what an audit needs.
-        chain: how the dense layers at the end are bounded together: by the `closed` form, or by the programs `lipsdp`
-            (also `sdp`) or `eclipse` through cvxpy, with the solver's answer proved again. `multipliers` bounds the whole
-            network by one multiplier per neuron, without a solver: any graph that is affine up to pointwise activations and
+        chain: `closed` bounds the dense layers at the end together, in closed form. `multipliers` bounds the whole network by
+            one multiplier per neuron (LipSDP, without a solver): any graph that is affine up to pointwise activations and
             max pooling, up to 3,000 neurons; refused by name beyond.
+        batch_dim: the dimension of the inputs that holds samples (1 for recurrent layers without `batch_first`); None bounds
+            the input as a whole. A network whose samples depend on each other along it is refused.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -61,34 +62,35 @@ def lipschitz_bound(
 
     References: Virmaux & Scaman 2018 (product bound); Ryu et al. 2019; Delattre 2025.
     """
-    if ball is not None and not (ball > 0 and math.isfinite(ball)):
-        raise InputError(f"ball must be a positive radius, got {ball}")
-    if not rtol > 0:
-        raise InputError(f"rtol must be positive, got {rtol}")
+    if ball is not None:
+        require_positive(ball=ball)
+    require_positive(rtol=rtol)
     require_one_of(get_args(ChainMethod), chain=chain)
     if example_input is None and not isinstance(model, ExportedProgram):
         raise InputError("lipschitz_bound needs example_input: the bound depends on the input's shape")
-    program = capture(model, example_input)
+    model, example_input, stored = in_single_precision(model, example_input)
+    program = capture(model, example_input, batch_dim=batch_dim)
     batches = [node.meta["val"].shape[:1] for node in program.inputs]
     if ball is not None and any(b and b[0] > 1 for b in batches) and isinstance(model, ExportedProgram):
         raise Refused(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
-    found = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
-    return replace(max(found, key=lambda report: report.log_upper), notes=program.notes, pairs=_largest(found))
+    reports = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
+    notes = (*program.notes, stored) if stored else program.notes
+    return replace(max(reports, key=lambda report: report.log_upper), notes=notes, pairs=_largest(reports))
 
 
-def _largest(found: list[Report]) -> Tensor | None:
+def _largest(reports: list[Report]) -> Tensor | None:
     """Constants of pairs that hold for every reading of the program."""
-    known = [report.pairs for report in found if report.pairs is not None]
-    if len(known) < len(found) or len({pairs.shape for pairs in known}) > 1:
+    pairs = [report.pairs for report in reports if report.pairs is not None]
+    if len(pairs) < len(reports) or len({p.shape for p in pairs}) > 1:
         return None
-    return torch.stack(known).amax(0)
+    return torch.stack(pairs).amax(0)
 
 
 def _report(program: Program, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
     run = propagate(program, ball, rtol)
-    together = chain_total(run, _solver(chain))
+    together = chain_total(run)
     if chain == "multipliers":
         found = whole_bound(run, Cache(rtol))
         together = found if together is None else min(found, together)
@@ -99,14 +101,6 @@ def _report(program: Program, ball: float | None, rtol: float, chain: ChainMetho
         totals[method], run.product, run.fused, layers, method, ball, program.notes, together, pair_constants(run),
         blocks(run, layers),
     )  # fmt: skip
-
-
-def _solver(chain: ChainMethod) -> Solve | None:
-    if chain in ("closed", "multipliers"):
-        return None
-    from equipoise.lipschitz.sdp import sdp_log
-
-    return functools.partial(sdp_log, method="eclipse" if chain == "eclipse" else "lipsdp")
 
 
 def _silent(step: Step) -> bool:

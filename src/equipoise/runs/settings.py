@@ -69,7 +69,7 @@ class Settings(Document):
         norm: proved: of the ball.
         effort: proved: as in `eq.certified_radius`.
         seconds: proved: budget of processor time per input; the best radius so far counts when it ends.
-        deployed: proved: also prove radii for the forward pass in the model's own dtype.
+        deployed: proved: "float32" adds radii of the forward pass in float32.
         attack_steps: proved: of the attack beside each radius; 0: none.
     """
 
@@ -102,7 +102,7 @@ class Settings(Document):
     norm: Norm = "l2"
     effort: Literal["auto", "fast", "relaxation", "integral"] = "auto"
     seconds: Positive | None = None
-    deployed: bool = False
+    deployed: Literal["float32"] | None = None
     attack_steps: Annotated[int, Field(ge=0, le=10**6)] = 40
 
     @classmethod

@@ -69,9 +69,9 @@ class Row(Document):
         answer: proved: the network's own answer.
         radius: proved: no point strictly within it has another answer than the label.
         rival: proved: the class that limits the radius.
-        margin: proved: a lower bound of the margin at the input against the rival; None: not known.
+        margin: proved: of the input against the rival, rounded down where something is proved; None: not finite.
         method: proved: what proved the radius.
-        deployed: proved: the radius of the forward pass in the model's own dtype, if asked for.
+        deployed: proved: the radius of the forward pass in float32, if asked for.
     """
 
     id: InputId
@@ -94,8 +94,8 @@ class Row(Document):
 
     @property
     def proved(self) -> bool:
-        """Whether the answer at the input itself is proved, rounding included."""
-        return self.margin is not None and self.margin > 0
+        """Whether anything is proved about this input."""
+        return self.radius > 0
 
     def fits(self, settings: Settings, fixed_map: str | None) -> bool:
         """Whether a run with these settings can have produced this row.
@@ -109,7 +109,7 @@ class Row(Document):
             return self.selection is None and self.estimation is None and not self.radius
         if settings.kind == "proved":
             right = self.label < 0 or self.answer == self.label
-            return -1 <= self.answer < classes and (self.radius == 0 or (self.proved and right))
+            return -1 <= self.answer < classes and (right or not self.proved)
         if self.selection is None or self.estimation is None:
             return False
 

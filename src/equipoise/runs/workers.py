@@ -17,11 +17,7 @@ from torch import Tensor, nn
 
 from equipoise.attacks import pgd
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
-from equipoise.core.precision import full_precision
-from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.radius import LARGEST, Certifier
-from equipoise.lipschitz.propagate import propagate
-from equipoise.norms.bracket import Cache
 from equipoise.runs.inputs import Item
 from equipoise.runs.models import Portable, in_batches
 from equipoise.runs.settings import Settings, map_text
@@ -228,12 +224,9 @@ class ProvedWorker(Worker):
             raise InputError("a proved run needs an example input")
         x = spec.example.to(self.dtype)
         self.shape = tuple(x.shape)
-        with torch.no_grad(), full_precision():
-            run = propagate(capture(self.module, x[None]), None, RTOL, cache := Cache(RTOL))
-            self.certifier = Certifier.of(run, cache, settings.norm, settings.effort, deployed=False)
-            self.deployed = None
-            if settings.deployed:
-                self.deployed = Certifier.of(run, cache, settings.norm, settings.effort, deployed=True)
+        self.certifier = Certifier.of(
+            self.module, x[None], norm=settings.norm, effort=settings.effort, rtol=RTOL, deployed=settings.deployed
+        )
 
     @property
     def note(self) -> str:
@@ -245,31 +238,17 @@ class ProvedWorker(Worker):
         settings = self.spec.settings
         if tuple(x.shape) != self.shape:
             raise Refused(f"the input has shape {tuple(x.shape)}, the inputs of this run have {self.shape}")
-        x = x.to(self.dtype)[None]
-        wanted = item.label if item.label >= 0 else None
-        with torch.no_grad(), full_precision():
-            radius, label, rival, margin, method = self.certifier.certify(x, wanted, self._deadline(settings))
-            proved = margin > 0
-            values = {
-                "answer": label if proved else self._answer(x),
-                "radius": radius if proved else 0.0,
-                "rival": rival,
-                "margin": margin if math.isfinite(margin) else None,
-                "method": method if proved else "",
-            }
-            if self.deployed is not None:
-                second = self.deployed.certify(x, wanted, self._deadline(settings))
-                values["deployed"] = min(second[0], radius) if second[3] > 0 else 0.0
-        return values
-
-    def _deadline(self, settings: Settings) -> float:
-        """The end of the budget, in processor time of this process."""
-        return math.inf if settings.seconds is None else time.monotonic() + settings.seconds
-
-    def _answer(self, x: Tensor) -> int:
-        """The network's own answer, −1 where its logits are not finite."""
-        out: Tensor = self.module(x)
-        return int(out.argmax()) if bool(torch.isfinite(out).all()) else -1
+        label = torch.tensor([item.label]) if item.label >= 0 else None
+        radii = self.certifier.radii(x.to(self.dtype)[None], label, seconds=settings.seconds)
+        radius, margin = float(radii.radius[0]), float(radii.margins[0])
+        return {
+            "answer": int(radii.predictions[0]),
+            "radius": radius,
+            "rival": int(radii.rivals[0]),
+            "margin": margin if math.isfinite(margin) else None,
+            "method": radii.methods[0] if radius > 0 else "",
+            "deployed": None if radii.deployed is None else float(radii.deployed[0]),
+        }
 
     def attack(self, item: Item, row: Row) -> list[AttackRow]:
         """ℓ2 attacks at growing multiples of the radius, until one succeeds."""
