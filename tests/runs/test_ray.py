@@ -1,5 +1,6 @@
 """The Ray engine on a real cluster of two workers: the table of the local engine, whatever happens to workers."""
 
+import pickle
 import runpy
 import sys
 from dataclasses import replace
@@ -111,6 +112,6 @@ def test_ray_is_missing(monkeypatch, tmp_path, net, xy):
 def test_other_software_or_code_on_a_worker_is_refused(net):
     spec = TaskSpec(portable(net), Settings.of("sampled", {"sigma": 0.3, "num_classes": 4, "seed": 0}))
     with pytest.raises(Refused, match=r"a worker has torch .* instead of 0\.0"):
-        RayWorker(spec, [], {"torch": "0.0"})
+        RayWorker(pickle.dumps(spec), [], {"torch": "0.0"})
     with pytest.raises(Refused, match="code of runs_nets:Net differs"):
-        RayWorker(replace(spec, model=replace(spec.model, code="sha256:other")), [], {})
+        RayWorker(pickle.dumps(replace(spec, model=replace(spec.model, code="sha256:other"))), [], {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -67,8 +68,9 @@ class Execution:
 class RayWorker:
     """One worker process of a Ray cluster: built once, then asked for one row after the other."""
 
-    def __init__(self, spec: TaskSpec, path: list[str], expected: dict[str, str]) -> None:
+    def __init__(self, payload: bytes, path: list[str], expected: dict[str, str]) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
+        spec: TaskSpec = pickle.loads(payload)  # only now: its classes may lie on the path of the first process
         here = versions()
         wrong = [f"{name} {here[name]} instead of {value}" for name, value in expected.items() if here[name] != value]
         if wrong:
@@ -100,7 +102,7 @@ def _run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> 
     except ImportError as error:
         raise InputError("the engine 'ray' needs ray: pip install 'equipoise[ray]'") from error
 
-    started = not ray.is_initialized()
+    started, team = not ray.is_initialized(), list[Any]()
     try:
         if started:
             _start(ray, execution)
@@ -109,7 +111,7 @@ def _run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> 
         kind: Any = ray.remote(**options)(RayWorker)  # type: ignore[call-overload]
         path = [entry or os.getcwd() for entry in sys.path]
         expected = {name: value for name, value in versions().items() if name in ("equipoise", "torch", "numpy")}
-        payload = ray.put(_portable_spec(spec))
+        payload = ray.put(ray.cloudpickle.dumps(_portable_spec(spec)))
         team = [kind.remote(payload, path, expected) for _ in range(execution.workers)]
 
         idle: deque[Any] = deque(team * AHEAD)
@@ -137,6 +139,8 @@ def _run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> 
     finally:
         if started and ray.is_initialized():
             ray.shutdown()
+        for actor in [] if started else team:
+            ray.kill(actor)
 
 
 def _start(ray: Any, execution: Execution) -> None:
