@@ -15,7 +15,7 @@ from equipoise.core import EquipoiseError, InputError, fresh_strides
 from equipoise.core.digests import Digest
 from equipoise.core.documents import Count, Document, PositiveCount
 from equipoise.data.dataset import UNKNOWN
-from equipoise.data.factories import pair_of
+from equipoise.data.objects import pair_of
 from equipoise.smoothing.moments import Ints
 
 InputId = int | str
