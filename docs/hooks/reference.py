@@ -27,11 +27,11 @@ PAGES = {
     "runs": Page(
         "Runs and reports",
         (
-            "equipoise.runs", "equipoise.runs.glance", "equipoise.runs.monitor", "equipoise.runs.predictions",
+            "equipoise.runs", "equipoise.runs.preflight",
             "equipoise.report",
         ),
     ),
-    "data": Page("Data and models in files", ("equipoise.data", "equipoise.checkpoints")),
+    "data": Page("Data and models in files", ("equipoise.data", "equipoise.checkpoints", "equipoise.certificates")),
     "training": Page("Training", ("equipoise.train", "equipoise.optim", "equipoise.regularizers")),
     "curvature": Page("Curvature and attacks", ("equipoise.curvature", "equipoise.attacks")),
     "maps": Page("Linear maps", ("equipoise.maps",)),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from equipoise import (
         attacks,
+        certificates,
         curvature,
         data,
         functional,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "attacks",
-    "certified_radius", "certify", "curvature", "data", "export", "functional", "lipschitz", "lipschitz_bound",
+    "certificates", "certified_radius", "certify", "curvature", "data", "export", "functional", "lipschitz", "lipschitz_bound",
     "local_lipschitz", "make_lipschitz", "models", "nn", "norms", "open_run", "optim", "regularizers", "report",
     "runs", "smoothing", "spectral_norm", "train",
 ]  # fmt: skip

@@ -1,6 +1,5 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from equipoise.core.bounds import format_up
 from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.capture import Program, capture, in_single_precision
-from equipoise.lipschitz.chains import Solve, chain_total
+from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.local.measure import whole_bound
 from equipoise.lipschitz.logs import log_product, log_root, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted
@@ -25,7 +24,7 @@ from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.values import module_path
 from equipoise.norms.spectral import Cache
 
-ChainMethod = Literal["closed", "sdp", "lipsdp", "eclipse", "multipliers"]
+ChainMethod = Literal["closed", "multipliers"]
 
 
 def lipschitz_bound(
@@ -49,9 +48,8 @@ def lipschitz_bound(
         ball: bound only on inputs with `‖x‖₂ ≤ ball`; needed for squeeze-and-excite, gates and attention without a norm.
         rtol: relative gap asked of every operator norm. From 0.02 on, convolutions are bounded by a faster route whose
             upper ends may be a few per cent looser than asked: what an audit needs.
-        chain: how the dense layers at the end are bounded together: by the `closed` form, or by the programs `lipsdp`
-            (also `sdp`) or `eclipse` through cvxpy, with the solver's answer proved again. `multipliers` bounds the whole
-            network by one multiplier per neuron, without a solver: any graph that is affine up to pointwise activations and
+        chain: `closed` bounds the dense layers at the end together, in closed form. `multipliers` bounds the whole network by
+            one multiplier per neuron (LipSDP, without a solver): any graph that is affine up to pointwise activations and
             max pooling, up to 3,000 neurons; refused by name beyond.
         batch_dim: the dimension of the inputs that holds samples (1 for recurrent layers without `batch_first`); None bounds
             the input as a whole. A network whose samples depend on each other along it is refused.
@@ -78,8 +76,9 @@ def lipschitz_bound(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
     reports = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
-    notes = (*program.notes, stored) if stored else program.notes
-    return replace(max(reports, key=lambda report: report.log_upper), notes=notes, pairs=_largest(reports))
+    largest = max(reports, key=lambda report: report.log_upper)
+    notes = [note for note in (*program.notes, stored, *largest.notes) if note]
+    return replace(largest, notes=tuple(dict.fromkeys(notes)), pairs=_largest(reports))
 
 
 def _largest(reports: list[Report]) -> Tensor | None:
@@ -92,25 +91,29 @@ def _largest(reports: list[Report]) -> Tensor | None:
 
 def _report(program: Program, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
     run = propagate(program, ball, rtol)
-    together = chain_total(run, _solver(chain))
+    together = chain_total(run)
     if chain == "multipliers":
         found = whole_bound(run, Cache(rtol))
         together = found if together is None else min(found, together)
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
     layers = rows(run)
+    notes = (*program.notes, *_wider(layers, rtol))
     return Report(
-        totals[method], run.product, run.fused, layers, method, ball, program.notes, together, pair_constants(run),
+        totals[method], run.product, run.fused, layers, method, ball, notes, together, pair_constants(run),
         blocks(run, layers),
     )  # fmt: skip
 
 
-def _solver(chain: ChainMethod) -> Solve | None:
-    if chain in ("closed", "multipliers"):
-        return None
-    from equipoise.lipschitz.sdp import sdp_log
-
-    return functools.partial(sdp_log, method="eclipse" if chain == "eclipse" else "lipsdp")
+def _wider(layers: Sequence[Row], rtol: float) -> tuple[str, ...]:
+    """A note where norms are known less closely than was asked for."""
+    gaps = [row.upper / row.lower - 1 for row in layers if row.lower > 0]
+    wide = [gap for gap in gaps if gap > rtol * (1 + 1e-9)]
+    if not wide:
+        return ()
+    return (
+        f"{len(wide)} of {len(gaps)} norms are known within {format_up(max(wide), 2)} only, {rtol:g} was asked for",
+    )
 
 
 def _silent(step: Step) -> bool:
@@ -179,30 +182,29 @@ def _show(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "1"
 
 
-def block_of(name: str) -> str:
-    """The block that a layer belongs to: the module that holds it, or itself where it stands alone.
-
-    >>> block_of("layer1.0.conv1"), block_of("fc")
-    ('layer1.0', 'fc')
-    """
-    return name.rpartition(".")[0] or name
-
-
 def blocks(run: Propagation, layers: Sequence[Row]) -> tuple[Block, ...]:
     """The blocks by their share of the log-bound, largest first, with the product bound if it and those before it are capped.
 
-    Capped: every layer of the block with weights or factors, and a norm above 1, is scaled to norm 1. Sums, pooling and
-    activations stay what they are: `x + f(x)` with f capped is at most 2.
+    A block is the module that holds a layer, or the layer itself where it stands alone. Capped: every layer of the block with
+    weights or factors, and a norm above 1, is scaled to norm 1. Sums, pooling and activations stay what they are: `x + f(x)`
+    with f capped is at most 2.
     """
+    names = {row.name for row in layers}
+    holders = {name.rpartition(".")[0] for name in names} - {""}
+
+    def block_of(name: str) -> str:
+        # an operation in the forward of a block, such as its addition, has the block's own name
+        return name if name in holders else name.rpartition(".")[0] or name
+
     shares: dict[str, float] = {}
     for row in layers:
         shares[block_of(row.name)] = shares.get(block_of(row.name), 0.0) + row.share
     worst = sorted((name for name, share in shares.items() if share > 0), key=lambda name: -shares[name])
-    found, capped = [], set[str]()
-    for name in worst[:5]:
+    ranked, capped = [], set[str]()
+    for name in worst[:12]:
         capped.add(name)
-        found.append(Block(name, shares[name], _capped(run, lambda node: block_of(_named(node)) in capped)))
-    return tuple(found)
+        ranked.append(Block(name, shares[name], _capped(run, lambda node: block_of(_named(node)) in capped)))
+    return tuple(ranked)
 
 
 def _named(node: fx.Node) -> str:
