@@ -189,7 +189,7 @@ def _attempt(G: Tensor, diagonal: Tensor, tau: Tensor, error: Tensor, spread: Te
     M = -G
     shifted = torch.diagonal(M, dim1=-2, dim2=-1)
     shifted.add_(s[:, None].to(G.dtype))
-    before = shifted.real.double()
+    before = shifted.real.to(torch.float64, copy=True)  # the factor overwrites M
 
     L, completed = factor(M)
     R = torch.diagonal(L, dim1=-2, dim2=-1).real.double()
@@ -207,10 +207,10 @@ def _shift(diagonal: Tensor, tau: Tensor, error: Tensor, spread: Tensor, dtype: 
     n = diagonal.shape[-1]
     real = dtype.to_real() if dtype.is_complex else dtype
     loss = spread * cholesky_gamma(n, dtype) + 2 * unit_roundoff(dtype)
-    # rounding may leave a diagonal entry a little below 0: tr(M) ≤ n·(s + τ/1000)
     allowed = tau - error - 1e-3 * loss * tau
-    usable = (allowed > 0) & (diagonal.amin(-1) >= -1e-3 * tau)
     wanted = deflate(allowed / (1 + loss))
+    # rounding may leave diagonal entries of G below 0; those of s·I − G are off by at most u·1.5·s
+    usable = (allowed > 0) & (diagonal.amin(-1) >= -0.5 * wanted)
     s = torch.where(usable, wanted, torch.ones_like(wanted)).to(real)
     return torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s), usable
 
