@@ -48,7 +48,7 @@ def _network() -> nn.Module:
 
 
 def _answer(source: str) -> str:
-    loaded = load_model(source)
+    loaded = load_model(source, batch=len(PROBE))
     with torch.no_grad():
         found = guarded(lambda: loaded.module()(PROBE), "the network")
     return f"{Digest('answer').add('logits', found)} {loaded.input_shape}"
