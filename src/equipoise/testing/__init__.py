@@ -7,6 +7,7 @@ without arguments that returns a tuple of `Check`.
 from importlib.metadata import entry_points
 
 from equipoise.testing import convolutions, matrices
+from equipoise.testing.attack import attack
 from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import REFERENCE_ROUNDING, Check, Report, Tally, run
 
@@ -29,4 +30,15 @@ def suites() -> dict[str, tuple[Check, ...]]:
     return {**SUITES, **{entry.name: entry.load()() for entry in entry_points(group="equipoise.selfchecks")}}
 
 
-__all__ = ["CHECKS", "REFERENCE_ROUNDING", "SUITES", "Check", "Report", "Tally", "check_facts", "run", "suites"]
+__all__ = [
+    "CHECKS",
+    "REFERENCE_ROUNDING",
+    "SUITES",
+    "Check",
+    "Report",
+    "Tally",
+    "attack",
+    "check_facts",
+    "run",
+    "suites",
+]

@@ -13,7 +13,7 @@ import torch
 from equipoise.lipschitz.operations import Opaque
 from equipoise.lipschitz.rules import registry
 from equipoise.testing import run, suites
-from equipoise.testing.attack import Target, Witness, assault, confirmed
+from equipoise_lab.fuzz.adversary import Target, Witness, assault, confirmed
 from equipoise_lab.fuzz.networks import Question, Trial, Violation, examine, minimised, script
 from equipoise_lab.fuzz.programs import Program, Statement, runs, shrunk
 from equipoise_lab.fuzz.statements import expressions, random_program

@@ -18,8 +18,8 @@ from torch import Tensor
 from equipoise.core.errors import EquipoiseError
 from equipoise.lipschitz import induced_bound, lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.local import Effort
-from equipoise.testing.attack import Findings, Norm, Target, Witness, assault, confirmed
 from equipoise.testing.runner import REFERENCE_ROUNDING, Batch
+from equipoise_lab.fuzz.adversary import Findings, Norm, Target, Witness, assault, confirmed
 from equipoise_lab.fuzz.programs import PREAMBLE, Program, shrunk
 from equipoise_lab.fuzz.statements import expressions, random_program
 

@@ -273,28 +273,6 @@ def reverse_subtraction(call: Call) -> Step:
     return sum_of(call, ((call["self"], -float(call.get("alpha", 1))), (call["other"], 1.0)))
 
 
-@rule("aten.lerp.Scalar")
-def lerp(call: Call) -> Step:
-    """`a + w·(b − a)` with a constant w."""
-    w = float(call["weight"])
-    return sum_of(call, ((call["self"], 1 - w), (call["end"], w)))
-
-
-@rule("aten.lerp.Tensor")
-def lerp_by(call: Call) -> Step:
-    """`a + w·(b − a)` with a constant tensor w: max|1 − w| and max|w|."""
-    w = float64(call.constant("weight"))
-    gains, offset, peak = [], 0.0, 0.0
-    for value, factor in ((call["self"], inflate(float((1 - w).abs().max()))), (call["end"], float(w.abs().max()))):
-        if isinstance(value, Signal):
-            gains.append((value, inflate(factor * copies(value, call.shape))))
-            peak = inflate(peak + factor * value.peak)
-        else:
-            offset = inflate(offset + factor * norm_of(torch.broadcast_to(value, call.shape)))
-            peak = inflate(peak + factor * float(value.abs().max()))
-    return Step(tuple(gains), "interpolation", offset=offset, peak=peak)
-
-
 def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
     """`Σ factor·value` with broadcasting; values that are constant shift."""
     gains, weights, shift = [], [], None

@@ -162,19 +162,6 @@ def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
     return Bracket(lower, upper, method="1-D matrices")
 
 
-def averaging(n: int, out: int, k: int, s: int, p: int, include: bool, divide: bool) -> Tensor:
-    """1-D matrix of average pooling along one axis as PyTorch computes it (ceil_mode windows included)."""
-    A = torch.zeros(out, n, dtype=torch.float64)
-    for j in range(out):
-        start = j * s - p
-        end = min(start + k, n + p)
-        size = end - start
-        lo, hi = max(start, 0), min(end, n)
-        if hi > lo:
-            A[j, lo:hi] = 1.0 / ((size if include else hi - lo) if divide else 1)
-    return A
-
-
 def _avg_pool(call: Call, *, d: int) -> Step:
     """Average pooling, exactly: overlap, `ceil_mode`, `count_include_pad` and `divisor_override` change its norm."""
     x = call.signal("self")
@@ -182,8 +169,11 @@ def _avg_pool(call: Call, *, d: int) -> Step:
     s = _per_axis(call["stride"], d, k)
     p = _per_axis(call["padding"], d)
     divisor = call.get("divisor_override")
-    axes = zip(x.shape[-d:], call.shape[-d:], k, s, p, strict=True)
-    matrices = [averaging(*axis, bool(call["count_include_pad"]), divisor is None) for axis in axes]
+    matrices = []
+    for size, *axis in zip(x.shape[-d:], k, s, p, strict=True):
+        eye = torch.eye(size, dtype=torch.float64)[:, None]
+        one = torch.nn.functional.avg_pool1d(eye, *axis, bool(call["ceil_mode"]), bool(call["count_include_pad"]))
+        matrices.append((one if divisor is None else (one > 0).double())[:, 0].mT)
     found = separable(matrices, 1.0 if divisor is None else 1.0 / divisor)
     row_sum = math.prod(float(m.sum(1).max()) for m in matrices) / (divisor or 1)
     return Step(
