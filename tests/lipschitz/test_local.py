@@ -16,7 +16,7 @@ from equipoise.lipschitz.attack import stretch
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.propagate import propagate
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 NETS = networks()
 

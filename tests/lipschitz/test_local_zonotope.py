@@ -23,7 +23,7 @@ from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.linearise import secant_slopes
 from equipoise.lipschitz.propagate import propagate
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 NETS = networks()
 

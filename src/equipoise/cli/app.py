@@ -40,6 +40,7 @@ _TABLE = {
     "norm": "Spectral norms of the weights in a file, proved.",
     "audit": "A proved Lipschitz bound of a network, by layer.",
     "certify": "Certify a dataset; runs survive being killed.",
+    "check": "Check a certificate bundle independently.",
     "predict": "Answers of the smoothed classifier as deployed.",
     "attack": "Attack a network; no certificate may break.",
     "report": "One HTML page from certification runs.",

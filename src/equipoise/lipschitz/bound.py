@@ -23,7 +23,7 @@ from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Block, Report, Row, pair_constants
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.values import module_path
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 ChainMethod = Literal["closed", "sdp", "lipsdp", "eclipse", "multipliers"]
 

@@ -25,7 +25,7 @@ from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.lipschitz.values import exactly, first_of, perform
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 _U = 2.0**-53
 #: a convolution with at most this many matrix entries is materialised, so that single positions can be dropped

@@ -25,7 +25,7 @@ from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.lipschitz.values import module_path, replay, where
 from equipoise.maps.algebra import add, compose
 from equipoise.maps.linear import Diagonal, Linear, Padding
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.lipschitz.values import exactly, first_of, where
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 #: units in the last place that an elementary function may be off, relative to argument and result
 _ULPS = 32

@@ -7,7 +7,7 @@ With slopes in [α, β] and diagonal multipliers Λ_i ≥ 0 (one per hidden neur
 
 A solver (cvxpy) proposes the Λ_i and is not trusted: its multipliers are clipped to be non-negative, mixed with those of
 the closed form (which satisfy the inequality strictly), and ρ is raised until a Cholesky factorisation proves `P ⪰ 0` in
-floating point (`norms.verify`). Weights are divided by their norms first, and W_1 is replaced by a Cholesky factor of
+floating point (`norms.cholesky`). Weights are divided by their norms first, and W_1 is replaced by a Cholesky factor of
 `W_1W_1ᵀ`, a little enlarged: what `{W_1x : |x| ≤ 1}` contains, its image contains too.
 
 References: Fazlyab et al. 2019 (LipSDP); Xu & Sivaranjani 2024 (ECLipsE).
@@ -27,7 +27,7 @@ from equipoise.lipschitz.chains import Slopes, chain_bound, checked_chain, close
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
 from equipoise.maps.linear import Matrix
 from equipoise.norms import spectral_norm
-from equipoise.norms.verify import below
+from equipoise.norms.cholesky import below
 
 Method = Literal["lipsdp", "eclipse"]
 #: neurons of all layers together that a solver is asked for

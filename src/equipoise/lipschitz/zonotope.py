@@ -32,7 +32,7 @@ from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, pushforward, roundoff, supported
 from equipoise.maps.linear import Diagonal, Padding
 from equipoise.norms import spectral_norm
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 #: most entries of all generators of one node (float64); about three nodes are alive at once
 ENTRIES = 250_000_000

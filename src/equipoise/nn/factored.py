@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import gamma
-from equipoise.norms.half import gram_lower
+from equipoise.norms.cholesky import gram_lower
 
 #: products `m²·n` from which a layer is worth it
 LARGE = 2**29
@@ -55,7 +55,7 @@ def row_gram(W: Tensor, wide: bool) -> Tensor:
     """`WWᵀ` in float32 by pieces, or (`wide`) in float64; symmetric to the last bit."""
     if not wide:
         return symmetric_gram(W.mT, PIECE)
-    G = torch.tril(gram_lower(W.mT, step=True))  # of a square matrix the columns' otherwise
+    G = torch.tril(gram_lower(W.mT))
     return G + torch.tril(G, -1).mT
 
 

@@ -29,7 +29,7 @@ from equipoise.nn.factored import LinearGram
 from equipoise.nn.layers import layers_of
 from equipoise.nn.method import Method
 from equipoise.norms.differentiable import gram_norm, symbol_norm
-from equipoise.norms.tracked import power_norm
+from equipoise.norms.power import power_norm
 
 Estimator = Literal["gram", "power"]
 Side = Literal["input", "output", "smaller"]

@@ -13,11 +13,10 @@ from equipoise.core.bounds import Bracket, Kind
 from equipoise.core.errors import InputError, require_one_of
 from equipoise.maps.linear import Convolution
 from equipoise.maps.reading import geometry_of, module_kind
-from equipoise.norms.carried import CarriedMatrix
-from equipoise.norms.carried_convolution import CarriedConvolution
 from equipoise.norms.differentiable import gram_norm, map_norm
+from equipoise.norms.power import SingularVectors
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.tracked import SingularVectors
+from equipoise.norms.tracking import TrackedConvolution, TrackedMatrix, TrackedNorm
 from equipoise.regularizers import selection
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
@@ -55,7 +54,7 @@ class SpectralPenalty:
       every k calls only; between, `s + ⟨∂s, W − W₀⟩` takes its place, which lies below the bound (which is convex in W).
 
     - `"proved"`: a **proved** upper bound of every layer at every call, with the gradient of the tracked σ₁. The proof is carried
-      from call to call (`norms.carried`) and made anew only where it has grown looser than `rtol`, so that it costs little more
+      from call to call (`norms.tracking`) and made anew only where it has grown looser than `rtol`, so that it costs little more
       than tracking; for `hinge` a bound below the target is good enough as it is.
 
     The first two feed no certificate; `brackets()` gives proved ones in any case.
@@ -116,12 +115,12 @@ class SpectralPenalty:
             module_kind(module)  # refuses overridden forwards and hooks: their weight says nothing about their norm
         self.shapes = self._shapes(model, input_size, example_input)
         self._vectors: dict[str, SingularVectors] = {}
-        self._carried: dict[str, CarriedMatrix | CarriedConvolution] = {}
+        self._carried: dict[str, TrackedNorm] = {}
         if bound == "proved":
             self._carried = {
-                name: CarriedMatrix(i)
+                name: TrackedMatrix()
                 if isinstance(module, nn.Linear)
-                else CarriedConvolution(module, self.shapes[name][1:])
+                else TrackedConvolution(module, self.shapes[name][1:])
                 for i, (name, module) in enumerate(self.layers.items())
             }
         if bound != "gram":
@@ -210,7 +209,7 @@ class SpectralPenalty:
             enough = self.target if self.kind == "hinge" and self.scope == "layer" else 0.0
             W = selection.weight_of(self.layers[name]).detach()
             what = f"weight of {name!r}"
-            upper = self._carried[name].bracket(W, enough, self.rtol, what, loose=self.rtol)[1]
+            upper = self._carried[name].bracket(W, enough, self.rtol, what)[1]
             return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
         return layer_bound(self.layers[name], self._size(name), self.iterations, self.grid)
 

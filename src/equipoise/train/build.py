@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError, one_line
 from equipoise.core.imports import resolve
-from equipoise.optim.matrices import Muon, add_lookahead
+from equipoise.optim.muon import Muon, add_lookahead
 from equipoise.train.reading import fill_in, nearest
 from equipoise.train.recipe import Choice, Data, Model, Optimizer, data_order, generator
 from equipoise.train.text import READERS

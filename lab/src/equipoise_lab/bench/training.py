@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from equipoise.functional import gram_norm
 from equipoise.nn.models import lipschitz_gpt
 from equipoise.nn.models.resnets import resnet18
-from equipoise.norms.functional import gram_norm
 from equipoise.norms.gram import gram_norm_plain
 from equipoise.optim import SpectralGuard
 from equipoise.regularizers import ActivationDecay, SpectralPenalty

@@ -22,7 +22,7 @@ from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 #: γ of a handful of operations: sums of branches, products with slopes
 _SHORT = gamma(16, torch.float64)

@@ -28,7 +28,7 @@ from equipoise.lipschitz.local.reduced import count_switching, reduced_maps
 from equipoise.lipschitz.logs import exp_up, log_root, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.zonotope import zonotope_bound
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 #: limits of `effort="auto"`: neurons of the network, and of those that may switch
 NEURONS, SWITCHING = 20_000, 400

@@ -23,7 +23,7 @@ from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
 from equipoise.lipschitz.rounding import Rounding
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 Effort = Literal["auto", "fast", "relaxation", "integral"]
 #: `effort="auto"` leaves the relaxation out of networks with more neurons than this

@@ -85,19 +85,8 @@ def convolution(call: Call) -> Step:
         amount = tuple((p, p) for p in _numbers(padding, dims))
     size = _spatial(call, x, weight)
     form = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount, size)
-    found = call.bracket(form, _factors_ahead(call))
+    found = call.bracket(form)
     return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, -1 - dims, "convolution")
-
-
-def _factors_ahead(call: Call) -> Tensor | None:
-    """The factors of a batch norm that alone reads this convolution: both norms are then proved together."""
-    users = list(call.node.users)
-    if len(users) != 1 or users[0].target is not torch.ops.aten.batch_norm.default or users[0].kwargs:
-        return None
-    weight, var = (None if n is None else call.lookup(n) for n in (users[0].args[1], users[0].args[4]))  # type: ignore[arg-type]
-    if not isinstance(var, Tensor) or users[0].args[5]:
-        return None
-    return normalising(weight, var, float(users[0].args[7]))  # type: ignore[arg-type]
 
 
 def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:

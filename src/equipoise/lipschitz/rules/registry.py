@@ -19,7 +19,7 @@ from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Su
 from equipoise.lipschitz.values import module_path, where
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 #: what to try where an operation has a constant on bounded inputs only
 BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
@@ -130,9 +130,9 @@ class Call:
         """Relative gap asked of every operator norm."""
         return self.cache.rtol
 
-    def bracket(self, form: Linear, factors: Tensor | None = None) -> Bracket:
-        """Bracket of the norm of a linear form, computed once for shared weights; `factors` will scale it next."""
-        return bracket(form, self.cache, factors)
+    def bracket(self, form: Linear) -> Bracket:
+        """Bracket of the norm of a linear form, computed once for shared weights."""
+        return bracket(form, self.cache)
 
     @property
     def path(self) -> str:

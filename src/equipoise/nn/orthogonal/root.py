@@ -23,7 +23,7 @@ from torch import Tensor
 from equipoise.core.precision import gamma, unit_roundoff
 from equipoise.nn.factored import differentiable, row_gram, symmetric_gram
 from equipoise.nn.orthogonal.polar import COARSE, FEW_ROWS
-from equipoise.norms.half import lower_error
+from equipoise.norms.cholesky import gram_lower_error
 
 #: largest ratio of singular values: beyond it the factor would enlarge what rounding does to `Wx`
 CONDITION = 20.0
@@ -107,7 +107,7 @@ def inverse_root(G: Tensor, columns: int) -> Root | None:
     S = G / c
     A = S.clone()
     A.diagonal().sub_(1)
-    wrong = 1.01 * (lower_error(trace, (columns, m), torch.float64) / c)
+    wrong = 1.01 * (gram_lower_error(trace, (columns, m), torch.float64) / c)
     tiny = 4 * unit_roundoff(torch.float64)
     found, none, far = corrected(A, wrong + tiny * float(S.norm())), A.new_empty(0), False
     T = U = s = none

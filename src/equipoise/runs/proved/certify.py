@@ -21,7 +21,7 @@ from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.backward import ENTRIES, Norm
 from equipoise.lipschitz.local.radius import LARGEST, Certifier, Effort
 from equipoise.lipschitz.propagate import propagate
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 from equipoise.runs import store as store_file
 from equipoise.runs.inputs import Inputs, Selection
 from equipoise.runs.jobs import count_logits, first_input

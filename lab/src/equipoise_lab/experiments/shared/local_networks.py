@@ -21,7 +21,7 @@ from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.local.measure import certified
 from equipoise.lipschitz.propagate import propagate
 from equipoise.lipschitz.zonotope import zonotope_bound
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 from equipoise_lab.experiments.experiment import Context, Row
 
 Layers = list[tuple[Tensor, Tensor]]

@@ -7,8 +7,8 @@ after centring, of exponential type `D_j = (k_j − 1)/2`, so with M its supremu
     ‖E(centre)‖₂ ≥ M·cos(Σ_j D_j h_j).
 
 Contrapositive: a cell whose centre is proved below `T·cos(Σ D_j h_j)` cannot hold a maximum above T. Where the symbol hardly
-varies (orthogonal convolutions) `‖E*E(ω) − E*E(centre)‖ ≤ Σ_b 2‖C_b‖·2|sin(b·(ω − centre)/2)|` is sharper; either may settle a
-cell. Cells that are not settled are split along every axis that matters.
+varies (orthogonal convolutions) `‖E*E(ω) − E*E(centre)‖ ≤ Σ_b 2‖C_b‖·2|sin(b·(ω − centre)/2)|` is sharper; either may prove a
+cell. Cells that are not proved are split along every axis that matters.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import deflate, gamma, inflate
-from equipoise.norms.lanczos import lanczos, mixed, random_start
-from equipoise.norms.symbol import Room, Symbol
-from equipoise.norms.verify import below_by_squaring, below_formed, below_parts, chunk_bytes, expected_loss, part_norm
+from equipoise.core.precision import deflate, inflate
+from equipoise.norms.cholesky import below, expected_loss
+from equipoise.norms.lanczos import lanczos, perturb, random_start
+from equipoise.norms.symbol import Symbol
 
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
-#: what a proof in single precision may lose, of the tolerance; the target lies twice the tolerance above the best square
+#: bytes of matrices held at once on the CPU, where they should stay in the cache, and elsewhere, where every batch waits
+CHUNK_BYTES, DEVICE_BYTES = 8 * 2**20, 2**28
+#: what a proof in single precision may lose, as a multiple of the tolerance; the target lies twice that above the best square
 MOST_LOSS = 1.4
-#: grids of fewer points are proved point by point
-FEWEST_POINTS = 64
-#: up to this many columns squaring in real arithmetic beats Cholesky factorisations
-SQUARE_UP_TO = 24
 
 
 @dataclass
@@ -67,7 +65,7 @@ class SymbolBound:
     group: int
     omega: Tensor
     evaluated: int
-    settled: bool
+    proved: bool
     vector: Tensor | None = None
 
 
@@ -93,28 +91,32 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
 
 
 class Search:
-    """Branch and bound for `max ‖E(ω)‖₂`; `tol` is the relative excess allowed over the best value found."""
+    """Branch and bound for `max ‖E(ω)‖₂`.
 
-    def __init__(self, symbol: Symbol, tol: float, budget: int) -> None:
+    Args:
+        symbol: the symbol E.
+        tol: relative excess allowed over the best value met.
+        budget: how many frequencies may be evaluated; beyond that the bound is widened.
+        enough: an upper bound that suffices, where it is true.
+    """
+
+    def __init__(self, symbol: Symbol, tol: float, budget: int, enough: float = 0.0) -> None:
         self.symbol, self.tol, self.budget = symbol, tol, budget
+        self.enough = enough
         self.c = symbol.kernel.shape[2]
-        self.small = self.c <= SQUARE_UP_TO
-        self.sized = not self.small and symbol.correlations is not None  # sizes are known without Gram matrices
         self.degrees = [(n - 1) / 2 for n in symbol.lengths]
         self.evaluated = 0
-        self._kept: tuple[tuple[int, int, int, torch.dtype], Cells, tuple[Tensor, Tensor]] | None = None
-        self.best = 0.0  # largest ‖E‖₂² seen, an estimate that only steers
-        self.target = 0.0  # T²: what is proved so far is proved below this
+        self.best = 0.0  # largest ‖E‖₂² met, an estimate that only steers
+        self.target = deflate(enough * enough)  # T²: what is proved so far is proved below this
         self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
         self.vector: Tensor | None = None
-        self.room = Room(symbol.kernel.device)
         self.dtype, self.proof_dtype = torch.float32, torch.complex128
 
-    def over_grid(self, sizes: tuple[int, ...], enough: float = 0.0) -> SymbolBound:
-        """Maximum over the points of a grid; a bound of `enough` will do."""
+    def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
+        """Maximum over the points of a grid."""
         cells = grid_cells(self.symbol, sizes)
-        self.target = deflate(enough * enough)
-        self._choose_dtype(self._scout(cells))
+        self._scout(cells)
+        self._choose_dtype()
         step = tuple(1.5 * 2 * math.pi / n if n > 1 else 0.0 for n in sizes)
         for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
             before = self.best
@@ -122,31 +124,7 @@ class Search:
                 self._probe(_split(self._here(step), real=False))
             if self.best <= before * (1 + self.tol / 4):
                 break
-        return self._finish(self._outside_blocks(cells, sizes))
-
-    def _outside_blocks(self, cells: Cells, sizes: tuple[int, ...]) -> Cells:
-        """The points of a grid that are left when those around proved centres, one step away, are settled with them.
-
-        Let T be the maximum over the grid, met at ω. The supremum is at most `T/cos ψ` with `ψ = Σ D_j π/n_j`, so that (as above)
-        a centre within steps h of ω has at least `T·cos(ψ + Σ D_j h_j)/cos ψ`. If it is proved below that multiple of a target,
-        the maximum lies below the target, or elsewhere.
-        """
-        half = sum(d * math.pi / n for d, n in zip(self.degrees, sizes, strict=True)) * (1 + 1e-12)
-        share = (math.cos(min(3 * half, math.pi / 2)) / math.cos(min(half, 1.5))) ** 2 * (1 - 1e-13)
-        if not self.sized or share < 0.5 or len(cells) < FEWEST_POINTS:
-            return cells
-        limit = share * self.target - self.symbol.gram_error(self.dtype)
-        grid = torch.tensor(sizes, device=cells.omega.device)
-        index = (cells.omega * grid / (2 * math.pi)).round().long()
-        blocks, members = torch.unique(torch.cat([cells.groups[:, None], index // 3], 1), dim=0, return_inverse=True)
-        centres = Cells(blocks[:, 0], (3 * blocks[:, 1:] + 1) % grid * (2 * math.pi / grid.double()), cells.half)
-        few = centres.take(torch.arange(0, len(centres), max(1, len(centres) // 8), device=grid.device))
-        value, _ = _powers(self.symbol.hermitian(few.groups, few.omega, self.dtype))
-        if int((value < limit[few.groups]).sum()) * 3 < len(few):
-            return cells
-        self.evaluated += len(centres)
-        proved, _ = self._whole(centres, centres.index, limit[centres.groups])
-        return cells.take(~proved[members])
+        return self._finish(cells)
 
     def near(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
         """An estimate of the maximum over a grid, and where it is: at the best of its points around the maximiser found."""
@@ -168,31 +146,30 @@ class Search:
         cells.half = tuple(math.pi / n if n > 1 else 0.0 for n in sizes)
         if len(cells) * self.c**2 * 8 > MOST_BYTES or len(cells) > 8 * self.budget:
             return SymbolBound(math.inf, 0, self.where[1], 0, False)
-        self._choose_dtype(self._scout(cells))
+        self._scout(cells)
+        self._choose_dtype()
         self._climb(cells.half)
         while True:
-            left = self._settle(cells, self._threshold(cells))
+            left = self._prove(cells, self._threshold(cells))
             if not len(left) or not any(left.half):
                 return self._finish(left)
             # three parts keep the centre, which often is the maximum; two are cheaper where many cells are left
             children = _split(left, not self.symbol.kernel.is_complex(), 3 if len(left) <= 12 else 2)
             if self.evaluated + len(children) > self.budget:
-                return self._finish(left, settled=False)
+                return self._finish(left, proved=False)
             cells = children
 
-    def _choose_dtype(self, largest: float) -> None:
-        """Float32 where its rounding costs less than a third of the tolerance, else float64; `largest` is max ‖E*E‖_F."""
+    def _choose_dtype(self) -> None:
+        """Float32 where its rounding costs less than a third of the tolerance, else float64."""
         best = max(self.best, 1e-300)
-        squaring = 0.71 * gamma(2 * self.c + 4, torch.float32) * (largest / best) ** 2 if self.small else 0.0
         error = float(self.symbol.gram_error(torch.float32).max()) / best
-        self.dtype = torch.float32 if squaring + error < self.tol * 2 / 3 else torch.float64
-        here = self._here(())
-        G = self.symbol.hermitian(here.groups, here.omega, torch.float32)[0]
-        loss = expected_loss(G, self.target) + error
-        narrow = self.dtype is torch.float32 and loss < self.tol * (2 / 3 if self.small else MOST_LOSS)
-        self.proof_dtype = torch.complex64 if narrow else torch.complex128
-        if self.dtype is torch.float64:
+        if error >= self.tol * 2 / 3:
             self._in_double()
+            return
+        here = self._here(())
+        G = self.symbol.gram(here.groups, here.omega, torch.float32)[0]
+        loss = expected_loss(G, self.target) + error
+        self.proof_dtype = torch.complex64 if loss < self.tol * MOST_LOSS else torch.complex128
 
     def _in_double(self) -> None:
         """Compute in float64 from now on, with a target and a tolerance above its rounding: below that nothing is proved."""
@@ -201,17 +178,10 @@ class Search:
         self.tol = max(self.tol, min(1.0, error / max(self.best, 1e-300)))
         self.target = max(self.target, self.best * (1 + self.tol) ** 2, 4 * error)
 
-    def _gram(self, cells: Cells, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Gram matrices of some cells; scouts and provers ask for the same, so what was asked for last is kept."""
-        key = (id(cells), int(rows[0]), len(rows), self.dtype)  # of rows that follow each other
-        if self._kept is None or self._kept[0] != key:
-            part = cells.take(rows)
-            self._kept = (key, cells, self.symbol.gram(part.groups, part.omega, self.dtype))
-        return self._kept[2]
-
     def _chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
-        width = 1 if self.dtype is torch.float32 else 2
-        return rows.split(max(1, chunk_bytes(rows.device) // (width * self.symbol.bytes_per_frequency)))
+        width = 1 if self.proof_dtype is torch.complex64 else 2
+        most = CHUNK_BYTES if rows.device.type == "cpu" else DEVICE_BYTES
+        return rows.split(max(1, most // (width * self.symbol.bytes_per_frequency)))
 
     def _raise(self, value: float, group: int, omega: Tensor, v: Tensor) -> None:
         if value > self.best:
@@ -219,7 +189,7 @@ class Search:
         self.target = max(self.target, self.best * (1 + self.tol) ** 2)
 
     def _threshold(self, cells: Cells) -> Tensor:
-        """What the centre of each cell must be proved below (squared) so that the cell is settled for the target."""
+        """What the centre of each cell must be proved below (squared) so that the cell is proved for the target."""
         turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
         by_angle = self.target * math.cos(min(turn * (1 + 1e-12), math.pi / 2)) ** 2 * (1 - 1e-14)
         thresholds = torch.full((len(cells),), by_angle, dtype=torch.float64, device=cells.groups.device)
@@ -231,15 +201,17 @@ class Search:
             thresholds = torch.maximum(thresholds, (self.target - moved) * (1 - 1e-14))
         return thresholds
 
-    def _scout(self, cells: Cells) -> float:
-        """Raise the best value at the cells with the largest Gram matrices; returns the largest ‖E*E‖_F."""
-        if self.sized:
-            sizes = self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
-        else:
-            sizes = torch.cat([part_norm(*self._gram(cells, rows)) for rows in self._chunks(cells.index)])
-        top = sizes.topk(min(12, len(cells)))
-        self._probe(cells.take(top.indices))
-        return float(top.values[0])
+    def _scout(self, cells: Cells) -> None:
+        """Raise the best value at the cells with the largest Gram matrices."""
+        sizes = self._sizes(cells)
+        self._probe(cells.take(sizes.topk(min(12, len(cells))).indices))
+
+    def _sizes(self, cells: Cells) -> Tensor:
+        """Bounds of the Frobenius norms of the Gram matrices."""
+        if self.symbol.correlations is not None:
+            return self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
+        chunks = (cells.take(rows) for rows in self._chunks(cells.index))
+        return torch.cat([self.symbol.gram_sizes(part.groups, part.omega, self.dtype) for part in chunks])
 
     def _here(self, half: tuple[float, ...]) -> Cells:
         """One cell around the best point."""
@@ -260,29 +232,30 @@ class Search:
 
     def _values(self, cells: Cells) -> tuple[Tensor, Tensor]:
         """‖E‖₂² at the given centres (few of them) and vectors that come near it: estimates that only steer."""
-        G = self.symbol.hermitian(cells.groups, cells.omega, self.dtype)
+        G = self.symbol.gram(cells.groups, cells.omega, self.dtype)
         if self.c <= 96:
             return torch.linalg.eigvalsh(G)[:, -1], random_start(self.c, G).expand(len(G), -1)
-        value, v = _powers(G, 8) if self.vector is None else _powers(G, 4, mixed(self.vector.to(G.dtype)))
+        value, v = _powers(G, 8) if self.vector is None else _powers(G, 4, perturb(self.vector.to(G.dtype)))
         for i in value.topk(min(2, len(value))).indices:
-            v[i] = lanczos(G[i].matmul, v[i], steps=20, settle=self.tol / 64)
+            v[i] = lanczos(G[i].matmul, v[i], steps=20, converged=self.tol / 64)
             value[i] = torch.linalg.vector_norm(G[i] @ v[i]) / torch.linalg.vector_norm(v[i])
         return value, v
 
-    def _settle(self, cells: Cells, threshold: Tensor) -> Cells:
-        """Prove as many centres as possible below their thresholds; the rest is returned."""
+    def _prove(self, cells: Cells, threshold: Tensor) -> Cells:
+        """Prove as many centres as possible below their thresholds; the others are returned."""
         self.evaluated += len(cells)
         tau = threshold - self.symbol.gram_error(self.dtype)[cells.groups]
-        left, scores = [], []
-        large = cells.index
-        if self.sized:
-            large = (self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype) > tau).nonzero()[:, 0]
-        for rows in (large,) if self.sized else self._chunks(large):
-            proved, score = (self._whole if self.sized else self._in_parts)(cells, rows, tau[rows])
-            left.append(rows[~proved])
-            scores.append(score[~proved])
-        index = torch.cat(left) if left else torch.zeros(0, dtype=torch.long, device=cells.groups.device)
-        if len(index):  # a centre that could not be settled may be higher than the best value so far
+        large = (self._sizes(cells) > tau).nonzero()[:, 0]
+        left, scores = [large[:0]], [tau[:0]]
+        for rows in self._chunks(large):
+            part, limit = cells.take(rows), tau[rows]
+            G = self.symbol.gram(part.groups, part.omega, self.dtype)
+            open_ = ~below(G.to(self.proof_dtype), limit, torch.zeros_like(limit))
+            if bool(open_.any()):
+                left.append(rows[open_])
+                scores.append(_powers(G[open_])[0])
+        index = torch.cat(left)
+        if len(index):  # a centre that could not be proved may be higher than the best value so far
             top = torch.cat(scores).topk(min(12, len(index))).indices
             before = self.best
             self._probe(cells.take(index[top]))
@@ -290,45 +263,7 @@ class Search:
                 self._climb(cells.half)
         return cells.take(index)
 
-    def _whole(self, cells: Cells, rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """`(proved, score)`: which centres one factorisation proves below tau, and an estimate that ranks the others."""
-        part, score = cells.take(rows), torch.zeros_like(tau)
-
-        def negative(rows: slice | Tensor) -> Tensor:
-            G = self.symbol.hermitian(part.groups[rows], part.omega[rows], self.dtype, -1, self.room)
-            return G.to(self.proof_dtype)
-
-        proved = below_formed(negative, self.c, tau, score, self.proof_dtype)
-        if not bool(proved.all()):
-            for some in self._chunks((~proved).nonzero()[:, 0]):
-                score[some] = _powers(self.symbol.hermitian(part.groups[some], part.omega[some], self.dtype))[0]
-        return proved, score
-
-    def _in_parts(self, cells: Cells, rows: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from real and imaginary part: by size, by repeated squaring where matrices are small, by a factorisation."""
-        X, Y = self._gram(cells, rows)
-        proved = inflate(part_norm(X, Y)) <= tau
-        score = torch.zeros_like(tau)
-        open_ = (~proved).nonzero()[:, 0]
-        if not len(open_):
-            return proved, score
-        if len(open_) < len(rows):
-            X, Y, tau = X[open_], Y[open_], tau[open_]
-        if self.small:
-            done, low = below_by_squaring(X, Y, tau)
-            unclear = ~done & (low <= tau)
-        else:
-            done, low = torch.zeros_like(tau, dtype=torch.bool), torch.zeros_like(tau)
-            unclear = ~done
-        if bool(unclear.any()):
-            x, y, limit = (X, Y, tau) if bool(unclear.all()) else (X[unclear], Y[unclear], tau[unclear])
-            done[unclear] = below_parts(x, y, limit, torch.zeros_like(limit), self.proof_dtype)
-        if not self.small and not bool(done.all()):
-            low[~done] = _powers(torch.complex(X[~done], Y[~done]))[0]
-        proved[open_], score[open_] = done, low
-        return proved, score
-
-    def _finish(self, cells: Cells, settled: bool = True) -> SymbolBound:
+    def _finish(self, cells: Cells, proved: bool = True) -> SymbolBound:
         """Raise the target until every given centre is proved (with its cell), switching to float64 if that is needed."""
         stubborn = 0
         while len(cells):
@@ -337,14 +272,15 @@ class Search:
                     self._in_double()
                 else:
                     self.target *= 1 + min(self.tol * 2.0**stubborn, max(32 * self.tol, 0.05))
-            if not settled:  # out of budget: widen the target to what the centres allow
+            if not proved:  # out of budget: widen the target to what the centres allow
                 turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
                 self.target = max(self.target, self.best * (1 + self.tol) / math.cos(min(turn, 1.5)) ** 2)
             before = self.target
-            cells = self._settle(cells, self._threshold(cells))
+            cells = self._prove(cells, self._threshold(cells))
             stubborn = 0 if self.target > before else stubborn + 1
-        upper = inflate(inflate(self.target) ** 0.5)
-        return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, settled, self.vector)
+        reached = 0 < self.target <= deflate(self.enough * self.enough)
+        upper = self.enough if reached else inflate(inflate(self.target) ** 0.5)
+        return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, proved, self.vector)
 
 
 def _powers(G: Tensor, steps: int = 4, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
