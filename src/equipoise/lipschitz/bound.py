@@ -78,7 +78,12 @@ def lipschitz_bound(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
     reports = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
-    notes = (*program.notes, stored) if stored else program.notes
+    claims = (
+        f"module {r.name} ({r.kind}): its constant is declared by its class; attacked, not proved"
+        for r in program.regions
+        if r.declared
+    )
+    notes = (*program.notes, *([stored] if stored else []), *claims)
     return replace(max(reports, key=lambda report: report.log_upper), notes=notes, pairs=_largest(reports))
 
 

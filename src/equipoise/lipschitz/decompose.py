@@ -353,10 +353,33 @@ def _lerp(a: Tensor, b: Tensor, weight: Any) -> Tensor:
     return a * (1 - weight) + b * weight
 
 
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`softmax(τ·QKᵀ)·V` with τ = 1/√d."""
+    if dropout_p or enable_gqa:
+        raise ValueError("attention with dropout or grouped queries; call model.eval() first")
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.matmul(torch.softmax(scores, -1), v)
+
+
 #: operations that PyTorch does not write out, and what they are
 _OWN: dict[Any, Callable[..., Tensor]] = {
     _aten.bilinear.default: _bilinear,
     _aten.addbmm.default: _addbmm,
+    _aten.scaled_dot_product_attention.default: _attention,
     _aten.lerp.Scalar: _lerp,
     _aten.lerp.Tensor: _lerp,
 }

@@ -307,10 +307,15 @@ def matmul(call: Call) -> Step:
     if isinstance(a, Signal) and b.dim() <= 2:
         return matrix_step(call, a, b.mT if b.dim() == 2 else b, None, "matmul")
     x, constant = (a, b) if isinstance(a, Signal) else (b, a)
+    return by_matrices(call, x, constant)
+
+
+def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
+    """Products with constant matrices, real or complex: the largest spectral norm."""
     if len(x.shape) < 2 or constant.dim() < 2:
         return Step(((x, norm_of(constant)),), "matmul", offset=0.0, map=Own())
     with torch.no_grad(), full_precision():
-        found = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
+        norms = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
-    top = inflate(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))
+    top = inflate(float(torch.as_tensor(norms.upper).max()) * math.sqrt(max(1, grown)))
     return Step(((x, top),), "matmul", offset=0.0, map=Own())

@@ -167,32 +167,6 @@ def attention_read(call: Call, scores: Signal, v: Signal, temperature: float = 1
     )  # fmt: skip
 
 
-@rule("aten.scaled_dot_product_attention.default")
-def attention(call: Call) -> Step:
-    """`softmax(τ·QKᵀ)·V` with τ = 1/√d: gains τ·R_V·√m·R_K for Q, τ·R_V·√n·R_Q for K, √n for V (n queries, m keys)."""
-    q, k, v = call["query"], call["key"], call["value"]
-    if not all(isinstance(t, Signal) for t in (q, k, v)):
-        call.refuse("attention with a constant query, key or value", "write it as matmul and softmax")
-    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-        call.refuse("attention with broadcasting", "expand query, key and value to the same batch dimensions")
-    if float(call["dropout_p"]) != 0 or isinstance(call["attn_mask"], Signal) or call["enable_gqa"]:
-        call.refuse(
-            "attention with dropout, grouped queries or a mask that depends on the input", "call model.eval() first"
-        )
-    if not all(math.isfinite(t.row) for t in (q, k, v)):
-        _unbounded(call, "attention")
-    scale = float(call["scale"]) if call["scale"] is not None else 1 / math.sqrt(q.shape[-1])
-    n, m = q.shape[-2], k.shape[-2]
-    tau = inflate(abs(scale))
-    rows = math.prod(call.shape[:-1])
-    gains = (
-        (q, inflate(inflate(tau * v.row) * inflate(math.sqrt(m) * k.row))),
-        (k, inflate(inflate(tau * v.row) * inflate(math.sqrt(n) * q.row))),
-        (v, inflate(math.sqrt(n))),
-    )
-    return Step(gains, "attention", row=v.row, peak=v.peak, norm=inflate(math.sqrt(rows) * v.row), map=Product())
-
-
 @rule("aten.glu.default")
 def glu(call: Call) -> Step:
     """`a·σ(b)`: √(1 + (|a|_∞/4)²) on a bounded domain."""
