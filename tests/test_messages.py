@@ -141,7 +141,7 @@ COMMANDS = {
         "model.pt2 has its own input shape: leave out --input-sh",
     ),
     "pickle": ("audit {f}/model.pt", "pickles are never opened"),
-    "chain": ("audit {f}/model.pt2 --chain dense", "closed, sdp, lipsdp, eclipse"),
+    "chain": ("audit {f}/model.pt2 --chain dense", "closed, multipliers"),
     "no such target": ("certify {f}/nowhere", "nowhere is neither a run directory nor a model"),
     "an empty folder": ("certify {f}/empty", "empty is neither a run directory nor a model"),
     "a model alone": ("certify {f}/model.pt2", "--data and --sigma are needed"),

@@ -216,7 +216,7 @@ def _certify(network: Network, folder: Path, test: Dataset, s: Settings, tell: S
 def margins(
     network: Network, audit: Audit, x: Tensor, y: Tensor, ids: Sequence[int], s: Settings, tell: Say
 ) -> tuple[Margins, AttackResult]:
-    """Deterministic certificates, rounding of the forward pass included, attacked inside, and the closest adversaries found."""
+    """Deterministic certificates of the real function, attacked inside, and the closest adversaries found."""
     what = f"attack the {network.title}"
     tell(what, 0, s.attack_rounds + 1)
     upper = exp_up(float(audit.bound["log_upper"]))

@@ -1,6 +1,5 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from equipoise.core.bounds import format_up
 from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.capture import Program, capture, in_single_precision
-from equipoise.lipschitz.chains import Solve, chain_total
+from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.local.measure import whole_bound
 from equipoise.lipschitz.logs import log_product, log_root, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted
@@ -25,7 +24,7 @@ from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.values import module_path
 from equipoise.norms.spectral import Cache
 
-ChainMethod = Literal["closed", "sdp", "lipsdp", "eclipse", "multipliers"]
+ChainMethod = Literal["closed", "multipliers"]
 
 
 def lipschitz_bound(
@@ -49,9 +48,8 @@ def lipschitz_bound(
         ball: bound only on inputs with `‖x‖₂ ≤ ball`; needed for squeeze-and-excite, gates and attention without a norm.
         rtol: relative gap asked of every operator norm. From 0.02 on, convolutions are bounded by a faster route whose
             upper ends may be a few per cent looser than asked: what an audit needs.
-        chain: how the dense layers at the end are bounded together: by the `closed` form, or by the programs `lipsdp`
-            (also `sdp`) or `eclipse` through cvxpy, with the solver's answer proved again. `multipliers` bounds the whole
-            network by one multiplier per neuron, without a solver: any graph that is affine up to pointwise activations and
+        chain: `closed` bounds the dense layers at the end together, in closed form. `multipliers` bounds the whole network by
+            one multiplier per neuron (LipSDP, without a solver): any graph that is affine up to pointwise activations and
             max pooling, up to 3,000 neurons; refused by name beyond.
         batch_dim: the dimension of the inputs that holds samples (1 for recurrent layers without `batch_first`); None bounds
             the input as a whole. A network whose samples depend on each other along it is refused.
@@ -97,7 +95,7 @@ def _largest(reports: list[Report]) -> Tensor | None:
 
 def _report(program: Program, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
     run = propagate(program, ball, rtol)
-    together = chain_total(run, _solver(chain))
+    together = chain_total(run)
     if chain == "multipliers":
         found = whole_bound(run, Cache(rtol))
         together = found if together is None else min(found, together)
@@ -108,14 +106,6 @@ def _report(program: Program, ball: float | None, rtol: float, chain: ChainMetho
         totals[method], run.product, run.fused, layers, method, ball, program.notes, together, pair_constants(run),
         blocks(run, layers),
     )  # fmt: skip
-
-
-def _solver(chain: ChainMethod) -> Solve | None:
-    if chain in ("closed", "multipliers"):
-        return None
-    from equipoise.lipschitz.sdp import sdp_log
-
-    return functools.partial(sdp_log, method="eclipse" if chain == "eclipse" else "lipsdp")
 
 
 def _silent(step: Step) -> bool:

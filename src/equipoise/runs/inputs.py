@@ -14,7 +14,7 @@ from torch import Tensor
 from equipoise.core import EquipoiseError, InputError, fresh_strides
 from equipoise.core.digests import Digest
 from equipoise.data.dataset import UNKNOWN
-from equipoise.data.factories import pair_of
+from equipoise.data.objects import pair_of
 from equipoise.runs.rows import InputId, Item, plain_id
 from equipoise.smoothing.moments import Ints
 

@@ -120,18 +120,11 @@ def make_margins(folder: Path) -> None:
 
 
 def make_data(folder: Path) -> None:
-    """Arrays, IDX files, CIFAR records and bare weights."""
+    """Arrays and bare weights."""
     from safetensors.torch import save_file
 
     pixels = (np.arange(2 * 3 * 32 * 32) % 251).astype(np.uint8)
     np.savez(folder / "a.npz", x=pixels.reshape(2, 3, 32, 32)[:, :, :4, :4], y=np.array([0, 1]))
-    (folder / "idx").mkdir()
-    head = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (2, 4, 4))
-    (folder / "idx" / "t10k-images-idx3-ubyte").write_bytes(head + pixels[:32].tobytes())
-    (folder / "idx" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 0, 1]))
-    (folder / "cifar").mkdir()
-    records = b"".join(bytes([label]) + pixels.reshape(2, -1)[label].tobytes() for label in (0, 1))
-    (folder / "cifar" / "test_batch.bin").write_bytes(records)
     save_file({"w": torch.eye(3), "k": torch.ones(2, 1, 3, 3)}, folder / "w.safetensors")
 
 
@@ -139,8 +132,6 @@ def open_data(folder: Path) -> str:
     """Fingerprints and norms; each file is opened even where one before it is refused."""
     return _each(
         lambda: load_dataset(folder / "a.npz", layout="NCHW").fingerprint(),
-        lambda: load_dataset(folder / "idx").fingerprint(),
-        lambda: load_dataset(folder / "cifar").fingerprint(),
         lambda: str([row.to_dict() for row in weight_norms(folder / "w.safetensors")]),
     )
 

@@ -99,7 +99,7 @@ def best_multipliers(
         steps: of Newton's method at most.
         gap: relative gap of `τ = L²` at which to stop.
         enough: stop as soon as the constant is below this.
-        deadline: of `time.monotonic()`; the best so far is proved when it is reached.
+        deadline: of `time.process_time()`; the best so far is proved when it is reached.
     """
     n, p = maps.switching, len(maps.slack) - maps.switching
     K = maps.C @ maps.C.mT
@@ -250,7 +250,7 @@ def _descend(
         point, own = _centred(problem, point, weight)
         if own < least:
             best, least = point, own
-        if step == steps or least <= enough * enough * (1 - 1e-6) or time.monotonic() > deadline:
+        if step == steps or least <= enough * enough * (1 - 1e-6) or time.process_time() > deadline:
             return [*path, best], step
         g, H = _derivatives(problem, point)
         H.diagonal().add_(g)

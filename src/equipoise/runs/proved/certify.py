@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,17 +10,13 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from equipoise.attacks import pgd
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.errors import EquipoiseError, InputError, Refused
 from equipoise.core.files import make_folder
-from equipoise.core.precision import full_precision
-from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.backward import ENTRIES, Norm
 from equipoise.lipschitz.local.radius import LARGEST, Certifier, Effort
-from equipoise.lipschitz.propagate import propagate
-from equipoise.norms.spectral import Cache
 from equipoise.runs import store as store_file
 from equipoise.runs.inputs import Inputs, Selection
 from equipoise.runs.jobs import count_logits, first_input
@@ -205,9 +200,8 @@ class Prover:
         tensors = [*module.parameters(), *module.buffers()]
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         x = first_input(job.inputs, job.positions).x.to(dtype)
-        with torch.no_grad(), full_precision():
-            run = propagate(capture(module, x[None]), None, RTOL, cache := Cache(RTOL))
-            certifier = Certifier.of(run, cache, job.manifest.asked.norm, job.manifest.asked.effort)
+        asked = job.manifest.asked
+        certifier = Certifier.of(module, x[None], norm=asked.norm, effort=asked.effort, rtol=RTOL)
         return cls(module, certifier, job.manifest.asked, tuple(x.shape), dtype)
 
     @property
@@ -219,7 +213,7 @@ class Prover:
         """Time and memory of what is to come, in a sentence."""
         network = self.certifier.network
         budget = "" if self.asked.seconds is None else f", at most {self.asked.seconds:g} s each"
-        if network is None or self.certifier.effort == "fast":
+        if network is None:
             return f"{inputs} inputs by global bounds: one forward pass each{budget}"
         rows = min(network.neurons, max(1, ENTRIES // network.widest))
         memory = 3 * 8 * rows * network.widest / 1e9
@@ -232,24 +226,12 @@ class Prover:
         """The radius of one input."""
         if tuple(item.x.shape) != self.shape:
             raise Refused(f"the input has shape {tuple(item.x.shape)}, the inputs of this run have {self.shape}")
-        deadline = math.inf if self.asked.seconds is None else time.monotonic() + self.asked.seconds
-        with torch.no_grad(), full_precision():
-            asked = item.label if item.label >= 0 else None
-            radius, label, rival, margin, method = self.certifier.certify(item.x.to(self.dtype)[None], asked, deadline)
-        answer = label if margin > 0 else self._answer(item.x)
-        return stored.ProvedRow(item.id, item.position, item.label, answer, radius, rival, margin, method)
-
-    def _answer(self, x: Tensor) -> int:
-        """The network's own answer."""
-        with torch.no_grad():
-            return int(self._logits(x.to(self.dtype)[None]).argmax())
-
-    def _logits(self, x: Tensor) -> Tensor:
-        try:
-            out: Tensor = self.module(x)
-        except Exception as error:  # whatever the user's own code raises
-            raise InputError(f"the model failed on an input of shape {self.shape}: {one_line(error)}") from error
-        return out
+        label = torch.tensor([item.label]) if item.label >= 0 else None
+        found = self.certifier.radii(item.x.to(self.dtype)[None], label, seconds=self.asked.seconds)
+        return stored.ProvedRow(
+            item.id, item.position, item.label, int(found.predictions), float(found.radius), int(found.rivals),
+            float(found.margins), found.methods[0],
+        )  # fmt: skip
 
     def attack(self, item: Item, row: stored.ProvedRow) -> list[AttackRow]:
         """ℓ2 attacks at growing multiples of the radius, until one succeeds; none where the answer is wrong as it is."""

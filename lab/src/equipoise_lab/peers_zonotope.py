@@ -1,4 +1,4 @@
-"""A relational enclosure of a network on an ℓ2 ball, and the Lipschitz bound that follows from it.
+"""A rival of the library's local bounds: a relational enclosure of a network on an ℓ2 ball, and the bound that follows.
 
 Every node is enclosed as a zonotope around a centre, with the input itself among the generators:
 
@@ -18,6 +18,7 @@ References: Singh et al. 2018 (zonotopes for ReLU networks, DeepZ); Fazlyab et a
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,11 +26,11 @@ from torch import Tensor, fx
 
 from equipoise.core.precision import frobenius, inflate
 from equipoise.lipschitz.enclose import Box, activated
-from equipoise.lipschitz.linearise import secant_slopes
 from equipoise.lipschitz.logs import exp_up
+from equipoise.lipschitz.operations import Copy, Pieces
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.tangent import apply, pushforward, roundoff, supported
+from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.maps.linear import Diagonal, Padding
 from equipoise.norms import spectral_norm
 from equipoise.norms.spectral import Cache, bracket
@@ -332,3 +333,35 @@ def _weights(parts: dict[fx.Node, Tensor], lip: dict[fx.Node, float], rounds: in
         ideal = {k: lip[k] / max(along[k], 0.1 * norms[k], 1e-150) for k in parts}
         weights = {k: max(math.sqrt(weights[k] * ideal[k]), 1e-290) for k in parts}
     return best
+
+
+def secant_slopes(step: Step, box: Box) -> tuple[Tensor, Tensor]:
+    """Reference slope and half-width per entry of an activation whose input lies in `box`."""
+    assert step.curve is not None
+    shape = step.gains[0][0].shape
+    if box.mid is not None and box.half is not None:
+        lows, highs = step.curve.secants(box.mid, box.half)
+    else:
+        lows, highs = (torch.full(shape, s, dtype=torch.float64) for s in step.curve.slopes)
+    middle = (lows + highs) / 2
+    return middle, inflate((highs - lows) / 2 + 2.0**-52 * middle.abs())
+
+
+#: directions mapped at once
+CHUNK = 256
+
+
+def pushforward(call: Call, step: Step, blocks: Mapping[fx.Node, Tensor | None]) -> Tensor:
+    """The linear part applied to a batch of directions per input; None stands for directions that are zero there."""
+    nodes = list(blocks)
+    given = {n: t for n, t in blocks.items() if t is not None}
+    shapes = {s.node: s.shape for s, _ in step.gains}
+    absent = {n: torch.zeros((), dtype=torch.float64).expand(shapes[n]) for n in nodes if n not in given}
+    if isinstance(step.map, Pieces) or (isinstance(step.map, Copy) and step.map.same):
+        return given[nodes[0]]
+
+    def one(*directions: Tensor) -> Tensor:
+        return apply(call, step, {**absent, **dict(zip(given, directions, strict=True))})
+
+    parts = zip(*(t.split(CHUNK) for t in given.values()), strict=True)
+    return torch.cat([torch.func.vmap(one)(*part) for part in parts])
