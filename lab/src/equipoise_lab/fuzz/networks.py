@@ -226,14 +226,12 @@ def random_networks(batch: Batch) -> None:
 def examine(program: Program, rng: random.Random, seed: int) -> list[Verdict]:
     """The verdict of every question, up to the first violation."""
     trial = Trial(program, seed)
-    verdicts = [trial.judge_facts(rng.choice((0.5, 2.0, 10.0)))]
-    if verdicts[0].violation is not None:
-        return verdicts
+    verdicts: list[Verdict] = []
     for question in questions(program, rng):
         verdicts.append(trial.judge(question))
         if verdicts[-1].violation is not None:
-            break
-    return verdicts
+            return verdicts
+    return [*verdicts, trial.judge_facts(rng.choice((0.5, 2.0, 10.0)))]
 
 
 def minimised(violation: Violation, seed: int) -> Violation:

@@ -176,3 +176,17 @@ def glu(call: Call) -> Step:
     return Step(
         ((x, inflate(math.sqrt(1 + (x.peak / 4) ** 2))),), "gated linear unit", offset=0.0, peak=x.peak, map=Product()
     )
+
+
+@rule("aten.prod.dim_int", "aten.prod.default")
+def product(call: Call) -> Step:
+    """`∏ x_i` over n entries: √n·m^(n−1) where every |x_i| ≤ m, or with m = R/√n where ‖x‖ ≤ R (Maclaurin's inequality)."""
+    x, dim = call.signal("self"), call.get("dim")
+    n = x.numel if dim is None else x.shape[dim]
+    size = min(x.peak, inflate(x.norm / math.sqrt(max(1, n))))
+    if n > 1 and not n * math.log(max(1.0, size)) < 600:
+        _unbounded(call, "a product of entries")
+    gain = 1.0 if n <= 1 else inflate(inflate(math.sqrt(n) * size ** (n - 1)) * (1 + 1e-12))
+    peak = inflate(size**n * (1 + 1e-12)) if n > 1 else x.peak
+    low = 0.0 if x.low >= 0 else -math.inf
+    return Step(((x, gain),), "product of entries", offset=0.0 if n else math.inf, peak=peak, low=low, map=Product())
