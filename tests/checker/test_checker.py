@@ -329,3 +329,30 @@ def test_the_lone_file_runs_without_the_library(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("ACCEPTED")
+
+
+def test_exact_arithmetic_agrees_on_a_dense_network_and_sees_the_last_digit(tmp_path):
+    torch.manual_seed(3)
+    model = NETWORKS["dense"]().double()
+    x = torch.rand(5, 2, 4, 4)
+    with torch.no_grad():
+        labels = model(x.double()).argmax(1)
+    certificates.write(model, x, labels, tmp_path, epsilons=(0.01,))
+    assert len(certificates.check(tmp_path, exact=True)) == len(certificates.check(tmp_path))
+    rng = random.Random(0)
+    for _ in range(100):
+        mutate(tmp_path, tmp_path.parent / "edited", rng)
+        try:
+            certificates.check(tmp_path.parent / "edited", exact=True)
+        except eq.Refused:
+            continue
+        assert is_true(tmp_path.parent / "edited")
+
+
+def test_exact_norms_are_proved_without_slack():
+    from equipoise.checker import check_exact
+
+    weight = np.diag([1.0, 0.5, 0.25])
+    check_exact.check_norm(weight, 1 + 2.0**-20)
+    with pytest.raises(checker.Rejected):
+        check_exact.check_norm(weight, 1 - 2.0**-52)

@@ -11,6 +11,7 @@ from equipoise.cli.options import Json
 
 def check(
     folder: Annotated[Path, typer.Argument(help="The folder of the bundle.")],
+    exact: Annotated[bool, typer.Option(help="Use exact integers; for dense ReLU networks.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check every claim of a certificate bundle with the lone checker.
@@ -24,7 +25,7 @@ def check(
     """
     from equipoise import certificates
 
-    proved = certificates.check(folder)
+    proved = certificates.check(folder, exact=exact)
     if as_json:
         emit_json({"accepted": True, "proved": proved})
         return
