@@ -21,7 +21,7 @@ from equipoise.report.collect import contradictions
 from equipoise.report.data import Series
 from equipoise.runs import AttackRow
 from equipoise.smoothing import SmoothedClassifier, clopper_pearson
-from equipoise.train.reading import read_recipe
+from equipoise.train import read_recipe
 
 MODEL = {"factory": "equipoise.nn.models:mlp"}
 RECIPE = {"name": "a", "model": MODEL, "data": {"path": "digits"}, "optimizer": {"lr": 0.1}}
