@@ -142,9 +142,9 @@ COMMANDS = {
     ),
     "pickle": ("audit {f}/model.pt", "pickles are never opened"),
     "chain": ("audit {f}/model.pt2 --chain dense", "closed, multipliers"),
-    "no such target": ("certify {f}/nowhere", "nowhere is neither a run directory nor a model"),
-    "an empty folder": ("certify {f}/empty", "empty is neither a run directory nor a model"),
-    "a model alone": ("certify {f}/model.pt2", "--data and --sigma are needed"),
+    "no such model": ("certify {f}/nowhere --data digits --sigma 1", "neither a .pt2 or .onnx file, a directory"),
+    "no such run": ("derive {f}/nowhere", "nowhere is not a run directory"),
+    "an empty folder": ("attack {f}/empty", "empty is not a run directory"),
     "curvature of a program": (
         "curvature {f}/model.pt2 --data digits",
         "give a checkpoint directory, or package.module:f",

@@ -22,8 +22,7 @@ from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
 from equipoise.norms.files import weight_norms
 from equipoise.report.data import Margins, load_margins
-from equipoise.runs import AttackRow, certify, open_run
-from equipoise.runs.store import Attacked
+from equipoise.runs import Attacked, AttackRow, certify, open_run
 from equipoise.smoothing import read_log
 from equipoise.train.journal import STATE, Journal, Position, read_state
 
@@ -87,8 +86,8 @@ def open_run_of(folder: Path) -> str:
     found = run.certificates()
     summary = run.summary().to_dict()
     summary.pop("seconds")
-    plain = [run.ids, run.labels.tolist(), found.prediction.tolist(), found.radius.tolist(), run.seconds, summary]
-    return digest_document([plain, [asdict(a) for a in run.attacks()], run.sessions()])
+    plain = [run.ids, run.labels.tolist(), found.prediction.tolist(), found.radius.tolist(), summary]
+    return digest_document([plain, [asdict(a) for a in run.attacks()], [s.versions for s in run.sessions()]])
 
 
 def make_state(folder: Path) -> None:
@@ -194,7 +193,7 @@ def make_onnx(folder: Path) -> None:
 SUBJECTS: dict[str, Subject] = {
     "checkpoint": Subject(make_checkpoint, lambda folder: _answer(str(folder / "net"))),
     "program": Subject(make_program, lambda folder: _answer(str(folder / "net.pt2"))),
-    "run": Subject(make_run, open_run_of),
+    "run": Subject(make_run, open_run_of, guarded=False),
     "state": Subject(make_state, open_state),
     "margins": Subject(make_margins, lambda folder: repr(load_margins(folder))),
     "data": Subject(make_data, open_data, guarded=False),
