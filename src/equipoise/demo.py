@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def _certify(title: str, model: nn.Module, prefix: Path, s: Settings, tell: Say)
         tell(what, 0, s.inputs)
         attack_run(
             run, network, test, epsilons=EPSILONS, steps=s.steps if run.kind == "proved" else s.smooth_steps, samples=8,
-            votes=s.votes, seed=s.seed, progress=lambda done, total, what=what: tell(what, done, total),
+            votes=s.votes, seed=s.seed, progress=partial(tell, what),
         )  # fmt: skip
     return runs
 
@@ -174,7 +175,7 @@ def _audit(title: str, model: nn.Module, run: Run, s: Settings, tell: Say) -> No
     wrong = [i for i, status in enumerate(results.status) if status == "wrong"][:1]
     chosen = [i for i in range(len(y)) if i not in wrong][: s.pictures - len(wrong)] + wrong
     images, labels = x[chosen], y[chosen]
-    best = [(None, None, "")] * len(chosen)
+    best: list[tuple[str | None, float | None, str]] = [(None, None, "")] * len(chosen)
     for epsilon in sorted(EPSILONS, reverse=True):
         radii = torch.full((len(chosen),), epsilon, dtype=torch.float64)
         attack = pgd(model, images, labels, radii, s.steps, seed=s.seed)
