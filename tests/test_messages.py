@@ -76,7 +76,7 @@ CALLS = {
         lambda _: load_factory("equipoise.nn.models:mpl"), InputError,
         "'equipoise.nn.models' has no 'mpl'; did you mean 'mlp'?",
     ),
-    "factory fails": (lambda _: load_factory(f"{__name__}:failing"), InputError, "failed with an AttributeError: inside"),
+    "factory fails": (lambda _: load_factory(f"{__name__}:failing"), InputError, "failed with AttributeError: inside"),
     "factory raises": (lambda _: load_factory(f"{__name__}:raising"), InputError, "failed with KeyError: 'inside'"),
     "a zip bomb": (
         lambda f: load_model(bomb(f)), Refused, "holds 'data/weights/weight_0' compressed, which PyTorch never does"

@@ -27,7 +27,7 @@ KINDS = {
     "consistency": {"noise": {"kind": "consistency", "sigma": 0.1}},
     "smoothadv": {"noise": {"kind": "smoothadv", "sigma": 0.1, "epsilon": 0.2}},
     "spectral": {"regularizers": [{"kind": "spectral", "penalty": "hinge", "weight": 0.1}]},
-    "spectral-gram": {"regularizers": [{"kind": "spectral", "bound": "gram", "every": 3, "weight": 0.1}]},
+    "spectral-gram": {"regularizers": [{"kind": "spectral", "bound": "gram", "weight": 0.1}]},
     "decay": {
         "regularizers": [{"kind": "activation-decay", "sigma": 0.3}],
         "data": {"path": "digits", "limit": 160, "validation": 0.2},
