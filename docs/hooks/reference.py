@@ -27,7 +27,7 @@ PAGES = {
     "runs": Page(
         "Runs and reports",
         (
-            "equipoise.runs", "equipoise.runs.glance", "equipoise.runs.monitor", "equipoise.runs.predictions",
+            "equipoise.runs", "equipoise.runs.preflight",
             "equipoise.report",
         ),
     ),

@@ -72,19 +72,3 @@ def test_what_is_no_method_is_refused_by_name(package):
     layers._load_others.cache_clear()
     with pytest.raises(eq.InputError, match="frobenius_layers:nn"):
         eqn.methods()
-
-
-def test_names_of_earlier_releases_still_work_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="maps|method"):
-        assert eqn.Kernel((8, 4, 3, 3), 1, (2, 2), (1, 1)).stride == (2, 2)
-    with pytest.warns(DeprecationWarning, match="layers_of"):
-        base = eqn.LinearLayer
-    halved = type("Mine", (base,), {"method_type": eqn.SR})(4, 3, t=1)
-    assert isinstance(halved, eqn.SRLinear.__mro__[1])
-    with pytest.warns(DeprecationWarning, match="equipoise.nn.SRLinear"):
-        assert importlib.import_module("equipoise.nn.named").SRLinear is eqn.SRLinear
-    found = eq.make_lipschitz(nn.Sequential(nn.Linear(4, 3)))
-    with pytest.warns(DeprecationWarning, match="the network itself"):
-        assert found.model is found
-    with pytest.raises(AttributeError, match="NoSuchConv2d"):
-        _ = eqn.NoSuchConv2d

@@ -104,6 +104,11 @@ def _stored_numbers(folder: Path) -> int:
     for part in parts:
         with open_weights(folder / part) as file:
             total += sum(file.numel(name) for name in file.names)
+            small = [
+                name for name in file.names if file.dtype(name) in ("I8", "U8") or file.dtype(name).startswith("F8")
+            ]
+            if small:
+                raise Refused(f"{part} stores {small[0][:80]} in 8 bits: quantised weights are not read")
     return total
 
 

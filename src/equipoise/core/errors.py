@@ -76,26 +76,12 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _SHORTAGES)
 
 
-#: loggers of PyTorch that print the traceback of what is raised anyway
-_LOGGERS = (
-    "torch.export",
-    "torch._export",
-    "torch.export.pt2_archive",
-    "torch._export.serde.serialize",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._subclasses.fake_tensor",
-)
-
-
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Without PyTorch's log of tracebacks: what is raised is said once, in a sentence."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
+    """Without log messages: PyTorch logs the traceback of what is raised anyway, and that is said once, in a sentence."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL + 1)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

@@ -76,8 +76,9 @@ def lipschitz_bound(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
     reports = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
-    notes = (*program.notes, stored) if stored else program.notes
-    return replace(max(reports, key=lambda report: report.log_upper), notes=notes, pairs=_largest(reports))
+    largest = max(reports, key=lambda report: report.log_upper)
+    notes = [note for note in (*program.notes, stored, *largest.notes) if note]
+    return replace(largest, notes=tuple(dict.fromkeys(notes)), pairs=_largest(reports))
 
 
 def _largest(reports: list[Report]) -> Tensor | None:
@@ -97,10 +98,22 @@ def _report(program: Program, ball: float | None, rtol: float, chain: ChainMetho
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
     layers = rows(run)
+    notes = (*program.notes, *_wider(layers, rtol))
     return Report(
-        totals[method], run.product, run.fused, layers, method, ball, program.notes, together, pair_constants(run),
+        totals[method], run.product, run.fused, layers, method, ball, notes, together, pair_constants(run),
         blocks(run, layers),
     )  # fmt: skip
+
+
+def _wider(layers: Sequence[Row], rtol: float) -> tuple[str, ...]:
+    """A note where norms are known less closely than was asked for."""
+    gaps = [row.upper / row.lower - 1 for row in layers if row.lower > 0]
+    wide = [gap for gap in gaps if gap > rtol * (1 + 1e-9)]
+    if not wide:
+        return ()
+    return (
+        f"{len(wide)} of {len(gaps)} norms are known within {format_up(max(wide), 2)} only, {rtol:g} was asked for",
+    )
 
 
 def _silent(step: Step) -> bool:
@@ -169,30 +182,29 @@ def _show(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "1"
 
 
-def block_of(name: str) -> str:
-    """The block that a layer belongs to: the module that holds it, or itself where it stands alone.
-
-    >>> block_of("layer1.0.conv1"), block_of("fc")
-    ('layer1.0', 'fc')
-    """
-    return name.rpartition(".")[0] or name
-
-
 def blocks(run: Propagation, layers: Sequence[Row]) -> tuple[Block, ...]:
     """The blocks by their share of the log-bound, largest first, with the product bound if it and those before it are capped.
 
-    Capped: every layer of the block with weights or factors, and a norm above 1, is scaled to norm 1. Sums, pooling and
-    activations stay what they are: `x + f(x)` with f capped is at most 2.
+    A block is the module that holds a layer, or the layer itself where it stands alone. Capped: every layer of the block with
+    weights or factors, and a norm above 1, is scaled to norm 1. Sums, pooling and activations stay what they are: `x + f(x)`
+    with f capped is at most 2.
     """
+    names = {row.name for row in layers}
+    holders = {name.rpartition(".")[0] for name in names} - {""}
+
+    def block_of(name: str) -> str:
+        # an operation in the forward of a block, such as its addition, has the block's own name
+        return name if name in holders else name.rpartition(".")[0] or name
+
     shares: dict[str, float] = {}
     for row in layers:
         shares[block_of(row.name)] = shares.get(block_of(row.name), 0.0) + row.share
     worst = sorted((name for name, share in shares.items() if share > 0), key=lambda name: -shares[name])
-    found, capped = [], set[str]()
-    for name in worst[:5]:
+    ranked, capped = [], set[str]()
+    for name in worst[:12]:
         capped.add(name)
-        found.append(Block(name, shares[name], _capped(run, lambda node: block_of(_named(node)) in capped)))
-    return tuple(found)
+        ranked.append(Block(name, shares[name], _capped(run, lambda node: block_of(_named(node)) in capped)))
+    return tuple(ranked)
 
 
 def _named(node: fx.Node) -> str:

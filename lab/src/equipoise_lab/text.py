@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from equipoise.core.digests import digest_bytes
 from equipoise.core.errors import InputError, one_line
 from equipoise.core.files import read_bounded
-from equipoise.train.task import Counts
+from equipoise.train.config import NonNegative
+from equipoise.train.losses import Counts, Task
 
 IGNORED = -100
 
@@ -93,7 +94,7 @@ class Snips:
 
 
 @dataclass(frozen=True)
-class IntentSlots:
+class IntentSlots(Task):
     """`CE(intent) + weight·CE(slots)`; counts intents, slots of words, whole sentences and slot spans (F1)."""
 
     weight: float = 1.0
@@ -134,10 +135,12 @@ class IntentSlots:
             both, total = both + 2 * len(a & b), total + len(a) + len(b)
         return torch.tensor(both, device=true.device), torch.tensor(total, device=true.device)
 
-    def fitted(self, source: Any) -> IntentSlots:
+    def fit(self, model: nn.Module, source: Any) -> IntentSlots:
         """With the names of the slots of this data."""
         if not isinstance(source, Snips):
-            raise InputError("loss intent-slots needs sentences: data.path: snips:FOLDER")
+            raise InputError(
+                "loss intent-slots needs sentences: data: {reader: equipoise_lab.text:load_snips, path: FOLDER}"
+            )
         return replace(self, tags=source.slots)
 
 
@@ -308,7 +311,7 @@ def load_characters(where: str, split: str) -> Characters:
     """
     count, _, name = where.partition(":")
     if not count.isdecimal() or not 1 <= int(count) <= 10**5 or not name:
-        raise InputError(f"expected characters:N:FILE, N characters to a stretch, got characters:{where}")
+        raise InputError(f"expected N:FILE, N characters to a stretch, got {where!r}")
     if split not in ("train", "test"):
         raise InputError(f"a text has the splits train and test, got {split!r}")
     path, context = Path(name), int(count)
@@ -327,7 +330,7 @@ def load_characters(where: str, split: str) -> Characters:
 
 
 @dataclass(frozen=True)
-class NextToken:
+class NextToken(Task):
     """Cross-entropy of every next token; counts right guesses and bits per token."""
 
     metrics: tuple[str, ...] = ("accuracy", "bits")
@@ -344,12 +347,20 @@ class NextToken:
             found["bits"] = (nats / math.log(2), y.numel())
         return found
 
-    def fitted(self, source: Any) -> NextToken:
+    def fit(self, model: nn.Module, source: Any) -> NextToken:
         """The same; refused for data that are no text."""
         if not isinstance(source, Characters):
-            raise InputError("loss next-token needs a text: data.path: characters:64:FILE")
+            raise InputError(
+                "loss next-token needs a text: data: {reader: equipoise_lab.text:load_characters, path: 64:FILE}"
+            )
         return self
 
 
-#: data that only the trainer reads, by the word before the colon of `data.path`: `(what follows it, split)` → a `Source`
-READERS: dict[str, Callable[[str, str], Any]] = {"snips": load_snips, "characters": load_characters}
+def intent_slots(weight: NonNegative = 1.0) -> IntentSlots:
+    """`CE(intent) + weight·CE(slots)`."""
+    return IntentSlots(weight)
+
+
+def next_token() -> NextToken:
+    """Cross-entropy of every next token."""
+    return NextToken()

@@ -8,7 +8,7 @@ from equipoise.lipschitz import lipschitz_bound
 from equipoise.models import load
 from equipoise.nn.models import lipschitz_gpt
 from equipoise.train import read_recipe, run_recipe
-from equipoise.train.text import NextToken, load_characters
+from equipoise_lab.text import NextToken, load_characters
 
 TINY = {
     "model.arguments.width": 8,
@@ -33,7 +33,7 @@ def text(tmp_path):
 @pytest.fixture
 def small(text, monkeypatch):
     monkeypatch.setenv("EQUIPOISE_DATA", str(text.parent))
-    path = f"data.path=characters:6:{text}"
+    path = f"data.path=6:{text}"
     return [path, *(f"{key}={value}" for key, value in TINY.items())]
 
 
@@ -54,9 +54,9 @@ def test_stretches_and_what_follows(text):
 @pytest.mark.parametrize(
     ("where", "split", "said"),
     [
-        ("FILE", "train", "expected characters:N:FILE"),
-        ("0:FILE", "train", "expected characters:N:FILE"),
-        ("²:FILE", "train", "expected characters:N:FILE"),
+        ("FILE", "train", "expected N:FILE"),
+        ("0:FILE", "train", "expected N:FILE"),
+        ("²:FILE", "train", "expected N:FILE"),
         ("5:FILE", "valid", "splits train and test"),
         ("500:FILE", "train", "too few"),
         ("5:FILE.none", "train", "FILE.none|tinyshakespeare.txt.none"),
@@ -84,7 +84,7 @@ def test_the_loss_needs_a_text():
             {
                 "model": {"factory": "equipoise.nn.models:mlp"},
                 "data": {"path": "digits"},
-                "loss": "next-token",
+                "loss": "equipoise_lab.text:next_token",
                 "epochs": 1,
             }
         )

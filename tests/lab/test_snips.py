@@ -5,7 +5,7 @@ import torch
 
 from equipoise.core.errors import InputError
 from equipoise.train import read_recipe, run_recipe
-from equipoise.train.text import IntentSlots, Snips, load_snips, spans
+from equipoise_lab.text import IntentSlots, Snips, load_snips, spans
 
 TINY = ["data.limit=8", "data.test_limit=4", "epochs=2", "batch_size=4"]
 
@@ -56,9 +56,9 @@ def test_counts_and_f1():
     assert "slot_f1" not in task.counts((intent, slots), y, quick=True)
 
 
-def test_slots_need_sentences(small):
+def test_slots_need_sentences():
     with pytest.raises(InputError, match="needs sentences"):
-        run_recipe(small(loss="intent-slots"))
+        run_recipe("sll-sr-digits", overrides=["loss=equipoise_lab.text:intent_slots"])
 
 
 @pytest.mark.text
