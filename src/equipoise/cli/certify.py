@@ -105,6 +105,7 @@ def prove(
     std: options.Std = None,
     weights: options.Weights = None,
     epsilon: options.Epsilon = None,
+    bundle: Annotated[Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")] = None,
     set_: options.Set = None,
     json: options.Json = False,
 ) -> None:
@@ -129,8 +130,10 @@ def prove(
     recipe = make_recipe(
         model, data, weights=weights, split=split, size=size, classes=classes, mean=mean, std=std, **reading
     )
+    if bundle is not None and norm != "l2":
+        raise InputError(f"a bundle holds radii in the l2 norm; --norm is {norm}")
     job = _job(recipe, settings, "cpu", None)
-    _run(job, run, Execution(), retry, options.epsilons(epsilon), json)
+    _run(job, run, Execution(), retry, options.epsilons(epsilon), json, bundle)
 
 
 def _adaptive(text: str | None) -> dict[str, float]:
@@ -152,8 +155,16 @@ def _job(recipe: Recipe, settings: Settings, device: str, batch_size: int | None
     return prepare(network, dataset, settings, device=device, batch_size=batch_size, name=name, recipe=recipe)
 
 
-def _run(job: Job, run: Path | None, execution: Execution, retry: bool, levels: list[float] | None, json: bool) -> None:
-    """Look at a few inputs, sample or prove the rest, show the summary."""
+def _run(
+    job: Job,
+    run: Path | None,
+    execution: Execution,
+    retry: bool,
+    levels: list[float] | None,
+    json: bool,
+    bundle: Path | None = None,
+) -> None:
+    """Look at a few inputs, sample or prove the rest, write the bundle, show the summary."""
     from equipoise.runs import is_run, open_run, start
     from equipoise.runs.preflight import preflight
     from equipoise.runs.settings import read_manifest, require_same
@@ -177,7 +188,24 @@ def _run(job: Job, run: Path | None, execution: Execution, retry: bool, levels: 
             found = start(job, folder, execution=execution, progress=show, retry_failed=retry)
     except KeyboardInterrupt:
         interrupted(len(open_run(folder).rows) if is_run(folder) else 0, job.manifest.total, folder)
+    if bundle is not None:
+        _write_bundle(job, found, levels, bundle)
     show_run(found, found.results(), levels, json, {} if report is None else {"preflight": report.to_dict()})
+
+
+def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) -> None:
+    """The proved radii of a run as a bundle; radii that the checker proves smaller are lowered to what it proves."""
+    import torch
+
+    from equipoise import certificates
+
+    results = run.results()
+    x = torch.stack([item.x for item in job.inputs.read(run.positions)])
+    y = torch.as_tensor(results.labels if results.labelled else results.answer)
+    radii = torch.as_tensor(results.radius)
+    epsilons = levels or certificates.EPSILONS
+    certificates.write(job.model.network(), x, y, folder, radii=radii, epsilons=[e for e in epsilons if e > 0])
+    say(f"wrote {folder}; `equipoise check {folder}` checks it")
 
 
 def show_run(
