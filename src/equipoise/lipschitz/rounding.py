@@ -191,7 +191,9 @@ class Rounding:
         parts = []
         for some, r in zip(x.double().split(_CHUNK), near.split(_CHUNK), strict=True):
             parts.append(torch.func.vmap(lambda s, r: self.walk(s, r, dtype))(some, r))
-        values, slip = (torch.cat([t.flatten(1) for t in p]) for p in zip(*parts, strict=True))
+        values, slip = (
+            torch.cat([t.reshape(len(t) if t.dim() else 1, -1) for t in p]) for p in zip(*parts, strict=True)
+        )
         return values, torch.where(slip.isnan(), math.inf, slip)
 
     def walk(self, x: Tensor, r: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
