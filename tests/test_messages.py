@@ -151,7 +151,7 @@ COMMANDS = {
     ),
     "no folder of results": ("reproduce bound-factor -o {f}/model.pt2", "cannot make"),
     "no such device": ("reproduce bound-factor -o {f}/r --device quantum", "the device 'quantum' cannot be used here"),
-    "no folder": ("demo --quick --out {f}/model.pt2/x", "cannot write to"),
+    "no folder": ("demo --quick --out {f}/model.pt2/x", "cannot make"),
 }
 
 

@@ -47,7 +47,7 @@ def _network() -> nn.Module:
 
 
 def _answer(source: str) -> str:
-    loaded = load_model(source)
+    loaded = load_model(source, batch=len(PROBE))
     with torch.no_grad():
         found = guarded(lambda: loaded.module()(PROBE), "the network")
     return f"{Digest('answer').add('logits', found)} {loaded.input_shape}"
@@ -62,6 +62,13 @@ def make_checkpoint(folder: Path) -> None:
 def make_program(folder: Path) -> None:
     """An exported program."""
     torch.export.save(torch.export.export(_network(), (PROBE,)), str(folder / "net.pt2"))
+
+
+def make_dynamic(folder: Path) -> None:
+    """An exported program whose batch is dynamic."""
+    shapes = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(_network(), (torch.cat([PROBE, PROBE]),), dynamic_shapes=shapes)
+    torch.export.save(program, str(folder / "net.pt2"))
 
 
 def make_run(folder: Path) -> None:
@@ -192,6 +199,7 @@ def make_onnx(folder: Path) -> None:
 SUBJECTS: dict[str, Subject] = {
     "checkpoint": Subject(make_checkpoint, lambda folder: _answer(str(folder / "net"))),
     "program": Subject(make_program, lambda folder: _answer(str(folder / "net.pt2"))),
+    "dynamic program": Subject(make_dynamic, lambda folder: _answer(str(folder / "net.pt2"))),
     "run": Subject(make_run, open_run_of, guarded=False),
     "state": Subject(make_state, open_state),
     "audit": Subject(make_audit, lambda folder: repr(load_audit(folder))),

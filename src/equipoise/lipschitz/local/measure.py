@@ -148,6 +148,8 @@ def checked_batch(model: Any, x: Any, what: str) -> Tensor:
         raise InputError(
             f"{what} expects float32 or float64 inputs, got {x.dtype}: convert them first, e.g. x.float() / 255"
         )
+    if x.is_meta or x.layout is not torch.strided:
+        raise InputError(f"{what} expects a dense tensor with values, got one on the meta device or a sparse one")
     if x.dim() < 2 or x.numel() == 0:
         raise InputError(f"{what} expects inputs with a batch dimension, got shape {tuple(x.shape)}")
     if not bool(torch.isfinite(x).all()):
