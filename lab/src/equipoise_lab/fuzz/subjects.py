@@ -21,7 +21,7 @@ from equipoise.core.errors import EquipoiseError
 from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
 from equipoise.norms.files import weight_norms
-from equipoise.report.data import Margins, load_margins
+from equipoise.report import audit_network, load_audit, save_audit
 from equipoise.runs import Attacked, AttackRow, certify, open_run
 from equipoise.smoothing import read_log
 from equipoise.train.journal import STATE, Journal, Position, read_state
@@ -116,10 +116,9 @@ def open_state(folder: Path) -> str:
     return f"{digest} {position}"
 
 
-def make_margins(folder: Path) -> None:
-    """Deterministic certificates."""
-    rows = (np.array([0, 1]), np.array([0, 1]), np.array([0.5, 0.25]))
-    Margins({"hash": "x"}, "digits", 2.0, ("0", "1"), *rows, ()).save(folder)
+def make_audit(folder: Path) -> None:
+    """Bounds of a network."""
+    save_audit(audit_network("net", torch.nn.Linear(3, 2), torch.zeros(1, 3)), folder)
 
 
 def make_data(folder: Path) -> None:
@@ -203,7 +202,7 @@ SUBJECTS: dict[str, Subject] = {
     "dynamic program": Subject(make_dynamic, lambda folder: _answer(str(folder / "net.pt2"))),
     "run": Subject(make_run, open_run_of, guarded=False),
     "state": Subject(make_state, open_state),
-    "margins": Subject(make_margins, lambda folder: repr(load_margins(folder))),
+    "audit": Subject(make_audit, lambda folder: repr(load_audit(folder))),
     "data": Subject(make_data, open_data, guarded=False),
     "texts": Subject(make_texts, open_texts, guarded=False),
     "onnx": Subject(make_onnx, lambda folder: _answer(str(folder / "net.onnx")), guarded=False),
