@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import inflate, row_lengths
+from equipoise.core.precision import inflate, row_lengths, unit_roundoff
 from equipoise.nn.parametrize import Parametrization, Parametrized
 
 
@@ -117,22 +117,24 @@ class UnitRows(Parametrization):
     """Rows `ŵ_i = w_i/‖w_i‖`; a row of zeros stays one. The norm is at most the root of the number of rows.
 
     >>> from equipoise.maps.geometry import Geometry
-    >>> UnitRows(Geometry((2, 2)))(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
-    [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
+    >>> UnitRows(Geometry((2, 2)))(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).double().round(decimals=5).tolist()
+    [[0.6, 0.8], [0.0, 0.0]]
     """
 
     kinds = (nn.Linear,)
 
     def constant(self) -> float:
         """`√rows`, for every value of the weights."""
-        return inflate(math.sqrt(self.geometry.shape[0]) * (1 + 1e-6))
+        return inflate(math.sqrt(self.geometry.shape[0]))
 
     def construct(self, raw: Tensor) -> Tensor:
-        """The weight."""
-        largest = raw.detach().abs().amax(1, keepdim=True)
-        w = raw / torch.where(largest == 0, torch.ones_like(largest), largest)  # squares neither overflow nor vanish
+        """The weight: in float64, and shrunk by what rounding may add to the length of a row."""
+        wide = raw.double()
+        largest = wide.detach().abs().amax(1, keepdim=True)
+        w = wide / torch.where(largest == 0, torch.ones_like(largest), largest)  # squares neither overflow nor vanish
         squares = w.square().sum(1, keepdim=True)
-        return w / torch.where(squares == 0, torch.ones_like(squares), squares).sqrt()
+        margin = 1.5 * unit_roundoff(raw.dtype) + (raw.shape[1] + 8) * unit_roundoff(torch.float64)
+        return (w / torch.where(squares == 0, torch.ones_like(squares), squares).sqrt() * (1 - margin)).to(raw.dtype)
 
 
 class LastLayerNormalised(Parametrized, nn.Linear):
