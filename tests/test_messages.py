@@ -118,7 +118,7 @@ CALLS = {
     "public name misspelt": (
         lambda _: eq.lipschitz_bond, AttributeError, "no attribute 'lipschitz_bond'; did you mean 'lipschitz_bound'?"
     ),
-    "nothing to decay": (lambda _: eq.ActivationDecay(nn.ReLU()), InputError, "this ReLU has no nn.Linear"),
+    "nothing to decay": (lambda _: eq.regularizers.ActivationDecay(nn.ReLU()), InputError, "this ReLU has no nn.Linear"),
     "k above n": (lambda _: clopper_pearson(11, 10, 0.05), InputError, "0 ≤ k ≤ n, got k = 11 and n = 10"),
     "alpha below the floats": (lambda _: clopper_pearson(30, 100, 1e-300), InputError, "alpha must be at least 1e-250"),
     "one k of many": (lambda _: clopper_pearson([3, 2.5], 10, 0.05), InputError, "got k = 2.5 and n = 10"),

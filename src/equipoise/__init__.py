@@ -1,7 +1,7 @@
 """equipoise: the stability of PyTorch networks, measurable, trainable and certifiable.
 
-A number that is called an upper bound is one, in floating point and for the padding, stride, groups and activation
-really used; what cannot be guaranteed is refused with the reason, or labelled `lower` or `estimate`.
+Every reported upper bound is rigorous, rounding included, for the padding, stride, groups and activation in use; what
+cannot be guaranteed is refused with the reason, or labelled `lower` or `estimate`.
 
 Names are loaded on first use, so that `equipoise --help` does not wait for torch.
 """
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
     from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
     from equipoise.norms import functional, spectral_norm
-    from equipoise.regularizers import ActivationDecay
     from equipoise.runs import certify, open_run
 
 __version__ = "0.1.0"
 __all__ = [
-    "ActivationDecay", "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "attacks",
+    "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "attacks",
     "certified_radius", "certify", "curvature", "data", "export", "functional", "lipschitz", "lipschitz_bound",
     "local_lipschitz", "make_lipschitz", "models", "nn", "norms", "open_run", "optim", "regularizers", "report",
     "runs", "smoothing", "spectral_norm", "train",
@@ -47,7 +46,6 @@ _NAMES = {
     "core": ("Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused"),
     "lipschitz": ("certified_radius", "lipschitz_bound", "local_lipschitz"),
     "norms": ("functional", "spectral_norm"),
-    "regularizers": ("ActivationDecay",),
     "runs": ("certify", "open_run"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from equipoise.attacks import pgd, smooth_pgd
-from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier, radius_global, radius_last_layer
+from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier, margin_radius
 
 datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn brings the digits")
 
@@ -65,8 +65,8 @@ def test_margins_hold_against_pgd(lipschitz_net):
     z = model(x)
     assert (z.argmax(1) == y).float().mean() > 0.8
     weight = model.scaled(model.head.weight)
-    for radius in (radius_global(z, y, 1.0), radius_last_layer(z, y, weight)):
-        epsilon = torch.tensor(radius)
+    for radius in (margin_radius(z, y), margin_radius(z, y, weight=weight)):
+        epsilon = radius
         rows = epsilon > 0
         assert epsilon[rows].mean() > 0.05
         result = pgd(model, x[rows], y[rows], epsilon[rows], steps=30, restarts=2)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from equipoise.checkpoints import inspect_program, load_checkpoint, load_model, register_model, save_checkpoint
+from equipoise.checkpoints import load_checkpoint, load_model, register_model, save_checkpoint
 from equipoise.core import EquipoiseError
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.models import build, factory
@@ -153,10 +153,82 @@ def refused_in_a_sentence(work):
     assert "\n" not in str(caught.value)
 
 
+def refused_or_the_same(work, expected):
+    """What is not read cannot hurt: the file opens as if it were not there, or is refused in a sentence."""
+    try:
+        same = torch.equal(work(), expected)
+    except EquipoiseError as error:
+        same = "\n" not in str(error)
+    assert same
+    assert not Path(CANARY).exists()
+
+
+#: fields that are never read
+UNREAD = ("guard", "expression", "ranges", "verifier", "unknown field", "device", "named tuple", "custom objects")
+
+
 @pytest.mark.parametrize("case", DESCRIPTIONS)
-def test_a_description_that_would_run_code_is_refused(plain, case):
+def test_a_description_that_would_run_code_does_not(plain, case):
     Path("bad.pt2").write_bytes(edited(plain, DESCRIPTIONS[case]))
-    refused_in_a_sentence(lambda: load_model("bad.pt2").module()(torch.zeros(2, 3)))
+
+    def work():
+        return load_model("bad.pt2").module()(torch.ones(2, 3))
+
+    if any(word in case for word in UNREAD):
+        refused_or_the_same(work, net()(torch.ones(2, 3)))
+    else:
+        refused_in_a_sentence(work)
+
+
+class Pooled(nn.Module):
+    def forward(self, x, grad, indices):
+        return torch.ops.aten.max_pool2d_with_indices_backward(grad, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+
+
+#: operations that write or read where their arguments say, without a check
+TRUSTING = {
+    "the backward of pooling": (Pooled(), torch.rand(1, 1, 4, 4), torch.rand(1, 1, 2, 2), torch.full((1, 1, 2, 2), 10**6)),
+    "pivots": (lambda a: torch.linalg.lu_solve(a, torch.full((3,), 10**6, dtype=torch.int32), a), torch.eye(3)),
+    "a spectrum": (lambda x: torch.ops.aten._fft_c2r(x, [1], 0, 2**20), torch.zeros(2, 3, dtype=torch.complex64)),
+    "sizes of weights": (lambda v, g: torch._weight_norm(v, g, 0), torch.ones(64, 3), torch.ones(1, 1)),
+    "scales": (lambda x: torch.ops.aten.upsample_nearest1d(x, [8], 1e-30), torch.zeros(1, 1, 4)),
+    "random places": (
+        lambda x, u: torch.ops.aten.fractional_max_pool2d(x, [2, 2], [2, 2], u)[0],
+        torch.zeros(1, 1, 4, 4),
+        torch.full((1, 1, 2), 1e9),
+    ),
+}  # fmt: skip
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("case", TRUSTING)
+def test_kernels_that_trust_their_arguments_are_never_called(case):
+    model, *inputs = TRUSTING[case]
+    model = model if isinstance(model, nn.Module) else Function(model)
+    torch.export.save(torch.export.export(model, tuple(inputs)), "bad.pt2")
+    refused_in_a_sentence(lambda: load_model("bad.pt2"))
+
+
+def test_nothing_runs_while_a_program_is_opened(plain, monkeypatch):
+    """Sample inputs are not read; no kernel is called on numbers."""
+    Path("good.pt2").write_bytes(rewritten(plain, "sample_inputs/model.pt", lambda _: b"no pickle at all"))
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert "linear" not in str(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        load_model("good.pt2")
 
 
 def weight(change):
@@ -216,7 +288,8 @@ def test_shapes_that_the_nodes_do_not_have_are_no_ground_for_a_bound(case):
     Path("good.pt2").write_bytes(buffer.getvalue())
     assert lipschitz_bound(load_model("good.pt2").model).upper > 0
     Path("bad.pt2").write_bytes(edited(buffer.getvalue(), STATED[case]))
-    refused_in_a_sentence(lambda: lipschitz_bound(load_model("bad.pt2").model))
+    upper = torch.tensor(lipschitz_bound(load_model("good.pt2").model).upper)
+    refused_or_the_same(lambda: torch.tensor(lipschitz_bound(load_model("bad.pt2").model).upper), upper)
 
 
 BOMBS = {
@@ -245,36 +318,6 @@ def test_programs_that_fill_the_memory_are_refused_before_they_do(case):
         lipschitz_bound(load_model("bomb.pt2").model)
 
 
-def test_sample_inputs_keys_become_code_and_are_names(plain):
-    buffer = io.BytesIO()
-    torch.save(((torch.zeros(2, 3),), {f"x'].numel() or {TOUCH} or ['": torch.zeros(1)}), buffer)
-    Path("bad.pt2").write_bytes(rewritten(plain, "sample_inputs/model.pt", lambda _: buffer.getvalue()))
-    with pytest.raises(EquipoiseError, match="no name"):
-        load_model("bad.pt2")
-
-
-def test_what_pytorch_reads_is_written_by_us(plain):
-    """Metadata that names functions, remarks and trailing bytes are left behind; the program is the same."""
-    changed = edited(plain, lambda d: first_node(d)["metadata"].update(source_fn_stack="x,torch.hub.load", custom="{}"))
-    with zipfile.ZipFile(io.BytesIO(changed)) as archive:
-        root = archive.namelist()[0].split("/")[0]
-    more = io.BytesIO(changed)
-    with zipfile.ZipFile(more, "a") as archive:
-        archive.writestr(f"{root}/extra/remark", "x")
-    rebuilt = inspect_program(more.getvalue())
-    assert b"torch.hub.load" not in rebuilt
-    assert b"remark" not in rebuilt
-    Path("good.pt2").write_bytes(more.getvalue())
-    assert torch.equal(load_model("good.pt2").module()(torch.ones(2, 3)), net()(torch.ones(2, 3)))
-
-
-def test_harmless_guards_are_kept(plain):
-    Path("good.pt2").write_bytes(edited(plain, lambda d: d["guards_code"].append("L['input'].size()[0]  ==  2")))
-    program = load_model("good.pt2").model
-    assert program._guards_code == ["L['input'].size()[0] == 2"]
-    assert torch.equal(program.module()(torch.ones(2, 3)), net()(torch.ones(2, 3)))
-
-
 # ---- dynamic batch dimensions ------------------------------------------------------------------------------------------
 
 
@@ -299,9 +342,6 @@ def dynamic() -> bytes:
 @pytest.mark.parametrize("batch", [1, 7])
 def test_a_dynamic_batch_is_fixed_and_its_expressions_are_never_evaluated(dynamic, batch):
     Path("good.pt2").write_bytes(dynamic)
-    rebuilt = inspect_program(dynamic, "good.pt2", batch)
-    assert b"Symbol" not in rebuilt
-    assert b"expr_str" not in rebuilt
     loaded = load_model("good.pt2", batch=batch)
     assert loaded.input_shape == (2, 3)
     x = torch.rand(batch, 2, 3)
@@ -351,9 +391,21 @@ SYMBOLS = {
 
 
 @pytest.mark.parametrize("case", SYMBOLS)
-def test_symbols_that_are_no_sizes_are_refused(dynamic, case):
+def test_expressions_are_never_evaluated(dynamic, case):
     Path("bad.pt2").write_bytes(edited(dynamic, SYMBOLS[case]))
-    refused_in_a_sentence(lambda: load_model("bad.pt2"))
+    x = torch.rand(3, 2, 3)
+    refused_or_the_same(lambda: load_model("bad.pt2", batch=3).module()(x), Reshaping().eval()(x))
+
+
+def test_a_batch_that_fills_the_memory_is_refused(dynamic):
+    """The least batch that a file allows is its own word."""
+
+    def huge(d):
+        d["range_constraints"] = {key: {"min_val": 10**10, "max_val": None} for key in d["range_constraints"]}
+
+    Path("bad.pt2").write_bytes(edited(dynamic, huge))
+    with pytest.raises(EquipoiseError, match="GiB"):
+        load_model("bad.pt2")
 
 
 # ---- checkpoint directories ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from equipoise.nn import MaxMin, SNLinear
 from equipoise.nn.models import build
 from equipoise.nn.normalise import LastLayerNormalised
 from equipoise.nn.wrappers import Lipschitz
-from equipoise.smoothing import radius_global, radius_pairs
+from equipoise.smoothing import margin_radius
 from equipoise.train.metrics import certified_bound
 
 
@@ -59,7 +59,7 @@ def test_a_fine_search_inside_the_radius_finds_no_other_class(make):
         z = model(x)
         y = z.argmax(1)
         report = lipschitz_bound(model, x[:1])
-        radius = torch.from_numpy(radius_pairs(z, y, report.pairs))
+        radius = margin_radius(z, y, report.pairs)
         angle = torch.linspace(0, 2 * torch.pi, 721, dtype=torch.float64)
         ring = torch.stack([angle.cos(), angle.sin()], 1)
         for share in (0.5, 0.9, 0.999):
@@ -76,7 +76,7 @@ def test_pairs_are_those_of_the_radius_by_sample():
     found = certified_radius(model, x, effort="fast").radius
     with torch.no_grad():
         z = model(x)
-    expected = torch.from_numpy(radius_pairs(z, z.argmax(1), lipschitz_bound(model, x[:1]).pairs))
+    expected = margin_radius(z, z.argmax(1), lipschitz_bound(model, x[:1]).pairs)
     assert torch.allclose(found, expected, rtol=1e-3)  # norms are proved to that tolerance
 
 
@@ -90,8 +90,8 @@ def test_training_measures_by_pairs():
     with torch.no_grad():
         z = model(x)
     y = z.argmax(1)
-    by_pairs = torch.from_numpy(radius_pairs(z, y, found.pairs))
-    whole = torch.from_numpy(radius_global(z, y, found.upper))
+    by_pairs = margin_radius(z, y, found.pairs)
+    whole = margin_radius(z, y, found.upper)
     assert torch.equal(found.radii(z, y), by_pairs.maximum(whole))
     assert bool((by_pairs > whole).any())
 

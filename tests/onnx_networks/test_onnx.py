@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import equipoise as eq
 from equipoise.onnx import OnnxNetwork, known_operators, load_onnx, read_onnx
+from equipoise.onnx.runtime import require_same_results
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -61,6 +63,12 @@ UNARY = [
 ]  # fmt: skip
 CASES: dict[str, bytes] = {kind: one(kind, IMAGE) for kind in UNARY}
 CASES |= {
+    "AveragePool padded beyond half": one(
+        "AveragePool", IMAGE, kernel_shape=[3, 3], strides=[2, 2], pads=[2, 2, 2, 2], count_include_pad=1
+    ),
+    "Resize to many": one(
+        "Resize", (1, 1, 4), None, None, whole(1, 1, 2**20), mode="linear", coordinate_transformation_mode="asymmetric"
+    ),
     "Gelu": one("Gelu", IMAGE, opset=20),
     "Gelu tanh": one("Gelu", IMAGE, opset=20, approximate="tanh"),
     "Mish": one("Mish", IMAGE, opset=18),
@@ -267,7 +275,34 @@ def edited(change: Any) -> bytes:
     return bytes(made.SerializeToString())
 
 
+def stating(*shape: int, name: str = "y0") -> Any:
+    """The file states this shape for a value."""
+
+    def change(made: Any) -> None:
+        made.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
+        stated = helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        if name == "y0":
+            made.graph.output[0].CopyFrom(stated)
+        else:
+            made.graph.value_info.append(stated)
+
+    return change
+
+
+def chain(length: int) -> bytes:
+    names = ["x", *[f"h{i}" for i in range(length - 1)], "y0"]
+    return model([helper.make_node("Relu", [a], [b]) for a, b in itertools.pairwise(names)], (1, 2), {}, 17)
+
+
 REFUSED: dict[str, tuple[bytes, str]] = {
+    "another output than it states": (edited(stating(2, 4)), "'y0' of the ONNX file has shape (2, 3)"),
+    "another rank than it states": (edited(stating(2)), "states (2,)"),
+    "another value than it states": (edited(stating(2, 9, name="h")), "'h' of the ONNX file"),
+    "ten thousand nodes": (chain(10_001), "10,001 nodes"),
+    "weights of a resampling": (
+        one("Resize", (1, 1, 2**15), None, None, whole(1, 1, 2**15 + 1), mode="linear"),
+        "the_Resize",
+    ),
     "text": (b"not a model at all", "not an ONNX model"),
     "empty": (b"", "not an ONNX model"),
     "cut short": (deep()[:200], "ONNX"),
@@ -356,6 +391,16 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 def specialized(data: bytes) -> OnnxNetwork:
     network = read_onnx(data)
     return network.specialize(*network.examples())
+
+
+def test_a_network_that_differs_from_onnxruntime_is_refused() -> None:
+    data, inputs = deep(), {"x": torch.zeros(1, 2, 3)}
+    network = specialized(data)
+    require_same_results(network, data, inputs)
+    with torch.no_grad():
+        network.get_buffer("constant_1").add_(0.1)
+    with pytest.raises(eq.Refused, match="other results than onnxruntime"):
+        require_same_results(network, data, inputs)
 
 
 @pytest.mark.parametrize("name", REFUSED)

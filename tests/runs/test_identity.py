@@ -16,7 +16,7 @@ from torch import nn
 from equipoise.checkpoints import load_model
 from equipoise.core import InputError, Refused
 from equipoise.runs import certify, open_run
-from equipoise.runs.models import hash_module, portable
+from equipoise.runs.models import hash_module, normalised, portable
 from equipoise.runs.parameters import Parameters
 
 BASE = {"sigma": 0.3, "n": 150, "n0": 50, "procedure": "lvm", "map": "softmax:1.0"}
@@ -149,6 +149,16 @@ def test_the_hash_of_a_program_sees_graph_and_weights(net):
     same = torch.export.export(runs_nets.net(), (torch.zeros(2, *runs_nets.SHAPE),))
     assert portable(one).hash == portable(same).hash
     assert portable(one).hash != portable(scaled).hash
+
+
+def test_the_hash_of_a_stored_program_does_not_depend_on_the_batch_it_is_loaded_for(tmp_path):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()).eval()
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.export.save(torch.export.export(model, (torch.zeros(4, 1, 5, 5),), dynamic_shapes=shapes), tmp_path / "m.pt2")
+    one, many = (load_model(tmp_path / "m.pt2", batch=batch) for batch in (1, 100))
+    assert portable(one).hash == portable(many).hash
+    assert portable(normalised(one, [0.5], [2.0])).hash == portable(normalised(many, [0.5], [2.0])).hash
+    assert portable(normalised(one, [0.5], [2.0])).hash != portable(normalised(many, [0.5], [1.0])).hash
 
 
 def test_what_load_model_returns_is_taken(tmp_path, xy):

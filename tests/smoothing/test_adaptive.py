@@ -5,18 +5,9 @@ from scipy import stats
 from torch import nn
 
 from equipoise.core import InputError
-from equipoise.smoothing import (
-    ScoreTest,
-    SimplexMap,
-    SmoothedClassifier,
-    certify_adaptive,
-    log_e_value,
-    lower_sequence,
-    radius_mono,
-    radius_mono_lipschitz,
-    target_probability,
-)
-from equipoise.smoothing.adaptive import first_crossing
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, certify_adaptive, radius_mono
+from equipoise.smoothing.adaptive import ScoreTest, first_crossing, log_e_value, lower_sequence, target_probability
+from equipoise.smoothing.radii import radius_mono_lipschitz
 
 ALPHA = 0.05
 

@@ -37,9 +37,9 @@ def test_thresholds_are_the_distribution_function_to_64_bits(grid: Grid):
         scale = mp.mpf(grid.cells) * mp.mpf(grid.sigma)
         cdf = [mp.ncdf((mp.mpf(law.lowest + j) + mp.mpf(1) / 2) / scale) for j in range(law.cells - 1)]
         true = [b - a for a, b in zip([mp.mpf(0), *cdf], [*cdf, mp.mpf(1)], strict=True)]
-        drawn = [mp.mpf(b - a) / 2**64 for a, b in itertools.pairwise(edges)]
+        probabilities = [mp.mpf(b - a) / 2**64 for a, b in itertools.pairwise(edges)]
         beyond = 2 * mp.ncdf((mp.mpf(law.lowest) - mp.mpf(1) / 2) / scale)
-        variation = sum(abs(a - b) for a, b in zip(true, drawn, strict=True)) / 2 + beyond
+        variation = sum(abs(a - b) for a, b in zip(true, probabilities, strict=True)) / 2 + beyond
     assert float(variation) <= grid.variation(1)
     assert float(variation) > 0
     assert law.lowest * -1 / (grid.cells * grid.sigma) > 8.9, "nothing is cut off before 2^-64"
@@ -189,9 +189,9 @@ def test_the_grid_and_floats_agree_on_an_ordinary_network():
 def test_variation_and_distance_are_subtracted():
     x = torch.rand(2, 4)
     grid = SmoothedClassifier(Mean().eval(), 0.5, 2, noise="grid", seed=0)
-    drawn = grid.drawn(x)
-    assert drawn.cells == 2048.0
-    setting = drawn.setting(0.01, "")
+    spec = grid.noise_spec(x)
+    assert spec.cells == 2048.0
+    setting = spec.setting(0.01, "")
     assert setting.distance == pytest.approx(2 / 2048, rel=1e-9)
     assert 0 < setting.noise.variation < 1e-13
     with pytest.raises(Refused, match="not Lipschitz"):

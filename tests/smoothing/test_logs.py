@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from equipoise.core import InputError
-from equipoise.smoothing import accuracy_table, certify_counts, read_log, write_log
+from equipoise.smoothing import certify_counts, read_log, write_log
+from equipoise.smoothing.certificates import accuracy_table
 
 DATA = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 CERTIFY = DATA / "cohen2019" / "data" / "certify"

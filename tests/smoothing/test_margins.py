@@ -6,16 +6,8 @@ import pytest
 import torch
 
 from equipoise.core import Bound, InputError, Kind, Refused
-from equipoise.nn import certified_radius
-from equipoise.smoothing import (
-    average_certified_radius,
-    certified_accuracy,
-    linear_error,
-    margins,
-    radius_coordinate,
-    radius_global,
-    radius_last_layer,
-)
+from equipoise.smoothing import average_certified_radius, certified_accuracy, margin_radius
+from equipoise.smoothing.margins import linear_error, margins
 
 
 def test_linear_classifier_where_the_truth_is_known():
@@ -27,31 +19,29 @@ def test_linear_classifier_where_the_truth_is_known():
     y = z.argmax(dim=1)
     gaps = z.gather(1, y[:, None]) - z
     norms = (w[y][:, None] - w[None]).norm(dim=2)
-    truth = torch.where(norms > 0, gaps / norms, torch.inf).min(dim=1).values.numpy()
-    pair = radius_last_layer(z, y, w)
+    truth = torch.where(norms > 0, gaps / norms, torch.inf).min(dim=1).values
+    pair = margin_radius(z, y, weight=w)
     assert (pair <= truth).all()
     np.testing.assert_allclose(pair, truth, rtol=1e-12)
-    whole = radius_global(z, y, float(torch.linalg.matrix_norm(w, 2)) * (1 + 1e-12))
+    whole = margin_radius(z, y, float(torch.linalg.matrix_norm(w, 2)) * (1 + 1e-12))
     assert (whole <= pair).all()
-    rows = radius_coordinate(z, y, (w.norm(dim=1) * (1 + 1e-12)).tolist())
+    rows = margin_radius(z, y, (w.norm(dim=1) * (1 + 1e-12)).tolist())
     assert (rows <= pair).all()
     assert (rows > 0).any()
 
 
 def test_a_wrong_prediction_has_no_radius():
     z = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 1.0]])
-    assert radius_global(z, torch.zeros(3, dtype=torch.long), 1.0).tolist()[::2] == [0.0, 0.0]
-    assert radius_global(z, torch.zeros(3, dtype=torch.long), 0.0)[1] == math.inf
+    assert margin_radius(z, torch.zeros(3, dtype=torch.long), 1.0).tolist()[::2] == [0.0, 0.0]
+    assert margin_radius(z, torch.zeros(3, dtype=torch.long), 0.0)[1] == math.inf
 
 
 def test_margins_round_down():
     z = torch.tensor([[1.0, 1e-17], [0.1 + 0.2, 0.3]], dtype=torch.float64)
     gap = margins(z, torch.zeros(2, dtype=torch.long))
     assert gap[0, 1] < 1.0
-    from fractions import Fraction
-
-    assert Fraction(gap[1, 1]) <= Fraction(z[1, 0].item()) - Fraction(z[1, 1].item())
-    radius = radius_global(z[:1], torch.zeros(1, dtype=torch.long), 1.0)[0]
+    assert Fraction(gap[1, 1].item()) <= Fraction(z[1, 0].item()) - Fraction(z[1, 1].item())
+    radius = float(margin_radius(z[:1], torch.zeros(1, dtype=torch.long))[0])
     assert Fraction(radius) ** 2 * 2 < (1 - Fraction(1e-17)) ** 2
 
 
@@ -64,8 +54,7 @@ def test_float32_logits_are_compared_in_float64():
 def test_rows_so_close_that_squares_vanish(size):
     w = torch.tensor([[size, 0.0], [-size, 0.0]], dtype=torch.float64)
     z, y = w[:, 0][None], torch.tensor([0])  # the logits of x = (1, 0), at distance 1 from the boundary
-    for radius in (float(radius_last_layer(z, y, w)[0]), float(certified_radius(z, y, 1.0, w)[0])):
-        assert 1 - 1e-9 <= radius <= 1
+    assert 1 - 1e-9 <= float(margin_radius(z, y, weight=w)[0]) <= 1
 
 
 def test_curves():
@@ -79,13 +68,18 @@ def test_curves():
 def test_refusals():
     z, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
     with pytest.raises(Refused):
-        radius_global(z, y, Bound(1.0, Kind.ESTIMATE))
+        margin_radius(z, y, Bound(1.0, Kind.ESTIMATE))
     for call in (
-        lambda: radius_global(z[0], y, 1.0),
-        lambda: radius_global(z, y + 3, 1.0),
-        lambda: radius_global(z * math.nan, y, 1.0),
-        lambda: radius_coordinate(z, y, [1.0, 1.0]),
-        lambda: radius_last_layer(z, y, torch.zeros(4, 2)),
+        lambda: margin_radius(z[0], y),
+        lambda: margin_radius(None, y),
+        lambda: margin_radius(z.long(), y),
+        lambda: margin_radius(z, y.double()),
+        lambda: margin_radius(z, y + 3),
+        lambda: margin_radius(z * math.nan, y),
+        lambda: margin_radius(z, y, [1.0, 1.0]),
+        lambda: margin_radius(z, y, torch.ones(2, 2)),
+        lambda: margin_radius(z, y, -torch.ones(3, 3)),
+        lambda: margin_radius(z, y, weight=torch.zeros(4, 2)),
         lambda: certified_accuracy([0.1], [True, False]),
         lambda: certified_accuracy([], []),
         lambda: certified_accuracy([math.nan], [True]),
@@ -105,13 +99,30 @@ def test_the_error_of_the_logits_is_covered():
     for z, row, e in zip(logits, exact, error, strict=True):
         assert all(abs(Fraction(float(v)) - t) <= Fraction(float(d)) for v, t, d in zip(z, row, e, strict=True))
     plain, covered = margins(logits, labels), margins(logits, labels, error)
-    true = np.array([[float(r[y] - v) for v in r] for r, y in zip(exact, labels.tolist(), strict=True)])
-    rivals = np.isfinite(plain)
+    true = torch.tensor(
+        [[float(r[y] - v) for v in r] for r, y in zip(exact, labels.tolist(), strict=True)], dtype=torch.float64
+    )
+    rivals = torch.isfinite(plain)
     assert (covered[rivals] <= true[rivals]).all()
     assert (plain[rivals] > true[rivals]).any(), "without the error the margin is not a bound"
-    assert (radius_global(logits, labels, 20.0, error) <= radius_global(logits, labels, 20.0)).all()
-    assert (radius_last_layer(logits, labels, W, 1.0, error) < radius_last_layer(logits, labels, W)).all()
+    assert (margin_radius(logits, labels, 20.0, error=error) <= margin_radius(logits, labels, 20.0)).all()
+    assert (margin_radius(logits, labels, weight=W, error=error) < margin_radius(logits, labels, weight=W)).all()
     with pytest.raises(InputError, match="non-negative"):
         margins(logits, labels, -1.0)
     with pytest.raises(InputError, match="float64"):
         linear_error(torch.ones(1, 4000, dtype=torch.float16), torch.ones(2, 4000, dtype=torch.float16))
+
+
+def test_pairs_give_what_the_last_layer_gives():
+    torch.manual_seed(1)
+    w = torch.randn(4, 6, dtype=torch.float64)
+    z = torch.randn(20, 6, dtype=torch.float64) @ w.T
+    y = z.argmax(1)
+    pairs = torch.cdist(w, w) * (1 + 1e-12)
+    assert torch.allclose(margin_radius(z, y, pairs), margin_radius(z, y, weight=w), rtol=1e-9)
+
+
+def test_an_infinite_constant_certifies_nothing():
+    z, y = torch.tensor([[3.0, 1.0]]), torch.tensor([0])
+    assert margin_radius(z, y, math.inf).item() == 0.0
+    assert margin_radius(z, y, [1.0, math.inf]).item() == 0.0

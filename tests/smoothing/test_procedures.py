@@ -10,15 +10,13 @@ from equipoise.core import InputError
 from equipoise.smoothing import (
     PROCEDURES,
     Certificates,
-    Moments,
     certify_counts,
     certify_scores,
-    class_partition,
     clopper_pearson,
     radius_mono,
     radius_multi,
 )
-from equipoise.smoothing.moments import bucket_scores, every_class, one_against_rest
+from equipoise.smoothing.moments import Moments, bucket_scores, class_partition, every_class, one_against_rest
 
 HARD = [name for name, row in PROCEDURES.items() if row.hard and not row.ties]
 

@@ -6,15 +6,8 @@ import smoothing_references as slow
 from scipy.special import ndtri
 
 from equipoise.core import Bound, Bracket, InputError, Kind, Refused
-from equipoise.smoothing import (
-    radius_mono,
-    radius_mono_lipschitz,
-    radius_multi,
-    radius_multi_lipschitz,
-    radius_per_class,
-    radius_weak,
-    radius_weak_global,
-)
+from equipoise.smoothing import radius_mono, radius_multi, radius_multi_lipschitz
+from equipoise.smoothing.radii import radius_mono_lipschitz, radius_per_class, radius_weak, radius_weak_global
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import torch
 from torch.autograd import gradcheck
 
 from equipoise.core import Bound, InputError, Kind, Refused
-from equipoise.smoothing import SimplexMap, component_constant, hardmax, softmax, sparsemax, vector_constant
+from equipoise.smoothing import SimplexMap
+from equipoise.smoothing.simplex import component_constant, hardmax, softmax, sparsemax, vector_constant
 
 NAMES = ["softmax", "sparsemax", "hardmax"]
 

@@ -14,7 +14,7 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.data import load_dataset
 from equipoise.models import bundled, load
 from equipoise.models.trained import CERTIFICATE
-from equipoise.smoothing import radius_pairs
+from equipoise.smoothing import margin_radius
 from equipoise.train import run_recipe
 
 FOLDER = Path(eq.models.__file__).parent
@@ -37,7 +37,7 @@ def figures_hold(name, test, count, tolerance, attacks):
     _, pairs = found.prove()
     with torch.no_grad():
         z = found.model(x)
-    radius = torch.from_numpy(radius_pairs(z, y, pairs))
+    radius = margin_radius(z, y, pairs)
     figures = found.certificate["figures"]
     assert float((z.argmax(1) == y).double().mean()) == pytest.approx(figures["accuracy"], abs=tolerance)
     for epsilon, share in figures["certified_accuracy"].items():

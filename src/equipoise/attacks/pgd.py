@@ -166,7 +166,7 @@ def smooth_pgd(
         return -(total / draws).clamp(min=1e-12).log()
 
     voter = classifier.like(SmoothedClassifier, seed=seed + 2, map=None)
-    voter.drawn(x)  # fixes the law of the noise by the inputs, not by the attacked points
+    voter.noise_spec(x)  # fixes the law of the noise by the inputs, not by the attacked points
 
     def broken(z: Tensor) -> Tensor:
         if chosen.votes:

@@ -2,10 +2,10 @@
 
 from equipoise.checkpoints.builders import BUILDERS, register_model, registered
 from equipoise.checkpoints.directory import load_checkpoint, load_weights, save_checkpoint
-from equipoise.checkpoints.program import inspect_program, load_program
+from equipoise.checkpoints.program import load_program
 from equipoise.checkpoints.sources import Loaded, load_factory, load_model
 
 __all__ = [
-    "BUILDERS", "Loaded", "inspect_program", "load_checkpoint", "load_factory", "load_model", "load_program",
+    "BUILDERS", "Loaded", "load_checkpoint", "load_factory", "load_model", "load_program",
     "load_weights", "register_model", "registered", "save_checkpoint",
 ]  # fmt: skip

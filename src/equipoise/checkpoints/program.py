@@ -1,144 +1,168 @@
-"""`.pt2` programs: read with suspicion, rebuilt from what was understood, and only the rebuilt archive is given to PyTorch.
+"""`.pt2` programs, read without PyTorch's reader: the graph is built anew, operation by operation, from an untrusted file.
 
-`torch.export.load` unpickles constants and sample inputs without restriction when asked to, evaluates symbolic expressions,
-resolves any name under `torch.`, imports the classes named in tree specifications, and writes names and guards of the file
-into Python code that it compiles. So the archive is taken apart here: only known entries, every description held against a
-grammar (`equipoise.checkpoints.description`), every pickle read with `weights_only=True` and written anew. What is not
-understood is refused, and PyTorch never sees the bytes of the file itself: there is nothing two readers could see differently.
+`torch.export.load` unpickles, evaluates symbolic expressions, imports classes that a file names, and compiles names and guards
+of the file as Python code; a stored program states the shape of every value, and PyTorch takes its word. Here a file is a list
+of operations and a list of weights, and nothing else in it is used:
+
+* each operation is one that a file may call (`equipoise.checkpoints.operations`), with plain arguments;
+* names are identifiers, since PyTorch writes them into the code of the graph;
+* weights are views of stored bytes, inside of these bytes;
+* shapes are computed by running the operations on tensors without numbers, at a given size of the batch, and each value's
+  memory is bounded before it exists. No kernel runs while a file is opened.
+
+Pickles (sample inputs), guards, stated shapes, ranges of symbols but the batch's, and remarks are not read.
 """
 
+from __future__ import annotations
+
 import io
-import json
+import keyword
+import math
+import operator
 import re
-import sys
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch._export.serde.serialize import (
+    _SERIALIZE_TO_TORCH_DTYPE,
+    _SERIALIZE_TO_TORCH_LAYOUT,
+    _SERIALIZE_TO_TORCH_MEMORY_FORMAT,
+)
+from torch._export.verifier import TrainingIRVerifier
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_map_only
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
 
-from equipoise.checkpoints.batching import fix_batch, is_dynamic
-from equipoise.checkpoints.description import check_payloads, check_program
-from equipoise.checkpoints.plain_values import NAME
+from equipoise.checkpoints.operations import check_arguments_of, find_operation
+from equipoise.core.digests import Digest, digest_document
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
 from equipoise.core.files import parse_json, read_bounded
-from equipoise.core.programs import require_stated_shapes
+from equipoise.core.programs import LARGEST, flat_tensors
 
 #: an archive longer than this is not read
 LARGEST_ARCHIVE = 2**37
-#: a model description longer than this is not read
+#: a description longer than this is not read
 LARGEST_JSON = 200_000_000
-_MARKS = {
-    "archive_format": re.compile(rb"pt2"),
-    "archive_version": re.compile(rb"\d{1,3}"),
-    "byteorder": re.compile(sys.byteorder.encode()),
-    "version": re.compile(rb"\d{1,3}\s*"),
-    ".data/version": re.compile(rb"\d{1,3}\s*"),
-    ".data/serialization_id": re.compile(rb"\d{1,64}"),
-    ".format_version": re.compile(rb"\d{1,3}"),
+#: a program of more operations is not read
+MOST_NODES = 50_000
+#: bytes of all values that do not depend on the input, which are kept, and of all others, which are not
+LARGEST_CONSTANTS, LARGEST_TOTAL = 2**33, 2**38
+
+_NAME = re.compile(r"^[A-Za-z_]\w{0,199}$", re.ASCII)
+_PART = re.compile(r"^[A-Za-z0-9_][\w-]{0,199}$", re.ASCII)
+_FRAME = re.compile(r"^[\w.@<>\[\]/: -]{0,300}$", re.ASCII)
+_SYMBOL = re.compile(r"^Symbol\('(\w{1,40})'[\w=, ]*\)$", re.ASCII)
+_STORED = re.compile(r"^(weight|tensor)_\d{1,9}$", re.ASCII)
+_MARKS = {"archive_format": b"pt2", "byteorder": b"little"}
+
+#: arithmetic on sizes, done here in whole numbers
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "_operator.add": operator.add,
+    "_operator.sub": operator.sub,
+    "_operator.mul": operator.mul,
+    "_operator.floordiv": operator.floordiv,
+    "_operator.mod": operator.mod,
+    "_operator.neg": operator.neg,
+    "_operator.eq": operator.eq,
+    "_operator.ne": operator.ne,
+    "_operator.lt": operator.lt,
+    "_operator.le": operator.le,
+    "_operator.gt": operator.gt,
+    "_operator.ge": operator.ge,
+    "torch.sym_max": max,
+    "torch.sym_min": min,
 }
-_STORAGE = re.compile(r"data/(weights/weight|constants/tensor)_\d{1,9}")
-_DESCRIPTIONS = (
-    "models/model.json",
-    "data/weights/model_weights_config.json",
-    "data/constants/model_constants_config.json",
-)
-_PICKLES = ("data/sample_inputs/model.pt", "data/weights/model.pt", "data/constants/model.pt")
+_SIZES: dict[str, Callable[..., Any]] = {
+    "torch.ops.aten.sym_size.int": lambda x, dim: x.shape[dim],
+    "torch.ops.aten.sym_numel.default": lambda x: x.numel(),
+    "torch.ops.aten.sym_stride.int": lambda x, dim: x.stride(dim),
+}
+_ASSERTIONS = ("torch.ops.aten._assert_scalar.default", "torch.ops.aten._assert_tensor_metadata.default")
 
 
 def load_program(path: str | Path, batch: int = 1) -> ExportedProgram:
-    """Open a `.pt2` written by `torch.export.save`, after refusing everything that is not plain weights and aten operations.
+    """Open a `.pt2` written by `torch.export.save`; see the module for what is refused.
 
-    A dynamic batch dimension is fixed at `batch`, or the nearest size that the program allows; others keep their own.
+    Args:
+        path: the file.
+        batch: the size at which a dynamic batch dimension is fixed, or the nearest one that the program allows; programs
+            with static shapes keep their own.
     """
-    path = Path(path)
-    rebuilt = inspect_program(read_bounded(path, LARGEST_ARCHIVE), str(path), batch)
+    return read_program(path, batch)[0]
+
+
+def read_program(path: str | Path, batch: int = 1) -> tuple[ExportedProgram, str]:
+    """The program in a `.pt2` file, and the digest of what is stored, whatever the batch it is loaded for.
+
+    Args:
+        path: the file.
+        batch: the size at which a dynamic batch dimension is fixed.
+    """
+    name = str(path)
+    entries = _entries(read_bounded(path, LARGEST_ARCHIVE), name)
+    document = _document(entries, "models/model.json", name)
+    weights: dict[str, Tensor] = {}
+
+    for kind in ("weights", "constants"):
+        listed = _document(entries, f"data/{kind}/model_{kind}_config.json", name)
+        config = _get(listed, "config", dict, name)
+        for key, payload in config.items():
+            weights[_path(key, name)] = _weight(payload, key, kind, entries, name)
+
     try:
         with unlogged():
-            program = torch.export.load(io.BytesIO(rebuilt))
-            require_stated_shapes(program)
-            _run_once(program)
-            return program
-    except Refused as refused:
-        raise Refused(f"{path}: {refused}") from refused
-    except Exception as error:  # whatever PyTorch's reader raises for a description that does not fit together
-        raise InputError(
-            f"{path} is not a program this PyTorch can read ({type(error).__name__}: {_line(error)})"
-        ) from error
+            program = _Reader(document, weights, batch, name).program()
+            return program, _digest(document, weights)
+    except EquipoiseError:
+        raise
+    except Exception as error:  # whatever operations raise that do not fit together
+        said = f"{type(error).__name__}: {one_line(error)[:160]}"
+        raise InputError(f"{name} is not a program this PyTorch can read ({said}); export it again") from error
 
 
-def _run_once(program: ExportedProgram) -> None:
-    """Weights that do not fit the graph, or arguments that do not fit an operation, show on the program's own sample inputs."""
-    if program.example_inputs is not None:
-        arguments, keywords = program.example_inputs
-        with torch.no_grad():
-            program.module()(*arguments, **keywords)
+def _digest(document: dict[str, Any], weights: dict[str, Tensor]) -> str:
+    """Operations, inputs, outputs and weights, as they are stored; the document was read already."""
+    graph = document["graph_module"]["graph"]
+    calls = [(node["target"], node["inputs"], node["outputs"]) for node in graph["nodes"]]
+    digest = Digest("stored program")
+    digest.add("graph", digest_document([calls, graph["tensor_values"], document["graph_module"]["signature"]]))
+    for key, value in sorted(weights.items()):
+        digest.add(key, value)
+    return str(digest)
 
 
-def inspect_program(data: bytes, name: str = "the file", batch: int = 1) -> bytes:
-    """The archive written anew from what was understood; refused where anything in it is not understood.
-
-    A dynamic batch dimension becomes a static one of size `batch`.
-    """
-    entries = _entries(data, name)
-    described: dict[str, Any] = {}
-    out: dict[str, bytes] = {}
-    for entry, content in entries.items():
-        if entry in _DESCRIPTIONS:
-            described[entry] = _parse(content, f"{name}: {entry!r}")
-        elif entry in _PICKLES:
-            out[entry] = _pickle(content, entry, name)
-        elif not entry.startswith("extra/"):  # such files are the writer's own remarks: left behind
-            out[entry] = content
-    if "models/model.json" not in described:
-        raise InputError(f"{name} holds no exported program (no models/model.json)")
-    program = described.pop("models/model.json")
-    if is_dynamic(program):
-        program, size = fix_batch(program, batch, name)
-        samples = "data/sample_inputs/model.pt"
-        if out.get(samples):
-            out[samples] = _rebatched(out[samples], size)
-    rebuilt = {"models/model.json": check_program(program, name)}
-    for entry, document in described.items():
-        folder = entry.rpartition("/")[0]
-        sizes = {e.removeprefix(folder + "/"): len(c) for e, c in out.items() if e.startswith(folder + "/")}
-        rebuilt[entry] = check_payloads(document, sizes, name)
-    out |= {entry: json.dumps(document).encode() for entry, document in rebuilt.items()}
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for entry, content in out.items():
-            archive.writestr(f"model/{entry}", content)
-    return buffer.getvalue()
-
-
-def _parse(content: bytes, where: str) -> Any:
-    if len(content) > LARGEST_JSON:
-        raise Refused(f"{where} is larger than {LARGEST_JSON:,} bytes")
-    return parse_json(content, where)
+# ---- the archive ------------------------------------------------------------------------------------------------------
 
 
 def _entries(data: bytes, name: str) -> dict[str, bytes]:
-    """The entries of the archive without their common folder; unknown, repeated, compressed or damaged ones are refused."""
+    """The entries of the archive without their common folder; repeated, compressed or damaged ones are refused."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
         infos = [info for info in archive.infolist() if not info.is_dir()]
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
-        raise InputError(f"{name} is not a .pt2 file: it is not a zip archive ({_line(error)})") from error
-    repeated = [entry for entry, count in Counter(i.filename for i in infos).items() if count > 1]
+        raise InputError(f"{name} is not a .pt2 file: it is not a zip archive ({one_line(error)[:160]})") from error
+
+    repeated = [entry for entry, count in Counter(info.filename for info in infos).items() if count > 1]
     if repeated:
         raise Refused(f"{name} holds the entry {repeated[0][:100]!r} twice: two readers would see two different files")
-    roots = {i.filename.partition("/")[0] for i in infos}
-    prefix = f"{roots.pop()}/" if len(roots) == 1 and all("/" in i.filename for i in infos) else ""
+
     found: dict[str, bytes] = {}
     for info in infos:
-        entry = info.filename.removeprefix(prefix)
-        known = entry in _MARKS or entry in _DESCRIPTIONS or entry in _PICKLES or _STORAGE.fullmatch(entry)
-        if not known and not entry.startswith("extra/"):
-            raise Refused(f"{name} holds {entry[:100]!r}, which a plain exported program has not; export it again")
+        entry = info.filename.partition("/")[2]
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise Refused(f"{name} holds {entry[:100]!r} compressed, which PyTorch never does; export it again")
         if info.file_size > len(data):
@@ -146,71 +170,407 @@ def _entries(data: bytes, name: str) -> dict[str, bytes]:
         try:
             found[entry] = archive.read(info)
         except Exception as error:  # the many ways in which a damaged archive fails
-            raise InputError(f"{name} is damaged at {entry[:100]!r} ({_line(error)})") from error
-        if entry in _MARKS and not _MARKS[entry].fullmatch(found[entry]):
-            raise InputError(
-                f"{name} says {found[entry][:20]!r} in {entry!r}: it is no .pt2 of this PyTorch and machine"
-            )
+            raise InputError(f"{name} is damaged at {entry[:100]!r} ({one_line(error)[:160]})") from error
+
+    for entry, expected in _MARKS.items():
+        if found.get(entry) != expected:
+            raise InputError(f"{name} says {found.get(entry, b'')[:20]!r} in {entry!r}, expected {expected!r}")
     return found
 
 
-def _pickle(content: bytes, entry: str, name: str) -> bytes:
-    """A pickle that holds tensors and plain values only, read with `weights_only=True` and written anew."""
-    if not content:
-        return content
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as inner:
-            if any(i.compress_type != zipfile.ZIP_STORED for i in inner.infolist()):
-                raise ValueError("compressed")
-        with unlogged():
-            found = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-        _check_plain(found, depth=8)
-    except Exception as error:
-        if isinstance(error, EquipoiseError):
-            raise Refused(f"{name}: {entry!r} holds {error}") from error
-        raise Refused(
-            f"{name}: {entry!r} is a pickle that holds more than weights; it was not opened; "
-            "export the model again with tensors only"
-        ) from error
-    if entry == "data/sample_inputs/model.pt":
-        fine = (
-            isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], tuple) and isinstance(found[1], dict)
+def _document(entries: dict[str, bytes], entry: str, name: str) -> Any:
+    if entry not in entries:
+        raise InputError(f"{name} holds no {entry!r}: it is not written by torch.export.save of this PyTorch")
+    if len(entries[entry]) > LARGEST_JSON:
+        raise Refused(f"{name}: {entry!r} is larger than {LARGEST_JSON:,} bytes")
+    return parse_json(entries[entry], f"{name}: {entry!r}")
+
+
+def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes], name: str) -> Tensor:
+    """A stored tensor: sizes, strides and offset stay inside the stored bytes, and cannot ask for much more than these."""
+    stored = _get(payload, "path_name", str, name)
+    if payload.get("use_pickle") is not False or not _STORED.match(stored):
+        raise Refused(f"{name} stores {key[:80]!r} as an object that would be unpickled: export tensors only")
+    content = entries.get(f"data/{kind}/{stored}")
+    if content is None:
+        raise InputError(f"{name} lacks the stored numbers {stored!r} of {key[:80]!r}: it is damaged")
+
+    meta = _get(payload, "tensor_meta", dict, name)
+    dtype = _SERIALIZE_TO_TORCH_DTYPE.get(_get(meta, "dtype", int, name))
+    sizes, strides = ([_get(s, "as_int", int, name) for s in _get(meta, k, list, name)] for k in ("sizes", "strides"))
+    offset = _get(_get(meta, "storage_offset", dict, name), "as_int", int, name)
+    plain = dtype is not None and _SERIALIZE_TO_TORCH_LAYOUT.get(meta.get("layout")) is torch.strided
+    if not plain or len(sizes) != len(strides) or min([0, offset, *sizes, *strides]) < 0:
+        raise InputError(f"{name}: the weight {key[:80]!r} has the sizes {sizes} and strides {strides}: it is damaged")
+
+    count = math.prod(sizes)
+    numbers = len(content) // dtype.itemsize
+    last = offset + sum((s - 1) * t for s, t in zip(sizes, strides, strict=True)) if count else -1
+    if last >= numbers or count > 1024 * max(numbers, 1):
+        raise InputError(f"{name}: the weight {key[:80]!r} reaches beyond the {len(content):,} bytes stored for it")
+
+    flat = torch.frombuffer(bytearray(content), dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)
+    return flat.as_strided(sizes, strides, offset)
+
+
+# ---- plain values -----------------------------------------------------------------------------------------------------
+
+
+def _get(document: Any, key: str, kind: type, name: str) -> Any:
+    """A field of this type."""
+    value: Any = document.get(key) if isinstance(document, dict) else None
+    fits = isinstance(value, kind)
+    if not fits or (kind is int and isinstance(value, bool)):
+        raise InputError(f"{name} has {str(value)[:60]!r} as {key!r}, expected {kind.__name__}; export it again")
+    if kind is int and abs(value) >= 2**63:
+        raise InputError(f"{name} has a whole number beyond 64 bits as {key!r}; export it again")
+    return value
+
+
+def _identifier(value: Any, name: str) -> str:
+    """A name that may stand in code."""
+    if not (isinstance(value, str) and _NAME.match(value)) or keyword.iskeyword(value):
+        raise Refused(f"{name} calls something {str(value)[:80]!r}, which is no name: names become code")
+    return value
+
+
+def _path(value: Any, name: str) -> str:
+    """Names joined by dots."""
+    parts = value.split(".") if isinstance(value, str) else [""]
+    if not all(_PART.match(p) and not (p.startswith("__") and p.endswith("__")) for p in parts):
+        raise Refused(f"{name} calls a weight {str(value)[:80]!r}, which is no name: names become code")
+    return str(value)
+
+
+# ---- the graph --------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Builds the graph of one file: `values` maps the file's names to nodes, or to whole numbers for sizes."""
+
+    def __init__(self, document: Any, weights: dict[str, Tensor], batch: int, name: str) -> None:
+        self.name, self.weights, self.wanted = name, weights, batch
+        module = _get(document, "graph_module", dict, name)
+        self.described = _get(module, "graph", dict, name)
+        self.signature = _get(module, "signature", dict, name)
+        self.calls = _get(module, "module_call_graph", list, name)
+        self.ranges = document.get("range_constraints") or {}
+
+        self.graph = fx.Graph()
+        self.values: dict[str, Any] = {}
+        self.constant: set[fx.Node] = set()
+        self.left = {True: LARGEST_CONSTANTS, False: LARGEST_TOTAL}
+        self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
+
+    def program(self) -> ExportedProgram:
+        inputs = [self.input(spec) for spec in _get(self.signature, "input_specs", list, self.name)]
+
+        nodes = _get(self.described, "nodes", list, self.name)
+        if len(nodes) > MOST_NODES:
+            raise Refused(f"{self.name} has {len(nodes):,} operations; at most {MOST_NODES:,} are read from a file")
+        for node in nodes:
+            self.node(node)
+
+        outputs = [self.output(spec) for spec in _get(self.signature, "output_specs", list, self.name)]
+        self.graph.output(tuple(outputs))
+        specs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in outputs]
+        return self.exported(inputs, specs)
+
+    def exported(self, inputs: list[InputSpec], outputs: list[OutputSpec]) -> ExportedProgram:
+        """The program around the graph; how inputs and outputs are nested is the only thing read of the module's signature."""
+        called = _get(self.calls[0] if self.calls else None, "signature", dict, self.name)
+        users = [spec for spec in inputs if spec.kind is InputKind.USER_INPUT]
+        in_spec, out_spec = (self.tree(called.get(key)) for key in ("in_spec", "out_spec"))
+        if in_spec.num_leaves != len(users) or out_spec.num_leaves != len(outputs):
+            raise InputError(f"{self.name} nests other numbers of inputs or outputs than it has; export it again")
+
+        names = called.get("forward_arg_names")
+        names = (
+            None if names is None else [_identifier(n, self.name) for n in _get(called, "forward_arg_names", list, "")]
         )
-        if not fine:
-            raise Refused(f"{name}: the sample inputs are not a pair (arguments, keyword arguments)")
-    elif not isinstance(found, dict):
-        raise Refused(f"{name}: {entry!r} does not hold tensors by name")
-    buffer = io.BytesIO()
-    torch.save(found, buffer)
-    return buffer.getvalue()
+        call = ModuleCallSignature(
+            [spec.arg for spec in users], [spec.arg for spec in outputs], in_spec, out_spec, forward_arg_names=names
+        )
+        parameters = {str(spec.target) for spec in inputs if spec.kind is InputKind.PARAMETER}
+        stored = parameters | {str(spec.target) for spec in inputs if spec.kind is InputKind.BUFFER and spec.persistent}
+        state = {
+            key: nn.Parameter(value, requires_grad=value.is_floating_point()) if key in parameters else value
+            for key, value in self.weights.items()
+            if key in stored
+        }
+        return ExportedProgram(
+            root=nn.Module(),
+            graph=self.graph,
+            graph_signature=ExportGraphSignature(inputs, outputs),
+            state_dict=state,
+            range_constraints={},
+            module_call_graph=[ModuleCallEntry("", call)],
+            constants={key: value for key, value in self.weights.items() if key not in stored},
+            verifiers=[TrainingIRVerifier],  # in-place operations may stand in the graph
+        )
 
+    # ---- inputs and outputs
 
-def _rebatched(content: bytes, size: int) -> bytes:
-    """Sample inputs, read and written by this process, with `size` copies of their first row."""
-    found = torch.load(io.BytesIO(content), weights_only=True)
-    repeated = tree_map_only(Tensor, lambda t: t[:1].repeat(size, *[1] * (t.ndim - 1)) if t.ndim else t, found)
-    buffer = io.BytesIO()
-    torch.save(repeated, buffer)
-    return buffer.getvalue()
+    def input(self, value: Any) -> InputSpec:
+        """An input of the graph: a weight of the file, or a tensor that the user gives."""
+        kinds = {
+            "parameter": (InputKind.PARAMETER, "parameter_name"),
+            "buffer": (InputKind.BUFFER, "buffer_name"),
+            "tensor_constant": (InputKind.CONSTANT_TENSOR, "tensor_constant_name"),
+            "user_input": (InputKind.USER_INPUT, ""),
+        }
+        tag, body = self.tagged(value)
+        if tag not in kinds:
+            raise Refused(f"{self.name} takes an input of the kind {tag[:60]!r}: export it with tensors as inputs only")
 
+        kind, key = kinds[tag]
+        argument = _get(body, "arg", dict, self.name)
+        if kind is InputKind.USER_INPUT:
+            label, argument = self.tagged(argument)
+            if label != "as_tensor":
+                raise Refused(f"{self.name} takes an input {label[:60]!r} that is no tensor: fix it inside the model")
+        node = self.graph.placeholder(_identifier(argument.get("name"), self.name))
+        self.values[argument["name"]] = node
 
-def _check_plain(value: Any, depth: int) -> None:
-    """Tensors, numbers, and tuples, lists and dictionaries of them; the keys are written into code, so they are names."""
-    if depth == 0:
-        raise InputError("values nested too deeply")
-    if value is None or type(value) in (bool, int, float, str, complex) or type(value) in (Tensor, torch.nn.Parameter):
-        return
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not (isinstance(key, str) and all(NAME.match(part) or part.isdigit() for part in key.split("."))):
-                raise InputError(f"the key {str(key)[:60]!r}, which is no name")
-            _check_plain(item, depth - 1)
-    elif type(value) in (tuple, list):
-        for item in value:
-            _check_plain(item, depth - 1)
-    else:
-        raise InputError(f"a {type(value).__name__}, expected tensors and numbers")
+        if kind is InputKind.USER_INPUT:
+            node.meta["val"] = self.user_input(argument["name"])
+            return InputSpec(kind, TensorArgument(node.name), None)
 
+        target = _path(body.get(key), self.name)
+        if target not in self.weights:
+            raise InputError(f"{self.name} lacks the weight {target[:80]!r}: it is damaged")
+        self.constant.add(node)
+        with self.mode:
+            like = self.weights[target]
+            node.meta["val"] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        persistent = body.get("persistent") is True if kind is InputKind.BUFFER else None
+        return InputSpec(kind, TensorArgument(node.name), target, persistent)
 
-def _line(error: BaseException) -> str:
-    return one_line(error)[:160]
+    def user_input(self, name: str) -> Tensor:
+        """A tensor of the shape that the file states for an input, which is the user's to meet; the batch may be a symbol."""
+        meta = _get(_get(self.described, "tensor_values", dict, self.name), name, dict, self.name)
+        shape = [self.size(size, place) for place, size in enumerate(_get(meta, "sizes", list, self.name))]
+        dtype = _SERIALIZE_TO_TORCH_DTYPE.get(_get(meta, "dtype", int, self.name))
+        if dtype is None or min([0, *shape]) < 0:
+            raise InputError(
+                f"{self.name} has an input {name[:60]!r} of shape {shape} and unknown type; export it again"
+            )
+        self.require_room(math.prod(shape) * dtype.itemsize, f"input {name!r}", constant=False)
+        with self.mode:
+            return torch.empty(shape, dtype=dtype)
+
+    def size(self, value: Any, place: int) -> int:
+        """A size of an input: a whole number, or for the first dimension the symbol of the batch."""
+        if isinstance(value, dict) and type(value.get("as_int")) is int:
+            return _get(value, "as_int", int, self.name)
+        expression = value.get("as_expr") if isinstance(value, dict) else None
+        text = expression.get("expr_str") if isinstance(expression, dict) else None
+        match = _SYMBOL.match(text) if isinstance(text, str) else None
+        if match is None or place > 0 or list(self.ranges) != [match[1]]:
+            raise Refused(
+                f"{self.name} has the dynamic size {str(text)[:60]!r} in dimension {place} of an input; only the first one, the "
+                "batch, may be dynamic: export it with dynamic_shapes=({0: torch.export.Dim('batch')},), or with static shapes"
+            )
+        limits = self.ranges[match[1]]
+        low, high = (limits.get(key) if isinstance(limits, dict) else None for key in ("min_val", "max_val"))
+        batch = max(1, low if type(low) is int else 1, self.wanted)
+        return min(batch, high) if type(high) is int else batch
+
+    def output(self, value: Any) -> fx.Node:
+        """An output of the graph."""
+        tag, body = self.tagged(value)
+        if tag == "buffer_mutation":
+            raise Refused(f"{self.name} changes its buffers while it runs: call model.eval() before exporting it")
+        node = self.argument(_get(body, "arg", dict, self.name))
+        if tag != "user_output" or not isinstance(node, fx.Node):
+            raise Refused(f"{self.name} has an output that is no tensor; export the model with tensors as outputs")
+        return node
+
+    def tree(self, value: Any) -> pytree.TreeSpec:
+        """How inputs or outputs are nested, in tuples, lists and dictionaries; nothing that a file names is imported."""
+        found = parse_json(value, f"{self.name}: a tree specification") if isinstance(value, str) else None
+        if not (isinstance(found, list) and len(found) == 2 and found[0] == 1):
+            raise InputError(f"{self.name} has an unknown kind of tree specification: {str(value)[:80]!r}")
+        return pytree.tree_structure(self.nested(found[1], 20))
+
+    def nested(self, value: Any, depth: int) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else ""
+        if depth == 0 or kind not in (None, "builtins.tuple", "builtins.list", "builtins.dict"):
+            raise Refused(f"{self.name} passes inputs or outputs in a {str(kind)[:60]!r}: use tuples, lists and dicts")
+        if kind is None:
+            return 0
+        children = [self.nested(child, depth - 1) for child in _get(value, "children_spec", list, self.name)]
+        if kind != "builtins.dict":
+            return tuple(children) if kind == "builtins.tuple" else children
+        keys = parse_json(_get(value, "context", str, self.name), f"{self.name}: the keys of a dictionary")
+        if not isinstance(keys, list) or len(keys) != len(children):
+            raise InputError(f"{self.name} has {len(children)} values for other keys in a dictionary")
+        return {_identifier(key, self.name): child for key, child in zip(keys, children, strict=True)}
+
+    # ---- operations
+
+    def node(self, value: Any) -> None:
+        """Add an operation to the graph, or compute a size."""
+        target = _get(value, "target", str, self.name)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for given in _get(value, "inputs", list, self.name):
+            argument = self.argument(_get(given, "arg", dict, self.name))
+            if given.get("kind") == 2:
+                kwargs[_identifier(given.get("name"), self.name)] = argument
+            else:
+                args.append(argument)
+
+        if target in _ASSERTIONS:
+            if args and args[0] is False:
+                raise Refused(f"{self.name} has a condition on its batch that this batch does not meet")
+        elif target in _ARITHMETIC or target in _SIZES:
+            self.compute_size(target, args, value)
+        else:
+            self.call(target, args, kwargs, value)
+
+    def compute_size(self, target: str, args: list[Any], value: Any) -> None:
+        if target in _SIZES:
+            args[0] = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
+            result = _SIZES[target](*args)
+        else:
+            if not all(type(a) is int for a in args):
+                raise Refused(f"{self.name} calls {target!r} on something else than sizes")
+            result = _ARITHMETIC[target](*args)
+        if abs(result) >= 2**63:
+            raise Refused(f"{self.name} computes a size beyond 64 bits")
+        for out in _get(value, "outputs", list, self.name):
+            _, body = self.tagged(out)
+            self.values[_identifier(_get(body, "as_name", str, self.name), self.name)] = result
+
+    def call(self, target: str, args: list[Any], kwargs: dict[str, Any], value: Any) -> None:
+        """Run an operation on tensors without numbers, and add it with what came out."""
+        operation = find_operation(target, self.name)
+        shadows = fx.node.map_arg((tuple(args), kwargs), lambda node: node.meta["val"])
+        try:
+            check_arguments_of(operation, *shadows)
+        except Refused as refused:
+            raise Refused(f"{self.name}: {refused}") from refused
+        with self.mode, torch.no_grad():
+            result = operation(*shadows[0], **shadows[1])
+
+        outputs = [self.tagged(out) for out in _get(value, "outputs", list, self.name)]
+        single = len(outputs) == 1 and outputs[0][0] == "as_tensor"
+        own = outputs[0][1].get("name") if single else value.get("name") or "several"
+        node = self.graph.create_node("call_function", operation, tuple(args), kwargs, _identifier(own, self.name))
+        node.meta |= {"val": result, **self.origin(value.get("metadata"))}
+        if all(used in self.constant for used in node.all_input_nodes):
+            self.constant.add(node)
+
+        size = sum(t.numel() * t.element_size() for t in flat_tensors(result))
+        self.require_room(size, f"node {node.name!r}", node in self.constant)
+        if any(not isinstance(n, int) for t in flat_tensors(result) for n in t.shape):
+            raise Refused(f"{self.name}: the shape of node {node.name!r} depends on the numbers")
+
+        if single:
+            self.define(outputs[0][1], node, result)
+            return
+        places = outputs[0][1] if len(outputs) == 1 and outputs[0][0] == "as_tensors" else [body for _, body in outputs]
+        if not isinstance(result, tuple | list) or not isinstance(places, list) or len(places) > len(result):
+            raise InputError(f"{self.name}: node {node.name!r} states other outputs than it has; export it again")
+        for place, body in enumerate(places):
+            item = self.graph.create_node("call_function", operator.getitem, (node, place), name=f"getitem_{place}")
+            item.meta |= {**node.meta, "val": result[place]}
+            if node in self.constant:
+                self.constant.add(item)
+            self.define(body, item, result[place])
+
+    def define(self, body: Any, node: fx.Node, value: Any) -> None:
+        name = _identifier(body.get("name") if isinstance(body, dict) else None, self.name)
+        if name in self.values or not isinstance(value, Tensor):
+            raise InputError(f"{self.name} defines {name[:60]!r} twice, or as no tensor; export it again")
+        self.values[name] = node
+
+    def require_room(self, size: int, what: str, constant: bool) -> None:
+        """Bound the memory of one value and of all values together."""
+        self.left[constant] -= size
+        if size > LARGEST:
+            raise Refused(
+                f"{self.name}: {what} makes {size / 2**30:.3g} GiB at once, more than the {LARGEST / 2**30:g} GiB that a value "
+                "may take: bound its parts, or the module it was exported from"
+            )
+        if self.left[constant] < 0:
+            limit = LARGEST_CONSTANTS if constant else LARGEST_TOTAL
+            raise Refused(f"{self.name}: up to {what} its values take more than {limit / 2**30:g} GiB")
+
+    def tagged(self, value: Any) -> tuple[str, Any]:
+        """A tagged union: its one key that is set, and its value."""
+        given = [key for key in value if value[key] is not None] if isinstance(value, dict) else []
+        if len(given) != 1:
+            raise Refused(f"{self.name} has {str(value)[:80]!r} where one value belongs; export it again")
+        return given[0], value[given[0]]
+
+    def tensor(self, value: Any) -> Any:
+        name = _get(value, "name", str, self.name)
+        if name not in self.values:
+            raise InputError(f"{self.name} reads {name[:80]!r}, which nothing before it writes; export it again")
+        return self.values[name]
+
+    def argument(self, value: Any) -> Any:
+        """An argument of an operation: a tensor of the graph, a plain value, or a list of them."""
+        tag, body = self.tagged(value)
+        match tag:
+            case "as_none":
+                return None
+            case "as_tensor":
+                return self.tensor(body)
+            case "as_int" | "as_bool" | "as_float" | "as_string":
+                return self.plain(tag, body)
+            case "as_sym_int" | "as_optional_tensor":
+                return self.symbol(body)
+            case "as_tensors" if isinstance(body, list):
+                return [self.tensor(item) for item in body]
+            case "as_ints" | "as_bools" | "as_floats" | "as_strings" if isinstance(body, list):
+                return [self.plain(tag.removesuffix("s"), item) for item in body]
+            case "as_sym_ints" | "as_optional_tensors" if isinstance(body, list):
+                return [self.symbol(item) for item in body]
+            case "as_scalar_type":
+                return _SERIALIZE_TO_TORCH_DTYPE[_get(value, tag, int, self.name)]
+            case "as_memory_format":
+                return _SERIALIZE_TO_TORCH_MEMORY_FORMAT[_get(value, tag, int, self.name)]
+            case "as_layout" if _SERIALIZE_TO_TORCH_LAYOUT.get(body) is torch.strided:
+                return torch.strided
+            case "as_device":
+                return torch.device("cpu")  # where files are read, whatever they were written on
+            case "as_complex":
+                return complex(
+                    *(self.plain("as_float", _get(value, tag, dict, self.name).get(k)) for k in ("real", "imag"))
+                )
+        raise Refused(f"{self.name} has {tag[:60]!r} as an argument, which is not a plain tensor program")
+
+    def plain(self, tag: str, value: Any) -> Any:
+        if tag == "as_float" and value in ("Infinity", "-Infinity", "NaN"):
+            return float(value.replace("Infinity", "inf"))
+        kinds = {"as_int": int, "as_bool": bool, "as_float": int | float, "as_string": str}
+        if not isinstance(value, kinds[tag]) or (tag != "as_bool" and isinstance(value, bool)):
+            raise InputError(f"{self.name} has {str(value)[:60]!r} as an argument {tag!r}; export it again")
+        if isinstance(value, str) and (len(value) > 500 or not value.isprintable()):
+            raise InputError(f"{self.name} has a strange text as an argument: {value[:60]!r}")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise InputError(f"{self.name} has a whole number beyond 64 bits as an argument")
+        return float(value) if tag == "as_float" else value
+
+    def symbol(self, value: Any) -> Any:
+        """A size by its name or as a number, or a tensor that may be missing."""
+        tag, body = self.tagged(value)
+        if tag == "as_name":
+            return self.tensor({"name": body})
+        return self.argument({tag: body})
+
+    def origin(self, value: Any) -> dict[str, Any]:
+        """The modules around an operation and its line, for messages."""
+        kept: dict[str, Any] = {}
+        document = value if isinstance(value, dict) else {}
+        stack, trace = document.get("nn_module_stack"), document.get("stack_trace")
+        frames = [frame.split(",")[:3] for frame in stack.split(";")] if isinstance(stack, str) else []
+        if frames and all(len(f) == 3 and all(_FRAME.match(part) for part in f) for f in frames):
+            kept["nn_module_stack"] = {key: (path, kind) for key, path, kind in frames}
+        if isinstance(trace, str) and len(trace) <= 20_000:
+            lines = trace.split("\n")
+            kept["stack_trace"] = "\n".join("".join(c for c in line if c.isprintable()) for line in lines)
+        return kept

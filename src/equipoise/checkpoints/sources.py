@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from equipoise.checkpoints.directory import load_checkpoint, load_weights
-from equipoise.checkpoints.program import load_program
+from equipoise.checkpoints.program import read_program
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import read_json
 from equipoise.core.imports import guarded, resolve
@@ -19,12 +19,21 @@ _PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model as it was named: a module in eval mode or an exported program, and the shape of one input if it is known."""
+    """A model as it was named: a module in eval mode or an exported program.
+
+    Attributes:
+        source: the name it was loaded by.
+        model: the module or the program.
+        input_shape: the shape of one input, where it is known.
+        examples: inputs of the shapes that the file declares, where it does.
+        digest: of the stored program, the same for every batch that it is loaded for; None for modules.
+    """
 
     source: str
     model: nn.Module | ExportedProgram
     input_shape: tuple[int, ...] | None
     examples: tuple[Tensor, ...] | None = None
+    digest: str | None = None
 
     def module(self) -> nn.Module:
         """A callable module, also for an exported program."""
@@ -44,8 +53,8 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
     if source.endswith(".pt2"):
         if weights is not None:
             raise InputError("a .pt2 holds its own weights; leave --weights out")
-        program = load_program(source, batch)
-        return Loaded(source, program, _program_shape(program))
+        program, digest = read_program(source, batch)
+        return Loaded(source, program, _program_shape(program), digest=digest)
     if source.endswith(".onnx"):
         if weights is not None:
             raise InputError("an .onnx file holds its own weights; leave --weights out")

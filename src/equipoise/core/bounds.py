@@ -114,7 +114,10 @@ def as_upper(value: Any, what: str = "Lipschitz constant") -> float:
         if value.kind is not Kind.UPPER:
             raise Refused(f"a certificate needs an upper bound of the {what}, got one that is only {value.kind}")
         value = value.value
-    number = float(torch.as_tensor(value).max()) if isinstance(value, Tensor) else float(value)
+    try:
+        number = float(value.max()) if isinstance(value, Tensor) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"the {what} must be a non-negative number, got {type(value).__name__}") from error
     if math.isnan(number) or number < 0:
         raise InputError(f"the {what} must be a non-negative number, got {number}")
     return number

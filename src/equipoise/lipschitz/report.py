@@ -50,7 +50,7 @@ class Report:
     `upper` is the smallest proved total, `product` the layer-by-layer one; both are infinite where they exceed the floats,
     `log_upper` and `log_product` never are. `ball` is the radius of the input ball they hold on (None: everywhere). `pairs`
     bounds the constants of `f_i − f_j` (classes, classes), where the network ends in a linear layer: what certificates of
-    classes need (`smoothing.margins.radius_pairs`).
+    classes need (`smoothing.margin_radius`).
     """
 
     log_upper: float

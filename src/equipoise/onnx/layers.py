@@ -57,7 +57,12 @@ def _padded(x: Tensor, pairs: list[tuple[int, int]]) -> tuple[Tensor, list[int]]
     """The input with what an operator's own, two-sided padding cannot do, and what is left for the operator."""
     if all(a == b for a, b in pairs):
         return x, [a for a, _ in pairs]
-    return F.pad(x, [n for pair in reversed(pairs) for n in pair]), [0] * len(pairs)
+    return _filled(x, pairs), [0] * len(pairs)
+
+
+def _filled(x: Tensor, pairs: list[tuple[int, int]], value: float = 0.0) -> Tensor:
+    """The input with so many entries before and after every axis."""
+    return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=value)
 
 
 def _kernel(spec: Spec, weight: Tensor) -> list[int]:
@@ -103,8 +108,7 @@ def _max_pool(spec: Spec, x: Tensor) -> Tensor:
     even = all(a == b and 2 * a <= k for (a, b), k in zip(pairs, kernel, strict=True))
     if even:
         return run(x, kernel, strides, [a for a, _ in pairs], dilations)
-    filled = F.pad(x, [n for pair in reversed(pairs) for n in pair], value=torch.finfo(x.dtype).min)
-    return run(filled, kernel, strides, 0, dilations)
+    return run(_filled(x, pairs, torch.finfo(x.dtype).min), kernel, strides, 0, dilations)
 
 
 def _ceiled(
@@ -138,8 +142,7 @@ def _average_pool(spec: Spec, x: Tensor) -> Tensor:
         return run(x, kernel, strides, padding, bool(spec.get("ceil_mode", 0)), include or not any(padding))
     if not include or spec.get("ceil_mode", 0):
         raise spec.refuse("uneven padding that is not counted is not supported")
-    x, _ = _padded(x, pairs)
-    return run(x, kernel, strides)
+    return run(_filled(x, pairs), kernel, strides)
 
 
 @operator("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
@@ -160,7 +163,7 @@ def _lp_pool(spec: Spec, x: Tensor) -> Tensor:
     strides, dilations, pairs = _window(spec, x, kernel)
     if any(d != 1 for d in dilations) or spec.get("ceil_mode", 0):
         raise spec.refuse("dilations and ceil_mode are not supported")
-    windows = F.pad(x, [n for pair in reversed(pairs) for n in pair])
+    windows = _filled(x, pairs)
     for i, (k, s) in enumerate(zip(kernel, strides, strict=True)):
         windows = windows.unfold(2 + i, k, s)
     return torch.linalg.vector_norm(windows, order, list(range(-len(kernel), 0)))

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import EquipoiseError, InputError, one_line, unlogged
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
 from equipoise.core.files import read_bounded
 from equipoise.onnx import attention, indexed, layers, recurrent, signals  # noqa: F401 - they fill the table of operators
 from equipoise.onnx import shapes as moving_entries  # noqa: F401
 from equipoise.onnx.operators import PLAIN_NUMBERS, find_operator, fixed_inputs
 from equipoise.onnx.reading import LARGEST_TOTAL, Graph, Spec, parse
+from equipoise.onnx.runtime import LARGEST_COMPARED, require_same_results
 from equipoise.onnx.tensors import LARGEST_FILE, LARGEST_VALUE
 
 Values = dict[str, Tensor]
@@ -54,9 +55,10 @@ class OnnxNetwork(nn.Module):
     True
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, source: bytes | Path | None = None) -> None:
         super().__init__()
         self.graph = graph
+        self._source = source  # compared with onnxruntime once, then dropped
         self.moving = _moving(graph)
         for i, spec in enumerate(graph.nodes):
             self.add_module(_label(spec, i, self), OnnxNode(spec))
@@ -96,7 +98,8 @@ class OnnxNetwork(nn.Module):
         sizes: Values = {name: shadows.from_tensor(value) for name, value in values.items()}
         kept: Values = {}
         numbers: Numbers = {name: value.numpy() for name, value in self.graph.constants.items()}
-        left: float = LARGEST_TOTAL * max(1, inputs[0].shape[0] if inputs[0].dim() else 1)
+        budget: float = LARGEST_TOTAL * max(1, inputs[0].shape[0] if inputs[0].dim() else 1)
+        left = budget
         with torch.no_grad(), unlogged():
             for spec, node in self._nodes(numbers):
                 with shadows:
@@ -110,7 +113,29 @@ class OnnxNetwork(nn.Module):
                     sizes[name] = shadows.from_tensor(values[name])
                     numbers[name] = values[name].cpu().numpy()
         self._folded[_shapes(inputs)] = kept, numbers
+        self._require_declared(sizes)
+        self._compare(inputs, entries=budget - left)
         return self
+
+    def _require_declared(self, values: Values) -> None:
+        """Refuse a network whose values have other shapes than its file states: one of the two is misread."""
+        for name, declared in self.graph.declared.items():
+            if name not in values:
+                continue
+            shape = tuple(int(n) for n in values[name].shape)
+            fits = len(shape) == len(declared) and all(d in (0, n) for d, n in zip(declared, shape, strict=True))
+            if not fits:
+                stated = tuple(d or "any" for d in declared)
+                raise Refused(
+                    f"value {name!r} of the ONNX file has shape {shape} here, and the file states {stated}: export it again, or "
+                    "report the file"
+                )
+
+    def _compare(self, inputs: tuple[Tensor, ...], entries: float) -> None:
+        source, self._source = self._source, None
+        plain = all(x.dtype == kind for x, kind in zip(inputs, self.graph.dtypes.values(), strict=True))
+        if source is not None and plain and entries <= LARGEST_COMPARED and not torch.compiler.is_exporting():
+            require_same_results(self, source, self._named(inputs))
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The outputs of the graph: one tensor, or a tuple."""
@@ -206,8 +231,14 @@ class OnnxNetwork(nn.Module):
 
 
 def read_onnx(data: bytes, name: str = "the file", folder: Path | None = None) -> OnnxNetwork:
-    """The network in the bytes of an ONNX file; weights stored in files of their own are looked for in `folder`."""
-    return OnnxNetwork(parse(data, name, folder))
+    """The network in the bytes of an ONNX file.
+
+    Args:
+        data: the file's content.
+        name: what error messages call it.
+        folder: where weights that are stored in files of their own are looked for.
+    """
+    return OnnxNetwork(parse(data, name, folder), data)
 
 
 def load_onnx(path: str | Path) -> OnnxNetwork:
@@ -215,7 +246,8 @@ def load_onnx(path: str | Path) -> OnnxNetwork:
 
     Nothing in the file is executed but the operators of the table `known_operators()`; others are refused with the node's name.
     """
-    network = read_onnx(read_bounded(path, LARGEST_FILE), str(path), Path(path).parent)
+    path = Path(path)
+    network = OnnxNetwork(parse(read_bounded(path, LARGEST_FILE), str(path), path.parent), path)
     return network.specialize(*network.examples())
 
 

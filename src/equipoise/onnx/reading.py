@@ -19,6 +19,8 @@ from equipoise.onnx.tensors import FLOATS, LARGEST_VALUE, Beside, constant
 
 #: nor may all values of a network together have more entries than this, per sample
 LARGEST_TOTAL = 2**30
+#: a network of more nodes is not read
+MOST_NODES = 10_000
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,23 @@ class Spec:
 
 @dataclass(frozen=True)
 class Graph:
-    """The records of a file: inputs with their declared shapes (0: free), constants, nodes in order, outputs."""
+    """The records of a file.
+
+    Attributes:
+        inputs: their declared shapes, 0 for sizes that are free.
+        dtypes: their types.
+        constants: the weights.
+        nodes: in order.
+        outputs: the names of the results.
+        declared: shapes that the file states for results and for values between them, 0 for sizes that are free.
+    """
 
     inputs: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     constants: Mapping[str, Tensor]
     nodes: tuple[Spec, ...]
     outputs: tuple[str, ...]
+    declared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def onnx_package() -> Any:
@@ -98,7 +110,19 @@ def parse(data: bytes, name: str = "the file", folder: Path | None = None) -> Gr
         raise InputError(f"{name} has no input or no output")
     reader = _Reader(opset, beside, constants)
     nodes = tuple(reader.nodes(graph.node, {}, ()))
-    return Graph(inputs, dtypes, constants, nodes, tuple(o.name for o in graph.output))
+    if len(nodes) > MOST_NODES:
+        raise Refused(f"{name} has {len(nodes):,} nodes; at most {MOST_NODES:,} are read from a file")
+
+    # shapes between the nodes were inferred for one size of the inputs: they say nothing where a size is free
+    fixed = all(size for shape in inputs.values() for size in shape)
+    stated = [*graph.output, *(graph.value_info if fixed else ())]
+    declared = {v.name: _sizes(v) for v in stated if v.type.tensor_type.HasField("shape")}
+    return Graph(inputs, dtypes, constants, nodes, tuple(o.name for o in graph.output), declared)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """The declared shape of a value, 0 for sizes that are free."""
+    return tuple(max(0, int(d.dim_value)) for d in value.type.tensor_type.shape.dim)
 
 
 def _opset(model: Any, name: str) -> int:
@@ -119,7 +143,7 @@ def _declared(value: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         raise Refused(
             f"{name}: input {value.name!r} is not a float32 or float64 tensor, so it has no Lipschitz constant"
         )
-    shape = tuple(max(0, int(d.dim_value)) for d in kind.shape.dim)
+    shape = _sizes(value)
     if math.prod(max(1, n) for n in shape) > LARGEST_VALUE:
         raise InputError(
             f"{name}: input {value.name!r} declares the shape {shape[:8]}, more than {LARGEST_VALUE} entries"

@@ -1,7 +1,6 @@
 """ONNX operators that move, select, repeat and resample entries."""
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -134,7 +133,8 @@ def _slice(spec: Spec, x: Tensor, *limits: Fixed) -> Tensor:
         if step > 0:
             x = x[(slice(None),) * (axis % x.dim()) + (slice(places.start, places.stop, step),)]
         else:
-            x = x.index_select(axis, torch.tensor(list(places), dtype=torch.int64))
+            chosen = np.arange(places.start, places.stop, step, dtype=np.int64)
+            x = x.index_select(axis, torch.from_numpy(chosen))
     return x
 
 
@@ -152,10 +152,10 @@ def _gather(spec: Spec, x: Tensor, index: np.ndarray) -> Tensor:
     axis = spec.get("axis", 0) % max(1, x.dim())
     if index.dtype.kind not in "iu":
         raise spec.refuse("its indices are not whole numbers")
-    chosen = [int(i) + x.shape[axis] if i < 0 else int(i) for i in index.reshape(-1)]
+    chosen = np.where(index < 0, index + x.shape[axis], index).astype(np.int64).reshape(-1)
     if index.ndim == 0:
-        return x.select(axis, chosen[0])
-    found = x.index_select(axis, torch.tensor(chosen, dtype=torch.int64))
+        return x.select(axis, int(chosen[0]))
+    found = x.index_select(axis, torch.from_numpy(chosen))
     return found.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
 
 
@@ -261,51 +261,57 @@ def _resampled(
     """One axis after the other: a choice of entries for `nearest`, a product with the matrix of weights otherwise."""
     bounded(spec, sizes)
     for axis, (size, factor) in enumerate(zip(sizes, factors, strict=True)):
-        if size == x.shape[axis] and factor == 1:
+        length = x.shape[axis]
+        if size == length and factor == 1:
             continue
-        places = [_coordinate(spec, i, x.shape[axis], size, factor, how) for i in range(size)]
+        bounded(spec, [*x.shape[:axis], size, *x.shape[axis + 1 :]])
+        places = _coordinates(spec, length, size, factor, how)
         if mode == "nearest":
-            chosen = [_nearest(spec, p, x.shape[axis], rounding) for p in places]
-            x = x.index_select(axis, torch.tensor(chosen, dtype=torch.int64))
+            chosen = np.clip(_rounded(spec, places, rounding), 0, length - 1).astype(np.int64)
+            x = x.index_select(axis, torch.from_numpy(chosen))
         elif mode in ("linear", "cubic"):
-            weights = torch.zeros(size, x.shape[axis], dtype=torch.float64)
-            for i, place in enumerate(places):
-                for j, w in _weights(place, mode, spec.get("cubic_coeff_a", -0.75)):
-                    weights[i, min(max(j, 0), x.shape[axis] - 1)] += w
-            x = torch.matmul(x.transpose(axis, -1), weights.T.to(x.dtype)).transpose(axis, -1)
+            bounded(spec, [size, length])
+            weights = np.zeros((size, length))
+            for near, weight in _weights(places, mode, spec.get("cubic_coeff_a", -0.75)):
+                np.add.at(weights, (np.arange(size), np.clip(near, 0, length - 1).astype(np.int64)), weight)
+            x = torch.matmul(x.transpose(axis, -1), torch.from_numpy(weights.T).to(x.dtype)).transpose(axis, -1)
         else:
             raise spec.refuse(f"mode {mode!r} is not supported")
     return x
 
 
-def _coordinate(spec: Spec, i: int, old: int, new: int, factor: float, how: str) -> float:
+def _coordinates(spec: Spec, old: int, new: int, factor: float, how: str) -> np.ndarray:
+    """The places in the old axis that the entries of the new one are read at."""
+    i = np.arange(new, dtype=np.float64)
     match how:
         case "half_pixel":
             return (i + 0.5) / factor - 0.5
         case "pytorch_half_pixel":
-            return (i + 0.5) / factor - 0.5 if new > 1 else 0.0
+            return (i + 0.5) / factor - 0.5 if new > 1 else 0 * i
         case "asymmetric":
             return i / factor
         case "align_corners":
-            return i * (old - 1) / (new - 1) if new > 1 else 0.0
+            return i * (old - 1) / (new - 1) if new > 1 else 0 * i
     raise spec.refuse(f"coordinate_transformation_mode {how!r} is not supported")
 
 
-def _nearest(spec: Spec, place: float, old: int, rounding: str) -> int:
-    ways: dict[str, Any] = {
-        "floor": math.floor,
-        "ceil": math.ceil,
-        "round_prefer_floor": lambda p: math.ceil(p - 0.5),
-        "round_prefer_ceil": lambda p: math.floor(p + 0.5),
-    }
-    if rounding not in ways:
-        raise spec.refuse(f"nearest_mode {rounding!r} is not supported")
-    return min(max(int(ways[rounding](place)), 0), old - 1)
+def _rounded(spec: Spec, places: np.ndarray, rounding: str) -> np.ndarray:
+    match rounding:
+        case "floor":
+            return np.floor(places)
+        case "ceil":
+            return np.ceil(places)
+        case "round_prefer_floor":
+            return np.ceil(places - 0.5)
+        case "round_prefer_ceil":
+            return np.floor(places + 0.5)
+    raise spec.refuse(f"nearest_mode {rounding!r} is not supported")
 
 
-def _weights(place: float, mode: str, a: float) -> list[tuple[int, float]]:
-    left = math.floor(place)
-    t = place - left
+def _weights(places: np.ndarray, mode: str, a: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The entries next to the places, with their weights."""
+    left = np.floor(places)
+    t = places - left
     if mode == "linear":
         return [(left, 1 - t), (left + 1, t)]
     near = [((a + 2) * s - (a + 3)) * s * s + 1 for s in (t, 1 - t)]

@@ -9,7 +9,7 @@ from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
 from equipoise.lipschitz.logs import show_log
 from equipoise.report.data import Audit, Picture, ReportData, Series
-from equipoise.smoothing import NOT_COVERED
+from equipoise.smoothing.certificates import NOT_COVERED
 
 #: a chart waiting to be drawn: its id and its plotly figure
 Charts = dict[str, Mapping[str, Any]]

@@ -14,11 +14,12 @@ from equipoise.core import InputError, Refused, as_upper
 from equipoise.runs.manifest import Constant, Manifest
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Row, counts_matrix
-from equipoise.smoothing import Certificates, Moments
+from equipoise.smoothing import Certificates
 from equipoise.smoothing.bounds import Smoothness
 from equipoise.smoothing.derive import Scores, Setting, Stopped, Votes, joined, stored_plan
 from equipoise.smoothing.derive import derive as derive_sample
-from equipoise.smoothing.drawn import tie_breaks
+from equipoise.smoothing.moments import Moments
+from equipoise.smoothing.noise import tie_breaks
 from equipoise.smoothing.procedures import Procedure, find_procedure
 from equipoise.smoothing.simplex import map_smoothness
 

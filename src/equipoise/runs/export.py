@@ -10,7 +10,8 @@ from typing import Any
 from equipoise.core import InputError, format_down, format_up
 from equipoise.core.files import atomic_write
 from equipoise.runs.rows import Row
-from equipoise.smoothing import ABSTAIN, Certificates
+from equipoise.smoothing import Certificates
+from equipoise.smoothing.certificates import ABSTAIN
 
 _DIGITS = 6
 

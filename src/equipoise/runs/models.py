@@ -21,7 +21,7 @@ from equipoise.core import InputError, Refused
 from equipoise.core.digests import Digest
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
-from equipoise.smoothing.rowwise import Denoised
+from equipoise.smoothing import Denoised
 
 #: arguments by which operators are told that they are in training
 _TRAINING = frozenset({"train", "training"})
@@ -76,7 +76,8 @@ class Batched(nn.Module):
 def portable(model: Any, source: str | None = None) -> Portable:
     """Accept a module in evaluation mode, an exported program, or what `load_model` returned."""
     if isinstance(model, Loaded):
-        return portable(model.model, model.source)
+        ported = portable(model.model, model.source)
+        return ported if model.digest is None else replace(ported, hash=model.digest)
     if isinstance(model, ExportedProgram):
         _require_inference(model)
         buffer = io.BytesIO()
@@ -123,7 +124,13 @@ def normalised(loaded: Loaded, mean: Sequence[float], std: Sequence[float]) -> L
     if value is None:
         raise InputError("the exported program must take one tensor with a batch dimension")
     example = torch.zeros(tuple(int(d) for d in value.shape), dtype=value.dtype)
-    return replace(loaded, source=name, model=torch.export.export(Chain(layer, loaded.model.module()), (example,)))
+    program = torch.export.export(Chain(layer, loaded.model.module()), (example,))
+    digest = (
+        None
+        if loaded.digest is None
+        else str(Digest("normalised").add("model", loaded.digest).add("by", [list(mean), list(std)]))
+    )
+    return replace(loaded, source=name, model=program, digest=digest)
 
 
 def _batch(program: ExportedProgram) -> int | None:

@@ -16,9 +16,8 @@ from equipoise.core import InputError, Refused
 from equipoise.core.errors import did_you_mean
 from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.drawn import Drawn
 from equipoise.smoothing.grid import Grid
-from equipoise.smoothing.noise import Levels, NoiseName, Sigma, fresh_seed
+from equipoise.smoothing.noise import Levels, NoiseName, NoiseSpec, Sigma, fresh_seed
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 _MAPS = ("softmax", "sparsemax", "hardmax")
@@ -282,10 +281,10 @@ class Parameters(Sampling):
             if not isinstance(self.dimension, int) or self.dimension < 1:
                 raise InputError(f"noise on a grid needs the dimension of the inputs, got {self.dimension!r}")
 
-    def drawn(self) -> Drawn:
+    def drawn(self) -> NoiseSpec:
         """What the noise of the run is."""
         chosen = self.seed_source != "system"
-        return Drawn(self.levels, self.noise, self.cells, self.dimension or 0, self.chunk_size, self.seed, chosen)
+        return NoiseSpec(self.levels, self.noise, self.cells, self.dimension or 0, self.chunk_size, self.seed, chosen)
 
     @property
     def levels(self) -> Levels:

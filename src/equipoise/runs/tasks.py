@@ -14,9 +14,10 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.models import Batched, Portable
 from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import Item, Row, Soft, failed
-from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map, noise_key
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map
 from equipoise.smoothing.classifier import count_votes
 from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.noise import noise_key
 from equipoise.smoothing.simplex import plan_map
 
 

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core import InputError, format_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
+from equipoise.core.checks import describe
 from equipoise.core.files import atomic_write, read_bounded
 from equipoise.smoothing.moments import Ints
 from equipoise.smoothing.ramp import Floats
@@ -159,6 +160,8 @@ def read_log(path: str | Path) -> CertificationLog:
 
 def write_log(path: str | Path, certificates: Certificates, labels: ArrayLike, idx: ArrayLike | None = None) -> None:
     """Write certificates in Cohen's format, radii rounded *down* to four digits."""
+    if not isinstance(certificates, Certificates):
+        raise InputError(f"expected Certificates, got {describe(certificates)}")
     labels = np.asarray(labels, dtype=np.int64)
     if labels.shape != certificates.prediction.shape or labels.ndim != 1:
         raise InputError(f"expected {len(certificates)} labels, got shape {labels.shape}")

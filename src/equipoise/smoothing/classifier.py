@@ -1,4 +1,8 @@
-"""The smoothed classifier: keyed noise, constant memory, counts and moments in, certificates out."""
+"""The smoothed classifier: keyed noise, constant memory, counts and moments in, certificates out.
+
+`Denoised` puts a denoiser in front of a classifier. Votes of a batch are independent only if the network answers every row
+by itself; `SmoothedClassifier` compares one row on its first batch.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,27 @@ from scipy.special import betainc
 from torch import Tensor, nn
 
 from equipoise.core import InputError, Refused, as_upper
+from equipoise.core.checks import require_images, require_module, require_number, require_tensor
+from equipoise.core.errors import require_one_of
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
-from equipoise.smoothing.drawn import Drawn, tie_breaks
 from equipoise.smoothing.grid import is_image, power_of_two
 from equipoise.smoothing.moments import Ints, Moments
-from equipoise.smoothing.noise import FloatNoise, GridNoise, Levels, NoiseName, Sigma, Stream, fresh_seed, noise_key
+from equipoise.smoothing.noise import (
+    FloatNoise,
+    GridNoise,
+    Levels,
+    NoiseName,
+    NoiseSpec,
+    Sigma,
+    Stream,
+    fresh_seed,
+    noise_key,
+    tie_breaks,
+)
 from equipoise.smoothing.planning import Plan
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.ramp import Floats
-from equipoise.smoothing.rowwise import Rowwise
 from equipoise.smoothing.simplex import SimplexMap, apply_map, choose_map, map_smoothness, plan_map, scores_of
 
 Ids = Sequence[int | str]
@@ -63,49 +78,53 @@ class SmoothedClassifier:
         noise_dtype: torch.dtype | None = None,
         nonfinite: Literal["refuse", "miss"] = "refuse",
     ) -> None:
+        require_one_of(("refuse", "miss"), nonfinite=nonfinite)
+        if noise is not None:
+            require_one_of(("grid", "float"), noise=noise)
+        self.model = require_module(model)
         self.levels = Levels.of(sigma)
-        if (
-            not all(isinstance(v, int | np.integer) for v in (num_classes, chunk_size))
-            or num_classes < 2
-            or chunk_size < 1
-        ):
-            raise InputError(f"need at least 2 classes and chunks of 1, got {num_classes!r} and {chunk_size!r}")
-        if nonfinite not in ("refuse", "miss"):
-            raise InputError(f"nonfinite must be 'refuse' or 'miss', got {nonfinite!r}")
-        if noise not in (None, "grid", "float"):
-            raise InputError(f"noise must be 'grid' or 'float', got {noise!r}")
-        self.model, self.sigma, self.num_classes = model, self.levels.sigma, num_classes
-        self.seed, self.chosen = (fresh_seed(), False) if seed is None else (seed, True)
-        self.chunk_size, self.map = chunk_size, map
-        self.noise, self.asked = noise, noise
+        self.sigma = self.levels.sigma
+        self.num_classes = int(require_number(num_classes, "num_classes", least=2, whole=True))
+        self.chunk_size = int(require_number(chunk_size, "chunk_size", least=1, whole=True))
+
+        self.seed = fresh_seed() if seed is None else int(require_number(seed, "seed", whole=True))
+        self.chosen = seed is not None
+        self.map = map
+        self.noise = noise
+        self.noise_given = noise
         self.cells: float | None = None
         self.noise_dtype, self.nonfinite = noise_dtype, nonfinite
-        self.rowwise = Rowwise()
+        self.rowwise_checked = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
 
     def logits(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Iterator[Tensor]:
         """Logits of n noisy copies of one input, chunk by chunk, `(≤ chunk_size, classes)` each."""
         self._require_eval()
-        if not isinstance(n, int | np.integer) or n < 1:
-            raise InputError(f"the number of draws must be a positive whole number, got {n}")
-        if not x.is_floating_point():
-            raise InputError(f"expected a floating-point input, got {x.dtype}; scale it first, e.g. x.float() / 255")
-        law = self._law(x)
+        require_number(n, "the number of draws", least=1, whole=True)
+        law = self._law(require_tensor(x, "the input"))
         buffer = torch.empty((self.chunk_size, *x.shape), dtype=law.dtype, device=x.device)
         for chunk in range(-(-n // self.chunk_size)):
             key = noise_key(self.seed, input_id, stream, chunk)
             with torch.inference_mode():  # not around the yield: the mode would leak into the caller
                 noisy = law.fill(buffer, x, key).to(x.dtype)
-                self.rowwise.look(noisy)
-                out = self.model(noisy)
+                out = self._answer(noisy)
             self._require_logits(out)
             if out.untyped_storage().data_ptr() == noisy.untyped_storage().data_ptr():
                 out = out.clone()  # the model handed its input back, and the buffer is about to be overwritten
-            with torch.inference_mode():
-                self.rowwise.require(self.model, out)
             rows = min(self.chunk_size, n - chunk * self.chunk_size)
             yield self._finite(out[:rows], input_id)
+
+    def _answer(self, noisy: Tensor) -> Any:
+        """Logits of a batch; the first one is used to check that rows are answered one by one."""
+        if self.rowwise_checked:
+            return self.model(noisy)
+        batch, states = noisy.clone(), _generators(noisy.device)
+        out = self.model(noisy)
+        self._require_logits(out)
+        require_rowwise(self.model, batch, out, states)
+        self.rowwise_checked = True
+        return out
 
     def counts(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Ints:
         """Votes per class in n draws: all that hard procedures need, and it adds up over chunks."""
@@ -150,7 +169,7 @@ class SmoothedClassifier:
         if self.map is not None and not self.map.votes:
             raise Refused(f"predict tests votes, but this classifier smooths {self.map}: use certify")
         rows = [self.counts(xi, n, input_id=i, stream=Stream.PREDICTION) for xi, i in self.inputs(x, ids)]
-        return predict_counts(np.stack(rows), alpha, n * self.drawn(x).variation)
+        return predict_counts(np.stack(rows), alpha, n * self.noise_spec(x).variation)
 
     def calibrate(
         self, x: Tensor, *, n0: int = 100, n: int = 10_000, alpha: float = 1e-3, procedure: str = DEFAULT,
@@ -208,16 +227,16 @@ class SmoothedClassifier:
             return floating.certify(
                 x, n0, n, alpha, procedure, lipschitz=lipschitz, map=map, interval=interval, grid=grid, ids=ids
             )
-        drawn = self.drawn(x)
+        spec = self.noise_spec(x)
         unasked = map is None and network is None and self.map is None
         if not row.soft or (unasked and row.map == "hardmax"):
-            return self._certify_votes(x, n0, n, alpha, row, drawn, ids)
+            return self._certify_votes(x, n0, n, alpha, row, spec, ids)
         logits = self.selection(x, n0, ids, Stream.SELECTION)
         maps, source = self._maps(logits, map, n, alpha, procedure, network, grid)
-        setting = drawn.setting(alpha, f"the classifier smoothed with {drawn} and {source}")
+        setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {source}")
         parts = []
         for k, (xi, name) in enumerate(self.inputs(x, ids)):
-            own = drawn.setting(alpha, "")
+            own = spec.setting(alpha, "")
             plan = plan_map(maps[k], logits[k : k + 1], procedure, n, own.noise, alpha, network)
             found = derive(self._sample(xi, name, maps[k], logits[k : k + 1], plan, n, network, interval), row, own)
             parts.append(([k], found))
@@ -228,14 +247,14 @@ class SmoothedClassifier:
         return whole
 
     def _certify_votes(
-        self, x: Tensor, n0: int, n: int, alpha: float, row: Procedure, drawn: Drawn, ids: Ids | None
+        self, x: Tensor, n0: int, n: int, alpha: float, row: Procedure, spec: NoiseSpec, ids: Ids | None
     ) -> Certificates:
         inputs = list(self.inputs(x, ids))
         first = np.stack([self.counts(xi, n0, input_id=i, stream=Stream.SELECTION) for xi, i in inputs])
         second = np.stack([self.counts(xi, n, input_id=i, stream=Stream.ESTIMATION) for xi, i in inputs])
         ties = np.stack([tie_breaks(self.seed, i) for _, i in inputs]) if row.ties else None
         votes = Votes(first.astype(np.float64), second.astype(np.float64), np.full(len(first), float(n)), ties)
-        return derive(votes, row, drawn.setting(alpha, f"the majority vote of the network under {drawn}"))
+        return derive(votes, row, spec.setting(alpha, f"the majority vote of the network under {spec}"))
 
     def _sample(
         self, x: Tensor, name: int | str, chosen: SimplexMap, logits: Floats, plan: Plan, n: int,
@@ -264,8 +283,7 @@ class SmoothedClassifier:
             logits, n, self.sigma, alpha, procedure=procedure, lipschitz=network, grid=grid, per_input=per_input
         )
         own = (
-            "the map chosen at each input on its own selection sample: a deployed classifier that chooses anew "
-            "at x' may use "
+            "the map chosen at each input on its own selection sample: a deployed classifier that chooses anew at x' may use "
             "another map there, and nothing is certified about it"
         )
         if per_input or len(logits) == 1:
@@ -282,18 +300,17 @@ class SmoothedClassifier:
 
     def inputs(self, x: Tensor, ids: Ids | None) -> Iterator[tuple[Tensor, int | str]]:
         """The inputs of a batch with the keys of their noise."""
-        if x.ndim < 2 or len(x) == 0:
-            raise InputError(f"expected a batch of inputs (N, ...), got shape {tuple(x.shape)}; one input: x[None]")
+        require_images(x)
         names: Ids = range(len(x)) if ids is None else ids
         if len(names) != len(x):
             raise InputError(f"got {len(names)} ids for {len(x)} inputs")
         return zip(x, names, strict=True)
 
-    def drawn(self, x: Tensor) -> Drawn:
-        """What the draws at a batch of inputs are, for the setting of their certificates."""
-        self._decide(x)
-        size = x[0].numel() if len(x) else 0
-        return Drawn(self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen)
+    def noise_spec(self, x: Tensor) -> NoiseSpec:
+        """The noise law at a batch of inputs, for the setting of their certificates."""
+        self._choose_noise(require_images(x))
+        size = x[0].numel()
+        return NoiseSpec(self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen)
 
     def settings(self) -> dict[str, Any]:
         """What makes another classifier of the same kind: `SmoothedClassifier(model, sigma, classes, **settings)`."""
@@ -304,19 +321,19 @@ class SmoothedClassifier:
         """The same classifier as another kind, or with some settings changed."""
         made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **(self.settings() | changes))
         made.cells, made.chosen = (self.cells if made.noise == self.noise else None), self.chosen
-        made.rowwise = self.rowwise
+        made.rowwise_checked = self.rowwise_checked
         return made
 
     def floating(self) -> SmoothedClassifier:
         """The same with float noise, for Lipschitz-aware radii; refused if the grid was asked for."""
-        if self.asked == "grid":
+        if self.noise_given == "grid":
             raise Refused(
                 "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
                 "noise='float', whose gap the certificate states, or leave the constant out"
             )
         return self.like(SmoothedClassifier, noise="float")
 
-    def _decide(self, x: Tensor) -> None:
+    def _choose_noise(self, x: Tensor) -> None:
         """Fix the law of the noise by the first inputs."""
         if self.noise is None:
             self.noise = "grid" if self._bytes(x) else "float"
@@ -327,12 +344,12 @@ class SmoothedClassifier:
         return x.is_floating_point() and is_image(x.detach().cpu().double().numpy())
 
     def _law(self, x: Tensor) -> FloatNoise | GridNoise:
-        self._decide(x)
+        self._choose_noise(x)
         self.levels.require_channels(x.shape)
         if self.cells is None:
             return FloatNoise(self.levels, self._noise_dtype(x))
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return GridNoise(self.drawn(x[None]).grids, exact)
+        return GridNoise(self.noise_spec(x[None]).grids, exact)
 
     def _network(self, lipschitz: Any) -> float | None:
         """The constant in the coordinates in which the noise is round."""
@@ -366,6 +383,86 @@ class SmoothedClassifier:
                 "nonfinite='miss' counts such draws as votes for no class"
             )
         return out
+
+
+def require_rowwise(model: nn.Module, batch: Tensor, answers: Tensor, states: Sequence[Tensor]) -> None:
+    """Refuse a model whose answer to one row depends on the other rows of the batch, or that changes its own buffers.
+
+    Batch norm without running statistics, a mean over the batch or a forward pass that changes buffers make all draws of a
+    batch agree, and a binomial bound of such votes means nothing. A check on one batch, not a proof: the middle row is asked
+    again beside other rows (draws like the first ones), from the same state of the random generator.
+
+    Args:
+        model: the network.
+        batch: the inputs it answered.
+        answers: its logits.
+        states: of the generators before it answered.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kept = answers.clone()
+    row, last = len(batch) // 2, len(batch) - 1
+    others = last - torch.arange(len(batch), device=batch.device) % (len(batch) - row)
+    others[row] = row
+
+    after = _generators(batch.device)
+    try:
+        _restore(batch.device, states)
+        again = model(batch[others])
+    finally:
+        _restore(batch.device, after)
+
+    for name, buffer in model.named_buffers():
+        if name in before and not torch.equal(buffer.nan_to_num(), before[name].nan_to_num()):
+            raise Refused(
+                f"the forward pass changes the buffer {name!r} in evaluation mode, so that no two draws see the same "
+                "network; fix its state before certifying"
+            )
+    one, other = kept[row].double(), again[row].double()
+    size = float(one.nan_to_num(posinf=0, neginf=0).abs().max())
+    if bool(((one - other).abs() > 100 * torch.finfo(kept.dtype).eps * size).any()):
+        raise Refused(
+            "the model's answer to one row depends on the other rows of its batch (batch norm without running statistics, "
+            "or a mean over dimension 0?), so its votes are not independent draws and certify nothing"
+        )
+
+
+def _generators(device: torch.device) -> Sequence[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
+
+
+def _restore(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+class Denoised(nn.Module):
+    """`x → classifier(denoiser(x))`: to smoothing just another network, so every certificate holds for the pair.
+
+    The denoiser maps a noisy batch to a batch of the same shape. Its time is part of every forward pass, its weights part
+    of the model's hash. Reference: Salman et al. (2020); Carlini et al. (2023).
+
+    >>> import torch
+    >>> pair = Denoised(nn.Identity(), nn.Linear(3, 2)).eval()
+    >>> pair(torch.zeros(5, 3)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(self, denoiser: nn.Module, classifier: nn.Module) -> None:
+        super().__init__()
+        self.denoiser = require_module(denoiser, "the denoiser")
+        self.classifier = require_module(classifier, "the classifier")
+        self.training = denoiser.training or classifier.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the denoised batch."""
+        clean = self.denoiser(x)
+        if not isinstance(clean, Tensor) or clean.shape != x.shape:
+            got = tuple(clean.shape) if isinstance(clean, Tensor) else type(clean).__name__
+            raise InputError(f"the denoiser must return images of the shape it was given, {tuple(x.shape)}, got {got}")
+        logits: Tensor = self.classifier(clean)
+        return logits
 
 
 def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:

@@ -1,10 +1,10 @@
 """Certification procedures, one row each: the ways to spend the risk among which the selection sample chooses.
 
-A row decides nothing by its name: a copy under another name gives the same certificates. Packages of third parties add
-rows through the entry point group `equipoise.procedures` (a `Procedure`, or a function that returns one).
+A row decides nothing by its name: a copy under another name gives the same certificates. Installed packages add rows
+through the entry point group `equipoise.procedures`, each a `Procedure` under its own name.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
@@ -151,55 +151,22 @@ _ROWS = (
 )  # fmt: skip
 
 
-class Table(MutableMapping[str, Procedure]):
-    """Procedures by name: our rows, those of installed packages (read at the first question), and what you add."""
-
-    def __init__(self, rows: tuple[Procedure, ...]) -> None:
-        self._rows = {row.name: row for row in rows}
-        self._asked = False
-
-    @property
-    def rows(self) -> dict[str, Procedure]:
-        """Every row; the entry points are read once."""
-        if not self._asked:
-            self._asked = True
-            for entry in entry_points(group=GROUP):
-                found = entry.load()
-                row = found if isinstance(found, Procedure) else found()
-                if not isinstance(row, Procedure) or row.name != entry.name:
-                    raise InputError(f"the entry point {entry.name!r} of {GROUP} must give a Procedure of that name")
-                if row.name in self._rows:
-                    raise InputError(f"the entry point {entry.name!r} of {GROUP} takes a name that is taken")
-                self._rows[row.name] = row
-        return self._rows
-
-    def __getitem__(self, name: str) -> Procedure:
-        return self.rows[name]
-
-    def __setitem__(self, name: str, row: Procedure) -> None:
-        if name != row.name:
-            raise InputError(f"the row is named {row.name!r}, not {name!r}")
-        self.rows[name] = row
-
-    def __delitem__(self, name: str) -> None:
-        del self.rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
-PROCEDURES = Table(_ROWS)
+#: procedures by name: `PROCEDURES["mine"] = Procedure("mine", …)` adds one
+PROCEDURES = {row.name: row for row in _ROWS}
 
 
 def find_procedure(name: str) -> Procedure:
-    """The row of that name, or an error that lists the names.
+    """The procedure of that name: from `PROCEDURES`, or from an installed package; an error lists the names.
 
     >>> find_procedure("rivals").hard
     True
     """
-    if name not in PROCEDURES:
-        raise InputError(f"unknown procedure {name!r}: expected one of {', '.join(PROCEDURES)}")
-    return PROCEDURES[name]
+    if name in PROCEDURES:
+        return PROCEDURES[name]
+    for entry in entry_points(group=GROUP):
+        if entry.name == name:
+            row = entry.load()
+            if not isinstance(row, Procedure) or row.name != name:
+                raise InputError(f"the entry point {name!r} of {GROUP} must be a Procedure of that name")
+            return PROCEDURES.setdefault(name, row)
+    raise InputError(f"unknown procedure {name!r}: expected one of {', '.join(PROCEDURES)}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
+from equipoise.core.checks import describe
 from equipoise.smoothing.bounds import UNKNOWN, Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, find_procedure
@@ -243,6 +244,8 @@ def choose_map(
     Global (default): one map for all, the best on average, returned N times. `per_input`: the best of each input, as in
     the thesis; its certificates then speak of that input's own map (errata 17).
     """
+    if not isinstance(logits, np.ndarray):
+        raise InputError(f"logits must be a NumPy array, got {describe(logits)}")
     if logits.ndim != 3 or logits.shape[1] < 2:
         raise InputError(f"expected logits of shape (inputs, at least 2 draws, classes), got {logits.shape}")
     candidates = list(map_grid() if grid is None else grid)

@@ -73,17 +73,17 @@ def certify_adaptive(
         raise InputError("votes have no Lipschitz constant: give a soft map with it")
     if lipschitz is not None and classifier.noise != "float":
         classifier = classifier.floating()
-    row, drawn = find_procedure(procedure), classifier.drawn(x)
-    setting = drawn.setting(alpha, f"the classifier smoothed with {drawn} and {chosen}")
+    row, spec = find_procedure(procedure), classifier.noise_spec(x)
+    setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {chosen}")
     parts, verdicts = [], []
     for k, (xi, name) in enumerate(classifier.inputs(x, ids)):
         if hard:
-            stop = _Votes(row, drawn.setting(alpha, ""), target_radius, relative, n_max, hopeless)
+            stop = _Votes(row, spec.setting(alpha, ""), target_radius, relative, n_max, hopeless)
             found, verdict = stop.run(classifier, xi, name, n0)
         else:
             found, verdict = _scores(
                 classifier, xi, name, chosen, float(target_radius or 0.0), lipschitz, n0, n_max, hopeless,
-                drawn.setting(alpha, ""),
+                spec.setting(alpha, ""),
             )  # fmt: skip
         parts.append(([k], found))
         verdicts.append(verdict)

@@ -31,13 +31,13 @@ class Certified:
 
     def radii(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Certified radii, by pairs where they are known, else `margin/(√2·L)`; the better one for each input, float64."""
-        from equipoise.smoothing.margins import radius_global, radius_pairs
+        from equipoise.smoothing.margins import margin_radius
 
         found = torch.zeros(len(labels), dtype=torch.float64)
         if self.upper is not None:
-            found = torch.from_numpy(radius_global(logits, labels, self.upper))
+            found = margin_radius(logits, labels, self.upper)
         if self.pairs is not None:
-            found = found.maximum(torch.from_numpy(radius_pairs(logits, labels, self.pairs)))
+            found = found.maximum(margin_radius(logits, labels, self.pairs))
         return found
 
 

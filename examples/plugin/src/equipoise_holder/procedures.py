@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.smoothing import Option, Partition, Procedure, Split
+from equipoise.smoothing import Option, Procedure, Split
+from equipoise.smoothing.moments import Partition
 
 
 def two_rivals(selection: Any) -> Partition:

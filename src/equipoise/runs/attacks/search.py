@@ -21,8 +21,9 @@ from equipoise.runs.parameters import Parameters
 from equipoise.runs.rows import InputId, Item
 from equipoise.runs.store import NAME as STORE
 from equipoise.runs.store import Attacked, AttackRow
-from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, noise_key
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream
 from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.noise import noise_key
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from equipoise.smoothing import certify_counts, class_partition
+from equipoise.smoothing import certify_counts
 from equipoise.smoothing.bounds import Gaussian, count_bounds
+from equipoise.smoothing.moments import class_partition
 from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.intervals import Mean

@@ -16,15 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from equipoise.smoothing import (
-    SimplexMap,
-    certify_counts,
-    choose_map,
-    empirical_bernstein,
-    map_grid,
-    radius_multi,
-)
-from equipoise.smoothing.simplex import apply_map
+from equipoise.smoothing import SimplexMap, certify_counts, choose_map, empirical_bernstein, radius_multi
+from equipoise.smoothing.simplex import apply_map, map_grid
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, published
 from equipoise_lab.experiments.intervals import gain_label, power_of_mean

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from equipoise.attacks import smooth_pgd
-from equipoise.smoothing import SimplexMap, SmoothedClassifier, map_grid, radius_global
-from equipoise.smoothing.simplex import apply_map
+from equipoise.smoothing import SimplexMap, SmoothedClassifier, margin_radius
+from equipoise.smoothing.simplex import apply_map, map_grid
 from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.intervals import power_of_mean
@@ -115,7 +115,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     bound = constant(network)
     found = certify(network, network.classifier(settings.sigma).floating(), bound, settings, context)
     with torch.no_grad():
-        plain = np.asarray(radius_global(network.model(network.x), torch.from_numpy(network.y), bound))
+        plain = np.asarray(margin_radius(network.model(network.x), torch.from_numpy(network.y), bound))
     methods = {**{m: c.rated for m, c in found.items()}, PLAIN: smoothed.Rated(plain, plain > 0)}
     shared = {"sigma": settings.sigma, "lipschitz": bound}
     for row in smoothed.curves({m: methods[m] for m in CERTIFIED}, (MULTI, HARD, PLAIN), settings.epsilons):

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from equipoise.smoothing import SimplexMap, optimal_sigma, radius_global, radius_multi_lipschitz, radius_weak_global
+from equipoise.smoothing import SimplexMap, margin_radius, radius_multi_lipschitz
+from equipoise.smoothing.radii import optimal_sigma, radius_weak_global
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, published
 from equipoise_lab.experiments.intervals import combined, gain_label, power_of_mean
@@ -88,7 +89,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     network = smoothed.prepared(settings.recipe, context)
     sigma = optimal_sigma(LIPSCHITZ, mass=settings.mass, vector=True)
     with torch.no_grad():
-        plain = radius_global(network.model(network.x), torch.from_numpy(network.y), LIPSCHITZ)
+        plain = margin_radius(network.model(network.x), torch.from_numpy(network.y), LIPSCHITZ).numpy()
     classifier = network.classifier(sigma)
     blocks = smoothed.logits(classifier, network.x, settings.sampling, context)
     noisy = smoothed.joined(radii(first, second, network.y[part], settings, sigma) for part, first, second in blocks)

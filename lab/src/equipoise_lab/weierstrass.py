@@ -13,6 +13,7 @@ from scipy.special import ndtr, ndtri
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
+from equipoise.smoothing.radii import component_bound, positive
 from equipoise.smoothing.ramp import ramp_quantile
 
 _UP = 1 + 2.0**-48
@@ -24,7 +25,8 @@ def range_bound(sigma: float, *, mass: float = 1.0) -> float:
     >>> round(range_bound(0.5), 6)
     0.797885
     """
-    _check(sigma, mass)
+    positive(sigma, "sigma")
+    positive(mass, "mass")
     return mass / (math.sqrt(2 * math.pi) * sigma) * _UP
 
 
@@ -37,39 +39,6 @@ def salman_bound(sigma: float) -> float:
     return range_bound(sigma, mass=2.0)
 
 
-def component_bound(sigma: float, lipschitz: Any = math.inf, *, mass: float = 1.0) -> float:
-    """`Lip(F̃_k) ≤ L·erf(r/(2√2·L·σ))` for an L-Lipschitz function with values in [0, r].
-
-    Attained by a clipped ramp; never above `min(L, r/(√(2π)σ))`. (The constant 2√2 is that of the thesis' text;
-    its code has √2: errata 19.)
-
-    >>> round(component_bound(0.5, 1.0), 6)
-    0.682689
-    """
-    _check(sigma, mass)
-    return _erf_bound(sigma, lipschitz, mass, 2 * math.sqrt(2), range_bound(sigma, mass=mass))
-
-
-def vector_bound(sigma: float, lipschitz: Any = math.inf, *, mass: float = 1.0) -> float:
-    """`Lip(F̃) ≤ L·erf(r/(2·L·σ))` for an L-Lipschitz map into the simplex of mass r; at most `min(L, r/(√π·σ))`.
-
-    >>> round(vector_bound(0.5, 1.0), 6)
-    0.842701
-    """
-    _check(sigma, mass)
-    return _erf_bound(sigma, lipschitz, mass, 2.0, mass / (math.sqrt(math.pi) * sigma) * _UP)
-
-
-def optimal_sigma(lipschitz: Any, *, mass: float = 1.0, vector: bool = False) -> float:
-    """The σ where the two simple bounds L and r/(√(2π)σ) meet: `σ* = r/(√(2π)·L)`; vector map: `r/(√π·L)` (errata 11).
-
-    >>> round(optimal_sigma(1.0), 6), round(optimal_sigma(1.0, vector=True), 6)
-    (0.398942, 0.56419)
-    """
-    constant = as_upper(lipschitz)
-    return mass / (math.sqrt(math.pi if vector else 2 * math.pi) * constant) if constant > 0 else math.inf
-
-
 def gap(sigma: float, lipschitz: Any, *, mass: float = 1.0) -> float:
     """`Δ(σ) = min(L, r/(√(2π)σ)) − L·erf(r/(2√2·L·σ))`: what the erf bound gains; largest at σ*.
 
@@ -77,23 +46,6 @@ def gap(sigma: float, lipschitz: Any, *, mass: float = 1.0) -> float:
     0.4202
     """
     return min(as_upper(lipschitz), range_bound(sigma, mass=mass)) - component_bound(sigma, lipschitz, mass=mass)
-
-
-def _erf_bound(sigma: float, lipschitz: Any, mass: float, factor: float, cap: float) -> float:
-    constant = as_upper(lipschitz)
-    if math.isinf(constant):
-        return cap
-    if constant == 0:
-        return 0.0
-    scale = factor * constant * sigma
-    if not 1e-250 < scale / mass < 1e250:  # the quotient would leave the normal floats; the two limits hold anyway
-        return min(constant, cap)
-    return min(constant * math.erf(mass / scale) * _UP, constant, cap)
-
-
-def _check(sigma: float, mass: float) -> None:
-    if not (math.isfinite(sigma) and sigma > 0 and math.isfinite(mass) and mass > 0):
-        raise InputError(f"sigma and mass must be positive numbers, got sigma={sigma}, mass={mass}")
 
 
 @dataclass(frozen=True)
@@ -197,7 +149,7 @@ def smooth_gradient(
 
 
 def _noisy(x: Tensor, sigma: float, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    _check(sigma, 1.0)
+    positive(sigma, "sigma")
     generator = torch.Generator(device=x.device).manual_seed(seed)
     noise = sigma * torch.randn((n, *x.shape), generator=generator, dtype=x.dtype, device=x.device)
     return x + noise, noise
@@ -209,7 +161,7 @@ def gaussian_bound(p: float, sigma: float) -> float:
     >>> round(gaussian_bound(0.5, 1.0), 6)
     0.398942
     """
-    _check(sigma, 1.0)
+    positive(sigma, "sigma")
     return math.exp(-0.5 * float(ndtri(p)) ** 2) / math.sqrt(2 * math.pi) / sigma * (1 + 1e-12)
 
 

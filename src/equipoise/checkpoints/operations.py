@@ -1,0 +1,150 @@
+"""Which operations a stored program may call, and what their arguments may ask for.
+
+A file may call the operations that have a Lipschitz rule, their in-place versions, and those listed here: compositions that
+are written out before they are bounded, and operations that make or prepare constants. Kernels that trust indices or sizes
+which a file can choose (the backward of pooling and of embeddings among them) write outside of their tensors: they are never
+called, whoever registered a rule for them.
+"""
+
+import functools
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.core.errors import Refused
+from equipoise.core.programs import flat_tensors
+
+_TARGET = re.compile(r"^torch\.ops\.aten\.(\w+)\.(\w+)$", re.ASCII)
+
+#: operations without a rule of their own that networks are exported with
+_WRITTEN_OUT = frozenset({
+    "absolute", "addbmm", "addcdiv", "addcmul", "addmv", "addr", "adjoint", "arange", "arccos", "arccosh", "arcsin",
+    "arcsinh", "arctan", "arctan2", "arctanh", "atleast_1d", "atleast_2d", "atleast_3d", "baddbmm", "bilinear",
+    "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "block_diag", "broadcast_tensors", "cdist", "cholesky",
+    "cholesky_inverse", "clip", "column_stack", "complex", "concatenate", "conj", "conj_physical", "copysign",
+    "cosine_similarity", "cross", "deg2rad", "diag", "diagflat", "diff", "digamma", "divide", "dot", "dsplit",
+    "dstack", "einsum", "embedding", "erfinv", "eye", "fft_fft", "fft_fft2", "fft_fftn", "fft_fftshift", "fft_hfft",
+    "fft_ifft", "fft_ifft2", "fft_ifftn", "fft_ifftshift", "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn",
+    "fft_rfft", "fft_rfft2", "fft_rfftn", "fill", "fliplr", "flipud", "float_power", "frobenius_norm", "full",
+    "full_like", "ger", "greater", "greater_equal", "gru", "gru_cell", "hann_window", "hsplit", "hstack", "imag",
+    "index_add", "index_copy", "index_fill", "inner", "inverse", "isclose", "isfinite", "isinf", "istft", "kron",
+    "ldexp", "less", "less_equal", "lgamma", "lift", "lift_fresh", "linalg_cholesky", "linalg_cholesky_ex",
+    "linalg_cross", "linalg_diagonal", "linalg_eigh", "linalg_eigvalsh", "linalg_householder_product", "linalg_inv",
+    "linalg_inv_ex", "linalg_matmul", "linalg_matrix_exp", "linalg_matrix_norm", "linalg_matrix_power",
+    "linalg_multi_dot", "linalg_norm", "linalg_pinv", "linalg_qr", "linalg_slogdet", "linalg_solve",
+    "linalg_solve_ex", "linalg_solve_triangular", "linalg_svd", "linalg_svdvals", "linalg_vecdot", "linspace",
+    "logical_and", "logical_or", "logical_xor", "lstm", "lstm_cell", "mH", "matrix_H", "matrix_exp", "matrix_power",
+    "meshgrid", "moveaxis", "multiply", "nanmean", "nansum", "native_dropout", "negative", "new_full",
+    "norm_except_dim", "not_equal", "nuclear_norm", "one_hot", "ones", "outer", "pairwise_distance", "polar",
+    "positive", "qr", "rad2deg", "real", "renorm", "replication_pad1d", "replication_pad2d", "replication_pad3d",
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "resolve_conj", "resolve_neg", "rnn_relu",
+    "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "rot90", "row_stack", "scalar_tensor", "searchsorted", "slogdet",
+    "special_erf", "special_erfc", "special_exp2", "special_expit", "special_expm1", "special_log1p",
+    "special_log_softmax", "special_logit", "special_logsumexp", "special_sinc", "special_softmax", "std_mean",
+    "stft", "subtract", "sum_to_size", "svd", "swapdims", "take_along_dim", "tensordot", "tril_indices",
+    "triu_indices", "true_divide", "vander", "var_mean", "vdot", "view_as_complex", "view_as_real", "vsplit",
+    "vstack", "xlogy", "zero", "zeros", "all", "any", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_conj",
+    "_convolution", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_eigh", "_linalg_svd", "_native_batch_norm_legit",
+    "_prelu_kernel", "_trilinear", "_unsafe_index", "_weight_norm", "__and__", "__or__", "__xor__",
+    "_assert_tensor_metadata",
+})  # fmt: skip
+#: operations that take as many steps as one of their dimensions is long
+_UNROLLED = frozenset({"lstm", "gru", "rnn_relu", "rnn_tanh"})
+_LONGEST_SPLIT = 65_536
+_LONGEST_SEQUENCE = 4_096
+
+
+@functools.cache
+def _allowed() -> frozenset[str]:
+    # imported here: rules take half a second to import, and only files need them
+    from equipoise.lipschitz.rules import known_operations
+
+    ruled = {name.split(".")[1] for name in known_operations() if name.startswith("aten.")}
+    return _WRITTEN_OUT | ruled
+
+
+def find_operation(target: Any, name: str) -> torch._ops.OpOverload:
+    """The operation that a file calls by this name.
+
+    Args:
+        target: what stands in the file, e.g. `torch.ops.aten.relu.default`.
+        name: what error messages call the file.
+
+    Raises:
+        Refused: where it is not one of the operations that a file may call; nothing is looked up under that name.
+    """
+    match = _TARGET.match(target) if isinstance(target, str) else None
+    operation, overload = match.groups() if match else ("", "")
+    plain = operation if operation.startswith("__") else operation.removesuffix("_")
+
+    if plain not in _allowed() or "backward" in operation:
+        raise Refused(
+            f"{name} calls {str(target)[:80]!r}, which is not among the tensor operations that a file may call: those with a "
+            "Lipschitz rule and compositions of them; export the model again without decompositions"
+        )
+
+    overloads = {schema.overload_name or "default" for schema in _schemas(operation)}
+    if overload not in overloads:
+        raise Refused(f"{name} calls {target!r}, which is not an operation of this PyTorch")
+
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, operation), overload)
+    return found
+
+
+@functools.cache
+def _schemas(operation: str) -> list[Any]:
+    return torch._C._jit_get_schemas_for_operator(f"aten::{operation}")
+
+
+def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
+    """Refuse arguments that make an operation unbounded work, or make its kernel compute places outside of its tensors.
+
+    Args:
+        target: the operation.
+        args: its positional arguments, with tensors without numbers.
+        kwargs: its keyword arguments.
+    """
+    operation = target._schema.name.removeprefix("aten::")
+    tensors = flat_tensors((args, kwargs))
+    longest = max((size for tensor in tensors for size in tensor.shape), default=0)
+
+    if any(str(returned.type) == "List[Tensor]" for returned in target._schema.returns):
+        counts = [abs(value) for value in args if type(value) is int]
+        if max([longest, *counts]) > _LONGEST_SPLIT and any(isinstance(a, Tensor) for a in args):
+            raise Refused(f"{operation} may make more than {_LONGEST_SPLIT:,} tensors")
+
+    if operation in _UNROLLED and longest > _LONGEST_SEQUENCE and tensors[0].ndim == 3:
+        steps = max(tensors[0].shape[:2])
+        if steps > _LONGEST_SEQUENCE:
+            raise Refused(f"{operation} takes {steps:,} steps; at most {_LONGEST_SEQUENCE:,} are read from a file")
+
+    if "upsample" in operation:
+        _check_scales(operation, target, args)
+
+    # two kernels that read as far as their arguments say
+    if operation == "_fft_c2r" and args[0].shape[args[1][-1]] != args[3] // 2 + 1:
+        raise Refused(f"{operation} reads a spectrum of {args[3] // 2 + 1} entries where there are others")
+    if operation == "_weight_norm" and args[1].numel() != args[0].shape[args[2] if len(args) > 2 else 0]:
+        raise Refused(f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}")
+
+
+def _check_scales(operation: str, target: torch._ops.OpOverload, args: Any) -> None:
+    """Resizing kernels compute places from the stated scales and sizes: these must fit together."""
+    bound = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False))
+    x, size = args[0], bound.get("output_size")
+    scales = bound.get("scale_factors")
+    if scales is None:
+        scales = [value for key, value in bound.items() if key.startswith("scales")]
+    if not isinstance(x, Tensor):
+        raise Refused(f"{operation} has no tensor to resize")
+
+    for place, scale in enumerate(scales):
+        if scale is None:
+            continue
+        length = x.shape[place - len(scales)]
+        wanted = size[place] if size else max(1, math.floor(length * scale))
+        if not (math.isfinite(scale) and scale > 0) or abs(length * scale - wanted) > 1 + 1e-3 * wanted:
+            raise Refused(f"{operation} resizes {length} to {wanted} with the scale {scale}: they do not fit together")

@@ -1,0 +1,117 @@
+"""Checks of arguments at the public border: what was expected, what came, what to do. Inside the library they are trusted."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError
+
+
+def describe(value: object) -> str:
+    """A value in a few words, for messages.
+
+    >>> describe(None), describe(torch.zeros(2, 3)), describe("abc")
+    ('None', 'a torch.float32 tensor of shape (2, 3)', "'abc'")
+    """
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)[:80]
+    return f"an object of type {type(value).__name__}"
+
+
+def require_module(model: Any, name: str = "model") -> nn.Module:
+    """The model, if it is a PyTorch module.
+
+    Args:
+        model: what the caller gave.
+        name: of the argument, for the message.
+    """
+    if not isinstance(model, nn.Module):
+        hint = "; give an instance, not the class" if isinstance(model, type) else ""
+        raise InputError(f"{name} must be a torch.nn.Module, got {describe(model)}{hint}")
+    return model
+
+
+def require_tensor(x: Any, name: str = "x", *, dims: int | None = None) -> Tensor:
+    """The tensor, if it holds finite real floating-point numbers and at least one of them.
+
+    Args:
+        x: what the caller gave.
+        name: of the argument, for the message.
+        dims: the number of dimensions it must have.
+    """
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a tensor, got {describe(x)}")
+    if not x.is_floating_point():
+        raise InputError(
+            f"{name} must hold floating-point numbers, got {describe(x)}; scale it first, e.g. x.float() / 255"
+        )
+    if x.numel() == 0 or (dims is not None and x.dim() != dims):
+        wanted = "a tensor that is not empty" if dims is None else f"a tensor of {dims} dimension(s), not empty"
+        raise InputError(f"{name} must be {wanted}, got {describe(x)}")
+    if not bool(torch.isfinite(x).all()):
+        raise InputError(f"{name} holds NaN or infinity")
+    return x
+
+
+def require_images(x: Any, name: str = "x") -> Tensor:
+    """The batch, if it is one: finite floating-point inputs of shape (N, ...), N ≥ 1.
+
+    Args:
+        x: what the caller gave.
+        name: of the argument, for the message.
+    """
+    batch = require_tensor(x, name)
+    if batch.dim() < 2:
+        raise InputError(f"{name} must be a batch of inputs (N, ...), got {describe(x)}; one input: x[None]")
+    return batch
+
+
+def require_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
+    """The labels as int64 (N,), if they are whole numbers from 0 to classes − 1, one per input.
+
+    Args:
+        labels: what the caller gave.
+        count: how many inputs there are.
+        classes: how many classes there are; None: any.
+    """
+    if (
+        not isinstance(labels, Tensor)
+        or labels.is_floating_point()
+        or labels.is_complex()
+        or labels.dtype == torch.bool
+    ):
+        raise InputError(f"labels must be a tensor of class numbers, got {describe(labels)}")
+    if tuple(labels.shape) != (count,):
+        raise InputError(f"expected {count} labels, one per input, got {describe(labels)}")
+    found = labels.detach().long()
+    if bool((found < 0).any()) or (classes is not None and bool((found >= classes).any())):
+        raise InputError(f"labels must lie in 0 … {'' if classes is None else classes - 1}".rstrip())
+    return found
+
+
+def require_number(
+    value: Any, name: str, *, least: float = -float("inf"), most: float = float("inf"), whole: bool = False
+) -> float:
+    """The number, if it is finite, within its limits and, where asked for, whole.
+
+    Args:
+        value: what the caller gave: a Python or NumPy number.
+        name: of the argument, for the message.
+        least: the smallest value allowed.
+        most: the largest value allowed.
+        whole: whether only integers are allowed.
+
+    >>> require_number(3, "n", least=1, whole=True)
+    3
+    """
+    number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    kinds = int if whole else (int, float)
+    fine = isinstance(number, kinds) and not isinstance(number, bool) and least <= number <= most
+    if not fine or number in (float("inf"), -float("inf")):
+        kind = "a whole number" if whole else "a finite number"
+        limits = [f"at least {least:g}"] * (least > -float("inf")) + [f"at most {most:g}"] * (most < float("inf"))
+        raise InputError(f"{name} must be {kind}{', ' if limits else ''}{' and '.join(limits)}, got {describe(value)}")
+    return number
