@@ -22,7 +22,7 @@ from equipoise.data.dataset import Dataset
 from equipoise.lipschitz import certified_radius
 from equipoise.lipschitz.logs import exp_up
 from equipoise.models import load
-from equipoise.nn.export import with_effective_weights
+from equipoise.nn.convert import with_effective_weights
 from equipoise.report.audits import audit_network, save_audit
 from equipoise.report.collect import collect
 from equipoise.report.data import GLOBAL, PAIRS, Audit, Margins, Picture, ReportData

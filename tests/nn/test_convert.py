@@ -15,7 +15,7 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.convert import convert
 from equipoise.nn.effective import Effective
-from equipoise.nn.layers import methods
+from equipoise.nn.convert import methods
 from equipoise.nn.models import build
 
 

@@ -18,7 +18,7 @@ from equipoise.models.trained import proved
 from equipoise.nn import CayleyConv2d, SandwichLinear, SLLLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import HouseholderActivation, MaxMin
 from equipoise.nn.effective import Effective
-from equipoise.nn.export import ROUNDING
+from equipoise.nn.convert import ROUNDING
 from equipoise.nn.models import build, input_shape
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised
 from equipoise.nn.pooling import ScaledAvgPool2d, SpaceToDepth

@@ -15,7 +15,7 @@ from torch.nn import functional
 from equipoise.core import Bound, Bracket, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.nn import losses
-from equipoise.nn.metrics import CertifiedAccuracy, certified_accuracy, certified_radius
+from equipoise.nn import CertifiedAccuracy, certified_accuracy, certified_radius
 
 Z = torch.tensor([[2.0, -1.0, 0.5], [0.1, 0.3, 4.0], [1.0, 1.0, -2.0]], dtype=torch.float64)
 Y = torch.tensor([0, 1, 0])

@@ -15,7 +15,7 @@ from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import as_input_error, atomic_write, read_json
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
-from equipoise.nn.export import with_effective_weights
+from equipoise.nn.convert import with_effective_weights
 from equipoise.norms.reference import operator_matrix
 from equipoise.report.data import Audit, Spectrum
 

@@ -157,16 +157,16 @@ def hinge(epsilon: float = 1.0, lipschitz: float = 1.0) -> Classification:
 
 
 def hinge_transport(alpha: float = 0.9, margin: float = 1.0) -> Classification:
-    """`α·hinge − (1 − α)·KR`, `equipoise.nn.transport.hkr`."""
-    from equipoise.nn.transport import hkr
+    """`α·hinge − (1 − α)·KR`, `equipoise.nn.losses.hkr`."""
+    from equipoise.nn.losses import hkr
 
     _transport(alpha, margin)
     return Classification(lambda z, y: hkr(z, y, alpha, margin))
 
 
 def soft_hinge_transport(alpha: float = 0.9, margin: float = 1.0, temperature: float = 1.0) -> Classification:
-    """`hkr` with rivals weighted by how close they are, `equipoise.nn.transport.soft_hkr`."""
-    from equipoise.nn.transport import soft_hkr
+    """`hkr` with rivals weighted by how close they are, `equipoise.nn.losses.soft_hkr`."""
+    from equipoise.nn.losses import soft_hkr
 
     _transport(alpha, margin)
     if not temperature > 0:

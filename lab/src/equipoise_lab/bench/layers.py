@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.layers import methods
+from equipoise.nn.convert import methods
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d
 from equipoise.nn.rescaling import AOL, SN, SR, RLBConv2d
 from equipoise.nn.residual import CPLConv2d, SLLConv2d
