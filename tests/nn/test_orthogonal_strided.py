@@ -10,9 +10,10 @@ import math
 
 import pytest
 import torch
+from nn_parts import exported
 
+import equipoise.nn as o
 from equipoise.core import Refused
-from equipoise.nn import orthogonal as o
 from equipoise.norms.reference import operator_matrix
 
 CHANNELS = [(4, 4), (1, 8), (8, 4)]
@@ -26,7 +27,7 @@ def room(k: int, s: int, d: int, ins: int, out: int) -> int:
 def values(cls: type, ins: int, out: int, k: int, s: int, d: int, groups: int, n: int, p: int) -> torch.Tensor:
     torch.manual_seed(0)
     layer = cls(ins, out, k, s, p, d, groups, bias=False, padding_mode="circular", dtype=torch.float64).eval()
-    return torch.linalg.svdvals(operator_matrix(layer.export(), (ins, n, n)))
+    return torch.linalg.svdvals(operator_matrix(exported(layer), (ins, n, n)))
 
 
 def settings():
@@ -76,5 +77,5 @@ def test_an_uneven_circle_is_refused_and_would_exceed_one(cls):
     layer = cls(1, 2, 3, stride=3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64).eval()
     with pytest.raises(Refused, match="multiple of 3"):
         layer(torch.randn(1, 1, 4, dtype=torch.float64))
-    assert float(torch.linalg.svdvals(operator_matrix(layer.export(), (1, 6)))[0]) <= 1
-    assert float(torch.linalg.svdvals(operator_matrix(layer.export(), (1, 4)))[0]) > 1 + 1e-3
+    assert float(torch.linalg.svdvals(operator_matrix(exported(layer), (1, 6)))[0]) <= 1
+    assert float(torch.linalg.svdvals(operator_matrix(exported(layer), (1, 4)))[0]) > 1 + 1e-3

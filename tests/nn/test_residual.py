@@ -12,7 +12,7 @@ import equipoise as eq
 import equipoise.nn as eqn
 from equipoise.core.bounds import Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.nn.diagonal import rescaling_pair
+from equipoise.nn.rescaling import rescaling_pair
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from nn_parts import jacobian_norm, worst_ratio
+from nn_parts import jacobian_norm, method, worst_ratio
 from torch import nn
 
 from equipoise.conversion import export
@@ -94,7 +94,7 @@ def patched():
 
 def hooked_method():
     layer = SRLinear(2, 2)
-    layer.method.register_forward_hook(lambda module, args, output: 10 * output)
+    method(layer).register_forward_hook(lambda module, args, output: 10 * output)
     return layer
 
 
@@ -233,7 +233,7 @@ def test_hyperparameters_a_weight_was_made_for_are_fixed():
     assert copy.deepcopy(conv).stride == pickle.loads(pickle.dumps(conv)).stride == (2, 2)
     layer = SNLinear(4, 4, estimator="power")
     with pytest.raises(AttributeError):
-        layer.method.estimator = "gram"
+        method(layer).estimator = "gram"
 
 
 def test_a_wrapped_module_that_is_replaced_later_voids_the_constant():

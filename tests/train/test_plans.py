@@ -6,13 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from equipoise.nn.effective import Effective
 from torch import nn
 from typer.testing import CliRunner
 
 import equipoise.nn as eqn
 from equipoise.cli.app import Command, build
 from equipoise.core.errors import InputError
-from equipoise.nn.effective import Effective
 from equipoise.train import bundled, read_recipe, run_recipe
 from equipoise.train import plan as plans
 from equipoise.train.plan import plan_recipe

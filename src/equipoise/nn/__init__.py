@@ -28,11 +28,11 @@ from equipoise.nn.orthogonal.bcop import (
 from equipoise.nn.orthogonal.cayley import (
     BROConv2d,
     BROLinear,
-    CHORDConv2d,
-    CHORDLinear,
     CayleyConv2d,
     CayleyConvTranspose2d,
     CayleyLinear,
+    CHORDConv2d,
+    CHORDLinear,
 )
 from equipoise.nn.orthogonal.polar import HouseholderLinear
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear

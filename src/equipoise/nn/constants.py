@@ -53,7 +53,11 @@ def _of_weight(module: nn.Module) -> float | None:
     if parametrization is None or not type(parametrization).__module__.startswith("equipoise.nn."):
         return None
     plain = next(kind for kind in PLAIN if isinstance(module, kind))
-    changed = [name for name in ("forward", "_conv_forward") if getattr(type(module), name, 0) is not getattr(plain, name, 0)]
+    changed = [
+        name
+        for name in ("__call__", "forward", "_conv_forward")
+        if getattr(type(module), name, 0) is not getattr(plain, name, 0)
+    ]
     patched = [name for part in (module, parametrization) for name, value in vars(part).items() if callable(value)]
     return None if changed or patched else parametrization.constant()
 

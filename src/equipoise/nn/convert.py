@@ -296,14 +296,16 @@ def _exported(path: str, layer: nn.Module) -> nn.Module:
                 f"{path} ({name}) has hooks, or a subclass or a patch changes what its calls do, so that export() would make "
                 "another map; remove them, or define export beside forward in the same class"
             )
-        made: nn.Module = copy.deepcopy(layer.export())
+        made: nn.Module = copy.deepcopy(layer.export())  # type: ignore[operator]
         return made
     kind = module_kind(layer)  # refuses hooks and overridden forwards
+    if type(layer).__call__ is not nn.Module.__call__:
+        raise Refused(f"{path} ({name}) overrides __call__, so that export() would make another map")
     new = kind.__new__(kind)
     state = {key: value for key, value in layer.__dict__.items() if key not in ("_modules", "_parameters")}
     new.__dict__.update(copy.deepcopy(state), _modules={}, _parameters={})
     with torch.no_grad():
-        tensors = {"weight": layer.weight, "bias": layer.bias}
+        tensors: dict[str, Any] = {"weight": layer.weight, "bias": layer.bias}
     for key, tensor in tensors.items():
         new.register_parameter(key, None if tensor is None else nn.Parameter(tensor.detach().clone()))
     return new

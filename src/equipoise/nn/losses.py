@@ -495,7 +495,7 @@ def one_hot(z: Tensor, y: Tensor) -> Tensor:
         y: labels.
         z: logits (batch, classes), or scores.
         y: labels.
-"""
+    """
     return functional.one_hot(y, z.shape[1]).to(z.dtype)
 
 

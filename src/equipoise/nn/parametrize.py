@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class Computed(nn.Module):
         _refuse_half(type(self).__name__, tensors)
         if self.training:
             return self._exact(args)
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
             constants = self._as_constants(args, tensors)
             return self._exact(args) if constants is None else constants
         if not all(map(is_plain_call, tensors)):
@@ -71,6 +72,11 @@ class Computed(nn.Module):
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return _Recomputed.apply(self, args, kept.values, *tensors)
         return kept.values
+
+    def train(self, mode: bool = True) -> Self:
+        """Training or evaluation mode; remembers the tensors that an export will stand in for."""
+        self._sources = self._tensors(())
+        return super().train(mode)
 
     def _tensors(self, args: tuple[Any, ...]) -> Tensors:
         given = [a for a in args if isinstance(a, Tensor)]
@@ -109,12 +115,12 @@ class Computed(nn.Module):
         given = iter(tensors)
         args = tuple(next(given) if isinstance(a, Tensor) else a for a in args)
         state = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         try:
             with _disable_current_modes(), full_precision(), torch.no_grad():
                 return self._evaluated(args, tensors).values
         finally:
-            torch._C._set_tracing_state(state)
+            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}  # a copy or a pickle computes its own
@@ -284,6 +290,10 @@ class Parametrization(Computed):
         """(weight,)."""
         return (self.construct(*args),)
 
+    def train(self, mode: bool = True) -> Self:
+        """Training or evaluation mode."""
+        return nn.Module.train(self, mode)
+
     def forward(self, raw: Tensor) -> Tensor:
         """The weight of a raw tensor; kept in evaluation mode, see `Computed`."""
         return self.effective(raw)[0]
@@ -345,6 +355,8 @@ def register(module: nn.Module, kind: type[Parametrization], name: str = "weight
     parametrization.made_for = hyperparameters(module)
     # unsafe: shape and dtype are known to be right, and a forward pass would not work on the meta device
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
+    if isinstance(module, Parametrized):
+        module.__class__ = _with_property(parametrize.type_before_parametrizations(module))
     stored = module.parametrizations[name].original  # type: ignore[union-attr, index]
     parametrization._sources = parametrization._tensors((stored,))
     return module
@@ -352,7 +364,15 @@ def register(module: nn.Module, kind: type[Parametrization], name: str = "weight
 
 def hyperparameters(module: nn.Module) -> tuple[Any, ...]:
     """What the forward pass of a plain layer depends on besides its tensors."""
-    names = ("stride", "padding", "_reversed_padding_repeated_twice", "output_padding", "dilation", "groups", "padding_mode")
+    names = (
+        "stride",
+        "padding",
+        "_reversed_padding_repeated_twice",
+        "output_padding",
+        "dilation",
+        "groups",
+        "padding_mode",
+    )
     return tuple(getattr(module, name, None) for name in names)
 
 
@@ -361,8 +381,8 @@ def sole_parametrization(module: nn.Module) -> Parametrization | None:
     if not parametrize.is_parametrized(module, "weight"):
         return None
     parametrizations = module.parametrizations["weight"]  # type: ignore[index]
-    first = parametrizations[0]  # type: ignore[index]
-    if len(parametrizations) != 1 or not isinstance(first, Parametrization):  # type: ignore[arg-type]
+    first = parametrizations[0]
+    if len(parametrizations) != 1 or not isinstance(first, Parametrization):
         return None
     return first if first.made_for == hyperparameters(module) else None
 
@@ -407,27 +427,44 @@ class Parametrized(nn.Module):
         return layer
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles that torch's class for parametrized modules refuses."""
+        """Pickles and copies, which torch's class for parametrized modules refuses."""
         kind = parametrize.type_before_parametrizations(self)
         return _restored, (kind, parametrize.is_parametrized(self, "weight")), self.__dict__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with a class of its own: removing the parametrization of one must not touch the other."""
-        kind = parametrize.type_before_parametrizations(self)
-        new: Self = _restored(kind, parametrize.is_parametrized(self, "weight"))
-        memo[id(self)] = new
-        new.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return new
-
 
 def _restored(kind: type[nn.Module], parametrized: bool) -> Any:
-    """An empty layer of a class, with torch's property for a parametrized weight."""
-    layer = kind.__new__(kind)
-    if parametrized:
-        layer.__dict__.update(_parameters={}, _buffers={}, _modules={})
-        parametrize._inject_new_class(layer)
-        parametrize._inject_property(layer, "weight")
-    return layer
+    """An empty layer of a class, with or without the property for its weight."""
+    made: Any = _with_property(kind) if parametrized else kind  # type: ignore[arg-type]
+    return made.__new__(made)
+
+
+class _Lasting(type):
+    """Classes that keep their property when torch removes the parametrization of one instance."""
+
+    def __delattr__(cls, name: str) -> None:
+        pass
+
+
+@functools.cache
+def _with_property(kind: type[nn.Module]) -> Any:
+    """One class for all parametrized layers of a kind: torch makes one for each, which cannot be stacked or pickled."""
+
+    def get(layer: Any) -> Any:
+        parametrizations = layer.__dict__["_modules"].get("parametrizations")
+        if parametrizations is None or "weight" not in parametrizations:
+            raise AttributeError("weight")
+        if not parametrize._cache_enabled:
+            return parametrizations["weight"]()
+        key, cache = (id(layer), "weight"), cast(dict[Any, Any], parametrize._cache)
+        if key not in cache:
+            cache[key] = parametrizations["weight"]()
+        return cache[key]
+
+    def assign(layer: Any, value: Tensor) -> None:
+        layer.parametrizations["weight"].right_inverse(value)
+
+    body = {"weight": property(get, assign), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return _Lasting(kind.__name__, (kind,), body)
 
 
 def option_names(function: Any) -> dict[str, inspect.Parameter]:

@@ -127,7 +127,14 @@ class _Rescaled(torch.autograd.Function):
             R = torch.where(weighted > 0, R, torch.zeros_like(R))
         factor = (R * _factor(S)).to(K.dtype)
         ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
-        ctx.table, ctx.t, ctx.turned, ctx.lattices, ctx.shape, ctx.loss = table, t, turned, lattices, S.shape, _factor(S)
+        ctx.table, ctx.t, ctx.turned, ctx.lattices, ctx.shape, ctx.loss = (
+            table,
+            t,
+            turned,
+            lattices,
+            S.shape,
+            _factor(S),
+        )
         ctx.set_materialize_grads(False)
         return _times(K, factor, turned, lattices), R.to(K.dtype)
 

@@ -87,7 +87,7 @@ class Residual(Computed):
         weight = plain.weight.detach()
         self.norm = SN(self.kernel, iterations, grid=grid) if rescaling == "sn" else None
         self.raw = nn.Parameter(_nearly_orthogonal(weight.clone(), self.kernel.groups))
-        self.bias = plain.bias
+        self.register_parameter("bias", cast("nn.Parameter | None", plain.bias))
         zeros = weight.new_zeros(self.kernel.groups, weight.shape[0] // self.kernel.groups)
         self.register_parameter("log_q", nn.Parameter(zeros) if rescaling == "sr" and learn_q else None)
 
@@ -156,8 +156,8 @@ class Residual(Computed):
             plain: nn.Linear | nn.Conv2d = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         else:
             pads, taps = tuple(axis.left for axis in kernel.axes), tuple(weight.shape[2:])
-            sizes: Any = weight.shape[1] * kernel.groups, weight.shape[0], taps, 1, pads, kernel.dilation, kernel.groups
-            plain = nn.Conv2d(*sizes, bias=False, padding_mode=kernel.padding, device="meta")
+            options: Any = (taps, 1, pads, kernel.dilation, kernel.groups, False, kernel.padding, "meta")
+            plain = nn.Conv2d(weight.shape[1] * kernel.groups, weight.shape[0], *options)
         plain.weight = nn.Parameter(weight)
         return plain
 

@@ -6,10 +6,8 @@ counted as often as there are such layers; the network is passed through forward
 standing for all of its kind, and the way back is counted as twice the way forward.
 """
 
-import copy
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -19,10 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.checkpoints import load_factory
 from equipoise.core.errors import InputError
-from equipoise.nn.effective import Effective
-from equipoise.nn.layers import Weighted
 from equipoise.nn.models import MODELS, input_shape
-from equipoise.nn.orthogonal.frame import SizedConv2d
 from equipoise.train.build import build_data, build_optimizer, from_table, made_for, require_fit
 from equipoise.train.losses import LOSSES
 from equipoise.train.recipe import Optimizer, Recipe
@@ -88,127 +83,32 @@ def plan_recipe(recipe: Recipe) -> Plan:
             model, _ = made_for(recipe.model, parts.train.source)
         count, where = len(parts.train), "the data"
     parameters = sum(p.numel() for p in model.parameters())
-    kinds = share_kinds(model)
     if x is None:
         require_fit(model, parts.train.source, recipe.model.factory)
         x, y = parts.train.batch(torch.arange(MORE) % len(parts.train))
     task = fitted(from_table(LOSSES, recipe.loss, "loss"), model)
-    step, basis = _step(model, task, recipe.optimizer, kinds, parameters, x, y, recipe.batch_size)
+    step, basis = _step(model, task, recipe.optimizer, parameters, x, y, recipe.batch_size)
     steps = recipe.epochs * max(1, count // recipe.batch_size)
     return Plan(recipe.name, parameters, count, steps, step, steps * step / 3600, where, recipe.published, basis)
 
 
-def share_kinds(model: nn.Module) -> Counter[Effective]:
-    """Put the first layer of every kind (class, arguments, shapes) in the place of all others; how many each stands for."""
-    first: dict[Any, Effective] = {}
-    counts: Counter[Effective] = Counter()
-    for parent, name, layer in list(_layers(model)):
-        kind = type(layer), repr(layer), tuple(t.shape for t in layer.state_dict().values())
-        counts[first.setdefault(kind, layer)] += 1
-        setattr(parent, name, first[kind])
-    return counts if counts or not isinstance(model, Effective) else Counter([model])
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Effective]]:
-    """Layers with effective weights, each once, and where they stand."""
-    seen = set()
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, Effective) and not isinstance(parent, Effective) and id(child) not in seen:
-                seen.add(id(child))
-                yield parent, name, child
-
-
 def _step(
-    model: nn.Module, task: Task, chosen: Optimizer, kinds: Counter[Effective], parameters: int, x: Tensor, y: Tensor, batch: int
-) -> tuple[float, str]:  # fmt: skip
+    model: nn.Module, task: Task, chosen: Optimizer, parameters: int, x: Tensor, y: Tensor, batch: int
+) -> tuple[float, str]:
     """Seconds of a step with `batch` examples, and what they rest on."""
-    model.eval()
-    weights = {layer: _construction(layer) for layer in kinds if layer.constructions()}
-    for layer in kinds:
-        if isinstance(layer, SizedConv2d) and _smaller(layer) is not None:
-            _unmade(layer)
+    model.train()
 
-    def forward(count: int) -> float:
-        with torch.no_grad():
-            return _seconds(lambda: task.loss(model(x[:count]), y[:count]))
+    def passes(count: int) -> float:
+        return _seconds(lambda: task.loss(model(x[:count]), y[:count]).backward())
 
-    if len(weights) < len(kinds):  # layers whose weights depend on the size of the image
-        forward(1)
-        weights |= {layer: _construction(layer) for layer in kinds if layer not in weights}
-    one = forward(1)
-    more = None if one > LONG else forward(MORE)
-    per_example = one if more is None else max(0.0, (more - one) / (MORE - 1))
+    one = passes(2)
+    more = None if one > LONG else passes(MORE)
+    per_example = one / 2 if more is None else max(0.0, (more - one) / (MORE - 2))
     moved = [p for p in model.parameters() if p.requires_grad]
-    for p in moved:
-        p.grad = torch.zeros_like(p)
     update = _seconds(build_optimizer(chosen, model).step) * parameters / max(1, sum(p.numel() for p in moved))
-    step = sum(kinds[layer] * seconds for layer, seconds in weights.items()) + update
-    step += PASSES * (max(0.0, one - per_example) + batch * per_example)
-    large = sum(1 for layer in kinds if _smaller(layer) is not None)
-    part = f", {large} of them large ones measured with fewer channels" if large else ""
-    made = f"the weights of one layer of each kind ({len(kinds)} of {kinds.total()} layers{part}), " if kinds else ""
-    seen = "1 example" if more is None else f"1 and {MORE} examples"
-    return step, f"{made}forward passes of {seen}, the way back counted as {PASSES - 1} of them; no step was taken"
-
-
-def _construction(layer: Effective) -> float:
-    """Seconds to make the weights of a layer and to bring gradients back through that; the weights are kept.
-
-    Large layers are measured on a smaller one with the same arguments and the method's defaults: the work grows with the third
-    power of the channels, and with the longer side. The weights kept are then zero, which costs as much to apply.
-    """
-    smaller = _smaller(layer)
-    if smaller is not None:
-        if isinstance(layer, Weighted):
-            _stand_in(layer, (layer.raw.detach().new_zeros(layer.geometry.shape),))
-        elif isinstance(layer, SizedConv2d) and isinstance(smaller[0], SizedConv2d):
-            for size in layer.sizes():
-                smaller[0].effective_at(size)
-        return _construction(smaller[0]) * smaller[1]
-
-    def once() -> None:
-        for made in layer.constructions():
-            values = made._computed()
-            graph = [v for v in values if v.requires_grad]
-            torch.autograd.backward(graph, [torch.ones_like(v) for v in graph])
-            _stand_in(made, tuple(v.detach() for v in values))
-
-    return _seconds(once)
-
-
-def _stand_in(layer: Effective, values: tuple[Tensor, ...]) -> None:
-    """Let evaluation take these tensors for the effective ones: of a network that is built to be timed and thrown away."""
-    layer._kept = tuple(t.detach().clone() for t in (*layer.parameters(), *layer.buffers())), values
-
-
-def _unmade(layer: SizedConv2d) -> None:
-    """Let a layer that is built to be timed and thrown away have zeros for its weights, in the shapes an image gives them."""
-    shapes = copy.deepcopy(layer).to("meta").compute_at
-
-    def zeros(size: tuple[int, int]) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(value.shape, dtype=value.dtype) for value in shapes(size))
-
-    vars(layer)["compute_at"] = zeros
-
-
-def _smaller(layer: Effective) -> tuple[Effective, float] | None:
-    """A layer of the same kind with less work, and how much less; None where it is small enough."""
-    if isinstance(layer, Weighted):
-        shape, groups, settings = layer.geometry.shape, layer.geometry.groups, dict(layer.settings)
-    elif isinstance(layer, SizedConv2d):
-        shape, groups, settings = layer.frame.plain.shape, layer.frame.groups, layer.settings()
-    else:
-        return None
-    dense = layer.plain_type is nn.Linear
-    if groups > 1 or min(shape[:2]) < (TALL if dense else WIDE):
-        return None
-    names = ("in_features", "out_features") if dense else ("in_channels", "out_channels")
-    part = FREQUENCIES_PART if isinstance(layer, SizedConv2d) else PART
-    sizes = [settings[name] // part for name in names]
-    few = [min(n, ASPECT * min(sizes)) if dense else n for n in sizes]
-    smaller = cast(Any, type(layer))(**settings | dict(zip(names, few, strict=True)))
-    return smaller, part**3 * max(sizes) / max(few)
+    step = max(0.0, one - 2 * per_example) + batch * per_example + update
+    seen = "2 examples" if more is None else f"2 and {MORE} examples"
+    return step, f"forward and backward passes of {seen}; no step was taken"
 
 
 def _seconds(work: Callable[[], object]) -> float:

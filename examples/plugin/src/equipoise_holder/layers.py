@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from equipoise.nn.diagonal import normalised
 from torch import Tensor, nn
 
 from equipoise.nn import Method
-from equipoise.nn.diagonal import normalised
 
 
 class Holder(Method):

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.parametrize import Parametrization, Parametrized
 from equipoise.nn.orthogonal.polar import orthonormal
+from equipoise.nn.parametrize import Parametrization, Parametrized
 
 
 def _apart(geometry: Geometry) -> tuple[int, ...]:

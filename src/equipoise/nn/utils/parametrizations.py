@@ -34,7 +34,9 @@ def sn(module: nn.Module, name: str = "weight", *, iterations: int = 8, grid: in
     return register(module, SN, name, iterations=iterations, grid=grid)
 
 
-def sr(module: nn.Module, name: str = "weight", *, t: int = 2, learn_q: bool = True, side: Side = "smaller") -> nn.Module:
+def sr(
+    module: nn.Module, name: str = "weight", *, t: int = 2, learn_q: bool = True, side: Side = "smaller"
+) -> nn.Module:
     """Spectral rescaling: one factor per channel, from a power of the Gram matrix.
 
     Args:
