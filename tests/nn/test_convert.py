@@ -159,7 +159,7 @@ def test_rows_say_what_became_of_everything():
     assert actions == [
         ("Conv2d", "left"), ("BatchCentering", "replaced"), ("MaxPool2d", "replaced"), ("Contracted", "replaced"),
         ("MaxPool2d", "left"), ("PReLU", "left"), ("SRConv2d", "converted"), ("ConvTranspose3d", "left"),
-        ("MultiheadAttention", "left"), ("ParametrizedLinear", "left"),
+        ("MultiheadAttention", "left"), ("Linear", "left"),
     ]  # fmt: skip
     assert "reflect" in rows[0].note
     assert "constant 2" in rows[2].note

@@ -228,7 +228,7 @@ def test_shapes_are_those_of_the_plain_layer(case: Case) -> None:
     if not hasattr(layer, "kernel_size"):
         return
     names = ["in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"]
-    plain_type = getattr(layer, "plain_type", nn.Conv2d)
+    plain_type = getattr(layer, "plain_type", None) or layer.plain()
     names += ["output_padding"] if plain_type is nn.ConvTranspose2d else []
     plain = plain_type(**{name: getattr(layer, name) for name in names})
     x = torch.randn(2, *case.shape)

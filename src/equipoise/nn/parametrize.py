@@ -448,6 +448,8 @@ class _Lasting(type):
 @functools.cache
 def _with_property(kind: type[nn.Module]) -> Any:
     """One class for all parametrized layers of a kind: torch makes one for each, which cannot be stacked or pickled."""
+    if isinstance(kind, _Lasting):
+        return kind
 
     def get(layer: Any) -> Any:
         parametrizations = layer.__dict__["_modules"].get("parametrizations")

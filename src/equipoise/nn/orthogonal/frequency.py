@@ -224,11 +224,7 @@ class FrequencyConv2d(FramedConv2d):
         with without_autocast(x.device.type):
             return _apply(self.frame, x, weight, self.bias)
 
-    def _constant(self) -> float | None:
-        """1 for the classes of this package."""
-        return 1.0 if type(self).__module__.startswith("equipoise.nn.") else None
-
-    @by_construction(_constant)
+    @by_construction(FramedConv2d.constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """The largest norm over the frequencies of this image size, from the effective weights."""
         with torch.no_grad():

@@ -294,7 +294,7 @@ class SandwichConv2d(FramedConv2d):
         with without_autocast(x.device.type):
             return _apply(self.frame, x, first, second, self.bias, self.activation)
 
-    @by_construction(1.0)
+    @by_construction(FramedConv2d.constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`‖[A B]‖²` over the frequencies of this image size, from the effective weights."""
         monotone(self.activation)

@@ -203,11 +203,7 @@ class SOCConv2d(FramedConv2d):
         with without_autocast(x.device.type):
             return _apply(A, self.coefficients, self.frame, x, self.bias)
 
-    def _constant(self) -> float | None:
-        """1 for the classes of this package."""
-        return 1.0 if type(self).__module__.startswith("equipoise.nn.") else None
-
-    @by_construction(_constant)
+    @by_construction(FramedConv2d.constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """From the effective kernel: its proved norm and the modulus of the polynomial."""
         with torch.no_grad():
@@ -240,8 +236,8 @@ class SOCConvTranspose2d(SOCConv2d):
 class SOC(Parametrization):
     """`W` = first columns of `exp(A)` (or rows), `A = [[B − Bᵀ, −Cᵀ], [C, 0]]` scaled to norm at most π, raw = [B; C].
 
-    With `C = QR` the columns are `[M; Q·N]`, `[M; N]` those of the exponential of `[[B − Bᵀ, −Rᵀ], [R, 0]]`: its side is at
-    most twice the smaller side of the layer, however long the other one is.
+    The columns are `[M; C·N]`, `[M; N]` those of the exponential of `[[B − Bᵀ, −CᵀC], [I, 0]]` (`A[M; CN] = [(B − Bᵀ)M − CᵀCN;
+    CM]`): its side is twice the smaller side of the layer, however long the other one is.
 
     Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns.
 
@@ -249,7 +245,7 @@ class SOC(Parametrization):
     >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
     True
 
-    Reference: Singla & Feizi 2021; Edelman, Arias, Smith 1998, §2.4.2 (the exponential on the smaller side).
+    Reference: Singla & Feizi 2021; Edelman, Arias, Smith 1998, §2.4 (the exponential on the smaller side).
     """
 
     kinds = (nn.Linear,)
@@ -264,12 +260,20 @@ class SOC(Parametrization):
         """The weight."""
         tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
         n = tall.shape[1]
-        Q, R = torch.linalg.qr(tall[n:].double())
-        k = R.shape[0]
-        lower = functional.pad(torch.cat([tall[:n].double(), R]), (0, k))
-        A = bounded(skew(lower[None, :, :, None, None]), math.pi)[0, :, :, 0, 0]
-        E = torch.linalg.matrix_exp(A)[:, :n]
-        W = last_step(torch.cat([E[:n], Q @ E[n:]]).mT, raw.dtype).to(raw.dtype)
+        largest = tall.detach().abs().flatten().amax(0).double()
+        largest = torch.where(largest > 0, largest, torch.ones_like(largest))
+        unit = tall.double() / largest
+        parts = [unit[:n] - unit[:n].mT, *([unit[n:]] if len(unit) > n else [])]
+        bound = torch.stack([symbol_norm(part[None, :, :, None, None], 3, 8)[0] for part in parts]).sum()  # of A
+        S, *rest = [part * (math.pi / torch.maximum(bound, math.pi / largest)) for part in parts]
+        if not rest:
+            columns = torch.linalg.matrix_exp(S)
+        else:
+            (C,), identity = rest, torch.eye(n, dtype=S.dtype, device=S.device)
+            M = torch.cat([torch.cat([S, -C.mT @ C], 1), torch.cat([identity, torch.zeros_like(S)], 1)])
+            E = torch.linalg.matrix_exp(M)[:, :n]
+            columns = torch.cat([E[:n], C @ E[n:]])
+        W = last_step(columns.mT, raw.dtype).to(raw.dtype)
         return W.mT if raw.shape[0] >= raw.shape[1] else W
 
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
