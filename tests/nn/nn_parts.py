@@ -45,7 +45,7 @@ def method(layer: nn.Module) -> nn.Module:
 
 def upper(layer: nn.Module, shape: tuple[int, ...]) -> float:
     """A proved upper bound of the layer's constant on inputs of this shape, from the weight it uses."""
-    if hasattr(layer, "lipschitz_upper"):
+    if not is_parametrized(layer):
         return layer.lipschitz_upper(shape).value
     size = None if isinstance(layer, nn.Linear) else shape[1:]
     return float(spectral_norm(layer, input_size=size, rtol=1e-6).upper)

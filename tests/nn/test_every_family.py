@@ -71,8 +71,7 @@ def test_transforms(name, kind):
     state = {n: p.detach() for n, p in layer.named_parameters()}
     agree(torch.func.functional_call(layer, state, (x,)), layer(x))
     _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
-    h = 1e-2
-    agree(tangent, (layer(x + h) - layer(x - h)) / (2 * h), atol=0.05)
+    agree(tangent, torch.autograd.functional.jvp(layer, x, torch.ones_like(x))[1], atol=1e-4)
     networks = [layer, make(name, kind)[0], copy.deepcopy(layer)]
     parameters, buffers = torch.func.stack_module_state(networks)
     together = torch.func.vmap(lambda p, b: torch.func.functional_call(layer, (p, b), (x,)))(parameters, buffers)
@@ -154,7 +153,9 @@ def test_training_to_break_it_finds_no_violation(name, kind):
         direction = direction.grad
     layer.eval()
     plain = eq.export(layer, x)
-    assert jacobian_norm(plain.double(), x[0].double()) <= plain.certificate.upper
+    assert jacobian_norm(plain.double(), x[0].double()) <= plain.certificate.upper * (
+        1 + 1e-12
+    )  # the rounding of the measurement
     assert plain.certificate.upper <= 1 + 1e-6
 
 

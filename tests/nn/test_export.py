@@ -141,7 +141,7 @@ def test_layers_whose_calls_are_another_map_are_refused(name):
         lambda net: proved(net, (4,)),
         lambda net: Rescaled(net, 1.0).rescale(x),
     ):
-        with pytest.raises(Refused, match="hooks|overrides"):
+        with pytest.raises(Refused, match=r"hooks|overrides"):
             bound(net)
 
 

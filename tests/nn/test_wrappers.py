@@ -112,10 +112,8 @@ def other_stride():
 def unsound():
     """Regression: a construction of the user's was given the constant 1, and printed as proved."""
     layer = nn.Linear(2, 2)
-    parametrize.register_parametrization(
-        layer, "weight", type("Unsound", (Parametrization,), {"construct": ten_times})(Geometry((2, 2)))
-    )
-    return layer
+    kind = type("Unsound", (Parametrization,), {"construct": ten_times})
+    return parametrize.register_parametrization(layer, "weight", kind(Geometry((2, 2))))
 
 
 def ten_times(self, raw):

@@ -1,20 +1,14 @@
 """Recipes at paper scale: a dry run of each on tiny data with a small network, and what `--plan` says."""
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
-import torch
-from equipoise.nn.effective import Effective
-from torch import nn
 from typer.testing import CliRunner
 
-import equipoise.nn as eqn
 from equipoise.cli.app import Command, build
 from equipoise.core.errors import InputError
 from equipoise.train import bundled, read_recipe, run_recipe
-from equipoise.train import plan as plans
 from equipoise.train.plan import plan_recipe
 
 _SLL = ["depth=1", "channels=4", "dense_depth=1", "hidden=8"]
@@ -87,69 +81,6 @@ def test_a_plan_needs_no_data(name, tmp_path, monkeypatch):
     without = recipe.model_copy(update={"data": recipe.data.model_copy(update={"examples": None})})
     with pytest.raises(InputError):
         plan_recipe(without)
-
-
-@pytest.mark.parametrize("name", ["sll-sr-small-cifar10", "soc-cifar10", "bronet-cifar10"])
-def test_a_plan_makes_the_weights_of_every_kind_once_and_takes_no_step(name, tmp_path, monkeypatch):
-    """However deep the network: what is run depends on the kinds of its layers, and on five examples at most."""
-    monkeypatch.setenv("EQUIPOISE_DATA", str(tmp_path))
-    monkeypatch.setattr(plans, "BRIEF", 0.0)  # nothing is measured twice
-    monkeypatch.setattr(plans, "LONG", float("inf"))  # however slow the machine
-    depth = "depths=[5,1]" if name.startswith("soc") else "depth=5"
-    recipe = read_recipe(name, [f"model.arguments.{a}" for a in (*SHRUNK[model_of(name)], depth)])
-    made, passed = Counter(), []
-    computed, forward = Effective._computed, nn.Sequential.forward
-
-    def counted(layer):
-        made[layer] += 1
-        return computed(layer)
-
-    def seen(module, x):
-        passed.append(len(x))
-        return forward(module, x)
-
-    monkeypatch.setattr(Effective, "_computed", counted)
-    monkeypatch.setattr(nn.Sequential, "forward", seen)
-    found = plan_recipe(recipe)
-    assert set(made.values()) <= {1, 2}  # twice where the weights depend on the image, which only a pass tells
-    assert len(made) < 8 < found.steps
-    assert max(passed) == 5
-    assert len(passed) <= 3 * 2
-    assert f"{len(made)} of " in found.basis
-    assert "no step was taken" in found.basis
-
-
-def test_a_large_layer_is_measured_on_a_smaller_one():
-    for layer, factor in (
-        (eqn.SNLinear(5000, 1024), 64 * 1250 / 1024),
-        (eqn.SRConv2d(256, 512, 3, padding=1), 64),
-        (eqn.SRConv2d(255, 512, 3), None),
-    ):
-        found = plans._smaller(layer)
-        assert (found is None) if factor is None else found[1] == factor
-        if found is not None:
-            assert type(found[0]) is type(layer)
-            assert found[0].raw.numel() <= layer.raw.numel() / 16
-
-
-@pytest.mark.parametrize("kind", [eqn.orthogonal.BROConv2d, eqn.orthogonal.CayleyConv2d, eqn.orthogonal.SandwichConv2d])
-def test_a_large_layer_with_a_matrix_per_frequency_is_never_made(kind, monkeypatch):
-    """Zeros stand in for its weights, so that a pass costs what it costs; a layer of half its channels is timed."""
-    monkeypatch.setattr(plans, "WIDE", 8)
-    sides = []
-    compute = kind.compute_at
-    monkeypatch.setattr(
-        kind, "compute_at", lambda layer, size: (sides.append(layer.out_channels), compute(layer, size))[1]
-    )
-    layer = kind(8, 8, 3, padding=1).eval()
-    assert plans._smaller(layer)[1] == 8
-    plans._unmade(layer)
-    layer(torch.ones(1, 8, 6, 6))
-    assert layer.sizes() == ((8, 8),)
-    assert not any(bool(value.any()) for value in layer.effective_at((8, 8)))
-    sides.clear()
-    assert plans._construction(layer) > 0
-    assert set(sides) == {4}
 
 
 def test_the_command_says_what_it_costs():

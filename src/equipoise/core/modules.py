@@ -101,11 +101,13 @@ def hooked(module: nn.Module) -> bool:
 def is_unmodified(module: nn.Module, method: str) -> bool:
     """True if no subclass, hook or patch can have changed what `method` describes: the map of `forward`.
 
-    The class that defines `forward` is the class that defines the method, and nothing it has is defined anew by a subclass
+    The class that defines `forward` is the class that defines the method (or one of `torch.nn`), and nothing it has is defined anew by a subclass
     (except what it names in `extension_points`) or by the instance.
     """
-    maker = _defining(type(module), "forward")
-    if maker is None or maker is nn.Module or maker is not _defining(type(module), method) or hooked(module):
+    maker, claimer = _defining(type(module), "forward"), _defining(type(module), method)
+    if maker is None or claimer is None or maker is nn.Module or hooked(module):
+        return False
+    if maker is not claimer and not maker.__module__.startswith("torch.nn."):
         return False
     kinds = type(module).__mro__
     names = {name for kind in kinds[: kinds.index(maker)] for name in vars(kind)}

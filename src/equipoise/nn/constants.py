@@ -8,7 +8,7 @@ from torch import nn
 from equipoise.core.modules import constructed, hooked
 from equipoise.core.precision import inflate
 from equipoise.nn.activations import slopes
-from equipoise.nn.parametrize import PLAIN, sole_parametrization
+from equipoise.nn.parametrize import PLAIN, proved_constant
 
 _ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
 _RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -31,11 +31,11 @@ def known_constant(module: nn.Module) -> float | None:
     """
     if hooked(module):
         return None
+    if isinstance(module, PLAIN):
+        return proved_constant(module)
     stated = constructed(module)
     if stated is not None:
         return stated
-    if isinstance(module, PLAIN):
-        return _of_weight(module)
     if type(module) is nn.Sequential:
         total = 1.0
         for part in module:
@@ -45,21 +45,6 @@ def known_constant(module: nn.Module) -> float | None:
             total = total if constant == 1 else inflate(total * constant)
         return total
     return _plain(module)
-
-
-def _of_weight(module: nn.Module) -> float | None:
-    """What the parametrization of a linear layer proves: those of this package only, on a layer that is otherwise plain."""
-    parametrization = sole_parametrization(module)
-    if parametrization is None or not type(parametrization).__module__.startswith("equipoise.nn."):
-        return None
-    plain = next(kind for kind in PLAIN if isinstance(module, kind))
-    changed = [
-        name
-        for name in ("__call__", "forward", "_conv_forward")
-        if getattr(type(module), name, 0) is not getattr(plain, name, 0)
-    ]
-    patched = [name for part in (module, parametrization) for name, value in vars(part).items() if callable(value)]
-    return None if changed or patched else parametrization.constant()
 
 
 def _plain(module: nn.Module) -> float | None:

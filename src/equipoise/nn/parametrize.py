@@ -11,14 +11,15 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import _disable_current_modes
 
+from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision
 from equipoise.maps.geometry import Geometry
@@ -114,13 +115,13 @@ class Computed(nn.Module):
             tensors = self._sources
         given = iter(tensors)
         args = tuple(next(given) if isinstance(a, Tensor) else a for a in args)
-        state = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-        try:
-            with _disable_current_modes(), full_precision(), torch.no_grad():
+
+        def work() -> Tensors:
+            with full_precision(), torch.no_grad():
                 return self._evaluated(args, tensors).values
-        finally:
-            torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+        with ThreadPoolExecutor(1) as pool:  # what traces is local to a thread
+            return pool.submit(work).result()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}  # a copy or a pickle computes its own
@@ -387,6 +388,21 @@ def sole_parametrization(module: nn.Module) -> Parametrization | None:
     return first if first.made_for == hyperparameters(module) else None
 
 
+def proved_constant(module: nn.Module) -> float | None:
+    """What the parametrization of a linear layer proves: those of this package only, on a layer that is otherwise plain."""
+    parametrization = sole_parametrization(module)
+    if parametrization is None or not type(parametrization).__module__.startswith("equipoise.nn."):
+        return None
+    plain = next(kind for kind in PLAIN if isinstance(module, kind))
+    changed = [
+        name
+        for name in ("__call__", "forward", "_conv_forward")
+        if getattr(type(module), name, 0) is not getattr(plain, name, 0)
+    ]
+    patched = [name for part in (module, parametrization) for name, value in vars(part).items() if callable(value)]
+    return None if changed or patched else parametrization.constant()
+
+
 class Parametrized(nn.Module):
     """A plain layer that registers the parametrization of its class on its weight: subclass this and `nn.Linear` or so.
 
@@ -425,6 +441,12 @@ class Parametrized(nn.Module):
         layer.__dict__.update(copy.deepcopy(plain.__dict__))
         register(layer, cls.parametrization, **options)
         return layer
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """1, for every input shape, where the parametrization proves it; else the layer has no bound of its own."""
+        if proved_constant(self) != 1:
+            raise Refused(f"the norm of {type(self).__name__} is measured: use equipoise.lipschitz_bound")
+        return Bound(1.0, Kind.UPPER, "construction")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies, which torch's class for parametrized modules refuses."""
