@@ -41,9 +41,9 @@ def main() -> None:
     print()
     # The directory holds votes; certificates are derived from them, so α and the procedure may change afterwards.
     for procedure in ("cohen", "cpm"):
-        summary = run.summary([0.0, 0.25, 0.5], certificates=run.certificates(alpha=1e-3, procedure=procedure))
+        summary = run.summary([0.0, 0.25, 0.5], results=run.results(alpha=1e-3, procedure=procedure))
         print(procedure, {f"{k:g}": f"{v:.0%}" for k, v in summary.accuracy.items()})
-    print("stored in", run.folder, "- see: equipoise certify", run.folder)
+    print("stored in", run.folder, "- see: equipoise derive", run.folder)
 
 
 if __name__ == "__main__":  # workers are processes: they must be able to import this file without running it

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from equipoise import functional
 from equipoise.core import Bound, Kind
-from equipoise.norms import functional, norm2_toep, spectral_norm
+from equipoise.norms import norm2_toep, spectral_norm
 from equipoise_lab.peers import PEERS
 
 

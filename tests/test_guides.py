@@ -13,7 +13,7 @@ from equipoise_lab.experiments import every
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "reader.md"
 ROWS = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
 NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?[\w.]*`")
-MODULE_OF = {"norms": "equipoise.norms", "functional": "equipoise.norms.functional"}
+MODULE_OF = {"norms": "equipoise.norms", "functional": "equipoise.functional"}
 
 
 def names():

@@ -21,7 +21,7 @@ from equipoise.report.collect import contradictions
 from equipoise.report.data import Series
 from equipoise.runs import AttackRow
 from equipoise.smoothing import SmoothedClassifier, clopper_pearson
-from equipoise.train.reading import read_recipe
+from equipoise.train import read_recipe
 
 MODEL = {"factory": "equipoise.nn.models:mlp"}
 RECIPE = {"name": "a", "model": MODEL, "data": {"path": "digits"}, "optimizer": {"lr": 0.1}}
@@ -76,7 +76,7 @@ CALLS = {
         lambda _: load_factory("equipoise.nn.models:mpl"), InputError,
         "'equipoise.nn.models' has no 'mpl'; did you mean 'mlp'?",
     ),
-    "factory fails": (lambda _: load_factory(f"{__name__}:failing"), InputError, "failed with an AttributeError: inside"),
+    "factory fails": (lambda _: load_factory(f"{__name__}:failing"), InputError, "failed with AttributeError: inside"),
     "factory raises": (lambda _: load_factory(f"{__name__}:raising"), InputError, "failed with KeyError: 'inside'"),
     "a zip bomb": (
         lambda f: load_model(bomb(f)), Refused, "holds 'data/weights/weight_0' compressed, which PyTorch never does"
@@ -141,10 +141,10 @@ COMMANDS = {
         "model.pt2 has its own input shape: leave out --input-sh",
     ),
     "pickle": ("audit {f}/model.pt", "pickles are never opened"),
-    "chain": ("audit {f}/model.pt2 --chain dense", "closed, sdp, lipsdp, eclipse"),
-    "no such target": ("certify {f}/nowhere", "nowhere is neither a run directory nor a model"),
-    "an empty folder": ("certify {f}/empty", "empty is neither a run directory nor a model"),
-    "a model alone": ("certify {f}/model.pt2", "--data and --sigma are needed"),
+    "chain": ("audit {f}/model.pt2 --chain dense", "closed, multipliers"),
+    "no such model": ("certify {f}/nowhere --data digits --sigma 1", "neither a .pt2 or .onnx file, a directory"),
+    "no such run": ("derive {f}/nowhere", "nowhere is not a run directory"),
+    "an empty folder": ("attack {f}/empty", "empty is not a run directory"),
     "curvature of a program": (
         "curvature {f}/model.pt2 --data digits",
         "give a checkpoint directory, or package.module:f",

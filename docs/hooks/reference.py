@@ -19,7 +19,7 @@ class Page(NamedTuple):
 PAGES = {
     "norms": Page(
         "Norms, bounds and errors",
-        ("equipoise.core", "equipoise.norms", "equipoise.norms.functional", "equipoise.norms.files"),
+        ("equipoise.core", "equipoise.norms", "equipoise.functional", "equipoise.norms.files"),
     ),
     "lipschitz": Page("Lipschitz bounds", ("equipoise.lipschitz", "equipoise.onnx")),
     "nn": Page("1-Lipschitz layers", ("equipoise.nn", "equipoise.nn.models", "equipoise.models")),
@@ -27,11 +27,11 @@ PAGES = {
     "runs": Page(
         "Runs and reports",
         (
-            "equipoise.runs", "equipoise.runs.glance", "equipoise.runs.monitor", "equipoise.runs.predictions",
+            "equipoise.runs", "equipoise.runs.preflight",
             "equipoise.report",
         ),
     ),
-    "data": Page("Data and models in files", ("equipoise.data", "equipoise.checkpoints")),
+    "data": Page("Data and models in files", ("equipoise.data", "equipoise.checkpoints", "equipoise.certificates")),
     "training": Page("Training", ("equipoise.train", "equipoise.optim", "equipoise.regularizers")),
     "curvature": Page("Curvature and attacks", ("equipoise.curvature", "equipoise.attacks")),
     "maps": Page("Linear maps", ("equipoise.maps",)),

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from equipoise import (
         attacks,
+        certificates,
         curvature,
         data,
+        functional,
         lipschitz,
         models,
         nn,
@@ -29,13 +31,13 @@ if TYPE_CHECKING:
     from equipoise.conversion import export, make_lipschitz
     from equipoise.core import Bound, Bracket, EquipoiseError, InputError, Kind, Refused
     from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
-    from equipoise.norms import functional, spectral_norm
+    from equipoise.norms import spectral_norm
     from equipoise.runs import certify, open_run
 
 __version__ = "0.1.0"
 __all__ = [
     "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "attacks",
-    "certified_radius", "certify", "curvature", "data", "export", "functional", "lipschitz", "lipschitz_bound",
+    "certificates", "certified_radius", "certify", "curvature", "data", "export", "functional", "lipschitz", "lipschitz_bound",
     "local_lipschitz", "make_lipschitz", "models", "nn", "norms", "open_run", "optim", "regularizers", "report",
     "runs", "smoothing", "spectral_norm", "train",
 ]  # fmt: skip
@@ -45,7 +47,7 @@ _NAMES = {
     "conversion": ("export", "make_lipschitz"),
     "core": ("Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused"),
     "lipschitz": ("certified_radius", "lipschitz_bound", "local_lipschitz"),
-    "norms": ("functional", "spectral_norm"),
+    "norms": ("spectral_norm",),
     "runs": ("certify", "open_run"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

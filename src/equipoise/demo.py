@@ -28,10 +28,8 @@ from equipoise.report.collect import collect
 from equipoise.report.data import GLOBAL, PAIRS, Audit, Margins, Picture, ReportData
 from equipoise.report.gallery import data_uri, save_gallery
 from equipoise.report.page import plotly_source, write_report
-from equipoise.runs import AttackRow, Run, certify
+from equipoise.runs import Attacked, AttackRow, Row, Run, certify
 from equipoise.runs.models import hash_module
-from equipoise.runs.rows import Row
-from equipoise.runs.store import Attacked
 from equipoise.smoothing import SmoothedClassifier
 from equipoise.smoothing.procedures import DEFAULT
 from equipoise.train import run_recipe
@@ -216,7 +214,7 @@ def _certify(network: Network, folder: Path, test: Dataset, s: Settings, tell: S
 def margins(
     network: Network, audit: Audit, x: Tensor, y: Tensor, ids: Sequence[int], s: Settings, tell: Say
 ) -> tuple[Margins, AttackResult]:
-    """Deterministic certificates, rounding of the forward pass included, attacked inside, and the closest adversaries found."""
+    """Deterministic certificates of the real function, attacked inside, and the closest adversaries found."""
     what = f"attack the {network.title}"
     tell(what, 0, s.attack_rounds + 1)
     upper = exp_up(float(audit.bound["log_upper"]))
@@ -254,7 +252,7 @@ def attack_run(network: Network, run: Run, x: Tensor, y: Tensor, s: Settings, te
     ids = [int(i) for i in run.ids]
     found = [run.certificates(), *([run.certificates(procedure="cohen")] if run.manifest.map is None else [])]
     radius = np.max([c.radius * (c.prediction == run.labels) for c in found], axis=0)
-    classifier = SmoothedClassifier(network.model, s.sigma, 10, map=run.manifest.map, seed=s.seed + 1)
+    classifier = SmoothedClassifier(network.model, s.sigma, 10, map=run.map, seed=s.seed + 1)
     risk = s.alpha / (8 * s.inputs)  # of calling a harmless point a success, over all attacks of the demonstration
 
     def attack(x: Tensor, y: Tensor, epsilon: Tensor, seed: int) -> AttackResult:

@@ -491,7 +491,7 @@ def test_a_changed_checkpoint_is_noticed(folder, tmp_path):
         load_checkpoint(folder)
 
 
-def test_a_checkpoint_of_the_first_release_opens(folder):
+def test_a_config_written_by_hand_has_no_digest(folder):
     rewrite_config(folder, config())
     assert load_checkpoint(folder)[1] == (3,)
 
@@ -513,6 +513,22 @@ def test_a_damaged_weights_file_is_one_sentence(folder, case):
     (folder / "model.safetensors").write_bytes(HEADERS[case])
     with pytest.raises(EquipoiseError):
         load_checkpoint(folder)
+
+
+def test_half_precision_and_quantised_weights(folder):
+    """Half precision is exact in float32; eight bits are another network; programs in half precision are refused."""
+    rewrite_config(folder, config())
+    weights = load_checkpoint(folder)[0].state_dict()
+    for dtype in (torch.float16, torch.bfloat16):
+        save_file({k: v.to(dtype) for k, v in weights.items()}, folder / "model.safetensors")
+        assert {p.dtype for p in load_checkpoint(folder)[0].parameters()} == {torch.float32}
+    save_file({k: v.to(torch.int8) for k, v in weights.items()}, folder / "model.safetensors")
+    with pytest.raises(EquipoiseError, match="quantised weights are not read"):
+        load_checkpoint(folder)
+    for dtype in (torch.float16, torch.bfloat16):
+        torch.export.save(torch.export.export(net().to(dtype), (torch.zeros(2, 3, dtype=dtype),)), "half.pt2")
+        with pytest.raises(EquipoiseError, match=r"export model\.float\(\)"):
+            load_model("half.pt2")
 
 
 def test_a_model_of_ones_own_is_registered_first(tmp_path):

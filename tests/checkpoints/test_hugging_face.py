@@ -1,5 +1,6 @@
 """Hugging Face directories: image models of transformers are built and audited, everything else is refused with the reason."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -40,6 +41,41 @@ def test_an_image_model_gives_the_same_logits_and_a_bound(saved):
         a, b = torch.rand(2, 20, 1, 32, 32)
         stretch = (loaded.module()(a) - loaded.module()(b)).norm(dim=1) / (a - b).flatten(1).norm(dim=1)
     assert float(stretch.max()) <= upper
+
+
+T = transformers
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3}
+#: families whose weights are stored under other names than the modules have
+RENAMED = {
+    "vit": lambda: T.ViTForImageClassification(T.ViTConfig(**SMALL, image_size=8, patch_size=4)),
+    "deit": lambda: T.DeiTForImageClassification(T.DeiTConfig(**SMALL, image_size=8, patch_size=4)),
+    "swin": lambda: T.SwinForImageClassification(
+        T.SwinConfig(
+            image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2, num_labels=3
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_families_are_read_as_they_are_saved(name, tmp_path):
+    torch.manual_seed(0)
+    model = RENAMED[name]().eval()
+    model.save_pretrained(tmp_path / name)
+    loaded = load_model(tmp_path / name)
+    x = torch.rand(2, *loaded.input_shape)
+    with torch.no_grad():
+        assert torch.allclose(loaded.module()(x), model(pixel_values=x).logits, atol=1e-6)
+
+
+def test_half_precision_is_read_as_float32(saved, tmp_path):
+    _, model = saved
+    copy.deepcopy(model).half().save_pretrained(tmp_path / "half")
+    loaded = load_model(tmp_path / "half")
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    x = torch.rand(1, 1, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(loaded.module()(x), model(pixel_values=x).logits, atol=1e-2)
 
 
 def test_weights_in_several_files(saved, tmp_path):
@@ -85,7 +121,8 @@ CASES = {
     "a text model": (changed(model_type="bert", architectures=["BertModel"]), "tokens have no distance"),
     "another class": (changed(architectures=["os.system"]), "names the class"),
     "a huge model": (changed(hidden_sizes=[4, 2**15]), "far larger than its weights"),
-    "more layers than can be built": (changed(depths=[1, 10**5]), "far larger than its weights"),
+    "more layers than can be built": (changed(depths=[1, 10**5]), "100,001 layers"),
+    "a table of pairs of places": (changed(model_type="levit", architectures=None, image_size=1600), "1600 pixels"),
     "timm inside transformers": (changed(model_type="timm_wrapper", architecture="hf-hub:a/b"), "timm architecture"),
     "other shapes": (changed(hidden_sizes=[4, 16]), "do not fit the model"),
     "kernels from the network": (

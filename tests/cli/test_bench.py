@@ -157,5 +157,5 @@ def test_a_peer_of_another_shape_is_named_and_left_out(monkeypatch):
 
 def test_the_documented_table_is_that_of_the_stored_run():
     docs = Path(__file__).parents[2] / "docs"
-    stored = read_json(docs / "assets" / "bench-amd-one-thread.json")
+    stored = read_json(docs.parent / "lab" / "results" / "bench-amd-one-thread.json")
     assert pairs.markdown(*pairs.read(stored, "stored run")) in (docs / "benchmarks.md").read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from equipoise.core import EquipoiseError, InputError
-from equipoise.core.files import WeightFile
 from equipoise.norms import reference_norm
 from equipoise.norms.files import Reading, tensor_bracket, weight_names, weight_norms
 
@@ -198,55 +196,6 @@ def test_a_folder_is_watched(tmp_path):
 
 
 # ---- large files and folders ------------------------------------------------------------------------------------------
-
-
-def sparse(path, tensors, side=512):
-    """A file of zeros that takes no room on the disk: `tensors` matrices of side × side."""
-    size = 4 * side * side
-    head = {
-        f"layer{i:04d}": {"dtype": "F32", "shape": [side, side], "data_offsets": [i * size, (i + 1) * size]}
-        for i in range(tensors)
-    }
-    text = json.dumps(head).encode()
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + tensors * size)
-    return path
-
-
-def test_a_file_is_not_mapped_into_memory(tmp_path):
-    """A gigabyte, of which one tensor at a time is in memory."""
-    if not Path("/proc/self/maps").exists():
-        pytest.skip("no /proc on this system")
-    path = sparse(tmp_path / "big.safetensors", 1024)
-    rows = weight_norms(path, names=["layer0000", "layer1023"])
-    for row in rows:
-        assert float(row.bracket.upper) == 0
-        assert "big.safetensors" not in Path("/proc/self/maps").read_text()
-    with WeightFile(path) as file:
-        assert file.tensor("layer0512").untyped_storage().nbytes() == 2**20
-
-
-@pytest.mark.slow  # a process of its own
-def test_a_file_is_read_one_tensor_at_a_time(tmp_path):
-    """512 MB of numbers, of which a process that may allocate 60 MB more reads the first and the last."""
-    path = sparse(tmp_path / "big.safetensors", 512)
-    code = (
-        "import resource, sys, torch\n"
-        "from pathlib import Path\n"
-        "from equipoise.norms.files import weight_names, weight_norms\n"
-        f"path = Path({str(path)!r})\n"
-        "names = weight_names(path)\n"
-        "list(weight_norms(path, names=names[:1]))\n"  # what the first norm loads is not counted
-        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000,) * 2)\n"
-        "rows = list(weight_norms(path, names=[names[0], names[255], names[-1]]))\n"
-        "print(len(names), [float(r.bracket.upper) for r in rows])\n"
-    )
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("no /proc on this system")
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.stdout == "512 [0.0, 0.0, 0.0]\n", ran.stderr
 
 
 def test_a_model_in_several_files(equipoise, tmp_path):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from equipoise.core import InputError
-from equipoise.testing import run, suites
+from equipoise.testing import find_suite, run
 from equipoise_lab.fuzz import files
 from equipoise_lab.fuzz.files import CANARY, Outcome, judge, opened
 from equipoise_lab.fuzz.mutations import ACCIDENTS, INTENTS
@@ -59,7 +59,7 @@ def test_more_than_one_line_is_no_sentence(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_suite_runs_apart_without_violations():
-    report = run(suites()["files"], seconds=30, seed=11)
+    report = run(find_suite("files"), seconds=30, seed=11)
     assert report.violations == 0, report.tallies[0].examples
     assert report.operators >= 12
 

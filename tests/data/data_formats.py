@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import os
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,12 +33,6 @@ def png(image: np.ndarray, kind: str = "PNG") -> bytes:
     return out.getvalue()
 
 
-def idx(array: np.ndarray) -> bytes:
-    code = {"u1": 0x08, "f4": 0x0D}[array.dtype.str[1:]]
-    head = struct.pack(">HBB", 0, code, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
-    return head + array.astype(array.dtype.newbyteorder(">")).tobytes()
-
-
 def write_npz(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
     np.savez(folder / "a.npz", x_test=x, y_test=y, x_train=x[:2], y_train=y[:2])
     return str(folder / "a.npz")
@@ -49,38 +41,6 @@ def write_npz(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
 def write_npz_plain_names(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
     np.savez_compressed(folder / "b.npz", images=np.asfortranarray(x), labels=y[:, None].astype(np.uint8))
     return str(folder / "b.npz")
-
-
-def write_idx(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    (folder / "t10k-images-idx3-ubyte").write_bytes(idx(x[..., 0]))
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(y.astype(np.uint8)))
-    return str(folder)
-
-
-def write_idx_gz(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    (folder / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(x[..., 0])))
-    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(y.astype(np.uint8))))
-    return str(folder / "t10k-images-idx3-ubyte.gz")
-
-
-def _cifar(x: np.ndarray, heads: np.ndarray) -> bytes:
-    return np.concatenate([heads, x.transpose(0, 3, 1, 2).reshape(len(x), -1)], axis=1).astype(np.uint8).tobytes()
-
-
-def write_cifar10(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    (folder / "test_batch.bin").write_bytes(_cifar(x, y[:, None]))
-    return str(folder)
-
-
-def write_cifar10_train(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    for part, rows in ((2, slice(3, 6)), (1, slice(0, 3)), (10, slice(6, None))):  # 10 comes after 2
-        (folder / f"data_batch_{part}.bin").write_bytes(_cifar(x[rows], y[rows, None]))
-    return f"{folder}#train"
-
-
-def write_cifar100(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    (folder / "test.bin").write_bytes(_cifar(x, np.stack([y + 7, y], axis=1)))
-    return str(folder)
 
 
 def write_folder(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
@@ -218,11 +178,6 @@ ARROW = ("pyarrow", "PIL")
 FORMATS = [
     Format("npz", write_npz),
     Format("npz-images-labels", write_npz_plain_names),
-    Format("idx", write_idx, (1,)),
-    Format("idx-gz", write_idx_gz, (1,)),
-    Format("cifar10", write_cifar10, (3,), 10),
-    Format("cifar10-train", write_cifar10_train, (3,), 10),
-    Format("cifar100", write_cifar100, (3,), 100),
     Format("folder", write_folder, needs=("PIL",), classes=True),
     Format("folder-bmp", write_bmp_folder, needs=("PIL",), classes=True),
     Format("parquet", write_parquet, needs=ARROW, classes=True),

@@ -101,7 +101,7 @@ def test_damage_raises_nothing_but_our_errors(row, tmp_path):
             refused.append(str(error))
         path.write_bytes(content)
     assert not any("\n" in message for message in refused)
-    assert refused or "cifar" in row.id  # in CIFAR's format nearly every byte is a pixel
+    assert refused
 
 
 @pytest.mark.parametrize(("row", "channels"), CASES, ids=IDS)
@@ -134,13 +134,8 @@ def test_a_missing_package_is_named(row, tmp_path, monkeypatch):
 
 
 def test_a_part_that_lacks_the_last_class_has_as_many_classes(tmp_path):
-    from data_formats import idx, png
+    from data_formats import png
 
-    (tmp_path / "idx").mkdir()
-    for part, few in (("train", labels()), ("t10k", labels() * 0)):
-        (tmp_path / "idx" / f"{part}-images-idx3-ubyte").write_bytes(idx(pixels(1)[..., 0]))
-        (tmp_path / "idx" / f"{part}-labels-idx1-ubyte").write_bytes(idx(few.astype(np.uint8)))
-    assert load_dataset(tmp_path / "idx", split="test").num_classes == 3
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for part, few in (("train", labels()), ("test", labels() * 0)):
         rows = pa.table({"image": [png(image) for image in pixels()], "label": few})

@@ -82,12 +82,48 @@ def test_blocks_are_blamed_and_capping_them_gives_what_it_says():
     net.head.weight.data.div_(3)
     net.stem.weight.data.div_(2)
     assert lipschitz_bound(net, torch.zeros(1, 3)).product == pytest.approx(before[2], rel=5e-3)
-    assert "blocks to blame: body" in str(report)
+    assert "with the layers of body" in str(report)
     assert report.to_dict()["blocks"][0]["name"] == "body"
 
 
+class Residual(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight.data.mul_(size)
+
+    def forward(self, x):
+        return x + self.two(torch.relu(self.one(x)))
+
+
+def test_advice_names_the_block_and_helps():
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.add_module("stage", nn.Sequential(Residual(1.0), Residual(50.0), Residual(1.0)))
+    net.add_module("head", nn.Linear(6, 3))
+    report = lipschitz_bound(net.eval(), torch.zeros(1, 6))
+    assert report.blocks[0].name == "stage.1", "not the module that holds all blocks"
+    assert not any(b.name == "stage" for b in report.blocks)
+    (line,) = [line for line in report.summary() if "scaled to norm 1" in line]
+    assert "stage.1" in line
+    for layer in (net.stage[1].one, net.stage[1].two):
+        layer.weight.data.div_(max(1.0, 1.001 * float(torch.linalg.matrix_norm(layer.weight.data, 2))))
+    assert lipschitz_bound(net, torch.zeros(1, 6)).upper < 0.5 * report.upper
+    one = nn.Linear(3, 3, bias=False)
+    one.weight.data = torch.eye(3)
+    assert not [line for line in lipschitz_bound(one, torch.zeros(1, 3)).summary() if "scaled to norm 1" in line]
+
+
+def test_norms_wider_than_asked_are_noted():
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)).eval()
+    report = lipschitz_bound(conv, torch.zeros(1, 3, 12, 12), rtol=1e-12)
+    wide = [r for r in report.layers if r.lower > 0 and r.upper > (1 + 1e-12) * r.lower]
+    assert bool(wide) == any("was asked for" in note for note in report.notes)
+
+
 def test_a_program_is_audited(program):
-    expected = lipschitz_bound(small(), torch.zeros(1, 2, 4, 4), rtol=0.05).upper
+    expected = lipschitz_bound(small(), torch.zeros(1, 2, 4, 4), rtol=1e-3).upper
     assert audit_report(str(program)).upper == pytest.approx(expected)
     result = CliRunner().invoke(app, [str(program)])
     assert result.exit_code == 0
@@ -130,7 +166,7 @@ def test_a_checkpoint_directory(tmp_path):
     config = {"factory": "equipoise.nn.models:cifar_resnet", "arguments": {"depth": 8}, "input_shape": [3, 8, 8]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert audit_report(str(tmp_path)).upper == pytest.approx(
-        lipschitz_bound(net.eval(), torch.zeros(1, 3, 8, 8), rtol=0.05).upper
+        lipschitz_bound(net.eval(), torch.zeros(1, 3, 8, 8), rtol=1e-3).upper
     )
 
 

@@ -22,7 +22,7 @@ from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_ra
 from equipoise.lipschitz.local.multipliers import best_multipliers, proves
 from equipoise.lipschitz.local.reduced import Reduced, reduced_maps
 from equipoise.lipschitz.propagate import propagate
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 DATA = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

@@ -36,8 +36,8 @@ class Mixed(nn.Module):
         self.last = nn.Linear(12, 3)
 
     def forward(self, x):
-        a, b = ((x - 0.3) / 0.7).chunk(2, 1)
-        pooled = nn.functional.max_pool1d(torch.cat([torch.abs(a), b.clamp(max=0.1)], 1), 2)
+        a, b = ((x - 0.25) / 0.75).chunk(2, 1)
+        pooled = nn.functional.max_pool1d(torch.cat([torch.abs(a), b.clamp(max=0.125)], 1), 2)
         mean = x.mean(2)
         return self.last(
             torch.cat([pooled.flatten(1), mean, (3 * mean).amax(1, keepdim=True)], 1).double()[:, :12].to(x.dtype)
@@ -140,14 +140,17 @@ class Cancels(nn.Sequential):
 def test_a_margin_that_rounding_turns_is_not_certified():
     net, x = Cancels().eval(), torch.tensor([[1.0]])
     assert int(net(x).argmax()) == 1
-    real = eq.certified_radius(net, x, deployed=False)
+    real = eq.certified_radius(net, x)
     assert int(real.labels) == 0
     assert float(real.radius) > 1, "a true statement about the real function, and false about the network that runs"
+    assert real.deployed is None
+    assert real.precision in real.note
     for labels in (None, torch.tensor([1])):
-        found = eq.certified_radius(net, x, labels)
-        assert found.deployed
-        assert float(found.radius) == 0
-    assert float(eq.certified_radius(net.double(), x.double()).radius) > 1, "float64 has digits enough"
+        found = eq.certified_radius(net, x, labels, deployed="float32")
+        assert float(found.deployed) == 0
+        assert "float32" in found.note
+    with pytest.raises(Refused, match="float64"):
+        eq.certified_radius(net.double(), x.double(), deployed="float32")
 
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
@@ -159,9 +162,10 @@ def test_certified_networks_keep_their_decision_as_they_run(norm):
     x = torch.randn(4, 20)
     net[2].bias.sub_(net.double()(x[:1].double())[0].float() - torch.tensor([0.5, 0.0, -1.0]))
     net.float()
-    found, real = (eq.certified_radius(net, x, norm=norm, effort="relaxation", deployed=d) for d in (True, False))
-    assert (found.radius <= real.radius).all()
-    for v, y, r in zip(x, found.labels, found.radius, strict=True):
+    found = eq.certified_radius(net, x, norm=norm, effort="relaxation", deployed="float32")
+    assert (found.deployed <= found.radius).all()
+    assert (found.radius > 0).all()
+    for v, y, r in zip(x, found.labels, found.deployed, strict=True):
         step = torch.randn(500, 20, dtype=torch.float64)
         size = step.norm(dim=1, keepdim=True) if norm == "l2" else step.abs().amax(1, keepdim=True)
         near = (v + step / size * float(r) * (1 - 1e-6)).float()
@@ -173,9 +177,9 @@ def test_what_is_not_known_is_refused_or_said():
     norm = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).eval()
     with pytest.raises(Refused, match=r"rounding of .*layer_norm"):
         forward_error(norm, torch.randn(1, 4))
-    found = eq.certified_radius(norm, torch.randn(2, 4), effort="fast")
-    assert not found.deployed
-    assert "layer_norm" in found.note
+    assert float(eq.certified_radius(norm, torch.randn(2, 4), effort="fast").radius.min()) > 0
+    with pytest.raises(Refused, match=r"float32: .*layer_norm"):
+        eq.certified_radius(norm, torch.randn(2, 4), effort="fast", deployed="float32")
     with pytest.raises(InputError, match="radius"):
         forward_error(nn.Linear(4, 2), torch.randn(1, 4), radius=-1.0)
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from cases import OPERATORS
 from equipoise.core import InputError, Refused
 from equipoise.maps import Diagonal, Linear, Matrix, Padding, add, compose, convolution, read
-from equipoise.norms.bracket import Cache, bracket
 from equipoise.norms.induced import induced_norm, map_norm
+from equipoise.norms.spectral import Cache, bracket
 
 
 def dense(form: Linear, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cases import OPERATORS, Operator, matrices
 from equipoise import InputError, Refused, spectral_norm
 from equipoise.norms import convolution, reference_norm
-from equipoise.norms.supremum import Search, SymbolBound
+from equipoise.norms.search import Search, SymbolBound
 
 #: the reference's own SVD rounds
 SVD = 1e-12

@@ -12,9 +12,9 @@ import torch
 from equipoise import Refused
 from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, format_down, format_up, full_precision
 from equipoise.core.precision import frobenius, gamma, inflate
-from equipoise.norms.autocorrelation import autocorrelation, by_frequency, half_lattice
+from equipoise.norms.cholesky import _by_residual, below, cholesky_gamma, factor
 from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
-from equipoise.norms.verify import below, by_residual
+from equipoise.norms.symbol import autocorrelation, correlation_error, half_lattice
 
 
 def test_full_precision_switches_everything_and_restores_it() -> None:
@@ -107,12 +107,46 @@ def test_single_precision_proves_within_its_guess_and_nothing_false(shape: str, 
     for excess in (1e-9, 1e-6, 1e-4):
         assert not bool((below(G, top * (1 - excess), zero) & (top > 1e-3)).any())
     assert bool(below(G, top * 1.005, zero).all())
-    usable = torch.ones(9, dtype=torch.bool)
-    for factor in (1 - 1e-4, 1.01):  # the route of other devices
-        s = (top * factor * 0.995 if factor > 1 else top * factor).to(torch.float32)
-        M = torch.eye(n, dtype=dtype) * s[:, None, None] - G
-        proved = by_residual(M, s, usable, top * factor, zero)
-        assert bool(proved.all()) if factor > 1 else not bool((proved & (top > 1e-3)).any())
+    diagonal, spread = torch.diagonal(G, dim1=-2, dim2=-1).real.double(), torch.full((9,), 1.01 * n).double()
+    for share, true in ((1 - 1e-4, False), (1.05, True)):  # the route of other devices
+        proved = _by_residual(G, diagonal, top * share, zero, spread)
+        assert bool(proved.all()) if true else not bool((proved & (top > 1e-3)).any())
+
+
+def graded(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Positive definite matrices with diagonals over six orders of magnitude: triangular solves are ill-conditioned."""
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    A = torch.randn(3, n, n, dtype=wide) * torch.logspace(0, -3, n, dtype=torch.float64)
+    M = A.mH @ A + 1e-4 * torch.diag_embed(torch.logspace(0, -6, n, dtype=torch.float64)).to(wide)
+    return M.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("n", [1, 7, 48, 72, 73, 96, 145, 200])
+@pytest.mark.parametrize("kind", ["random", "graded"])
+def test_factors_are_off_by_no_more_than_the_theorem_says(n: int, dtype: torch.dtype, kind: str) -> None:
+    """`|L L* − M| ≤ γ'·|L||L|*` entry by entry, checked in float64: what the proofs by Cholesky rest on."""
+    torch.manual_seed(n)
+    M = graded(n, dtype)
+    if kind == "random":
+        A = torch.randn(3, n, n, dtype=dtype)
+        M = A.mH @ A / n + 0.1 * torch.eye(n, dtype=dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    exact = torch.tril(M.to(wide))
+    upside = torch.triu(torch.full_like(M, math.nan), 1)  # what lies above the diagonal must not be read
+    L, completed = factor(torch.where(upside.isnan(), upside, M))
+    L = torch.tril(L).to(wide)
+    off = torch.tril(L @ L.mH - exact).abs()
+    allowed = cholesky_gamma(n, dtype) * torch.tril(L.abs() @ L.abs().mT)
+    assert bool(((off <= allowed).flatten(1).all(1) | ~completed).all())
+    assert bool(completed.any()) or kind == "graded"
+
+
+def test_an_indefinite_matrix_has_no_factor() -> None:
+    for n in (5, 72, 130):
+        M = torch.eye(n, dtype=torch.float64).repeat(2, 1, 1)
+        M[1, n - 1, n - 1] = -1e-9
+        assert factor(M)[1].tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -126,18 +160,13 @@ def test_autocorrelations_are_off_by_no_more_than_they_say(shape: tuple[int, ...
     lengths = shape[3:]
     taps = {a: kernel[(..., *a)] for a in itertools.product(*map(range, lengths))}
     size = torch.linalg.matrix_norm(kernel.abs().flatten(3).sum(-1))
-    narrow = kernel / kernel.abs().max()
-    routes = [(autocorrelation(kernel), 1.0)]
-    if not is_complex:
-        scale = float(kernel.abs().max()) ** 2
-        routes += [(by_frequency(kernel), 1.0), (autocorrelation(narrow, torch.float32), scale)]
-    for found, scale in routes:
-        missed = torch.zeros(shape[0], dtype=torch.float64)
-        for i, b in enumerate(half_lattice(lengths)):
-            pairs = ((K, taps.get(tuple(x + y for x, y in zip(a, b, strict=True)))) for a, K in taps.items())
-            exact = sum(K.mH @ other for K, other in pairs if other is not None)
-            missed += torch.linalg.matrix_norm(found.matrices[:, i].to(kernel.dtype) * scale - exact) * (2 if i else 1)
-        assert bool((missed <= found.error * size**2).all())
+    matrices = autocorrelation(kernel)
+    missed = torch.zeros(shape[0], *matrices.shape[2:], dtype=torch.float64)
+    for i, b in enumerate(half_lattice(lengths)):
+        pairs = ((K, taps.get(tuple(x + y for x, y in zip(a, b, strict=True)))) for a, K in taps.items())
+        exact = sum(K.mH @ other for K, other in pairs if other is not None)
+        missed += (matrices[:, i] - exact).abs() * (2 if i else 1)
+    assert bool((torch.linalg.matrix_norm(missed) <= correlation_error(kernel) * size**2).all())
 
 
 def test_only_upper_bounds_reach_a_certificate() -> None:

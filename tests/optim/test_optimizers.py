@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from equipoise.optim import Muon, add_lookahead
-from equipoise.optim.matrices import orthogonalised
+from equipoise.optim.muon import orthogonalised
 
 
 def trained(optimizer, layer, steps, states=None):

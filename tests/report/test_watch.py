@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from equipoise.cli.app import Command, build
 from equipoise.report.watch import LOOPBACK, follow
-from equipoise.runs import describe, start
+from equipoise.runs import Settings, prepare, start
 
 
 class Slow(nn.Linear):
@@ -36,7 +36,7 @@ def get(address, path=None, host=None):
 
 
 def test_a_page_follows_a_run_and_is_written_when_it_ends(tmp_path):
-    job = describe(Slow(4, 2).eval(), data(), sigma=0.1, n=200, seed=0)
+    job = prepare(Slow(4, 2).eval(), data(), Settings.of("sampled", {"sigma": 0.1, "n": 200, "seed": 0}))
     go, pages, addresses = threading.Event(), [], []
 
     def work():
@@ -76,7 +76,11 @@ def test_a_page_follows_a_run_and_is_written_when_it_ends(tmp_path):
 
 def test_it_ends_when_its_time_is_up(tmp_path):
     begin = time.monotonic()
-    job = describe(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval(), data(3), sigma=0.1, n=100, seed=1)
+    job = prepare(
+        nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval(),
+        data(3),
+        Settings.of("sampled", {"sigma": 0.1, "n": 100, "seed": 1}),
+    )
     (tmp_path / "c").mkdir()
     job.manifest.write(tmp_path / "c")  # begun, nothing stored yet
     assert "minutes are over" in follow([tmp_path / "c"], tmp_path / "r.html", every=0.05, seconds=0.2)

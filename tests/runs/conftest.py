@@ -5,9 +5,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # runs_nets, also for `package.module:factory` on the command line
 
-import runs_command
 import runs_nets
 from typer.testing import CliRunner
+
+from equipoise.cli.app import build
 
 
 @pytest.fixture
@@ -22,10 +23,11 @@ def xy():
 
 @pytest.fixture
 def equipoise(tmp_path, monkeypatch):
-    """Run `equipoise certify …` in a folder of its own."""
+    """Run `equipoise …` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*args):
-        return CliRunner().invoke(runs_command.app(), ["certify", *(str(a) for a in args)], prog_name="equipoise")
+    def call(*words):
+        words = [str(word) for word in words]
+        return CliRunner().invoke(build(wanted=words[0]), words, prog_name="equipoise")
 
     return call

@@ -19,7 +19,7 @@ def test_a_run_with_a_denoiser_is_the_run_of_the_pair(tmp_path, net, xy):
     run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=200, seed=0, denoiser=Shrink().eval())
     pair = SmoothedClassifier(Denoised(Shrink(), net).eval(), 0.3, 4, seed=0).certify(xy[0], n=200)
     assert np.array_equal(run.certificates().radius, pair.radius)
-    assert "Shrink" in run.manifest.model["source"]
+    assert "Shrink" in run.manifest.model.source
     with pytest.raises(Refused, match="model"):
         certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=200, seed=0)
 

@@ -9,10 +9,8 @@ import runs_nets
 from equipoise.core import Bound, InputError, Kind, Refused
 from equipoise.runs import certify, open_run
 from equipoise.runs.derive import derive
-from equipoise.runs.inputs import Selection
-from equipoise.runs.manifest import Manifest
-from equipoise.runs.parameters import Parameters
-from equipoise.runs.rows import Row
+from equipoise.runs.settings import DataRecord, Manifest, ModelRecord, Settings
+from equipoise.runs.store import Row
 from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier
 from equipoise.smoothing.adaptive import log_e_value, target_probability
 
@@ -72,7 +70,7 @@ def test_another_constant_for_a_soft_run(tmp_path, net, xy):
     assert (large.radius >= plain.radius * (1 - 1e-6)).all()
     assert small.radius.sum() > plain.radius.sum()
     assert "assumption" in small.details["lipschitz"]
-    assert any("assumption" in note for note in run.summary(certificates=small).notes)
+    assert any("assumption" in note for note in run.summary(results=run.results(lipschitz=5.0)).notes)
     with pytest.raises(Refused, match="only estimate"):
         run.certificates(lipschitz=Bound(5.0, Kind.ESTIMATE))
 
@@ -118,11 +116,6 @@ def test_refusals(tmp_path, net, xy, settings, asked, error, words):
         run.certificates(**asked)
 
 
-def stopped_run(rows, n, **settings):
-    parameters = Parameters(0.5, 2, n0=10, n=n, procedure="cohen", **settings)
-    return Manifest({"hash": ""}, {"fingerprint": ""}, (Selection(),), len(rows), parameters)
-
-
 @pytest.mark.parametrize("aimed", [0.05, 0.2])
 @pytest.mark.parametrize("asked", [0.05, 0.2])
 def test_stopped_samples_keep_the_risk_at_another_alpha(aimed, asked):
@@ -134,10 +127,18 @@ def test_stopped_samples_keep_the_risk_at_another_alpha(aimed, asked):
     crossed = log_e_value(hits, draws, p0) >= np.log(1 / aimed)
     at = np.where(crossed.any(axis=1), crossed.argmax(axis=1), len(draws) - 1)
     rows = [
-        Row(i, i, 0, 10, int(draws[k]), np.array([10, 0]), np.array([hits[i, k], draws[k] - hits[i, k]]))
+        Row(id=i, position=i, label=0, n0=10, draws=int(draws[k]), selection=(10, 0),
+            estimation=(int(hits[i, k]), int(draws[k] - hits[i, k])))
         for i, k in enumerate(at)
-    ]
-    found = derive(stopped_run(rows, n, target_radius=epsilon), rows, alpha=asked)
+    ]  # fmt: skip
+    keywords = {"sigma": 0.5, "num_classes": 2, "n0": 10, "n": n, "procedure": "cohen", "target_radius": epsilon}
+    manifest = Manifest(
+        model=ModelRecord(source="", hash=""),
+        data=DataRecord(source="", fingerprint="", inputs=count),
+        settings=Settings.of("sampled", keywords | {"seed": 0}),
+        total=count,
+    )
+    found = derive(manifest, rows, alpha=asked)
     assert (~found.abstain).mean() <= asked + 3 * np.sqrt(asked / count)
     if asked >= aimed:
         assert (~found.abstain).sum() >= crossed.any(axis=1).sum()
@@ -160,7 +161,7 @@ def test_a_target_can_be_changed_after_the_fact(tmp_path, net, xy):
     assert set(lower.radius[~lower.abstain]) <= {0.05}
     assert np.array_equal(same.radius, run.certificates(procedure="adaptive").radius)
     assert list(run.summary().accuracy) == [0.2]
-    assert list(run.summary(certificates=lower).accuracy) == [0.05, 0.2]
+    assert list(run.summary(results=run.results(target_radius=0.05)).accuracy) == [0.05, 0.2]
     assert (~lower.abstain).sum() >= (~same.abstain).sum() >= (~higher.abstain).sum()
 
 

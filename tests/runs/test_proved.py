@@ -1,140 +1,104 @@
-"""Deterministic runs: the same radii as `certified_radius`, stored, continued, attacked, reported, refused when changed."""
+"""Deterministic runs: the radii of `certified_radius`, statuses, attacks beside, continued after a stop."""
 
-from __future__ import annotations
-
-import json
-import sqlite3
-
+import numpy as np
 import pytest
+import runs_nets
 import torch
-from runs_command import app
+from runs_nets import table
 from torch import nn
-from typer.testing import CliRunner
 
 import equipoise as eq
 from equipoise.core import InputError, Refused
-from equipoise.report.collect import collect
-from equipoise.report.page import render
-from equipoise.runs.proved import certify_proved, describe_proved, open_proved, start_proved
+from equipoise.runs import Attacked, certify, merge_runs, open_run, prove
 
 
-def problem(seed=0):
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3)).eval().requires_grad_(False)
-    x = torch.randn(4, 3)
+def small(width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4)).eval()
+
+
+def test_radii_are_those_of_certified_radius_and_every_output_agrees(tmp_path):
+    net, (x, y) = small(), runs_nets.data(8)
+    run = prove(net, (x, y), run_dir=tmp_path / "a")
+    direct = eq.certified_radius(net, x, y)
+    results, summary = run.results(), run.summary([0.0, 0.05])
+    np.testing.assert_allclose(results.radius, direct.radius.numpy(), rtol=1e-9)
+    right = (net(x).argmax(1) == y).numpy()
+    assert results.right.tolist() == right.tolist()
+    assert summary.clean == right.mean()
+    assert summary.accuracy[0.0] == np.mean([s == "proved" for s in results.status])
+    assert summary.accuracy[0.05] == direct.accuracy(0.05)
+    assert run.contradictions(results)[1] == []
+    assert {a.kind for a in run.attacks()} <= {Attacked.BASE}
+
+
+def test_right_but_nothing_proved_is_a_status_of_its_own(tmp_path):
+    """A network whose margins drown in rounding: right answers that no bound proves are neither wrong nor certified."""
+    net = small()
+    with torch.no_grad():
+        net[3].bias += 1e14
+        net.double()
+    x, _ = runs_nets.data(6)
+    x = x.double()
     y = net(x).argmax(1)
-    y[0] = (y[0] + 1) % 3
-    return net, x, y
+    y[0] = (y[0] + 1) % 4
+    run = prove(net, (x, y), run_dir=tmp_path / "a", attack_steps=0)
+    results, summary = run.results(), run.summary([0.0])
+    assert set(results.status) <= {"wrong", "right, nothing proved", "proved"}
+    assert results.status[0] == "wrong"
+    assert "right, nothing proved" in results.status
+    assert summary.clean == 5 / 6
+    assert summary.accuracy[0.0] == np.mean([s == "proved" for s in results.status]) < summary.clean
+    assert f"{summary.statuses['right, nothing proved']} right, nothing proved" in summary.lines()[1]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    net, x, y = problem()
-    folder = tmp_path_factory.mktemp("proved") / "run"
-    seen = []
-    run = certify_proved(
-        net, (x, y), run_dir=folder, progress=lambda row, done, total: seen.append((row.id, done, total))
-    )
-    assert seen == [(i, i + 1, 4) for i in range(4)]
-    return net, x, y, run
-
-
-def test_rows_are_certified_radii_with_rival_and_method(finished):
-    net, x, y, run = finished
-    found = eq.certified_radius(net, x, y)
-    assert run.radius.tolist() == pytest.approx(found.radius.tolist(), rel=1e-6)
-    assert [row.rival for row in run.rows] == found.rivals.tolist()
-    assert [row.method for row in run.rows] == list(found.methods)
-    assert run.rows[0].radius == 0
-    assert run.rows[0].prediction == int(net(x[:1]).argmax())
-    assert run.accuracy(0.0) == 0.75
-
-
-def test_attacks_lie_beside_and_contradict_nothing(finished):
-    *_, run = finished
-    inside = [a for a in run.attacks if a.epsilon < run.rows[a.id].radius]
-    assert len(inside) == 3
-    assert not any(a.success for a in inside)
-    assert run.broken() == []
-    assert any(a.success for a in run.attacks)
-
-
-def test_a_killed_run_goes_on_and_another_network_is_refused(tmp_path):
-    net, x, y = problem()
-
-    class Killed(Exception):
-        pass
+def test_stopped_merged_and_continued_runs_have_the_same_table(tmp_path):
+    net, data = small(), runs_nets.data(6)
+    whole = prove(net, data, run_dir=tmp_path / "whole")
 
     def stop(row, done, total):
-        if done == 2:
-            raise Killed
+        raise KeyboardInterrupt
 
-    with pytest.raises(Killed):
-        certify_proved(net, (x, y), run_dir=tmp_path, effort="fast", attack_steps=0, progress=stop)
-    assert len(open_proved(tmp_path).rows) == 2
-    run = certify_proved(net, (x, y), run_dir=tmp_path, effort="fast", attack_steps=0)
-    assert run.finished
-    for changed in ((problem(1)[0], {}), (net, {"norm": "linf"}), (net, {"seconds": 1.0})):
-        with pytest.raises(Refused, match="another run"):
-            certify_proved(changed[0], (x, y), run_dir=tmp_path, effort="fast", attack_steps=0, **changed[1])
-
-
-def test_a_changed_radius_is_noticed(tmp_path):
-    net, x, y = problem()
-    certify_proved(net, (x, y), run_dir=tmp_path, effort="fast", attack_steps=0)
-    with sqlite3.connect(tmp_path / "store.sqlite") as db:
-        db.execute("UPDATE inputs SET radius = 9.0 WHERE id = 1")
-    with pytest.raises(InputError, match="damaged at input 1"):
-        _ = open_proved(tmp_path).rows
-    told = json.loads((tmp_path / "proved.json").read_text())
-    told["asked"]["norm"] = "linf"
-    (tmp_path / "proved.json").write_text(json.dumps(told))
-    with pytest.raises(InputError, match="was changed after it was written"):
-        open_proved(tmp_path)
-    del told["digest"]
-    (tmp_path / "proved.json").write_text(json.dumps(told))
-    with pytest.raises(InputError, match=r"another run than the proved\.json beside it"):
-        _ = open_proved(tmp_path).rows
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            prove(net, data, run_dir=tmp_path / "a", progress=stop)
+    again = prove(net, data, run_dir=tmp_path / "a")
+    assert table(again) == table(whole)
+    assert again.manifest.digest() == whole.manifest.digest()
+    for k in range(2):
+        prove(net, data, run_dir=tmp_path / str(k), skip=k, stride=2)
+    assert table(merge_runs([tmp_path / "0", tmp_path / "1"], tmp_path / "joint")) == table(whole)
 
 
-def test_unlabelled_inputs_keep_the_networks_own_answer(tmp_path):
-    net, x, _ = problem()
-    run = certify_proved(net, x, run_dir=tmp_path, effort="fast", attack_steps=0)
-    assert [row.prediction for row in run.rows] == net(x).argmax(1).tolist()
-    assert (run.radius > 0).all()
+def test_the_deployed_pass_is_a_column_and_never_larger(tmp_path):
+    run = prove(small(), runs_nets.data(4), run_dir=tmp_path / "a", deployed="float32")
+    assert all(0 <= row.deployed <= row.radius for row in run.rows)
+    assert "deployed" in table(run).splitlines()[0]
+    assert run.summary([0.0]).deployed[0.0] <= run.summary([0.0]).accuracy[0.0]
 
 
-def test_what_cannot_be_bounded_is_said(tmp_path):
-    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, eps=0.5), nn.Linear(4, 3)).eval()
-    job = describe_proved(net, (torch.randn(2, 3), torch.zeros(2, dtype=torch.long)), attack_steps=0)
-    said = []
-    run = start_proved(job, tmp_path, tell=said.append)
-    assert "global bounds" in said[0]
-    assert "layer_norm" in run.manifest.note
-    with pytest.raises(InputError, match="norm must be"):
-        describe_proved(net, (torch.randn(2, 3), torch.zeros(2, dtype=torch.long)), norm="l3")
+def test_what_a_proved_run_refuses(tmp_path):
+    net, data = small(), runs_nets.data(3)
+    run = prove(net, data, run_dir=tmp_path / "a", effort="fast", limit=2)
+    with pytest.raises(InputError, match="no risk"):
+        run.results(alpha=0.1)
+    with pytest.raises(InputError, match="proved run"):
+        run.certificates()
+    with pytest.raises(Refused, match="kind: proved → sampled"):
+        certify(net, data, run_dir=tmp_path / "a", sigma=0.1, limit=2)
+    for settings, words in (
+        ({"norm": "l3"}, "norm"), ({"effort": "much"}, "effort"), ({"seconds": 0.0}, "seconds"),
+        ({"attack_steps": -1}, "attack_steps"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            prove(net, data, run_dir=tmp_path / "b", **settings)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sigma'"):
+        prove(net, data, run_dir=tmp_path / "b", sigma=0.1)
 
 
-def test_the_report_shows_rivals_methods_and_attacks(finished):
-    *_, run = finished
-    page = render(collect([run.folder]), plotly="")
-    for text in ("Rivals and methods", "limiting rival", "deterministic", "contradicted"):
-        assert text in page
-
-
-def test_the_command_shows_and_exports(finished, tmp_path):
-    *_, run = finished
-    table = tmp_path / "table.csv"
-    done = CliRunner().invoke(
-        app(), ["certify", str(run.folder), "--deterministic", "--epsilon", "0,0.1", "--export", str(table)]
-    )
-    assert done.exit_code == 0, done.output
-    assert "limiting rivals" in done.output
-    assert "0 radii contradicted" in done.output
-    assert len(table.read_text().splitlines()) == 5
-    for extra in (["--sigma", "0.5"], ["--export", "x.parquet"]):
-        assert CliRunner().invoke(app(), ["certify", str(run.folder), "--deterministic", *extra]).exit_code == 2
-    assert (
-        CliRunner().invoke(app(), ["certify", "m.pt2", "--data", "digits", "--sigma", "1", "--norm", "linf"]).exit_code
-        == 2
-    )
+def test_inputs_without_labels_keep_the_networks_own_answers(tmp_path):
+    net, (x, _) = small(), runs_nets.data(4)
+    results = prove(net, x, run_dir=tmp_path / "a", effort="fast").results()
+    assert results.answer.tolist() == net(x).argmax(1).tolist()
+    assert set(results.status) == {"proved"}
+    assert open_run(tmp_path / "a").finished

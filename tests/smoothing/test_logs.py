@@ -6,7 +6,6 @@ import pytest
 
 from equipoise.core import InputError
 from equipoise.smoothing import certify_counts, read_log, write_log
-from equipoise.smoothing.certificates import accuracy_table
 
 DATA = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 CERTIFY = DATA / "cohen2019" / "data" / "certify"
@@ -44,13 +43,6 @@ def test_largest_radius_is_that_of_unanimous_votes():
     log = read_log(CERTIFY / "cifar10/resnet110/noise_0.25/test/sigma_0.25")
     most = float(certify_counts([100, 0], [100_000, 0], 0.25, 0.01, "cohen").radius)
     assert log.radius.max() == pytest.approx(most, abs=6e-4)
-
-
-@needs_logs
-def test_table_has_the_best_column():
-    logs = {name: read_log(CERTIFY / name) for name in PUBLISHED}
-    table = accuracy_table(logs, [0.0, 0.5])
-    assert table["best"] == [max(table[n][i] for n in PUBLISHED) for i in range(2)]
 
 
 def test_round_trip_rounds_radii_down(tmp_path):

@@ -16,11 +16,11 @@ from equipoise.nn.models import build
 from equipoise.norms import spectral_norm
 from equipoise.train import read_recipe, run_recipe
 from equipoise.train.build import build_data
-from equipoise.train.losses import LOSSES, cross_entropy
+from equipoise.train.config import Data, Extra
+from equipoise.train.losses import LOSSES, OBJECTIVES, cross_entropy
 from equipoise.train.metrics import Certified, certified_bound, evaluate
-from equipoise.train.objective import OBJECTIVES
-from equipoise.train.recipe import Data, Extra, data_order
-from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, layer_types
+from equipoise.train.randomness import data_order
+from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, selection
 
 #: arguments of rows that have no default
 NEEDED = {"clip": {"limit": 0.1}, "gaussian": {"sigma": 0.1}, "consistency": {"sigma": 0.1},
@@ -35,7 +35,7 @@ def row(kind):
 
 
 ROWS = [
-    *({"loss": row(k)} for k in LOSSES if k not in ("intent-slots", "next-token")),
+    *({"loss": row(k)} for k in LOSSES),
     *({"regularizers": [row(k)]} for k in REGULARIZERS),
     *({"projections": [row(k)]} for k in ("norm", "clip")),
     *({"noise": row(k)} for k in OBJECTIVES),
@@ -175,9 +175,9 @@ def test_processes_share_the_examples_of_an_evaluation(world):
             world,
             lambda v: sums.append(v) or v,
         )
-    total = torch.stack(sums).sum(0)
+    total = torch.stack(sums).sum(0)  # rows by name: accuracy, certified, loss
     assert (total[:, 0] / total[:, 1]).tolist() == pytest.approx(
-        [whole["loss"], whole["accuracy"], *whole["certified_accuracy"].values()]
+        [whole["accuracy"], *whole["certified_accuracy"].values(), whole["loss"]]
     )
     assert int(total[0, 1]) == len(test)
 
@@ -226,10 +226,10 @@ def test_a_batch_larger_than_the_data_is_the_data(small):
 
 
 def test_layer_types():
-    assert layer_types(None) == {}
-    assert layer_types(["Linear", "Conv2d"]) == {"only": (nn.Linear, nn.Conv2d)}
+    assert selection() == {}
+    assert selection(["Linear", "Conv2d"]) == {"only": (nn.Linear, nn.Conv2d)}
     with pytest.raises(InputError, match="did you mean 'Linear'"):
-        layer_types("Linaer")
+        selection("Linaer")
 
 
 def test_extra_examples_are_mixed_in_by_ratio(small):
@@ -263,10 +263,10 @@ def test_a_margin_loss_takes_the_constants_of_the_network_by_pairs():
     torch.manual_seed(0)
     model = build("liresnet", in_channels=1, input_size=8, channels=8, depth=1, dense_depth=1, hidden=16)
     x, y = torch.rand(5, 1, 8, 8), torch.arange(5)
-    task = LOSSES["emma"](epsilon=0.4, start=0.1, ramp=0.5, temperature=0.5).of(model)
-    assert (task.lipschitz, task.at(0.25).epsilon.at(0.25)) == (1.0, pytest.approx(0.25))
+    task = LOSSES["emma"](epsilon=0.4, start=0.1, ramp=0.5, temperature=0.5).fit(model, None)
+    assert (task.lipschitz, task.at(0.25).epsilon) == (1.0, pytest.approx(0.25))
     z = model(x)
     expected = losses.emma(z, y, 0.25, 1.0, model[-1].weight.detach(), 0.5)
     assert torch.equal(task.at(0.25).loss(z, y), expected)
     with pytest.raises(InputError, match="does not follow from its construction"):
-        LOSSES["emma"]().of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        LOSSES["emma"]().fit(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from equipoise.cli.app import Command, build
 from equipoise.core.errors import InputError
 from equipoise.train import bundled, read_recipe, run_recipe
-from equipoise.train.plan import plan_recipe
+from equipoise.train.loop import plan_recipe
 
 _SLL = ["depth=1", "channels=4", "dense_depth=1", "hidden=8"]
 _RESIDUAL = ["depth=1", "channels=8", "dense_depth=1", "hidden=16"]
@@ -74,10 +74,10 @@ def test_a_plan_needs_no_data(name, tmp_path, monkeypatch):
     monkeypatch.setenv("EQUIPOISE_DATA", str(tmp_path))
     recipe = shrunk(name)
     found = plan_recipe(recipe)
-    assert found.steps == recipe.epochs * (recipe.data.examples // recipe.batch_size)
-    assert found.hours == pytest.approx(found.steps * found.step_seconds / 3600)
-    assert "not at hand" in found.where
-    assert "clean / certified" in found.published
+    assert found["steps"] == recipe.epochs * (recipe.data.examples // recipe.batch_size)
+    assert found["hours"] == pytest.approx(found["steps"] * found["step_seconds"] / 3600)
+    assert "not here" in found["where"]
+    assert "clean / certified" in found["published"]
     without = recipe.model_copy(update={"data": recipe.data.model_copy(update={"examples": None})})
     with pytest.raises(InputError):
         plan_recipe(without)

@@ -4,18 +4,18 @@ import contextlib
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.train import bundled, read_recipe, run_recipe
-from equipoise.train.build import build_data, from_table
+from equipoise.train.build import build_data
+from equipoise.train.config import Choice, Schedule, fill_in, from_table, parse
 from equipoise.train.loop import factor
-from equipoise.train.losses import LOSSES
-from equipoise.train.objective import OBJECTIVES
-from equipoise.train.reading import fill_in, parse
-from equipoise.train.recipe import Schedule
-from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS
+from equipoise.train.losses import LOSSES, OBJECTIVES
+from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context
 
 GOOD = """
 model:
@@ -31,28 +31,31 @@ BAD = {
     "unknown key": (
         "epochs: 2",
         "epoch: 2",
-        r"line 7: unknown key 'epoch'; did you mean 'epochs'\?|'epochs' is missing",
+        r"unknown key 'epoch'; did you mean 'epochs'\?|'epochs' is missing",
     ),
-    "unknown inner key": ("  lr: 1e-2", "  learning_rate: 1", r"line 6: unknown key 'optimizer\.learning_rate'"),
-    "near inner key": ("  lr: 1e-2", "  momentun: 0.5", r"line 6: .*did you mean 'momentum'\?"),
-    "wrong type": ("epochs: 2", "epochs: many", r"line 7: 'epochs' must be a valid integer.*got 'many'"),
-    "negative": ("  lr: 1e-2", "  lr: -1", r"line 6: 'optimizer\.lr' must be greater than 0, got -1"),
-    "nan": ("  lr: 1e-2", "  lr: .nan", r"line 6: 'optimizer\.lr' must be greater than 0|finite"),
+    "unknown inner key": ("  lr: 1e-2", "  learning_rate: 1", r"unknown key 'optimizer\.learning_rate'"),
+    "near inner key": ("  lr: 1e-2", "  momentun: 0.5", r"did you mean 'momentum'\?"),
+    "wrong type": ("epochs: 2", "epochs: many", r"'epochs' must be a valid integer.*got 'many'"),
+    "negative": ("  lr: 1e-2", "  lr: -1", r"'optimizer\.lr' must be greater than 0, got -1"),
+    "beyond floats": ("  lr: 1e-2", f"  lr: 1{'0' * 400}", r"'optimizer\.lr' must be a valid number"),
+    "not a number": ("  lr: 1e-2", "  lr: fast", r"'optimizer\.lr' must be a valid number.*got 'fast'"),
+    "huge": ("epochs: 2", "epochs: 1000000000000000000", r"'epochs' must be less than or equal to 1000000, got 10{18}"),
+    "nan": ("  lr: 1e-2", "  lr: .nan", r"'optimizer\.lr' must be greater than 0|finite"),
     "zero epochs": ("epochs: 2", "epochs: 0", r"'epochs' must be greater than or equal to 1"),
-    "choice": ("  lr: 1e-2", "  kind: sdg", r"line 6: 'optimizer\.kind' must be 'sgd', 'adam'"),
+    "choice": ("  lr: 1e-2", "  kind: sdg", r"'optimizer\.kind' must be 'sgd', 'adam'"),
     "missing": ("epochs: 2", "", r"'epochs' is missing"),
     "missing part": ("data: {path: digits}", "", r"'data' is missing"),
-    "twice": ("epochs: 2", "epochs: 2\nepochs: 3", r"line 8: 'epochs' is given twice"),
-    "no factory": ("equipoise.nn.models:mlp", "mlp", r"line 3: 'model\.factory' must match pattern"),
+    "twice": ("epochs: 2", "epochs: 2\nepochs: 3", r"'epochs' is given twice"),
+    "no factory": ("equipoise.nn.models:mlp", "mlp", r"'model\.factory' must match pattern"),
     "not YAML": ("epochs: 2", "epochs: [2", r"line \d+ is not YAML"),
-    "list": (GOOD, "- 1\n- 2\n", r"must hold `key: value` pairs, got a list"),
-    "empty": (GOOD, "", r"must hold `key: value` pairs, got nothing"),
+    "list": (GOOD, "- 1\n- 2\n", r"must hold `key: value` pairs, got list"),
+    "empty": (GOOD, "", r"must hold `key: value` pairs, got NoneType"),
     "nested": ("  lr: 1e-2", "  nesterov: true\n  momentum: 0", r"nesterov needs a momentum above 0"),
     "schedule": ("epochs: 2", "epochs: 2\nschedule: {kind: piecewise}", r"at least two points"),
     "part is text": (
         "data: {path: digits}",
         "data: digits",
-        r"line 4: 'data' must be a valid dictionary.*got 'digits'",
+        r"'data' must be a valid dictionary.*got 'digits'",
     ),
 }
 
@@ -113,7 +116,7 @@ def test_overrides_inside_a_list_and_of_a_shorthand(tmp_path):
         ("optimizer.lr", "takes key=value"),
         ("=3", "takes key=value"),
         ("optimizer.lt=3", "did you mean 'lr'"),
-        ("epochs=[1", "is not a YAML value"),
+        ("epochs=[1", "is not YAML"),
         ("regularizers.5.weight=1", "no position in a list"),
     ],
 )
@@ -156,20 +159,21 @@ TABLES = {
 
 @pytest.mark.parametrize("table", TABLES)
 def test_unknown_kinds_and_arguments_get_suggestions(table, small):
-    from equipoise.train.recipe import Choice
-
     rows = TABLES[table]
     first = next(iter(rows))
-    count = 1 if table in ("regularizer", "projection", "noise") else 0
+    context = Context(nn.Linear(2, 2), LOSSES["ce"](), torch.zeros(1, 2))
+    firsts = {"regularizer": [context], "projection": [context], "noise": [context.task]}.get(table, [])
     with pytest.raises(InputError, match=f"no kind.*{first}"):
-        from_table(rows, Choice(kind=first + "x"), table, *[None] * count)
+        from_table(rows, Choice(kind=first + "x"), table, *firsts)
     for kind in rows:
-        with pytest.raises(InputError, match="takes no 'nonsense'"):
-            from_table(rows, Choice(kind=kind, nonsense=1), table, *[None] * count)
+        with pytest.raises(InputError, match="nonsense"):
+            from_table(
+                rows, Choice(kind=kind, nonsense=1, **({"radius": 1.0} if kind == "guard" else {})), table, *firsts
+            )
 
 
 def test_missing_and_wrong_arguments(small):
-    with pytest.raises(InputError, match="noise: 'gaussian' needs 'sigma'"):
+    with pytest.raises(InputError, match="noise \\(gaussian\\): 'sigma' is missing"):
         run_recipe(small(noise="gaussian"))
     with pytest.raises(InputError, match=r"takes no argument 'width'; did you mean 'widths'\?"):
         run_recipe(small("model.arguments.width=3"))
@@ -264,7 +268,7 @@ HOSTILE = {
     "more data that runs": ("extends: sll-sr-digits\ndata: {extra: {path: 'sys:exit'}}\n", "sys:exit"),
     "data that runs by a variable": ("extends: sll-sr-digits\ndata: {path: '${A_WORD}:exit#train'}\n", "sys:exit"),
     "a bomb": ("a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", "aliases"),
-    "bottomless": ("[" * 5000 + "]" * 5000, "nested deeper"),
+    "bottomless": ("[" * 5000 + "]" * 5000, "not YAML"),
     "a strange date": ("name: 2024-99-99\n", "not YAML"),
 }  # fmt: skip
 
@@ -285,17 +289,6 @@ def test_code_of_ones_own_is_allowed_or_typed(tmp_path):
     assert read_recipe(path, allow_code=True).model.factory == "my_nets:net"
     path.write_text("model: {factory: 'equipoise.nn.models:mlp'}\ndata: {path: digits}\nepochs: 1\n")
     assert read_recipe(path, ["model.factory=my_nets:net"]).model.factory == "my_nets:net"
-
-
-@pytest.mark.parametrize(("old", "new"), [("optimiser", "optimizer"), ("regularisers", "regularizers")])
-def test_the_earlier_spelling_is_accepted_with_a_hint(old: str, new: str) -> None:
-    value: object = {"lr": 0.25} if old == "optimiser" else ["weight-decay"]
-    document = {"model": {"factory": "torch.nn:Flatten"}, "data": {"path": "digits"}, "epochs": 1}
-    with pytest.warns(FutureWarning, match=new):
-        recipe = read_recipe({**document, old: value})
-    assert recipe == read_recipe({**document, new: value})
-    with pytest.raises(InputError, match=new):
-        read_recipe({**document, old: value, new: value})
 
 
 def test_a_recipe_extends_a_bundled_one(tmp_path):

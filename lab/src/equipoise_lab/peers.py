@@ -20,10 +20,11 @@ from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, inflate, require_finite
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import Convolution, convolution
-from equipoise.norms.convolution import dense_bracket, materialise
+from equipoise.norms.cholesky import dense_bracket
+from equipoise.norms.convolution import materialise
 from equipoise.norms.lanczos import random_start
+from equipoise.norms.power import power_iteration, unit
 from equipoise.norms.symbol import Symbol
-from equipoise.norms.tracked import power_iteration, unit
 
 Run = Callable[[Tensor, tuple[int, ...], PaddingMode, int], Bound]
 

@@ -30,7 +30,6 @@ TABLES: tuple[str, ...] = ("equipoise.nn.models",)
 BUILDERS: dict[str, str] = {
     "equipoise.conversion:converted": "equipoise.conversion",
     "equipoise.nn.models:lipschitz_gpt": "equipoise.nn.models",
-    "equipoise.train.text:minilm_tagger": "equipoise.train.text",
 }
 GROUP = "equipoise.models"
 _ADDED: dict[str, Builder] = {}

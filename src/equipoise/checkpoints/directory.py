@@ -7,19 +7,20 @@ naive edits, not a signature: who can write both files can write a digest that f
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import nn
 
 from equipoise.checkpoints.builders import build_registered, registered
 from equipoise.core.digests import digest_bytes, sealed, unsealed
+from equipoise.core.documents import Document, check_document
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import atomic_write, make_folder, parse_json, read_bounded, read_json
+from equipoise.core.files import atomic_write, make_folder, open_weights, read_bounded, read_json
 
 #: a weights file longer than this is not read
 LARGEST_WEIGHTS = 2**40
-_LARGEST_HEADER = 100_000_000
 
 
 def save_checkpoint(
@@ -32,8 +33,13 @@ def save_checkpoint(
 ) -> Path:
     """Write `model.safetensors` and `config.json`, each whole or not at all, so that `load_checkpoint` gives the model back.
 
-    `factory` is a registered builder (`equipoise.nn.models.factory("mlp")`). `extra` is kept in `config.json` under its own keys
-    (training epoch, metrics, certificate); it is never executed.
+    Args:
+        folder: made where it is not there.
+        model: whose weights are stored.
+        factory: a registered builder (`equipoise.nn.models.factory("mlp")`).
+        arguments: of the builder.
+        input_shape: of one input.
+        extra: kept in `config.json` under its own keys (epoch, metrics, certificate), never executed.
     """
     from safetensors.torch import save
 
@@ -54,34 +60,40 @@ def save_checkpoint(
     return folder
 
 
+class Config(Document):
+    """What `config.json` of a checkpoint says; further keys (epoch, metrics) are kept and never executed.
+
+    Attributes:
+        factory: the name of a registered builder.
+        arguments: of the builder.
+        input_shape: of one input.
+        weights: the digest of the weights file.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    factory: str = Field(max_length=200)
+    arguments: dict[str, Any] | None = None
+    input_shape: tuple[Annotated[int, Field(ge=1, le=2**24)], ...] | None = Field(None, min_length=1, max_length=8)
+    weights: str | None = None
+
+
 def load_checkpoint(folder: str | Path) -> tuple[nn.Module, tuple[int, ...] | None]:
     """A checkpoint directory: one safetensors file, and a `config.json` with `factory`, `arguments` and `input_shape`.
 
-    The factory must be a registered builder: a file does not choose which other code runs. Checkpoints of the first release
-    carry no digest; they open, and only what does not fit is noticed.
+    The factory must be a registered builder: a file does not choose which other code runs. A `config.json` that was written
+    by hand may lack digests; where they are there, they must fit.
     """
     folder = Path(folder)
     where = str(folder / "config.json")
-    config = unsealed(read_json(folder / "config.json"), where)
-    factory = config.get("factory") if isinstance(config, dict) else None
-    if not isinstance(factory, str):
-        raise InputError(f"{where} names no factory")
+    config = check_document(unsealed(read_json(folder / "config.json"), where), Config, where)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise InputError(f"{folder} must hold one .safetensors file, it holds {len(files)}")
-    state = read_weights(files[0], config.get("weights"))
+
+    state = read_weights(files[0], config.weights)
     elements = sum(value.numel() for value in state.values())
-    model = build_registered(factory, config.get("arguments"), where, elements, len(state))
-    return fill(model, state, files[0]), _shape(config.get("input_shape"), where)
-
-
-def _shape(value: Any, where: str) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    fine = isinstance(value, list) and 1 <= len(value) <= 8
-    if not fine or not all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= 2**24 for n in value):
-        raise InputError(f"{where}: input_shape must be a list of positive whole numbers, got {str(value)[:100]}")
-    return tuple(value)
+    model = build_registered(config.factory, config.arguments, where, elements, len(state))
+    return fill(model, state, files[0]), config.input_shape
 
 
 def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
@@ -94,26 +106,35 @@ def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
     return fill(model, read_weights(path), path)
 
 
-def read_weights(path: Path, digest: Any = None) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file whose header is sound (and whose content has this digest, where one is known)."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+def read_weights(path: Path, digest: str | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file.
 
-    content = read_bounded(path, LARGEST_WEIGHTS)
-    if digest is not None and digest != digest_bytes(content):
+    Args:
+        path: the file.
+        digest: of its content, where it is known.
+    """
+    if digest is not None and digest != digest_bytes(read_bounded(path, LARGEST_WEIGHTS)):
         raise InputError(f"{path} is not the file that its config.json was written with (the digest does not fit)")
-    length = int.from_bytes(content[:8], "little")
-    if length > min(_LARGEST_HEADER, len(content) - 8):
-        raise InputError(f"cannot read {path}: its header is longer than the file")
-    parse_json(content[8 : 8 + length], f"the header of {path}")
-    try:
-        return load(content)
-    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, OverflowError, AttributeError) as error:
-        raise InputError(f"cannot read {path}: {one_line(error)[:160]}") from error
+    with open_weights(path) as file:
+        return {name: file.tensor(name) for name in file.names}
 
 
 def fill(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> nn.Module:
-    """Put tensors into a model, every name accounted for."""
+    """Put tensors into a model, every name accounted for.
+
+    Half precision becomes the model's own format, which is exact; integers in place of weights would be another network.
+
+    Args:
+        model: the model.
+        state: tensors by name.
+        path: of their file, for error messages.
+    """
+    for name, value in model.state_dict().items():
+        stored = state.get(name, value)
+        if value.is_floating_point() and (not stored.is_floating_point() or stored.element_size() == 1):
+            raise Refused(
+                f"{path} stores {name} as {stored.dtype}: quantised weights are not read, store them as float32"
+            )
     try:
         missing, extra = model.load_state_dict(dict(state), strict=False)
     except (RuntimeError, ValueError, TypeError) as error:

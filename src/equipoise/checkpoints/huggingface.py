@@ -1,13 +1,14 @@
-"""Hugging Face directories: `config.json` and safetensors, built by the installed transformers package and by nothing else.
+"""Hugging Face directories: `config.json` and safetensors, read by the installed transformers package and by nothing else.
 
 `config.json` is data. The model type and the class must be rows of transformers' own tables of image models; code in the folder
-(`auto_map`), quantisation, adapters, kernels from the network and pickled weights are refused with the reason. Weights are
-counted on torch's meta device before memory is taken, and every name in the files must have its place in the model.
+(`auto_map`), quantisation, adapters and pickled weights are refused with the reason. The model is sketched on torch's meta
+device first: it must not be larger than the files, and afterwards every name in the files must have had its place in it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise.checkpoints.builders import Budget, check_arguments
-from equipoise.checkpoints.directory import fill
+from equipoise.checkpoints.builders import check_arguments
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.files import WeightFile, read_json
+from equipoise.core.files import open_weights, read_json
 from equipoise.core.imports import guarded
 
 #: fields of a config that would bring other code or other weights than the files of the folder
 _FOREIGN = {
     "auto_map": "code in the folder",
     "custom_pipelines": "code in the folder",
+    "trust_remote_code": "code in the folder",
     "quantization_config": "quantised weights",
     "adapter_config": "an adapter",
     "base_model_name_or_path": "a model from elsewhere",
@@ -32,17 +33,15 @@ _FOREIGN = {
     "backbone_kwargs": "a model from elsewhere",
     "use_pretrained_backbone": "weights from elsewhere",
     "architecture": "a model of timm",
-    "trust_remote_code": "code in the folder",
 }
-#: whole numbers up to this may stand in a config whatever the weights: Python counts that far in no time
-_COUNTED = 10**6
-#: operations that building a model may take per stored tensor, ten times what it does take and more
-_CALLS = 50
 #: fields that only say how the model was trained or is run, and may name things to load
 _IGNORED = ("_attn_implementation", "attn_implementation", "_attn_implementation_internal", "_experts_implementation",
             "experts_implementation", "_experts_implementation_internal", "use_kernels", "_name_or_path", "name_or_path",
             "torch_dtype", "dtype", "architectures",
             "transformers_version", "id2label", "label2id", "task_specific_params", "problem_type")  # fmt: skip
+#: numbers that say how often something is built, or how large a table of pairs of places is
+_COUNTED, _MOST_LAYERS, _LARGEST_IMAGE = 10**6, 1_000, 512
+_EXPORT = "torch.export.save(torch.export.export(model.eval(), (x,)), 'model.pt2')"
 
 
 class Pixels(nn.Module):
@@ -56,8 +55,7 @@ class Pixels(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits where the model has them."""
         out = self.model(pixel_values=x, return_dict=True)
-        found = out.logits if "logits" in out else out.last_hidden_state
-        return found
+        return out.logits if "logits" in out else out.last_hidden_state
 
 
 def is_hugging_face(config: Any) -> bool:
@@ -66,22 +64,52 @@ def is_hugging_face(config: Any) -> bool:
 
 
 def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, ...] | None]:
-    """The image model of a directory in evaluation mode, and the shape of one input if the config says it."""
+    """The image model of a directory in evaluation mode, and the shape of one input if the config says it.
+
+    Args:
+        folder: the directory, as `save_pretrained` writes it.
+        config: its `config.json`, as JSON gives it.
+    """
     where = str(folder / "config.json")
     if "architecture" in config:
         named = str(config.get("architecture"))[:60]
         raise Refused(f"{where} names the timm architecture {named!r}: build it with timm and export it. {_EXPORT}")
+
+    stored = _stored_numbers(folder)
     plain = _without_foreign(config, where)
-    parts = _parts(folder)
-    files = [WeightFile(part) for part in parts]
-    try:
-        shapes = {name: entry.shape for file in files for name, entry in file.entries.items()}
-        model = _build(config, plain, where, sum(_count(shape) for shape in shapes.values()), len(shapes))
-        state = {name: file.tensor(name) for file in files for name in file.entries}
-    finally:
-        for file in files:
-            file.file.close()
-    return Pixels(fill(model, _with_ties(model, state), parts[0])), _shape(config)
+    made, builder = _described(config, plain, where, stored)
+    _require_fit(lambda: builder(made), where, stored)
+    return Pixels(_filled(builder, made, folder, where)), _shape(config)
+
+
+def _stored_numbers(folder: Path) -> int:
+    """How many numbers the weight files hold; their headers are checked, and what lies elsewhere is refused."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = read_json(index)
+        names = listed.get("weight_map") if isinstance(listed, dict) else None
+        parts = sorted(set(map(str, names.values()))) if isinstance(names, dict) else []
+        if not parts or any("/" in name or not name.endswith(".safetensors") for name in parts):
+            raise InputError(f"{index} does not name the weight files of its folder")
+    else:
+        parts = [path.name for path in folder.glob("*.safetensors")]
+        if not parts and any(folder.glob("*.bin")):
+            raise Refused(
+                f"{folder} holds pickled weights (.bin), which are never opened: save it with safe_serialization=True"
+            )
+        if parts != ["model.safetensors"]:
+            raise InputError(f"{folder} must hold model.safetensors or an index of its parts, it holds {parts[:3]}")
+
+    total = 0
+    for part in parts:
+        with open_weights(folder / part) as file:
+            total += sum(file.numel(name) for name in file.names)
+            small = [
+                name for name in file.names if file.dtype(name) in ("I8", "U8") or file.dtype(name).startswith("F8")
+            ]
+            if small:
+                raise Refused(f"{part} stores {small[0][:80]} in 8 bits: quantised weights are not read")
+    return total
 
 
 def _without_foreign(value: Any, where: str) -> Any:
@@ -92,15 +120,15 @@ def _without_foreign(value: Any, where: str) -> Any:
         return value
     for key, what in _FOREIGN.items():
         if value.get(key):
-            raise Refused(f"{where} asks for {what} ({key}), which is not loaded: {_INSTEAD}")
+            raise Refused(
+                f"{where} asks for {what} ({key}), which is not loaded: build the model with its own package, check it, and "
+                f"export it: {_EXPORT}"
+            )
     return {k: _without_foreign(v, where) for k, v in value.items() if k not in _IGNORED}
 
 
-_EXPORT = "torch.export.save(torch.export.export(model.eval(), (x,)), 'model.pt2')"
-_INSTEAD = f"build the model with its own package, check it, and export it: {_EXPORT}"
-
-
-def _build(config: Mapping[str, Any], plain: Mapping[str, Any], where: str, stored: int, tensors: int) -> nn.Module:
+def _described(config: Mapping[str, Any], plain: Any, where: str, stored: int) -> tuple[Any, Any]:
+    """The config as transformers reads it, and the class of the model."""
     try:
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -108,80 +136,93 @@ def _build(config: Mapping[str, Any], plain: Mapping[str, Any], where: str, stor
         raise InputError(
             f"{where} is a Hugging Face model, which needs transformers: pip install transformers"
         ) from error
+
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise Refused(f"{where} has the model type {str(kind)[:60]!r}, which the installed transformers does not know")
     arguments = check_arguments({k: v for k, v in plain.items() if k != "model_type"}, where, max(stored, _COUNTED))
+    _require_moderate(arguments, kind, where)
+
     made = guarded(lambda: CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(arguments))), f"{where}: this config")
     labels = config.get("id2label")
     if isinstance(labels, dict) and 0 < len(labels) <= _COUNTED:
         made.num_labels = len(labels)
     made._attn_implementation = "eager"
-    builder = _builder(config, made, modeling_auto, where)
-    with torch.device("meta"), Budget(stored, where, calls=_CALLS * (tensors + 20)):
-        sketch = guarded(lambda: builder(made), f"{where}: this model")
-    needed = sum(value.numel() for value in sketch.state_dict().values())
+    return made, _builder(config, made, modeling_auto, where)
+
+
+def _require_moderate(arguments: Mapping[str, Any], kind: str, where: str) -> None:
+    """Refuse what makes Python count for minutes: layers without end, and tables of pairs of places of a large image."""
+    for key, value in arguments.items():
+        numbers = value if isinstance(value, list) else [value]
+        if key in ("depths", "num_hidden_layers", "num_layers", "num_stages", "num_blocks"):
+            whole = [n for n in numbers if isinstance(n, int)]
+            if sum(map(abs, whole)) > _MOST_LAYERS:
+                raise Refused(f"{where} asks for {sum(whole):,} layers ({key}), at most {_MOST_LAYERS:,} are built")
+        if key == "image_size" and kind == "levit" and any(isinstance(n, int) and n > _LARGEST_IMAGE for n in numbers):
+            raise Refused(f"{where} asks for images of {value} pixels, a {kind} takes at most {_LARGEST_IMAGE} here")
+
+
+def _require_fit(build: Any, where: str, stored: int) -> None:
+    """Build the model without memory and count its numbers, those of its tables included."""
+    with torch.device("meta"):
+        sketch = guarded(build, f"{where}: this model")
+    needed = sum(value.numel() for value in (*sketch.parameters(), *sketch.buffers()))
     if needed > 1.5 * stored + 10_000_000:
         raise Refused(
-            f"{where} describes a model of {needed:,} numbers, but the files hold {stored:,}: it does not fit them"
+            f"{where} describes a network of {needed:,} numbers, far larger than its weights file, which holds {stored:,}"
         )
-    found: nn.Module = guarded(lambda: builder(made), f"{where}: this model")
-    return found.eval()
 
 
 def _builder(config: Mapping[str, Any], made: Any, tables: Any, where: str) -> Any:
     """The class that the config names, if it is transformers' own image model for this type."""
     names = config.get("architectures")
     wanted = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    known = []
+    classes = []
     for table in (tables.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, tables.MODEL_FOR_IMAGE_MAPPING):
         if type(made) in table:
             found = table[type(made)]
-            known += list(found) if isinstance(found, tuple | list) else [found]
-    if not known:
+            classes += list(found) if isinstance(found, tuple | list) else [found]
+    if not classes:
         raise Refused(
             f"{where} describes a {str(config['model_type'])[:60]!r}, which does not take images: tokens have no distance to be "
             "Lipschitz in; `equipoise norm FOLDER` bounds its weights one by one"
         )
-    chosen = [kind for kind in known if wanted is None or kind.__name__ == wanted]
+    chosen = [kind for kind in classes if wanted is None or kind.__name__ == wanted]
     if not chosen:
-        raise Refused(
-            f"{where} names the class {str(wanted)[:60]!r}; known for it: {', '.join(k.__name__ for k in known)}"
-        )
+        listed = ", ".join(kind.__name__ for kind in classes)
+        raise Refused(f"{where} names the class {str(wanted)[:60]!r}; for this type there are {listed}")
     return chosen[0]
 
 
-def _parts(folder: Path) -> list[Path]:
-    """The weight files: those that the index names, or the only one."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        listed = read_json(index).get("weight_map")
-        names = sorted(set(listed.values())) if isinstance(listed, dict) and listed else []
-        if not names or not all(isinstance(n, str) and n.endswith(".safetensors") and "/" not in n for n in names):
-            raise InputError(f"{index} does not name the weight files of its folder")
-        return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return found
-    if not found and any(folder.glob("*.bin")):
-        raise Refused(
-            f"{folder} holds pickled weights (.bin), which are never opened: save it with safe_serialization=True"
+def _filled(builder: Any, made: Any, folder: Path, where: str) -> nn.Module:
+    """The model with the weights of the folder, by transformers' reader, which knows how names were called earlier."""
+
+    def load() -> Any:
+        return builder.from_pretrained(
+            folder,
+            config=made,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below
+            output_loading_info=True,
         )
-    raise InputError(
-        f"{folder} must hold model.safetensors or an index of its parts, it holds {len(found)} weight files"
-    )
 
+    noisy = logging.getLogger("transformers")
+    level = noisy.level
+    noisy.setLevel(logging.CRITICAL)
+    try:
+        model, info = guarded(load, f"{where}: loading the weights")
+    finally:
+        noisy.setLevel(level)
 
-def _with_ties(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights that share memory with another one are stored once: fill the others in."""
-    places: dict[int, list[str]] = {}
-    for name, value in model.state_dict().items():
-        places.setdefault(value.data_ptr() or id(value), []).append(name)
-    for names in places.values():
-        known = [name for name in names if name in state]
-        if known:
-            state |= {name: state[known[0]] for name in names if name not in state}
-    return state
+    wrong = {"missing": info["missing_keys"], "unknown": info["unexpected_keys"], "misshapen": info["mismatched_keys"]}
+    said = [f"{len(keys)} {what} (first: {sorted(map(str, keys))[0]})" for what, keys in wrong.items() if keys]
+    if said:
+        raise InputError(f"the weights of {folder} do not fit the model: {' and '.join(said)}")
+    return model.eval()
 
 
 def _shape(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -189,10 +230,3 @@ def _shape(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     sides = size if isinstance(size, list) else [size, size]
     fine = len(sides) == 2 and all(type(n) is int and 0 < n < 2**16 for n in (*sides, channels))
     return (channels, *sides) if fine else None
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    result = 1
-    for n in shape:
-        result *= n
-    return result

@@ -203,6 +203,9 @@ def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes], name: 
     if not plain or len(sizes) != len(strides) or min([0, offset, *sizes, *strides]) < 0:
         raise InputError(f"{name}: the weight {key[:80]!r} has the sizes {sizes} and strides {strides}: it is damaged")
 
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        raise _half(name, f"weight {key[:80]!r}", dtype)
+
     count = math.prod(sizes)
     numbers = len(content) // dtype.itemsize
     last = offset + sum((s - 1) * t for s, t in zip(sizes, strides, strict=True)) if count else -1
@@ -211,6 +214,13 @@ def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes], name: 
 
     flat = torch.frombuffer(bytearray(content), dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)
     return flat.as_strided(sizes, strides, offset)
+
+
+def _half(name: str, what: str, dtype: torch.dtype) -> Refused:
+    return Refused(
+        f"{name} has the {what} in {str(dtype).removeprefix('torch.')}: bounds and certificates are for float32 and float64; "
+        "export model.float()"
+    )
 
 
 # ---- plain values -----------------------------------------------------------------------------------------------------
@@ -355,6 +365,8 @@ class _Reader:
             raise InputError(
                 f"{self.name} has an input {name[:60]!r} of shape {shape} and unknown type; export it again"
             )
+        if dtype.is_floating_point and dtype.itemsize < 4:
+            raise _half(self.name, f"input {name[:60]!r}", dtype)
         self.require_room(math.prod(shape) * dtype.itemsize, f"input {name!r}", constant=False)
         with self.mode:
             return torch.empty(shape, dtype=dtype)

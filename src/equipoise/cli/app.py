@@ -33,24 +33,28 @@ class Command:
     summary: str = ""
 
 
-#: every command in the order of the help, with what the list says of it; a new one is a new row here and a function of that
-#: name in a module of that name
+#: every command in the order of the help: its module in this package and what the list says of it
 _TABLE = {
-    "demo": "Train, audit, certify and attack on bundled digits.",
-    "norm": "Spectral norms of the weights in a file, proved.",
-    "audit": "A proved Lipschitz bound of a network, by layer.",
-    "certify": "Certify a dataset; runs survive being killed.",
-    "predict": "Answers of the smoothed classifier as deployed.",
-    "attack": "Attack a network; no certificate may break.",
-    "report": "One HTML page from certification runs.",
-    "train": "Train a network from a recipe.",
-    "curvature": "Hessian eigenvalue, trace, density, sharpness.",
-    "selfcheck": "Attack the guarantees on your own machine.",
+    "demo": ("demo", "Train, audit, certify and attack on bundled digits."),
+    "norm": ("norm", "Spectral norms of the weights in a file, proved."),
+    "audit": ("audit", "A proved Lipschitz bound of a network, by layer."),
+    "certify": ("certify", "Certify a dataset by randomized smoothing."),
+    "prove": ("certify", "Prove radii of a network itself, without noise."),
+    "check": ("check", "Check a certificate bundle independently."),
+    "derive": ("certify", "A stored run at another risk or procedure."),
+    "merge": ("certify", "Join runs over disjoint inputs."),
+    "export": ("certify", "A run as .csv, .json or Cohen's log."),
+    "attack": ("attack", "Attack a run; no certificate may break."),
+    "predict": ("attack", "Answers of a run's classifier as deployed."),
+    "report": ("report", "One HTML page from certification runs."),
+    "train": ("train", "Train a network from a recipe."),
+    "curvature": ("curvature", "Hessian eigenvalue, trace, density, sharpness."),
+    "selfcheck": ("selfcheck", "Attack the guarantees on your own machine."),
 }
 #: loaded at once; the others only when they are wanted
 _LIGHT = frozenset({"demo", "norm", "selfcheck"})
 COMMANDS = tuple(
-    Command(name, f"equipoise.cli.{name}", name, name not in _LIGHT, text) for name, text in _TABLE.items()
+    Command(name, f"equipoise.cli.{module}", name, name not in _LIGHT, text) for name, (module, text) in _TABLE.items()
 )
 
 #: click's class of mistakes in a command line; typer has its own copy of click in later versions
@@ -59,13 +63,14 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 #: a disk, a quota or a file that takes no more
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-HELP = """Stability of PyTorch networks, with guarantees: a number that says upper bound is one.
+HELP = """Stability of PyTorch networks, with guarantees: every reported upper bound is rigorous, rounding included.
 
 Examples:
 
   equipoise demo                                           everything once, on bundled digits: a minute or two
   equipoise audit model.onnx                               how much can this network stretch a distance?
   equipoise certify model.onnx --data photos/ --sigma 0.1  which answers cannot change, and how far?
+  equipoise prove model.onnx --data images.npz             the same without noise, for the network itself
   equipoise norm model.safetensors --input-size 32,32      spectral norm of every weight
   equipoise selfcheck --minutes 5                          the guarantees, attacked on this machine
 

@@ -1,104 +1,159 @@
-"""`equipoise attack`: accuracy under attack at several radii, beside what a run certifies."""
+"""`equipoise attack` and `equipoise predict`: a run from the other side, and its classifier as it is deployed."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from equipoise.cli import options
 from equipoise.cli.consoles import emit_json, progress, results, say, table, tell
-from equipoise.cli.options import Device, Json, Skip, Split, Stride, Weights, numbers
+from equipoise.cli.loading import load_data, load_network
+from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
-    from equipoise.runs.attacks.run import AttackSummary
+    from equipoise.runs import Run
+    from equipoise.runs.settings import Recipe
+
+Elsewhere = Annotated[str | None, typer.Option("--model", help="the model of the run, if it lies elsewhere now")]
 
 
 def attack(
-    model: Annotated[str, typer.Argument(help="a .pt2 file, a checkpoint directory, or package.module:factory")],
-    data: Annotated[str, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")],
-    epsilon: Annotated[str, typer.Option(help="radii to attack at, e.g. 0.25,0.5,1.0")],
-    split: Split = None,
-    run: Annotated[
-        Path | None, typer.Option(help="certification run to write into; default with --sigma: runs/attack-<digest>")
-    ] = None,
-    kind: Annotated[str | None, typer.Option(help="base, smoothed or both; default both if sigma is known")] = None,
-    sigma: Annotated[float | None, typer.Option(help="noise level; default that of the run")] = None,
+    run: options.RunArgument,
+    epsilon: Annotated[str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")] = None,
+    kind: Annotated[str | None, typer.Option(help="base or smoothed; default what the run certifies")] = None,
     steps: Annotated[int, typer.Option(help="gradient steps per start")] = 20,
     restarts: Annotated[int, typer.Option(help="random starts")] = 1,
     samples: Annotated[int, typer.Option(help="smoothed: noise draws per step")] = 16,
     votes: Annotated[int, typer.Option(help="smoothed: draws that judge an attack")] = 1000,
-    limit: Annotated[int | None, typer.Option(help="at most this many inputs, of the run where there is one")] = None,
-    skip: Skip = 0,
-    stride: Stride = 1,
     seed: Annotated[int, typer.Option(help="of starts and noise")] = 0,
-    device: Device = "cpu",
+    limit: Annotated[int | None, typer.Option(help="the first inputs of the run only")] = None,
     batch_size: Annotated[int, typer.Option(help="inputs attacked at once (memory)")] = 64,
-    weights: Weights = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="repeat what is stored, e.g. after changing --samples")
-    ] = False,
-    json: Json = False,
+    device: options.Device = "cpu",
+    model: Elsewhere = None,
+    data: Annotated[str | None, typer.Option(help="the data of the run, if it lies elsewhere now")] = None,
+    json: options.Json = False,
 ) -> None:
-    """Attack the inputs of a dataset in ℓ2 balls: accuracy under attack, above certified accuracy.
+    """Attack the certified inputs of a run inside their radius, where none may break, and beyond it.
 
-    Attacks the network itself (base) and its smoothed version by projected gradient ascent.
-    Outcomes go into the store of the run, so that a report shows certified and attacked
-    accuracy together; kill it whenever you like and run the same command again. A smoothed
-    attack that succeeds inside a certified radius is tested again on fresh noise. Exit code 1:
-    a certificate was broken (the inputs are named), or some inputs could not be attacked.
+    Model, data and preprocessing are those of the run. Every certificate is attacked at 0.99 and
+    at 1.5 times its radius: none may break at the first, the second shows the attack's power.
+    Outcomes are stored in the run, so a report shows them; kill it whenever you like and run the
+    same command again. Exit code 1: a certificate broke, or some inputs could not be attacked.
 
     Examples:
 
-      equipoise attack model.pt2 --data digits --epsilon 0.25,0.5,1.0
-      equipoise certify model.pt2 --data digits --sigma 0.25 --run runs/a
-      equipoise attack model.pt2 --data digits --run runs/a --epsilon 0.25,0.5,1.0
-      equipoise attack model.pt2 --data digits --run runs/a --kind smoothed --epsilon 0.5 --steps 50 --restarts 5
+      equipoise attack runs/a
+      equipoise attack runs/a --epsilon 0.25,0.5 --steps 50 --restarts 5
     """
-    from equipoise.checkpoints import load_model
-    from equipoise.data import load_dataset
-    from equipoise.runs.attacks.run import attack_run
+    from equipoise.core.accuracy import percent
+    from equipoise.core.bounds import format_down
+    from equipoise.runs import attack_run, open_run
 
-    levels = numbers(epsilon, "--epsilon takes numbers like 0.25,0.5,1.0")
-    network, dataset = load_model(model, weights), load_dataset(data, split)
-    chosen: dict[str, Any] = {
-        "sigma": sigma, "skip": skip, "limit": limit, "stride": stride, "device": device,
-        "name": data if split is None else f"{data}#{split}",
-    }  # fmt: skip
-    folder = run
-    if run is None and sigma is not None:
-        from equipoise.runs.attacks.search import default_folder
-
-        folder = default_folder(network, dataset, **chosen)
+    levels = [] if epsilon is None else options.numbers(epsilon, "--epsilon takes numbers like 0.25,0.5,1.0")
+    found = open_run(run)
+    recipe = _recipe(found, model, data)
     try:
         with progress() as bar:
             task = bar.add_task("attacking", total=None)
             summary = attack_run(
-                network, dataset, run_dir=folder, epsilons=levels, kind=kind, steps=steps, restarts=restarts,
-                samples=samples, votes=votes, seed=seed, batch_size=batch_size, again=again, **chosen,
+                found,
+                load_network(recipe, batch=batch_size),
+                load_data(recipe),
+                epsilons=levels,
+                kind=kind,
+                steps=steps,
+                restarts=restarts,
+                samples=samples,
+                votes=votes,
+                seed=seed,
+                limit=limit,
+                batch_size=batch_size,
+                device=device,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )  # fmt: skip
+            )
     except KeyboardInterrupt:
-        kept = "nothing was stored" if folder is None else f"what was attacked is stored in {folder}"
-        say(f"interrupted: {kept}; run the same command to continue")
+        say(f"interrupted: what was attacked is stored in {run}; run the same command to continue")
         raise typer.Exit(130) from None
-    _show(summary, json)
-    if summary.violations or summary.suspected or summary.failures:
+
+    if json:
+        emit_json(summary.to_dict())
+    else:
+        if summary.accuracy:
+            columns = ("radius ε", "certified", f"attacked, {summary.kind}")
+            shown = table("Accuracy", *columns, right=columns)
+            for e, share in summary.accuracy.items():
+                shown.add_row(format_down(e, 4), f"{percent(summary.certified[e])} %", f"{100 * share:.2f} %")
+            results().print(shown)
+        tell(*summary.lines())
+    if summary.broken or summary.failures:
         raise typer.Exit(1)
 
 
-def _show(summary: AttackSummary, json: bool) -> None:
-    if json:
-        emit_json(summary.to_dict())
-        return
-    from equipoise.core.accuracy import percent
+def _recipe(run: Run, model: str | None, data: str | None) -> Recipe:
+    """How the run's model and data are loaded."""
+    from equipoise.runs.settings import Recipe
 
-    proved = ["certified"] if summary.certified else []
-    kinds = [f"attacked, {kind}" for kind in reversed(summary.accuracy)]
-    shown = table("Accuracy", "radius ε", *proved, *kinds, right=("radius ε", *proved, *kinds))
-    for e in next(iter(summary.accuracy.values())):
-        cells = [f"{percent(summary.certified[e])} %"] if proved else []
-        cells += [f"{100 * by[e]:.2f} %" for _, by in reversed(summary.accuracy.items())]
-        shown.add_row(f"{e:g}", *cells)
-    results().print(shown)
-    tell(*summary.lines())
+    changes = {name: value for name, value in (("model", model), ("data", data)) if value is not None}
+    recipe = run.manifest.recipe
+    if recipe is not None:
+        return recipe.model_copy(update=changes)
+    if model is None or data is None:
+        raise InputError(
+            f"{run.folder} was made in Python and does not say where its model is: give --model and --data"
+        )
+    return Recipe(model=model, data=data)
+
+
+def predict(
+    run: options.RunArgument,
+    data: Annotated[str, typer.Option(help="the inputs: a folder of pictures, a .npz or .parquet file, …")],
+    n: Annotated[int, typer.Option(help="draws per input")] = 1000,
+    alpha: Annotated[float, typer.Option(help="risk of a wrong majority, per input")] = 1e-3,
+    split: options.Split = None,
+    limit: Annotated[int | None, typer.Option(help="at most this many inputs, in their order")] = None,
+    device: options.Device = "cpu",
+    model: Elsewhere = None,
+    json: options.Json = False,
+) -> None:
+    """Answer new inputs as the certified classifier of a run does.
+
+    Model, noise and preprocessing are those of the run. A smoothed classifier answers with the
+    majority under the noise, and gives another class with probability at most alpha per input;
+    where the draws do not tell, there is no answer. Exit code 1: some inputs failed.
+
+    Examples:
+
+      equipoise predict runs/a --data photos/
+      equipoise predict runs/a --data digits --limit 10 --json
+    """
+    from equipoise.runs import open_run, predict_run
+
+    found = open_run(run)
+    recipe = _recipe(found, model, data if found.manifest.recipe is None else None)
+    dataset = load_data(recipe, data, split)
+    answers = list(predict_run(found, load_network(recipe), dataset, n=n, alpha=alpha, limit=limit, device=device))
+    names: Any = found.manifest.data.classes or dataset.classes
+    labelled = any(a.label >= 0 for a in answers)
+
+    def word(k: int) -> str | None:
+        return None if k < 0 else str(names[k]) if names and k < len(names) else str(k)
+
+    if json:
+        rows = [
+            {"id": a.id, "answer": None if a.answer < 0 else a.answer, "class": word(a.answer), "failure": a.failure}
+            | ({"label": a.label} if labelled else {})
+            for a in answers
+        ]
+        emit_json({"run": str(run), "data": data, "n": n, "alpha": alpha, "answers": rows})
+    else:
+        shown = table("Answers", "input", "answer", *(("label",) if labelled else ()))
+        for a in answers:
+            said = f"failed: {a.failure}" if a.failure else word(a.answer) or "no answer"
+            shown.add_row(str(a.id), said, *((word(a.label) or "",) if labelled else ()))
+        results().print(shown)
+        silent = sum(a.answer < 0 and a.failure is None for a in answers)
+        right = f", {sum(a.answer == a.label >= 0 for a in answers)} right" if labelled else ""
+        tell(f"{len(answers)} inputs{right}, {silent} without an answer")
+    if any(a.failure for a in answers):
+        raise typer.Exit(1)

@@ -1,369 +1,281 @@
-"""`equipoise certify`: certify a dataset, continue, re-derive, merge and export runs, or plan one."""
+"""`equipoise certify` (randomized smoothing) and `equipoise prove` (deterministic radii)."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import emit_json, interrupted, messages, results, say, table, tell
-from equipoise.cli.datasets import read_data
+from equipoise.cli.consoles import emit_json, interrupted, progress, results, say, table, tell
+from equipoise.cli.loading import load_data, load_network, make_recipe
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
-    from equipoise.runs import Execution, Job, Run
-    from equipoise.runs.glance import Glance
-    from equipoise.runs.parameters import Settings
-    from equipoise.runs.plan import Estimate
-    from equipoise.smoothing import Certificates
+    from equipoise.runs import Execution, Job, Results, Row, Run, Settings
+    from equipoise.runs.settings import Recipe
 
-#: draws of one forward pass, at which a dynamic batch dimension is fixed
-CHUNK = 100
-
-Targets = Annotated[list[str] | None, typer.Argument(metavar="MODEL|RUN...", help="a model, or run directories")]
+_READING = {"layout": str, "columns": str}
+_RUNNING = {"batch_size": int, "device": str, "address": str, "gpus": float, "retry_failed": bool}
+_SAMPLING = {
+    "n0": int, "seed": int, "map": str, "lipschitz": str, "noise": str, "nonfinite": str, "hopeless": float,
+    "calibration": int, "noise_dtype": str,
+}  # fmt: skip
+_PROVING = {"attack_steps": int, "retry_failed": bool}
 
 
 def certify(
-    targets: Targets = None,
-    data: Annotated[str | None, typer.Option(help="the data: digits, a .npz or .parquet file, a folder, …")] = None,
-    split: options.Split = None,
-    sigma: Annotated[
-        str | None,
-        typer.Option(help="noise level, in the units of the model's input; or one per channel: 0.25,0.25,0.5"),
-    ] = None,
-    n0: Annotated[int, typer.Option(help="selection draws per input")] = 100,
+    model: options.Model,
+    data: options.Data,
+    sigma: Annotated[str, typer.Option(help="noise level in the units of the data; or one per channel: 0.2,0.2,0.5")],
+    run: options.RunFolder = None,
     n: Annotated[int, typer.Option(help="estimation draws per input")] = 10_000,
-    alpha: Annotated[float | None, typer.Option(help="risk per input; default 0.001")] = None,
-    procedure: Annotated[
-        str | None, typer.Option(help="rivals (default), cohen, bonferroni, cpm, direct, lvm, …")
-    ] = None,
-    map: Annotated[str | None, typer.Option(help="of soft scores: global, per-input, softmax:T, sparsemax:T")] = None,
-    lipschitz: Annotated[
-        str | None, typer.Option(help="of the network: auto, or your own bound (an assumption)")
-    ] = None,
+    alpha: Annotated[float, typer.Option(help="risk per input")] = 1e-3,
+    procedure: Annotated[str, typer.Option(help="rivals, cohen, bonferroni, cpm, direct, lvm, …")] = "rivals",
     adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="stop each input as soon as its answer is known")
-    ] = False,
-    target_radius: Annotated[float | None, typer.Option(help="adaptive: the radius to decide at")] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="at most this many inputs, the first of every class in turn")
+        str | None, typer.Option(help="stop each input early: at a radius to decide at (0.5), or a share (10%)")
     ] = None,
-    skip: options.Skip = 0,
-    stride: options.Stride = 1,
-    first: Annotated[
-        bool, typer.Option("--first", help="with --limit: the first as they lie, not as many of each class")
-    ] = False,
-    classes: options.Classes = None,
-    layout: options.Layout = None,
+    limit: options.Limit = None,
+    shard: options.Shard = None,
+    split: options.Split = None,
     size: options.Size = None,
-    columns: options.Columns = None,
+    classes: options.Classes = None,
     mean: options.Mean = None,
     std: options.Std = None,
-    seed: Annotated[int | None, typer.Option(help="of the noise; default: drawn from the operating system")] = None,
-    denoiser: Annotated[
-        str | None, typer.Option(help="a model from noisy image to image, put before MODEL (denoised smoothing)")
-    ] = None,
-    noise: Annotated[str | None, typer.Option(help="grid (exact; default for 8-bit data) or float")] = None,
-    nonfinite: Annotated[str, typer.Option(help="NaN logits: refuse (the input fails) or miss (no vote)")] = "refuse",
-    engine: Annotated[str, typer.Option(help="local or ray")] = "local",
-    workers: Annotated[int | None, typer.Option(help="of the ray engine")] = None,
-    address: Annotated[str | None, typer.Option(help="of an existing Ray cluster")] = None,
-    gpus_per_worker: Annotated[
-        float, typer.Option(help="ray with --device cuda: GPUs of each worker; 0.5: two share one")
-    ] = 1.0,
-    device: options.Device = "cpu",
-    batch_size: Annotated[int | None, typer.Option(help="most draws in one forward pass (memory); at most 100")] = None,
-    run: Annotated[Path | None, typer.Option(help="run directory; default: runs/certify-<digest>")] = None,
+    denoiser: Annotated[str | None, typer.Option(help="a model from noisy image to image, put before MODEL")] = None,
     weights: options.Weights = None,
-    epsilon: Annotated[str | None, typer.Option(help="radii for certified accuracy, e.g. 0,0.25,0.5")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="estimate time and memory, run nothing")] = False,
-    re_derive: Annotated[bool, typer.Option("--re-derive", help="other alpha or procedure, no forward pass")] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="join run directories into --output")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="of --merge")] = None,
-    export: Annotated[Path | None, typer.Option(help="write the table: .tsv (Cohen's log), .csv or .parquet")] = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="try failed inputs again")] = False,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="prove a radius of the network itself, without noise")
-    ] = False,
-    norm: Annotated[str | None, typer.Option(help="deterministic: of the ball, l2 (default), linf or l1")] = None,
-    effort: Annotated[
-        str | None, typer.Option(help="deterministic: auto (default), fast, relaxation or integral")
-    ] = None,
-    seconds: Annotated[float | None, typer.Option(help="deterministic: budget per input")] = None,
-    attack_steps: Annotated[int | None, typer.Option(help="deterministic: of the attack beside; 0: none")] = None,
+    workers: Annotated[int | None, typer.Option(help="on a Ray cluster; default: this process")] = None,
+    epsilon: options.Epsilon = None,
+    set_: options.Set = None,
     json: options.Json = False,
 ) -> None:
-    """Certify the inputs of a dataset by randomized smoothing; every certificate holds with probability 1 − alpha.
+    """Certify the inputs of a dataset by randomized smoothing; each certificate holds with probability 1 − alpha.
 
-    MODEL is a .pt2 or .onnx file, a checkpoint directory, or package.module:factory (installed
-    or in this folder). Before sampling, a few inputs show whether the network answers at all,
-    and under the noise. Counts are stored in a run directory, one input at a time; kill it
-    whenever you like and run the same command again to continue. Radii are derived from the
-    counts, so alpha and the procedure can be changed later. Data without labels gets answers
-    and radii. Exit code 1: some inputs failed (NaN logits, unreadable).
+    Counts are stored in a run directory, one input at a time: kill it whenever you like, the same
+    command continues. Before sampling, a few inputs show the accuracy and the time it will take.
+    Keys of --set: n0, seed, map, lipschitz (a bound or auto), noise (grid or float), nonfinite,
+    batch_size, device, address (of a Ray cluster), gpus, retry_failed, layout, columns, hopeless,
+    calibration, noise_dtype. Exit code 1: some inputs failed.
 
     Examples:
 
-      equipoise certify model.pt2 --data digits --sigma 0.25 --n 10000 --run runs/a
+      equipoise certify model.pt2 --data digits --sigma 0.25 --run runs/a
       equipoise certify model.onnx --data photos/ --size 32 --classes names.txt --sigma 0.12
-      equipoise certify model.pt2 --data digits --sigma 0.25 --n 100000 --plan --workers 8
-      equipoise certify runs/a --re-derive --alpha 0.01 --procedure cohen --epsilon 0.25,0.5
-      equipoise certify runs/a --export certified.tsv
-      equipoise certify --merge runs/a runs/b -o runs/ab
-      equipoise certify model.pt2 --data digits --deterministic --run runs/d
+      equipoise certify model.pt2 --data digits --sigma 0.25 --set seed=1 --set lipschitz=auto --procedure lvm
     """
-    from equipoise.cli.certify_proved import certify_deterministic
-    from equipoise.runs import Execution, open_run
-    from equipoise.runs.engines import find_engine
-    from equipoise.runs.export import check_path
-    from equipoise.runs.manifest import is_run, read_manifest, require_same
-    from equipoise.runs.parameters import Settings
-    from equipoise.runs.proved import is_proved
+    from equipoise.runs import Execution, Settings
 
-    names, levels = list(targets or []), _epsilons(epsilon)
-    own = {"norm": norm, "effort": effort, "seconds": seconds, "attack_steps": attack_steps}
-    if deterministic or (len(names) == 1 and data is None and is_proved(names[0])):
-        _refuse_given(
-            "", " belongs to randomized smoothing: leave it out with --deterministic",
-            sigma=sigma, plan=plan, merge=merge, re_derive=re_derive, adaptive=adaptive, alpha=alpha,
-        )  # fmt: skip
-        if len(names) != 1:
-            raise InputError(f"expected one MODEL or one run directory, got {len(names)}: see equipoise certify --help")
-        return certify_deterministic(
-            names[0], data, split, weights, run, levels, export, json, retry_failed, limit=limit, skip=skip, stride=stride,
-            **{k: v for k, v in own.items() if v is not None},
-        )  # fmt: skip
-    _refuse_given("", " goes with --deterministic", **own)
-    if export is not None:
-        check_path(export)
-    if merge:
-        from equipoise.runs.merge import merge_runs
-
-        if output is None:
-            raise InputError("--merge needs --output: where the joined run goes")
-        return _finish(merge_runs(names, output), None, levels, export, json)
-    if not names and run is not None and data is None:
-        names = [str(run)]
-    if len(names) != 1:
-        raise InputError(f"expected one MODEL or one run directory, got {len(names)}: see equipoise certify --help")
-    if data is None and (is_run(names[0]) or not targets):
-        _refuse_given(
-            f"{names[0]} is a run directory, and ", " needs the network: give MODEL and --data too",
-            sigma=sigma, map=map, limit=limit, weights=weights, adaptive=adaptive, plan=plan,
-            retry_failed=retry_failed,
-        )  # fmt: skip
-        return _existing(names[0], re_derive, alpha, procedure, lipschitz, target_radius, levels, export, json)
-    if re_derive:
-        raise InputError(f"{names[0]} is not a run directory: --re-derive works on stored counts")
-    if data is None or sigma is None:
-        if not _may_be_model(names[0]):
-            raise InputError(f"{names[0]} is neither a run directory nor a model")
-        raise InputError("--data and --sigma are needed to certify a model")
-    relative = 0.1 if adaptive and target_radius is None else None
-    if target_radius is not None and not adaptive:
-        raise InputError("--target-radius goes with --adaptive")
-    given: dict[str, Any] = {"alpha": alpha, "procedure": procedure}
-    asked = Settings(
-        noise_levels(sigma), n0=n0, n=n, map=map, lipschitz=_constant(lipschitz), target_radius=target_radius,
-        relative=relative, limit=limit, skip=skip, stride=stride, balanced=not first, seed=seed, noise=cast(Any, noise),
-        denoiser=denoiser, device=device, batch_size=batch_size, nonfinite=cast(Any, nonfinite),
-        **{name: value for name, value in given.items() if value is not None},
+    rarer = options.pairs(set_, _READING | _RUNNING | _SAMPLING)
+    reading = {name: rarer.pop(name, None) for name in _READING}
+    running = {name: rarer.pop(name, None) for name in _RUNNING}
+    if "lipschitz" in rarer and rarer["lipschitz"] != "auto":
+        rarer["lipschitz"] = options.numbers(rarer["lipschitz"], "lipschitz takes a number or auto")[0]
+    levels = options.numbers(sigma, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
+    chosen = {
+        "sigma": levels[0] if len(levels) == 1 else levels, "n": n, "alpha": alpha, "procedure": procedure,
+        "limit": limit, "balanced": limit is not None, **_adaptive(adaptive), **options.shard(shard), **rarer,
+    }  # fmt: skip
+    settings = Settings.of("sampled", chosen)
+    address, gpus = running["address"], running["gpus"]
+    engine = "local" if workers is None and address is None else "ray"
+    execution = Execution(engine, workers or 1, address, 1.0 if gpus is None else gpus)
+    recipe = make_recipe(
+        model, data, weights=weights, split=split, size=size, classes=classes, mean=mean, std=std, denoiser=denoiser,
+        **reading,
     )  # fmt: skip
-    reading = _Reading(layout, size, columns, classes)
-    job = _job(names[0], weights, data, split, reading, channels(mean, std), asked)
-    if plan:
-        return _plan(job, workers, json)
+    job = _job(recipe, settings, running["device"] or "cpu", running["batch_size"])
+    _run(job, run, execution, bool(running["retry_failed"]), options.epsilons(epsilon), json)
+
+
+def prove(
+    model: options.Model,
+    data: options.Data,
+    run: options.RunFolder = None,
+    norm: Annotated[str, typer.Option(help="of the ball: l2, linf or l1")] = "l2",
+    effort: Annotated[str, typer.Option(help="auto, fast, relaxation or integral")] = "auto",
+    seconds: Annotated[float | None, typer.Option(help="processor time per input")] = None,
+    deployed: Annotated[str | None, typer.Option(help="float32: also radii of the forward pass in float32")] = None,
+    limit: options.Limit = None,
+    shard: options.Shard = None,
+    split: options.Split = None,
+    size: options.Size = None,
+    classes: options.Classes = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    weights: options.Weights = None,
+    epsilon: options.Epsilon = None,
+    set_: options.Set = None,
+    json: options.Json = False,
+) -> None:
+    """Prove a radius around every input within which the network keeps its answer: no noise, no risk.
+
+    The radii are about the real function of the stored weights, evaluated in float64 with its
+    rounding covered. Stored, killed and continued as by `certify`. Each radius is attacked from
+    inside, where nothing may break. Keys of --set: attack_steps, retry_failed, layout, columns.
+    Exit code 1: some inputs failed, or an attack broke a radius.
+
+    Examples:
+
+      equipoise prove model.pt2 --data digits --run runs/p
+      equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
+    """
+    from equipoise.runs import Execution, Settings
+
+    rarer = options.pairs(set_, _READING | _PROVING)
+    reading = {name: rarer.pop(name, None) for name in _READING}
+    retry = bool(rarer.pop("retry_failed", False))
+    chosen = {"norm": norm, "effort": effort, "seconds": seconds, "deployed": deployed, "limit": limit}
+    settings = Settings.of("proved", chosen | {"balanced": limit is not None} | options.shard(shard) | rarer)
+    recipe = make_recipe(
+        model, data, weights=weights, split=split, size=size, classes=classes, mean=mean, std=std, **reading
+    )
+    job = _job(recipe, settings, "cpu", None)
+    _run(job, run, Execution(), retry, options.epsilons(epsilon), json)
+
+
+def _adaptive(text: str | None) -> dict[str, float]:
+    """`0.5` is a target radius, `10%` a share of the radius that all draws could give."""
+    if text is None:
+        return {}
+    takes = "--adaptive takes a radius such as 0.5 or a share such as 10%"
+    if text.endswith("%"):
+        return {"relative": options.numbers(text[:-1], takes)[0] / 100}
+    return {"target_radius": options.numbers(text, takes)[0]}
+
+
+def _job(recipe: Recipe, settings: Settings, device: str, batch_size: int | None) -> Job:
+    from equipoise.runs import prepare
+
+    network = load_network(recipe) if settings.kind == "sampled" else load_network(recipe, batch=1)
+    name = recipe.data if recipe.split is None else f"{recipe.data}#{recipe.split}"
+    dataset = load_data(recipe)
+    return prepare(network, dataset, settings, device=device, batch_size=batch_size, name=name, recipe=recipe)
+
+
+def _run(job: Job, run: Path | None, execution: Execution, retry: bool, levels: list[float] | None, json: bool) -> None:
+    """Look at a few inputs, sample or prove the rest, show the summary."""
+    from equipoise.runs import is_run, open_run, start
+    from equipoise.runs.preflight import preflight
+    from equipoise.runs.settings import read_manifest, require_same
+
     folder = run or job.default_folder()
-    execution = Execution(1 if workers is None else workers, address, gpus_per_worker)
-    find_engine(engine, execution)
+    finished = False
     if is_run(folder):
         require_same(folder, read_manifest(folder), job.manifest)
-    done = is_run(folder) and open_run(folder).finished
-    seen = None if done else _look(job, names[0], weights, data)
-    _finish(_sample(job, folder, engine, execution, retry_failed, levels), None, levels, export, json, seen)
-
-
-def _refuse_given(before: str, after: str, **asked: Any) -> None:
-    """Refuse options that mean nothing here; the sentence names the first that was given."""
-    for name, value in asked.items():
-        if value is not None and value is not False:
-            raise InputError(f"{before}--{name.replace('_', '-')}{after}")
-
-
-def _may_be_model(name: str) -> bool:
-    """Whether there is something of that name to load: a file, a checkpoint directory, or a factory to import."""
-    path = Path(name)
-    return (path / "config.json").is_file() if path.is_dir() else path.exists() or ":" in name
-
-
-_Scaling = tuple[list[float], list[float]]
-
-
-class _Reading(NamedTuple):
-    """How the data is read."""
-
-    layout: str | None
-    size: str | None
-    columns: str | None
-    classes: Path | None
-
-
-def _job(
-    model: str, weights: Path | None, data: str, split: str | None, reading: _Reading, scaling: _Scaling | None, asked: Settings
-) -> Job:  # fmt: skip
-    from equipoise.checkpoints import load_model
-    from equipoise.runs.jobs import prepare
-    from equipoise.runs.models import normalised
-
-    asked = replace(asked, name=data if split is None else f"{data}#{split}")
-    if asked.denoiser is not None:
-        asked = replace(asked, denoiser=load_model(asked.denoiser, batch=CHUNK))
-    loaded = load_model(model, weights, batch=CHUNK)
-    if scaling is not None:
-        loaded = normalised(loaded, *scaling)
-    return prepare(loaded, read_data(data, split, **reading._asdict(), labelled=False), asked)
-
-
-def channels(mean: str | None, std: str | None) -> _Scaling | None:
-    """Mean and deviation per channel; a single number serves every channel."""
-    if mean is None and std is None:
-        return None
-    try:
-        centre, spread = ([float(v) for v in text.split(",")] for text in (mean or "0", std or "1"))
-    except ValueError as error:
-        raise InputError(f"--mean and --std take numbers like 0.485,0.456,0.406, got {mean!r} and {std!r}") from error
-    longest = max(len(centre), len(spread))
-    centre, spread = (v * longest if len(v) == 1 else v for v in (centre, spread))
-    if len(centre) != len(spread) or not all(map(math.isfinite, centre)) or not all(0 < s < math.inf for s in spread):
-        raise InputError(f"--mean and --std take one finite number per channel, std > 0, got {mean!r} and {std!r}")
-    return centre, spread
-
-
-def _look(job: Job, model: str, weights: Path | None, data: str) -> Glance:
-    """What a few inputs say before the sampling starts, on stderr."""
-    from equipoise.checkpoints.sources import draws_weights
-    from equipoise.runs.glance import glance
-
-    payload = job.model.payload
-    if weights is None and not isinstance(payload, bytes) and draws_weights(model, payload):
-        say(
-            f"warning: {model} gives other weights every time it is called: they are drawn at random, not trained; give "
-            "--weights FILE.safetensors"
-        )
-    found = glance(job)
-    lines = found.lines()
-    if found.disturbed and ":" in model:  # a network of the user's own, which can be trained further
-        start = "" if weights is None else f", weights: {weights}"
-        lines.append(
-            f'to train it further under this noise: equipoise train noise-cnn-cifar --set "model={{factory: {model}{start}}}" '
-            f"--set noise.sigma={job.parameters.sigma:g} --set data.path={data}"
-        )
-    for line in lines:
+        finished = open_run(folder).finished
+    report = None if finished else preflight(job)
+    for line in [] if report is None else report.lines():
         say(line)
-    return found
 
-
-def _sample(job: Job, folder: Path, engine: str, execution: Execution, retry: bool, levels: list[float] | None) -> Run:
-    from equipoise.runs import open_run, start
-    from equipoise.runs.manifest import is_run
-    from equipoise.runs.progress import Reporter
-
-    shown = job.parameters.target_radius or (levels or [0.0])[0]
     try:
-        with Reporter(folder, messages(), shown) as report:
-            return start(job, folder, engine=engine, execution=execution, progress=report, retry_failed=retry)
+        with progress() as bar:
+            task = bar.add_task("certifying", total=job.manifest.total)
+
+            def show(row: Row, done: int, total: int) -> None:
+                bar.update(task, completed=done)
+
+            found = start(job, folder, execution=execution, progress=show, retry_failed=retry)
     except KeyboardInterrupt:
         interrupted(len(open_run(folder).rows) if is_run(folder) else 0, job.manifest.total, folder)
+    show_run(found, found.results(), levels, json, {} if report is None else {"preflight": report.to_dict()})
 
 
-def _existing(
-    folder: str, re_derive: bool, alpha: float | None, procedure: str | None, lipschitz: str | None,
-    target_radius: float | None, levels: list[float] | None, export: Path | None, json: bool,
-) -> None:  # fmt: skip
-    from equipoise.runs import open_run
+def show_run(
+    run: Run, found: Results, levels: list[float] | None, json: bool, more: dict[str, Any] | None = None
+) -> None:
+    """Print the summary of a run, and say by the exit code whether inputs failed or an attack broke a radius.
 
-    found, constant = open_run(folder), _constant(lipschitz)
-    if constant == "auto":
-        raise InputError("--lipschitz auto needs the model: give the bound itself (equipoise audit computes one)")
-    changed = {"alpha": alpha, "procedure": procedure, "lipschitz": constant, "target_radius": target_radius}
-    if any(v is not None for v in changed.values()) and not re_derive:
-        raise InputError(f"{folder} is a run directory: add --re-derive to change what is derived from its counts")
-    certificates = found.certificates(**changed) if re_derive else None
-    _finish(found, certificates, levels, export, json)
+    Args:
+        run: the run.
+        found: its results.
+        levels: radii for certified accuracy.
+        json: whether to print a document instead.
+        more: further parts of the document.
+    """
+    from rich.markup import escape
 
+    from equipoise.core.accuracy import percent
+    from equipoise.core.bounds import format_down
 
-def _finish(
-    run: Run, certificates: Certificates | None, levels: list[float] | None, export: Path | None, json: bool,
-    seen: Glance | None = None,
-) -> None:  # fmt: skip
-    """Export, print the summary, and say by the exit code whether inputs failed."""
-    found = run.certificates() if certificates is None else certificates
-    summary = run.summary(levels, certificates=found)
-    if export is not None:
-        run.export(export, certificates=found)
+    summary = run.summary(levels, results=found)
     if json:
-        looked = {} if seen is None else {"glance": {**asdict(seen), "warnings": seen.warnings()}}
-        emit_json({"run": str(run.folder), **summary.to_dict(), **looked, "manifest": run.manifest.to_dict()})
+        emit_json({"run": str(run.folder), **summary.to_dict(), **(more or {}), "manifest": run.manifest.to_dict()})
     else:
-        from rich.markup import escape
-
-        from equipoise.core.accuracy import percent
-
         share = "certified accuracy" if summary.labelled else "certified (no labels: any answer)"
-        shown = table(escape(f"Run {run.folder}"), "radius ε", share, right=("radius ε", share))
+        columns = ["radius ε", share, *(["deployed"] if summary.deployed else [])]
+        shown = table(escape(f"Run {run.folder}"), *columns, right=tuple(columns))
         for level, accuracy in summary.accuracy.items():
-            shown.add_row(f"{level:g}", f"{percent(accuracy)} %")
+            # what is certified at ε is certified below it: ε is never shown larger than it is
+            cells = [f"{percent(summary.deployed[level])} %"] if summary.deployed else []
+            shown.add_row(format_down(level, 4), f"{percent(accuracy)} %", *cells)
         results().print(shown)
         tell(*summary.lines())
-    if summary.failed:
+    broken = run.contradictions(found)[1] if run.kind == "proved" else []
+    if summary.failed or broken:
         raise typer.Exit(1)
 
 
-def _plan(job: Job, workers: int | None, json: bool) -> None:
-    from equipoise.runs.plan import estimate
+def derive(
+    run: options.RunArgument,
+    alpha: Annotated[float | None, typer.Option(help="risk per input; default that of the run")] = None,
+    procedure: Annotated[str | None, typer.Option(help="cohen, rivals, …; default that of the run")] = None,
+    lipschitz: Annotated[float | None, typer.Option(help="another bound of the network (an assumption)")] = None,
+    target_radius: Annotated[float | None, typer.Option(help="another target of an adaptive run")] = None,
+    epsilon: options.Epsilon = None,
+    json: options.Json = False,
+) -> None:
+    """Show a stored run, with radii derived from its counts at another risk or by another procedure.
 
-    counts = sorted({1, workers} if workers else {1, 2, 4, 8})
-    found = estimate(job, workers=counts)
-    if json:
-        emit_json(found.to_dict())
-    else:
-        _show_plan(found)
+    No forward pass is made. Each derivation keeps its own alpha; the best of many looked at does not.
 
+    Examples:
 
-def _show_plan(e: Estimate) -> None:
-    from equipoise.runs.progress import clock
-
-    shown = table(f"Plan for {e.inputs} inputs (estimates)", "", "all draws", f"adaptive at ε = {e.target_radius:g}")
-    shown.add_row("draws per input", f"{e.draws_per_input:,}", f"{e.draws_per_input_adaptive:,.0f}")
-    shown.add_row(f"forward passes of {e.batch}", f"{e.forward_passes:,}", f"{e.adaptive_forward_passes:,}")
-    for k, seconds in e.seconds.items():
-        shown.add_row(f"time, {k} worker{'s' if k > 1 else ''}", clock(seconds), clock(e.adaptive_seconds[k]))
-    results().print(shown)
-    tell(*e.lines())
-
-
-def _epsilons(text: str | None) -> list[float] | None:
-    return None if text is None else options.numbers(text, "--epsilon takes numbers like 0,0.25,0.5", least=0)
-
-
-def _constant(text: str | None) -> Any:
-    if text is None or text == "auto":
-        return text
-    try:
-        return float(text)
-    except ValueError as error:
-        raise InputError(f"--lipschitz takes a number or auto, got {text!r}") from error
-
-
-def noise_levels(text: str) -> float | list[float]:
-    """`0.25`, or `0.25,0.25,0.5` with one level per channel.
-
-    >>> noise_levels("0.25"), noise_levels("0.25,0.5")
-    (0.25, [0.25, 0.5])
+      equipoise derive runs/a
+      equipoise derive runs/a --alpha 0.01 --procedure cohen --epsilon 0.25,0.5
     """
-    values = options.numbers(text, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
-    return values[0] if len(values) == 1 else values
+    from equipoise.runs import open_run
+
+    found = open_run(run)
+    changes = found.results(alpha, procedure, lipschitz=lipschitz, target_radius=target_radius)
+    show_run(found, changes, options.epsilons(epsilon), json)
+
+
+def merge(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="run directories")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the new run directory")],
+    json: options.Json = False,
+) -> None:
+    """Join runs of one model over disjoint inputs (see --shard of `certify` and `prove`) into a new one.
+
+    Examples:
+
+      equipoise merge runs/1 runs/2 -o runs/whole
+    """
+    from equipoise.runs import merge_runs
+
+    found = merge_runs(runs, output)
+    show_run(found, found.results(), None, json)
+
+
+def export(
+    run: options.RunArgument,
+    file: Annotated[Path, typer.Argument(help="to write: .csv, .json or .tsv (Cohen's log)")],
+    alpha: Annotated[float | None, typer.Option(help="risk per input; default that of the run")] = None,
+    procedure: Annotated[str | None, typer.Option(help="default that of the run")] = None,
+    json: options.Json = False,
+) -> None:
+    """Write a run as a table, one line per input; radii are rounded down.
+
+    Examples:
+
+      equipoise export runs/a certified.csv
+      equipoise export runs/a cohen.tsv --alpha 0.001 --procedure cohen
+    """
+    from equipoise.runs import open_run
+
+    found = open_run(run)
+    if not found.rows:
+        raise InputError(f"{run} has no finished inputs yet")
+    path = found.export(file, results=found.results(alpha, procedure))
+    emit_json({"run": str(run), "file": str(path), "inputs": len(found.rows)}) if json else tell(f"wrote {path}")

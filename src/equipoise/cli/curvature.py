@@ -66,17 +66,17 @@ def curvature(
 
 def measure(hessian: LossHessian, what: tuple[str, ...], *, radius: float = 0.05, seed: int = 0) -> dict[str, Any]:
     """The numbers asked for, as plain values."""
-    from equipoise.curvature import density_of, sharpness_of, top_of, trace_of
+    from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
 
     report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
     if "top" in what:
-        report["top"] = top_of(hessian, seed=seed).to_dict()
+        report["top"] = top_eigenvalue(hessian, seed=seed).to_dict()
     if "trace" in what:
-        report["trace"] = trace_of(hessian, seed=seed).to_dict()
+        report["trace"] = trace(hessian, seed=seed).to_dict()
     if "density" in what:
-        report["density"] = density_of(hessian, seed=seed).to_dict()
+        report["density"] = spectral_density(hessian, seed=seed).to_dict()
     if "sharpness" in what:
-        report["sharpness"] = sharpness_of(hessian, radius=radius, seed=seed).to_dict()
+        report["sharpness"] = sharpness(hessian, radius=radius, seed=seed).to_dict()
     return report
 
 

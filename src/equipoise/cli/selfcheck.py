@@ -20,48 +20,46 @@ def selfcheck(
     suite: Annotated[
         str,
         typer.Argument(
-            help="norms: matrices and convolutions; networks: random programs; files: damaged files.", metavar="[SUITE]"
+            help="norms, layers or networks; equipoise-lab adds programs, files and peers.", metavar="[SUITE]"
         ),
     ] = "norms",
     minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
     device: Annotated[str, typer.Option(help="cpu, cuda (or cuda:1) or mps.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Other seeds test other operators.")] = 0,
     scripts: Annotated[
-        Path | None, typer.Option(help="Folder for the scripts that show violations of `networks` and `files`.")
+        Path | None, typer.Option(help="Folder for the scripts that show violations of `programs` and `files`.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.
 
-    Random and trained matrices and convolutions; the trained ones follow the gradient
-    of truth/upper to break the bound. Prints how many operators were tested, how close
-    the brackets came, and how many were wrong: 0, or the exit code is 1.
-    An end counts as wrong beyond 1e-12 relative, the rounding of the reference SVD.
+    `norms`: random and trained matrices and convolutions; the trained ones follow the
+    gradient of truth/upper to break the bound. `layers`: 1-Lipschitz layers, trained to
+    break their constant. `networks`: random compositions of building blocks, whose facts
+    are checked node by node and whose bounds are attacked by pairs and Jacobians.
 
-    With `networks`: random programs, written as source code, are bounded globally and
-    locally and attacked by pairs and Jacobians; a violation is printed as a script.
+    Prints how many operators were tested, how close the bounds came, and how many were
+    wrong: 0, or the exit code is 1. An end counts as wrong beyond 1e-12 relative, the
+    rounding of the reference.
 
-    With `files`: valid checkpoints, programs, runs, states, data, recipes and logs are
-    damaged or edited by an attacker, and opened: the same result or one sentence.
+    With equipoise-lab installed, `programs` writes random programs as source code, and
+    `files` damages files of every kind that the library reads.
 
     Examples:
 
       equipoise selfcheck
       equipoise selfcheck --minutes 10 --device cuda --seed 3
-      equipoise selfcheck networks --minutes 10 --scripts found
-      equipoise selfcheck files --minutes 10 --scripts found
+      equipoise selfcheck layers --minutes 5
+      equipoise selfcheck programs --minutes 10 --scripts found
     """
-    from equipoise.core.errors import InputError
     from equipoise.core.files import make_folder
-    from equipoise.testing import run, suites
+    from equipoise.testing import find_suite, run
 
-    available = suites()
-    if suite not in available:
-        raise InputError(f"there is no suite {suite!r}; installed are {', '.join(available)}")
+    checks = find_suite(suite)
     with progress() as bar:
         task = bar.add_task("selfcheck", total=100)
         report = run(
-            available[suite],
+            checks,
             60 * minutes,
             device,
             seed,

@@ -133,23 +133,21 @@ def _epochs(event: Progress) -> None:
 
 
 def _plan(recipe: Recipe, as_json: bool) -> None:
-    from equipoise.train.plan import plan_recipe
+    from equipoise.train.loop import plan_recipe
 
-    found = plan_recipe(recipe)
+    plan = plan_recipe(recipe)
     if as_json:
-        emit_json(found.to_dict())
+        emit_json(plan)
         return
-    shown = table(f"{found.name}: what it costs", "figure", "value", right=("value",))
-    shown.add_row("parameters", f"{found.parameters:,}")
-    shown.add_row("training examples", f"{found.examples:,}")
-    shown.add_row("steps", f"{found.steps:,}")
-    shown.add_row("a step, processor time of this machine", f"{found.step_seconds:.3g} s")
-    shown.add_row("all steps", f"{found.hours:.3g} h")
+    shown = table(f"{recipe.name}: what it costs", "figure", "value", right=("value",))
+    shown.add_row("training examples", f"{plan['examples']:,}")
+    shown.add_row("steps", f"{plan['steps']:,}")
+    shown.add_row("a step, processor time of this machine", f"{plan['step_seconds']:.3g} s")
+    shown.add_row("all steps", f"{plan['hours']:.3g} h")
     results().print(shown, markup=False)
-    tell(f"number of examples from {found.where}")
-    tell(f"time of a step from {found.basis}")
-    if found.published:
-        tell(f"published: {found.published}")
+    tell(f"number of examples from {plan['where']}; a step of a few examples was timed, its time extrapolated")
+    if plan["published"]:
+        tell(f"published: {plan['published']}")
 
 
 def _show_recipe(recipe: Recipe, as_json: bool) -> None:

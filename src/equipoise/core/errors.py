@@ -43,6 +43,18 @@ def require_one_of(known: Iterable[str], **given: object) -> None:
             raise InputError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
+def require_positive(**given: object) -> None:
+    """Refuse what is not a positive finite number, by the name it was given under.
+
+    >>> require_positive(rtol=1e-3)
+    """
+    for name, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < float("inf"):  # type: ignore[operator]
+            shown = f"{value!r}" if number or isinstance(value, str | bool) else type(value).__name__
+            raise InputError(f"{name} must be a positive number, got {shown}")
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an error's message, at most 300 letters of it, or its type where it says nothing."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -64,26 +76,12 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _SHORTAGES)
 
 
-#: loggers of PyTorch that print the traceback of what is raised anyway
-_LOGGERS = (
-    "torch.export",
-    "torch._export",
-    "torch.export.pt2_archive",
-    "torch._export.serde.serialize",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._subclasses.fake_tensor",
-)
-
-
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Without PyTorch's log of tracebacks: what is raised is said once, in a sentence."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
+    """Without log messages: PyTorch logs the traceback of what is raised anyway, and that is said once, in a sentence."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL + 1)
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

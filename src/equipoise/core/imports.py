@@ -8,7 +8,6 @@ checkpoints and recipes name registered builders only (`equipoise.checkpoints`).
 import importlib
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,32 +53,25 @@ def guarded(work: Callable[[], Any], what: str) -> Any:
     except TypeError as error:
         raise InputError(f"{what} cannot be called like that: {one_line(error)[:200]}") from error
     except Exception as error:
-        kind = type(error).__name__
-        article = "an" if kind[0] in "AEIOU" else ""
-        name = f"{article} {kind}".strip()
-        raise InputError(f"{what} failed with {name}: {one_line(error)[:200]}") from error
+        raise InputError(f"{what} failed with {type(error).__name__}: {one_line(error)[:200]}") from error
 
 
 def lightning_callback() -> Any:
     """The class that callbacks of Lightning inherit from, under either of its names."""
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        try:
-            return importlib.import_module(package).Callback
-        except ImportError as error:
-            missing = error
-    raise InputError("this callback is for Lightning, which is not installed: pip install lightning") from missing
+    for package in ("lightning", "pytorch_lightning"):
+        if find_spec(package) is not None:
+            return importlib.import_module(f"{package}.pytorch" if package == "lightning" else package).Callback
+    raise InputError("this callback is for Lightning, which is not installed: pip install lightning")
 
 
 def _module(name: str) -> Any:
     _look_here(name.partition(".")[0])
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # ValueError: names such as "a..b"
         raise InputError(
             f"cannot import {name!r}: {one_line(error)[:200]}; is it installed or on PYTHONPATH?"
         ) from error
-    except ValueError as error:  # names such as "a..b"
-        raise InputError(f"cannot import {name!r}: {one_line(error)[:200]}") from error
 
 
 def _look_here(package: str) -> None:
@@ -98,20 +90,3 @@ def _member(owner: Any, part: str, module: str, attribute: str) -> Any:
     except AttributeError as error:
         names = [name for name in dir(owner) if not name.startswith("_")]
         raise InputError(f"{module!r} has no {attribute!r}{did_you_mean(part, names)}") from error
-
-
-def moved(old: str, new: str, names: tuple[str, ...]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that looks these names up in the module they moved to.
-
-    >>> get = moved("equipoise.somewhere", "equipoise.core.errors", ("InputError",))
-    >>> get("InputError").__name__
-    'InputError'
-    """
-
-    def get(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {old!r} has no attribute {name!r}")
-        warnings.warn(f"{old}.{name} is now {new}.{name}", DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(new), name)
-
-    return get

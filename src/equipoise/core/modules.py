@@ -101,7 +101,8 @@ def hooked(module: nn.Module) -> bool:
 def is_unmodified(module: nn.Module, method: str) -> bool:
     """True if no subclass, hook or patch can have changed what `method` describes: the map of `forward`.
 
-    The class that defines `forward` is the class that defines the method (or one of `torch.nn`), and nothing it has is defined anew by a subclass
+    The class that defines `forward` is the class that defines the method, or one of `torch.nn`, and nothing it has is defined
+    anew by a subclass
     (except what it names in `extension_points`) or by the instance.
     """
     maker, claimer = _defining(type(module), "forward"), _defining(type(module), method)

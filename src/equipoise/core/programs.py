@@ -55,15 +55,25 @@ def lifted(program: ExportedProgram) -> dict[fx.Node, Any]:
     for spec in program.graph_signature.input_specs:
         node = by_name[spec.arg.name]
         if spec.kind is InputKind.PARAMETER or (spec.kind is InputKind.BUFFER and spec.persistent):
-            values[node] = program.state_dict[str(spec.target)].detach()
+            values[node] = _plain(program.state_dict[str(spec.target)])
         elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             constant = program.constants[str(spec.target)]
-            values[node] = constant.detach() if isinstance(constant, Tensor) else constant
+            values[node] = _plain(constant) if isinstance(constant, Tensor) else constant
         elif spec.kind is not InputKind.USER_INPUT:
             raise Refused(
                 f"the program takes an input of kind {spec.kind.name} ({spec.arg.name}), which is not bounded"
             )
     return values
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without gradients, and without a conjugation or sign that is still to be carried out."""
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        raise Refused(
+            f"a tensor of shape {tuple(tensor.shape)} is stored as {kind}, which no rule reads: use its to_dense()"
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 class _Compared(fx.Interpreter):

@@ -6,22 +6,19 @@ from equipoise.curvature.sharpness import (
     Sharpness,
     last_layer_constants,
     sharpness,
-    sharpness_of,
-    smoothed_curvature,
     smoothed_loss_bound,
 )
 from equipoise.curvature.spectrum import (
     Eigenvalue,
     SpectralDensity,
-    density_of,
+    TraceEstimate,
     spectral_density,
     top_eigenvalue,
-    top_of,
+    trace,
 )
-from equipoise.curvature.traces import TraceEstimate, trace, trace_of
 
 __all__ = [
     "Eigenvalue", "HessianBoundReport", "LayerRow", "LossHessian", "Sharpness", "SpectralDensity", "TraceEstimate",
-    "density_of", "hessian_bound_report", "last_layer_constants", "sharpness", "sharpness_of", "smoothed_curvature",
-    "smoothed_loss_bound", "spectral_density", "top_eigenvalue", "top_of", "trace", "trace_of",
+    "hessian_bound_report", "last_layer_constants", "sharpness", "smoothed_loss_bound",
+    "spectral_density", "top_eigenvalue", "trace",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from equipoise.core.bounds import format_up
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import inflate
 from equipoise.curvature.hessian import Data, LossHessian
-from equipoise.curvature.spectrum import top_of
+from equipoise.curvature.spectrum import top_eigenvalue
 from equipoise.maps.pointwise import read_activation
 from equipoise.norms.spectral import spectral_norm
 
@@ -138,7 +138,7 @@ def hessian_bound_report(
         LayerRow(name, norms[name], downstream[name], most[name] * _ROOM, shares[name] / total if total else 0.0)
         for name in shares
     )
-    measured = abs(top_of(hessian, which="LM", seed=seed).value) if measure else None
+    measured = abs(top_eigenvalue(hessian, which="LM", seed=seed).value) if measure else None
     return HessianBoundReport(float(inflate(total * _ROOM)), largest, curvature, rows, measured)
 
 

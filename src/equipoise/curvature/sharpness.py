@@ -6,17 +6,17 @@ for `L = ½H·θ²` the gradient vanishes at 0, yet smoothing leaves the curvatu
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError
+from equipoise.core.checks import require_number, require_tensor
+from equipoise.core.errors import InputError, require_one_of
 from equipoise.core.precision import inflate
-from equipoise.curvature.hessian import Data, Loss, LossHessian, Pattern, Vector
-from equipoise.curvature.spectrum import Eigenvalue, top_of
+from equipoise.curvature.hessian import LossHessian, Vector, require_operator
 from equipoise.norms.spectral import spectral_norm
 
 
@@ -31,19 +31,18 @@ def smoothed_loss_bound(curvature: float, gradient: float, sigma: float, *, ever
     constant `H·erf(2ε/(2√2·Hσ))`. Reference: thesis, corollary on the smoothed loss, with its assumption made explicit.
 
     >>> smoothed_loss_bound(2.0, 0.5, 1.0, everywhere=True)
-    Bound(0.394825, upper, method='erf')
+    Bound(0.394826, upper, method='erf')
     """
     for what, value in (("curvature", curvature), ("gradient", gradient), ("sigma", sigma)):
-        if not (math.isfinite(value) and value >= 0):
-            raise InputError(f"{what} must be a non-negative number, got {value}")
+        require_number(value, what, least=0)
     if sigma == 0 or curvature == 0:
         value = curvature
     else:
-        flat = (
-            math.sqrt(2 / math.pi) * (gradient / sigma) * (1 + 1e-14)
-        )  # erf(x) ≤ 2x/√π, equal to all digits below 1e-9
+        # erf(x) ≤ 2x/√π, equal to all digits below 1e-9
+        flat = math.sqrt(2 / math.pi) * (gradient / sigma) * (1 + 1e-14)
         x = gradient / sigma / curvature / math.sqrt(2)
         value = min(curvature, flat if x < 1e-9 else curvature * math.erf(x) * (1 + 1e-14))
+    everywhere = everywhere is True  # anything else is labelled an estimate
     note = "" if everywhere else "the constants were measured at one point: no bound"
     return Bound(float(inflate(value)), Kind.UPPER if everywhere else Kind.ESTIMATE, "erf", note)
 
@@ -58,9 +57,7 @@ def last_layer_constants(features: Tensor, bias: bool = False) -> tuple[Bound, B
     >>> round(float(H), 3), round(float(e), 3)
     (0.25, 1.414)
     """
-    if features.dim() != 2 or len(features) == 0:
-        raise InputError(f"expected features of shape (samples, d), got {tuple(features.shape)}")
-    h = features.detach().double()
+    h = require_tensor(features, "features", dims=2).detach().double()
     if bias:
         h = torch.cat([h, torch.ones_like(h[:, :1])], dim=1)
     norm = float(spectral_norm(h, rtol=1e-4).upper)
@@ -69,28 +66,6 @@ def last_layer_constants(features: Tensor, bias: bool = False) -> tuple[Bound, B
         Bound(float(inflate(norm * norm / len(h) / 2 * (1 + 1e-14))), Kind.UPPER, "spectral_norm"),
         Bound(float(inflate(math.sqrt(2) * float(lengths) * (1 + 1e-12))), Kind.UPPER, "lengths"),
     )
-
-
-def smoothed_curvature(
-    model: nn.Module,
-    loss: Loss,
-    data: Data,
-    sigma: float,
-    layer: Pattern = None,
-    *,
-    samples: int = 8,
-    seed: int = 0,
-    **options: Any,
-) -> Eigenvalue:
-    """The eigenvalue of largest modulus of `∇²L^σ(θ)`, with `∇²L^σ` as a mean over fixed noise draws: the measured value.
-
-    A Monte-Carlo estimate: the residual speaks of that mean, not of the draws.
-
-    >>> x = torch.ones(1, 1)
-    >>> round(smoothed_curvature(nn.Linear(1, 1, bias=False), "mse", (x, x), 0.3).value, 4)  # quadratic: nothing changes
-    2.0
-    """
-    return top_of(LossHessian(model, loss, data, layer, noise=(sigma, samples, seed), **options), which="LM", seed=seed)
 
 
 Ball = Literal["l2", "box"]
@@ -112,65 +87,43 @@ class Sharpness:
 
 
 def sharpness(
-    model: nn.Module,
-    loss: Loss,
-    data: Data,
-    layer: Pattern = None,
-    *,
-    radius: float = 0.05,
-    ball: Ball = "l2",
-    steps: int = 20,
-    restarts: int = 2,
-    seed: int = 0,
-    **options: Any,
+    hessian: LossHessian, *, radius: float = 0.05, ball: Ball = "l2", steps: int = 20, restarts: int = 2, seed: int = 0
 ) -> Sharpness:
     """`max_{Δ∈B} (L(θ+Δ) − L(θ))/(1 + L(θ))` by projected gradient ascent on the whole data set.
 
     B is `‖Δ‖₂ ≤ radius`, or with `ball="box"` the box `|Δ_i| ≤ radius·(|θ_i| + 1)` of Keskar et al. 2017. The first start is
     θ itself (SAM's direction, Foret et al. 2021), the others are random.
 
-    >>> import torch
+    Args:
+        hessian: the operator.
+        radius: of the ball.
+        ball: "l2" or "box".
+        steps: of the ascent.
+        restarts: starting points.
+        seed: of the random starting points.
+
+    >>> from torch import nn
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = model.weight.data.fill_(0.0)
-    >>> s = sharpness(model, "mse", (torch.ones(1, 1), torch.zeros(1, 1)), radius=0.5)  # L(w) = w²
+    >>> s = sharpness(LossHessian(model, "mse", (torch.ones(1, 1), torch.zeros(1, 1))), radius=0.5)  # L(w) = w²
     >>> round(s.value, 4)
     0.25
     """
-    return sharpness_of(
-        LossHessian(model, loss, data, layer, **options),
-        radius=radius,
-        ball=ball,
-        steps=steps,
-        restarts=restarts,
-        seed=seed,
-    )
-
-
-def sharpness_of(
-    hessian: LossHessian,
-    *,
-    radius: float = 0.05,
-    ball: Ball = "l2",
-    steps: int = 20,
-    restarts: int = 2,
-    seed: int = 0,
-) -> Sharpness:
-    """`sharpness` around the parameters of an operator that is there already."""
-    if ball not in ("l2", "box"):
-        raise InputError(f"ball must be l2 or box, got {ball!r}")
+    require_one_of(get_args(Ball), ball=ball)
     if not (math.isfinite(radius) and radius > 0) or steps < 1 or restarts < 1:
         raise InputError(f"expected radius > 0, steps ≥ 1 and restarts ≥ 1; got {radius}, {steps}, {restarts}")
+    require_operator(hessian)
     rng = np.random.default_rng(seed)
     reach = np.full(hessian.size, radius) if ball == "l2" else radius * (np.abs(hessian.flat()) + 1)
     base = hessian.value()
     best = base
     for start in range(restarts):
         delta = np.zeros(hessian.size)
-        if start > 0 or not np.any(hessian.gradient_at(delta)):  # at a stationary point any direction does
+        if start > 0 or not np.any(hessian.gradient(delta)):  # at a stationary point any direction does
             delta = _inside(rng.standard_normal(hessian.size) * reach, reach, ball)
         best = max(best, hessian.value(delta))
         for k in range(steps):
-            direction = _steepest(hessian.gradient_at(delta), reach, ball)
+            direction = _steepest(hessian.gradient(delta), reach, ball)
             step = 1.0 if k == 0 and start == 0 else 0.5
             delta = _inside(delta + step * direction, reach, ball)
             best = max(best, hessian.value(delta))

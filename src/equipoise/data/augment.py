@@ -6,10 +6,11 @@ The draws come from the generator's own device, so a CPU generator gives the sam
 Reference: Cubuk, Zoph, Shlens, Le (2020), RandAugment.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,52 +21,79 @@ from equipoise.core import InputError, fresh_strides
 Border = Literal["zeros", "reflect"]
 
 
+def _require(x: Tensor, fine: bool, what: str) -> None:
+    if x.ndim != 4:
+        raise InputError(f"expected a batch of images (B, C, H, W), got shape {tuple(x.shape)}")
+    if not fine:
+        raise InputError(f"expected {what}")
+
+
+def _integers(high: int, shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
+    return torch.randint(high, shape, generator=generator, device=generator.device).to(device)
+
+
+def _coins(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
+    """True with probability p for each image, (B, 1, 1, 1)."""
+    drawn = torch.rand(len(x), generator=generator, device=generator.device) < p
+    return drawn.to(x.device)[:, None, None, None]
+
+
 def random_flip(x: Tensor, generator: torch.Generator, p: float = 0.5) -> Tensor:
-    """Mirror each image of (B, C, H, W) left to right with probability p.
+    """Mirror each image left to right with probability p.
+
+    Args:
+        x: (B, C, H, W).
+        generator: of the draws.
+        p: the probability.
 
     >>> x = torch.arange(3.0).reshape(1, 1, 1, 3)
     >>> random_flip(x, torch.Generator().manual_seed(0), p=1.0).flatten().tolist()
     [2.0, 1.0, 0.0]
     """
-    _require_images(x)
-    if not 0 <= p <= 1:
-        raise InputError(f"p must be a probability, got {p}")
-    flipped = _coins(len(x), p, generator).to(x.device)
-    return fresh_strides(torch.where(flipped[:, None, None, None], x.flip(-1), x))
+    _require(x, 0 <= p <= 1, f"a probability, got p = {p}")
+    return fresh_strides(torch.where(_coins(x, p, generator), x.flip(-1), x))
 
 
 def random_crop(x: Tensor, padding: int, generator: torch.Generator, border: Border = "zeros") -> Tensor:
-    """Pad each image by `padding` on every side and cut its size out again at a random place, `(2·padding + 1)²` places.
+    """Pad each image on every side and cut its size out again at a random place, one of `(2·padding + 1)²`.
+
+    Args:
+        x: (B, C, H, W).
+        padding: at most the size of the images; below it for a reflected border.
+        generator: of the draws.
+        border: what is padded with.
 
     >>> x = torch.ones(2, 1, 4, 4)
     >>> random_crop(x, 1, torch.Generator().manual_seed(0), border="reflect").equal(x)
     True
     """
-    _require_images(x)
+    modes = {"zeros": "constant", "reflect": "reflect"}
     height, width = x.shape[-2:]
-    if border not in ("zeros", "reflect"):
-        raise InputError(f"border must be 'zeros' or 'reflect', got {border!r}")
-    if padding < 0 or (border == "reflect" and padding >= min(height, width)):
-        raise InputError(f"padding {padding} does not fit images of {height}×{width} with border {border!r}")
+    most = min(height, width) - 1 if border == "reflect" else max(height, width)
+    _require(
+        x, border in modes and 0 <= padding <= most, f"border in {list(modes)}, padding in 0 … {most}, got {padding}"
+    )
     if padding == 0:
         return fresh_strides(x)
-    padded = functional.pad(x, [padding] * 4, mode="constant" if border == "zeros" else "reflect")
-    corners = crop_corners(len(x), padding, generator).to(x.device)
+
+    padded = functional.pad(x, [padding] * 4, mode=modes[border])
+    corners = _integers(2 * padding + 1, (len(x), 2), generator, x.device)
     rows = corners[:, :1] + torch.arange(height, device=x.device)
     columns = corners[:, 1:] + torch.arange(width, device=x.device)
-    by_row = padded.gather(2, rows[:, None, :, None].expand(-1, x.shape[1], -1, padded.shape[-1]))
-    return fresh_strides(by_row.gather(3, columns[:, None, None, :].expand(-1, x.shape[1], height, -1)))
-
-
-def crop_corners(count: int, padding: int, generator: torch.Generator) -> Tensor:
-    """Upper left corners (count, 2) in the padded image, uniform on 0 … 2·padding."""
-    return torch.randint(2 * padding + 1, (count, 2), generator=generator, device=generator.device)
+    images = torch.arange(len(x), device=x.device)[:, None, None]
+    cut = padded.permute(0, 2, 3, 1)[images, rows[:, :, None], columns[:, None, :]]
+    return fresh_strides(cut.permute(0, 3, 1, 2))
 
 
 def cutout(x: Tensor, size: int, generator: torch.Generator, p: float = 1.0, value: float = 0.0) -> Tensor:
-    """Cover a square of `size` pixels around a random pixel of each image with `value`, with probability p.
+    """Cover a square around a random pixel of each image; it is cut at the border, so that on average less is covered.
 
-    The square is cut at the border, so that on average less is covered.
+    Args:
+        x: (B, C, H, W).
+        size: of the square.
+        generator: of the draws.
+        p: the probability that an image is covered.
+        value: what it is covered with.
 
     Reference: DeVries, Taylor (2017), Improved regularization of convolutional neural networks with cutout.
 
@@ -73,27 +101,16 @@ def cutout(x: Tensor, size: int, generator: torch.Generator, p: float = 1.0, val
     >>> 4 <= int((cutout(x, 4, torch.Generator().manual_seed(0)) == 0).sum()) <= 16
     True
     """
-    _require_images(x)
-    if size < 1 or not 0 <= p <= 1:
-        raise InputError(f"cutout needs a size ≥ 1 and a probability, got {size} and {p}")
-    height, width = x.shape[-2:]
-    source: dict[str, Any] = {"generator": generator, "device": generator.device}
-    top = torch.randint(height, (len(x), 1), **source).to(x.device) - size // 2
-    left = torch.randint(width, (len(x), 1), **source).to(x.device) - size // 2
-    taken = _coins(len(x), p, generator).to(x.device)
-    row, column = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
-    rows, columns = (row >= top) & (row < top + size), (column >= left) & (column < left + size)
-    covered = rows[:, None, :, None] & columns[:, None, None, :] & taken[:, None, None, None]
-    return fresh_strides(torch.where(covered, x.new_tensor(value), x))
+    _require(x, size >= 1 and 0 <= p <= 1, f"a size ≥ 1 and a probability, got {size} and {p}")
 
+    def covered(length: int) -> Tensor:
+        first = _integers(length, (len(x), 1), generator, x.device) - size // 2
+        place = torch.arange(length, device=x.device)
+        return (place >= first) & (place < first + size)
 
-def _coins(count: int, p: float, generator: torch.Generator) -> Tensor:
-    return torch.rand(count, generator=generator, device=generator.device) < p
-
-
-def _require_images(x: Tensor) -> None:
-    if x.ndim != 4:
-        raise InputError(f"expected a batch of images (B, C, H, W), got shape {tuple(x.shape)}")
+    rows, columns = covered(x.shape[-2]), covered(x.shape[-1])
+    square = rows[:, None, :, None] & columns[:, None, None, :] & _coins(x, p, generator)
+    return fresh_strides(torch.where(square, x.new_tensor(value), x))
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,12 @@ class Augmentation:
     border: Border = "zeros"
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Augmented copies of a batch."""
+        """Augmented copies of a batch.
+
+        Args:
+            x: (B, C, H, W).
+            generator: of the draws.
+        """
         x = random_crop(x, self.padding, generator, self.border)
         return random_flip(x, generator) if self.flip else x
 
@@ -118,23 +140,20 @@ class Augmentation:
 Operation = Callable[[Tensor, Tensor], Tensor]
 
 
-def _warp(x: Tensor, matrix: list[list[Tensor]]) -> Tensor:
-    """The image under an affine map of its coordinates in [−1, 1]², bilinear, zeros outside."""
-    theta = torch.stack([torch.stack(row, 1) for row in matrix], 1).to(x.dtype)
+def _warp(x: Tensor, s: Tensor, places: tuple[tuple[int, int, float], ...], angle: float = 0.0) -> Tensor:
+    """The image under an affine map of its coordinates in [−1, 1]²: a turn, plus `factor·s` in some entries of its matrix."""
+    theta = torch.zeros(len(x), 2, 3, dtype=x.dtype, device=x.device)
+    theta[:, 0, 0] = theta[:, 1, 1] = torch.cos(angle * s)
+    theta[:, 1, 0] = torch.sin(angle * s)
+    theta[:, 0, 1] = -theta[:, 1, 0]
+    for row, column, factor in places:
+        theta[:, row, column] += factor * s
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
     return functional.grid_sample(x, grid, align_corners=False)
 
 
-def _affine(make: Callable[[Tensor, Tensor, Tensor], list[list[Tensor]]]) -> Operation:
-    def operation(x: Tensor, s: Tensor) -> Tensor:
-        return _warp(x, make(s, torch.ones_like(s), torch.zeros_like(s)))
-
-    return operation
-
-
-def _turn(s: Tensor, one: Tensor, zero: Tensor) -> list[list[Tensor]]:
-    angle = s * math.radians(30)
-    return [[angle.cos(), -angle.sin(), zero], [angle.sin(), angle.cos(), zero]]
+def _affine(*places: tuple[int, int, float], angle: float = 0.0) -> Operation:
+    return functools.partial(_warp, places=places, angle=angle)
 
 
 def _blend(towards: Callable[[Tensor], Tensor]) -> Operation:
@@ -147,10 +166,6 @@ def _blend(towards: Callable[[Tensor], Tensor]) -> Operation:
     return operation
 
 
-def _grey(x: Tensor) -> Tensor:
-    return x.mean(1, keepdim=True).expand_as(x)
-
-
 def _blurred(x: Tensor) -> Tensor:
     return functional.avg_pool2d(functional.pad(x, [1] * 4, mode="replicate"), 3, 1)
 
@@ -161,11 +176,10 @@ def _autocontrast(x: Tensor, s: Tensor) -> Tensor:
 
 
 def _equalize(x: Tensor, s: Tensor) -> Tensor:
-    """Every value becomes the share of the channel's pixels that are not larger, counted in 256 bins."""
-    bins = (x * 255).round().long().clamp(0, 255).flatten(2)
-    counts = torch.zeros(*x.shape[:2], 256, dtype=x.dtype, device=x.device)
-    counts.scatter_add_(2, bins, torch.ones_like(bins, dtype=x.dtype))
-    return (counts.cumsum(2) / bins.shape[2]).gather(2, bins).reshape(x.shape).clamp(0, 1)
+    """Every value becomes the share of the channel's pixels that are not larger."""
+    flat = (x * 255).round().flatten(2)
+    ranks = torch.searchsorted(flat.sort(-1).values, flat.contiguous(), right=True)
+    return (ranks / flat.shape[-1]).to(x.dtype).reshape(x.shape)
 
 
 def _posterize(x: Tensor, s: Tensor) -> Tensor:
@@ -180,14 +194,14 @@ def _solarize(x: Tensor, s: Tensor) -> Tensor:
 #: the operations; a new one is a new row
 OPERATIONS: dict[str, Operation] = {
     "identity": lambda x, s: x,
-    "shear-x": _affine(lambda s, one, zero: [[one, 0.3 * s, zero], [zero, one, zero]]),
-    "shear-y": _affine(lambda s, one, zero: [[one, zero, zero], [0.3 * s, one, zero]]),
-    "translate-x": _affine(lambda s, one, zero: [[one, zero, 0.6 * s], [zero, one, zero]]),
-    "translate-y": _affine(lambda s, one, zero: [[one, zero, zero], [zero, one, 0.6 * s]]),
-    "rotate": _affine(_turn),
+    "shear-x": _affine((0, 1, 0.3)),
+    "shear-y": _affine((1, 0, 0.3)),
+    "translate-x": _affine((0, 2, 0.6)),
+    "translate-y": _affine((1, 2, 0.6)),
+    "rotate": _affine(angle=math.radians(30)),
     "brightness": _blend(torch.zeros_like),
     "contrast": _blend(lambda x: x.mean((1, 2, 3), keepdim=True).expand_as(x)),
-    "color": _blend(_grey),
+    "color": _blend(lambda x: x.mean(1, keepdim=True).expand_as(x)),
     "sharpness": _blend(_blurred),
     "posterize": _posterize,
     "solarize": _solarize,
@@ -197,24 +211,31 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def randaugment(x: Tensor, generator: torch.Generator, operations: int = 2, strength: float = 0.3) -> Tensor:
-    """`operations` draws from the table for each image, at `strength` in [0, 1] with a random sign.
+    """A few draws from the table of operations for each image.
+
+    Args:
+        x: (B, C, H, W) in [0, 1].
+        generator: of the draws.
+        operations: how many are drawn, at most 100.
+        strength: in [0, 1], with a random sign.
 
     >>> x = torch.rand(8, 3, 16, 16)
     >>> y = randaugment(x, torch.Generator().manual_seed(0))
     >>> y.shape == x.shape, bool((y >= 0).all() and (y <= 1).all())
     (True, True)
     """
-    if x.ndim != 4 or bool((x < 0).any()) or bool((x > 1).any()):
-        raise InputError(f"randaugment expects images (B, C, H, W) with values in [0, 1], got shape {tuple(x.shape)}")
-    if operations < 0 or not 0 <= strength <= 1:
-        raise InputError(f"randaugment needs operations ≥ 0 and strength in [0, 1], got {operations} and {strength}")
-    table, y = list(OPERATIONS.values()), x.clone()
+    unit = bool(((x >= 0) & (x <= 1)).all())
+    _require(
+        x,
+        unit and 0 <= operations <= 100 and 0 <= strength <= 1,
+        f"values, and a strength, in [0, 1] and 0 … 100 operations, got strength {strength} and {operations} operations",
+    )
+    y = x.clone()
     for _ in range(operations):
-        source: dict[str, Any] = {"generator": generator, "device": generator.device}
-        chosen = torch.randint(len(table), (len(x),), **source).to(x.device)
-        sign = (torch.randint(2, (len(x),), **source) * 2 - 1).to(x.device, x.dtype)
-        for number, operation in enumerate(table):
-            rows = chosen == number
+        choice = _integers(len(OPERATIONS), (len(x),), generator, x.device)
+        sign = 2 * _integers(2, (len(x),), generator, x.device).to(x.dtype) - 1
+        for number, operation in enumerate(OPERATIONS.values()):
+            rows = choice == number
             if bool(rows.any()):
                 y[rows] = operation(y[rows], strength * sign[rows]).clamp(0, 1)
     return fresh_strides(y)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from equipoise.core import InputError, fresh_strides
 from equipoise.core.digests import Digest
-from equipoise.data.sources import Ints, Layout, Source, array_source, check_labels, first_non_finite
+from equipoise.data.sources import Ints, Layout, Source, array_source, as_array, check_labels, first_non_finite
 
 _CHUNK_BYTES = 16 * 2**20
 #: the label of an input without one
@@ -230,17 +230,3 @@ class Dataset:
             row = int(rows[bad])
             raise InputError(f"{self.name}: row {row} holds NaN, infinity or a number too large for float32")
         return raw
-
-
-def as_array(values: Any, what: str) -> NDArray[Any]:
-    """A NumPy array of numbers from a tensor, an array or a list; objects are refused."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise InputError(f"{what} are not an array of numbers: {error}") from error
-    if array.dtype.hasobject:
-        raise InputError(f"{what} are not an array of numbers but of {array.dtype}")
-    return array

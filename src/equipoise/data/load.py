@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 
 from equipoise.core.errors import InputError, one_line
 from equipoise.core.imports import SPEC
-from equipoise.data.binary import find_cifar, find_idx, is_idx, load_cifar, load_idx
-from equipoise.data.columns import find_parquet, load_parquet
 from equipoise.data.dataset import Dataset
-from equipoise.data.factories import load_object
-from equipoise.data.huggingface import is_saved, load_saved
-from equipoise.data.pictures import load_folder
-from equipoise.data.reading import load_archive
+from equipoise.data.files import find_parquet, is_saved, load_archive, load_folder, load_parquet, load_saved
+from equipoise.data.objects import load_object
 from equipoise.data.sources import MAX_BYTES, Layout
 
 #: the grey value that stands for 1
@@ -38,7 +34,7 @@ def load_digits(name: str = "digits", split: str | None = None, *, num_classes: 
         return load_archive(file, split, name=name, num_classes=10 if num_classes is None else num_classes, scale=WHITE)
 
 
-_EXPECTED = "digits, a .npz, IDX or .parquet file, a folder of data, or package.module:factory"
+_EXPECTED = "digits, a .npz or .parquet file, a folder of data, or package.module:factory"
 
 
 class Kind(NamedTuple):
@@ -54,12 +50,9 @@ class Kind(NamedTuple):
 FILES = [
     Kind("a .npz archive", lambda path: path.suffix == ".npz", load_archive, ("layout",)),
     Kind("a Parquet file", lambda path: path.suffix == ".parquet", load_parquet, ("layout", "size", "columns")),
-    Kind("an IDX file", is_idx, load_idx, ("layout",)),
 ]
 FOLDERS = [
     Kind("a saved Hugging Face dataset", is_saved, load_saved, ("layout", "size", "columns")),
-    Kind("a folder of IDX files", find_idx, load_idx, ("layout",)),
-    Kind("a folder of CIFAR files", find_cifar, load_cifar, ()),
     Kind("a folder of Parquet files", find_parquet, load_parquet, ("layout", "size", "columns")),
     Kind("a folder of pictures", lambda path: True, load_folder, ("size",)),
 ]
@@ -81,15 +74,15 @@ def load_dataset(
     """The dataset that `spec` names; nothing in a file is executed, every failure is an `InputError` of one sentence.
 
     Args:
-        spec: `digits`; a .npz, an IDX file of images, a .parquet; a folder (IDX, CIFAR binary, Parquet, Hugging Face
-            `save_to_disk`, or pictures in class folders); or `package.module:factory`. `spec#split` names the split too.
+        spec: `digits`; a .npz or .parquet file; a folder (Parquet, Hugging Face `save_to_disk`, or pictures in class
+            folders); or `package.module:factory`. `spec#split` names the split too.
         split: e.g. "train"; by default "test" where there is one, otherwise the only one.
         num_classes: checked against the labels; by default what the source says, else the largest label + 1.
         layout: of arrays with three axes per input, "NHWC" or "NCHW"; by default bytes are NHWC and floats NCHW.
         size: (height, width) to which pictures are resized and cropped; by default they must agree.
         columns: names of the columns of inputs and labels, for Parquet, Arrow and datasets whose rows are dictionaries; an
             empty second name: there are no labels (Parquet, Arrow).
-        max_bytes: an array (or row group) declared larger is refused.
+        max_bytes: an array (or Parquet file) declared larger is refused.
         labelled: refuse data without labels.
 
     >>> load_dataset("digits#train")
@@ -103,7 +96,7 @@ def load_dataset(
         for option in given:
             if option not in kind.options:
                 raise InputError(f"{spec} is {kind.name}, for which {option}= means nothing: leave it out")
-        capped = {"max_bytes": max_bytes} if kind.load in (load_archive, load_parquet, load_idx, load_cifar) else {}
+        capped = {"max_bytes": max_bytes} if kind.load in (load_archive, load_parquet) else {}
         found = kind.load(source, split, num_classes=num_classes, **given, **capped)
     except OSError as error:
         raise InputError(f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}") from error

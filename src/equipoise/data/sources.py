@@ -1,71 +1,84 @@
-"""Where the inputs of a dataset lie: a source answers `read(rows)` with raw numbers and knows no labels."""
+"""Where the inputs of a dataset lie, and the rules for arrays: types, layouts, finite numbers, labels."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from equipoise.core import InputError
 
 Ints = NDArray[np.int64]
 Layout = Literal["auto", "NHWC", "NCHW"]
 
-#: an array declared larger than this is not read unless the caller says so
+#: data declared larger than this is not read unless the caller says so
 MAX_BYTES = 8 * 2**30
 _CHANNELS = (1, 3, 4)
 
 
-class Source(Protocol):
-    """Rows of equal shape and dtype; `scale` is the number that stands for 1 (255 for bytes)."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one input: (channels, height, width) of an image, (features,) otherwise."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """uint8, float16, float32 or float64."""
-
-    @property
-    def scale(self) -> float:
-        """Inputs are divided by it: 255 for bytes, 1 for floats."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, rows: Ints) -> NDArray[Any]:
-        """The raw inputs of these rows, in this order, `(len(rows), *shape)`."""
-
-
 @dataclass(frozen=True, eq=False)
-class ArraySource:
-    """Inputs in memory: (N, C, H, W) or (N, features)."""
+class Source:
+    """Inputs of equal shape and type that are read when asked for.
 
-    inputs: NDArray[Any]
+    Attributes:
+        count: how many there are.
+        shape: of one input: (channels, height, width) of an image, (features,) otherwise.
+        dtype: uint8, float16, float32 or float64.
+        scale: the number that stands for 1: 255 for bytes.
+        read: from row numbers to the raw inputs, `(len(rows), *shape)`; it can be pickled.
+    """
+
+    count: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
     scale: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one input."""
-        return tuple(int(d) for d in self.inputs.shape[1:])
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the stored numbers."""
-        return self.inputs.dtype
+    read: Callable[[Ints], NDArray[Any]] = field(repr=False)
 
     def __len__(self) -> int:
-        return len(self.inputs)
-
-    def read(self, rows: Ints) -> NDArray[Any]:
-        """The raw inputs of these rows."""
-        return np.ascontiguousarray(self.inputs[rows])
+        return self.count
 
 
-def array_source(inputs: NDArray[Any], where: str, layout: Layout = "auto", scale: float | None = None) -> ArraySource:
-    """A source around an array (N, features), (N, H, W), or (N, H, W, C) / (N, C, H, W) as `channels_first` decides."""
-    dtype = require_dtype(inputs.dtype, where)
+def _rows_of(array: NDArray[Any], rows: Ints) -> NDArray[Any]:
+    return np.ascontiguousarray(array[rows])
+
+
+def array_source(inputs: NDArray[Any], where: str, layout: Layout = "auto", scale: float | None = None) -> Source:
+    """A source around an array.
+
+    Args:
+        inputs: (N, features), (N, H, W), or images as `channels_first` decides.
+        where: what error messages call it.
+        layout: of images.
+        scale: the number that stands for 1; by default 255 for bytes and 1 for floats.
+    """
+    inputs = channels_ahead(inputs, where, layout)
+    for start in range(0, len(inputs), 1024):
+        bad = first_non_finite(inputs[start : start + 1024])
+        if bad is not None:
+            raise InputError(f"{where}: row {start + bad} holds NaN, infinity or a number too large for float32")
+    scale = default_scale(inputs.dtype) if scale is None else scale
+    return Source(len(inputs), inputs.shape[1:], inputs.dtype, scale, functools.partial(_rows_of, inputs))
+
+
+def channels_ahead(inputs: NDArray[Any], where: str, layout: Layout) -> NDArray[Any]:
+    """The array as (N, features) or (N, C, H, W), in bytes or native floats; anything else is refused.
+
+    Args:
+        inputs: the array.
+        where: what error messages call it.
+        layout: of images.
+    """
+    dtype = inputs.dtype.newbyteorder("=")
+    if dtype not in (np.dtype(np.uint8), np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)):
+        raise InputError(
+            f"{where} holds {inputs.dtype}; expected uint8 (0 … 255) or floats, so that the scale is not guessed"
+        )
     if inputs.ndim not in (2, 3, 4) or 0 in inputs.shape:
         raise InputError(
             f"{where} has shape {tuple(inputs.shape)}, expected (N, features), (N, H, W) or a batch of images, not empty"
@@ -74,17 +87,7 @@ def array_source(inputs: NDArray[Any], where: str, layout: Layout = "auto", scal
         inputs = inputs[:, None]
     elif inputs.ndim == 4 and not channels_first(inputs.shape[1:], dtype, layout, where):
         inputs = inputs.transpose(0, 3, 1, 2)
-    source = ArraySource(inputs.astype(dtype, copy=False), default_scale(dtype) if scale is None else scale)
-    require_finite_rows(source, where)
-    return source
-
-
-def require_dtype(dtype: np.dtype[Any], where: str) -> np.dtype[Any]:
-    """The native-endian dtype of inputs: bytes or floats, anything else is refused."""
-    native = dtype.newbyteorder("=")
-    if native not in (np.dtype(np.uint8), np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)):
-        raise InputError(f"{where} holds {dtype}; expected uint8 (0 … 255) or floats, so that the scale is not guessed")
-    return native
+    return inputs.astype(dtype, copy=False)
 
 
 def default_scale(dtype: np.dtype[Any]) -> float:
@@ -93,9 +96,15 @@ def default_scale(dtype: np.dtype[Any]) -> float:
 
 
 def channels_first(shape: Sequence[int], dtype: np.dtype[Any], layout: Layout, where: str) -> bool:
-    """The layout rule for inputs with three axes: bytes are (H, W, C), floats are (C, H, W), unless `layout` says.
+    """Whether images are (C, H, W): bytes are (H, W, C) and floats (C, H, W), unless `layout` says.
 
     Refused where the axis named by the rule has a length no image has (1, 3 or 4 channels) while the other one does.
+
+    Args:
+        shape: of one image.
+        dtype: of its numbers.
+        layout: what the user says.
+        where: what error messages call it.
     """
     if layout not in ("auto", "NHWC", "NCHW"):
         raise InputError(f"layout must be 'auto', 'NHWC' or 'NCHW', got {layout!r}")
@@ -110,17 +119,6 @@ def channels_first(shape: Sequence[int], dtype: np.dtype[Any], layout: Layout, w
     return first
 
 
-def require_finite_rows(source: Source, where: str, chunk: int = 1024) -> None:
-    """Refuse NaN, infinities and what overflows float32, naming the first bad row."""
-    if source.dtype == np.uint8:
-        return
-    for start in range(0, len(source), chunk):
-        rows = np.arange(start, min(start + chunk, len(source)), dtype=np.int64)
-        bad = first_non_finite(source.read(rows))
-        if bad is not None:
-            raise InputError(f"{where}: row {start + bad} holds NaN, infinity or a number too large for float32")
-
-
 def first_non_finite(raw: NDArray[Any]) -> int | None:
     """Index of the first row that is not finite in float32, or None."""
     if raw.dtype == np.uint8:
@@ -128,6 +126,25 @@ def first_non_finite(raw: NDArray[Any]) -> int | None:
     with np.errstate(over="ignore"):
         fine = np.isfinite(raw.astype(np.float32, copy=False)).reshape(len(raw), -1).all(axis=1)
     return None if bool(fine.all()) else int(np.argmin(fine))
+
+
+def as_array(values: Any, what: str) -> NDArray[Any]:
+    """A NumPy array of numbers from a tensor, an array or a list; objects are refused.
+
+    Args:
+        values: the numbers.
+        what: what error messages call them.
+    """
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InputError(f"{what} are not an array of numbers: {error}") from error
+    if array.dtype.hasobject:
+        raise InputError(f"{what} are not an array of numbers but of {array.dtype}")
+    return array
 
 
 def largest_label(parts: Iterable[NDArray[Any]]) -> int | None:
@@ -138,7 +155,14 @@ def largest_label(parts: Iterable[NDArray[Any]]) -> int | None:
 
 
 def check_labels(labels: Any, count: int, num_classes: int | None, where: str) -> tuple[Ints, int]:
-    """Labels as int64 (count,), and the number of classes (largest label + 1 where it is not known)."""
+    """Labels as int64 (count,), and the number of classes.
+
+    Args:
+        labels: one integer per input.
+        count: how many inputs there are.
+        num_classes: every label must be below it; None: the largest label + 1.
+        where: what error messages call the data.
+    """
     array = np.asarray(labels)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
@@ -148,6 +172,7 @@ def check_labels(labels: Any, count: int, num_classes: int | None, where: str) -
         raise InputError(f"{where}: {count} inputs but {len(array)} labels")
     if count == 0:
         raise InputError(f"{where} holds no data")
+
     bad = (array > np.iinfo(np.int32).max) | (array < 0)  # before int64 turns the largest uint64 into −1
     if num_classes is not None:
         bad = bad | (array >= num_classes)
@@ -155,6 +180,7 @@ def check_labels(labels: Any, count: int, num_classes: int | None, where: str) -
         row = int(np.argmax(bad))
         wanted = "0 or more" if num_classes is None else f"in 0 … {num_classes - 1}"
         raise InputError(f"{where}: row {row} has label {int(array[row])}, expected {wanted}")
-    found = array.astype(np.int64)
-    found.flags.writeable = False
-    return found, int(found.max()) + 1 if num_classes is None else num_classes
+
+    checked = array.astype(np.int64)
+    checked.flags.writeable = False
+    return checked, int(checked.max()) + 1 if num_classes is None else num_classes

@@ -1,7 +1,11 @@
-"""Lower ends of local Lipschitz constants: pairs of inputs trained by gradient ascent, and Jacobian norms, in float64."""
+"""Lower ends of local Lipschitz constants: pairs of inputs found by gradient ascent, and what their values prove.
+
+A pair `a ≠ b` of the ball proves `L ≥ ‖f(a) − f(b)‖/‖a − b‖`. Gradients only say where to look: at a kink automatic
+differentiation returns a slope that the function may have nowhere, so a Jacobian is never a lower end. What counts are the
+values at both inputs, evaluated in float64 with a bound of their rounding, which is subtracted.
+"""
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,64 +13,109 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import one_line
-from equipoise.lipschitz.batches import flat_outputs
-from equipoise.lipschitz.capture import Program, run_program
-from equipoise.lipschitz.values import EXACT, functional
+from equipoise.core.precision import inflate
+from equipoise.lipschitz.capture import Program, flat_outputs, run_program
 
 Function = Callable[[Tensor], Any]
+#: values of a batch, one row per sample, and a bound of their rounding, entry by entry
+Evaluate = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+#: distances of the pairs along the direction that stretches most, as shares of the radius
+_SHARES = (1.0, 1e-2, 1e-4)
 
 
 def lower_ends(
-    model: nn.Module, program: Program, x: Tensor, radius: float, steps: int, seed: int
+    model: nn.Module, program: Program, evaluate: Evaluate, x: Tensor, radius: float, steps: int, seed: int
 ) -> tuple[Tensor, str]:
-    """Lower ends in float64: by gradients of the model, else of the captured program, else by random pairs; with a note.
+    """Proved lower ends on the balls around every sample, and a note where the search failed.
 
-    The program is attacked sample by sample. It is taken at once where samples have no batch dimension in the output, and
-    where an operation of PyTorch is not the function it stands for (see `values`).
+    Args:
+        model: searched by gradients, as a copy in float64.
+        program: searched where the model cannot be differentiated.
+        evaluate: values of the real function with bounds of their rounding.
+        x: the centres.
+        radius: of the balls, in ℓ2.
+        steps: of the search.
+        seed: of the starting points.
     """
     x = x.detach().double()
-    real = any(functional(n.target) in EXACT for n in program.nodes)
-    ways: list[tuple[str, Callable[[], Tensor]]] = []
-    if not real and not program.notes:
-        ways.append(("", lambda: climbed(_in_float64(model, program, x), x, radius, steps, seed)))
-    ways.append(("", lambda: climbed(_of_program(program), x, radius, steps, seed)))
-    ways.append(("the lower end is from random pairs", lambda: _drawn(_of_program(program), x, radius, steps, seed)))
-    why = ""
-    for note, attack in ways:
+    why, random = "", False
+    for make in (lambda: copy.deepcopy(model).double().requires_grad_(False), lambda: _of_program(program)):
         try:
-            found = attack()
-        except Exception as error:  # noqa: BLE001 - the model's own code may raise anything; the upper end stands without an attack
-            why = f"{type(error).__name__}: {one_line(error)}"
-            continue
-        return found, f"{note}: no gradient ({why})" if note else ""
-    return torch.zeros(len(x), dtype=torch.float64), f"no lower end: the attack failed ({why})"
+            pairs = search_pairs(make(), x, radius, steps, seed)
+            break
+        except Exception as error:  # noqa: BLE001 - the model's own code may raise anything; the upper end holds without
+            why = f"no gradient ({type(error).__name__}: {one_line(error)})"
+    else:
+        random, pairs = True, _random_pairs(x, radius, steps, seed)
 
-
-def attacked(model: nn.Module, x: Tensor, radius: float, steps: int, seed: int) -> Tensor:
-    """Lower ends by gradients of the model itself, copied to float64."""
-    return climbed(_copied(model), x.detach().double(), radius, steps, seed)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).double().requires_grad_(False)
-
-
-def _in_float64(model: nn.Module, program: Program, x: Tensor) -> Function:
-    """A copy of the model in float64, which must compute there what was captured: code can branch on the dtype."""
-    model = _copied(model)
+    best = torch.zeros(len(x), dtype=torch.float64)
     with torch.no_grad():
-        there, here = _rows(model, x[:1]), _of_program(program)(x[:1])
-    if not torch.allclose(there, here, rtol=1e-3, atol=1e-3 * float(here.abs().max())):
-        raise ValueError("the model computes something else in float64")
-    return model
+        if bool(torch.isfinite(evaluate(x)[1]).all()):
+            for a, b in pairs:
+                best = torch.maximum(best, proved_stretch(evaluate, x, a, b, radius))
+            return best, f"the lower end is from random pairs: {why}" if random else ""
+        reached = max(float(stretch(_of_program(program), a, b).max()) for a, b in pairs)
+    return (
+        best,
+        f"no lower end: the rounding of the values is not bounded; pairs stretch by {reached:.3g} (an estimate)",
+    )
 
 
-def _rows(f: Function, x: Tensor) -> Tensor:
-    """The outputs of every sample as one row; sample by sample where they have no batch dimension."""
-    parts = flat_outputs(f(x.clone()))
-    if all(t.dim() > 0 and len(t) == len(x) for t in parts):
-        return torch.cat([t.reshape(len(t), -1) for t in parts], 1)
-    return torch.stack([torch.cat([t.flatten() for t in flat_outputs(f(one[None].clone()))]) for one in x])
+def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: float) -> Tensor:
+    """`‖f(a) − f(b)‖/‖a − b‖` per sample, rounded down; 0 for pairs that leave the ball or are too close to tell.
+
+    Args:
+        evaluate: values with bounds of their rounding.
+        x: centres of the balls.
+        a: one input of every pair.
+        b: the other.
+        radius: of the balls.
+    """
+    slack = 1 + 1e-9  # covers the rounding of norms of up to 10⁶ entries, and of differences of inputs
+    inside = (_length(a - x) * slack <= radius) & (_length(b - x) * slack <= radius)
+    (fa, ea), (fb, eb) = evaluate(a), evaluate(b)
+    rise = _length(fa - fb) / slack - inflate(_length(ea + eb) * slack + 2.0**-52 * (_length(fa) + _length(fb)))
+    ratio = rise / (_length(a - b) * slack)
+    return torch.where(inside & torch.isfinite(ratio), ratio, 0.0).clamp_min(0)
+
+
+def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Pairs that stretch much: along the direction of the largest singular value, and climbed from there by gradients."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise() -> Tensor:
+        return torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+    direction = _top_direction(f, x, noise(), steps)
+    pairs = [
+        (x + share * radius * direction * (1 - 1e-6), x - share * radius * direction * (1 - 1e-6)) for share in _SHARES
+    ]
+
+    a = project(0.5 * radius * direction, radius)
+    b = -a + project(0.1 * radius * unit(noise()), radius)
+    best, kept = torch.zeros(len(x), dtype=torch.float64), (a, b)
+    for step in range(steps + 1):
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        with torch.enable_grad():
+            ratio = stretch(f, x + a, x + b)
+            grad_a, grad_b = torch.autograd.grad(ratio.sum(), (a, b))
+        better = (ratio.detach() > best).reshape(-1, *[1] * (x.dim() - 1))
+        best = torch.maximum(best, ratio.detach().nan_to_num(nan=0.0, posinf=0.0))
+        kept = (torch.where(better, a.detach(), kept[0]), torch.where(better, b.detach(), kept[1]))
+        size = radius * 0.2 * (1 - step / (steps + 1))
+        a, b = (project(d.detach() + size * unit(g), radius) for d, g in ((a, grad_a), (b, grad_b)))
+    return [(x + kept[0], x + kept[1]), *pairs]
+
+
+def _random_pairs(x: Tensor, radius: float, steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Opposite points of the ball: needs no gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for _ in range(steps):
+        a = project(radius * unit(torch.randn(x.shape, generator=generator, dtype=torch.float64)), radius)
+        pairs.append((x + a, x - a))
+    return pairs
 
 
 def _of_program(program: Program) -> Function:
@@ -78,76 +127,48 @@ def _of_program(program: Program) -> Function:
     return lambda x: torch.stack([one(sample) for sample in x])
 
 
-def climbed(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> Tensor:
-    """The best of finite pairs trained by projected gradient ascent and of Jacobian norms."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise() -> Tensor:
-        return torch.randn(x.shape, generator=generator, dtype=torch.float64)
-
-    best, direction = _jacobian(f, x, noise(), steps)
-    a = project(0.5 * radius * direction, radius)
-    b = -a + project(0.1 * radius * unit(noise()), radius)
-    for step in range(steps):
-        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
-        with torch.enable_grad():
-            ratio = stretch(f, x + a, x + b)
-            grad_a, grad_b = torch.autograd.grad(ratio.sum(), (a, b))
-        best = torch.maximum(best, _known(ratio))
-        size = radius * 0.2 * (1 - step / steps)
-        a, b = (project(d.detach() + size * unit(g), radius) for d, g in ((a, grad_a), (b, grad_b)))
-    with torch.no_grad():
-        best = torch.maximum(best, _known(stretch(f, x + a, x + b)))
-    return best * (1 - 1e-6)
+def _rows(f: Function, x: Tensor) -> Tensor:
+    """The outputs of every sample as one row; sample by sample where they have no batch dimension."""
+    parts = flat_outputs(f(x.clone()))
+    if all(t.dim() > 0 and len(t) == len(x) for t in parts):
+        return torch.cat([t.reshape(len(t), -1) for t in parts], 1)
+    return torch.stack([torch.cat([t.flatten() for t in flat_outputs(f(one[None].clone()))]) for one in x])
 
 
-def _drawn(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> Tensor:
-    """The best of random pairs: needs no gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    best = torch.zeros(len(x), dtype=torch.float64)
-    with torch.no_grad():
-        for _ in range(steps):
-            a = project(0.5 * radius * unit(torch.randn(x.shape, generator=generator, dtype=torch.float64)), radius)
-            best = torch.maximum(best, _known(stretch(f, x + a, x - a)))
-    return best * (1 - 1e-6)
-
-
-def _known(ratio: Tensor) -> Tensor:
-    """Stretches that are numbers; 0 for the others."""
-    return torch.where(torch.isfinite(ratio), ratio, torch.zeros_like(ratio)).detach()
+def _length(v: Tensor) -> Tensor:
+    """ℓ2 norm of every sample."""
+    return torch.linalg.vector_norm(v.flatten(1), dim=1)
 
 
 def unit(v: Tensor) -> Tensor:
     """Every sample divided by its norm."""
-    return v / torch.linalg.vector_norm(v.flatten(1), dim=1).clamp_min(1e-300).reshape(-1, *[1] * (v.dim() - 1))
+    return v / _length(v).clamp_min(1e-300).reshape(-1, *[1] * (v.dim() - 1))
 
 
 def project(d: Tensor, radius: float) -> Tensor:
-    """Every sample scaled into the ball."""
-    norms = torch.linalg.vector_norm(d.flatten(1), dim=1).reshape(-1, *[1] * (d.dim() - 1))
-    return d * (radius * (1 - 1e-9) / norms.clamp_min(radius))
+    """Every sample scaled into the ball, a little inside: adding it to an input rounds."""
+    norms = _length(d).reshape(-1, *[1] * (d.dim() - 1))
+    return d * (radius * (1 - 1e-6) / norms.clamp_min(radius))
 
 
 def stretch(f: Function, a: Tensor, b: Tensor) -> Tensor:
-    """`‖f(a) − f(b)‖/‖a − b‖` per sample, less what float64 rounding may have added; 0 for pairs too close to tell."""
+    """`‖f(a) − f(b)‖/‖a − b‖` per sample, as evaluated; 0 for pairs too close to tell. Not a proof: see `proved_stretch`."""
     fa, fb = _rows(f, a), _rows(f, b)
-    gap = torch.linalg.vector_norm((a - b).flatten(1), dim=1)
-    noise = 1e-11 * (fa.detach().abs().amax(1) + fb.detach().abs().amax(1)) * math.sqrt(fa.shape[1])
+    gap = _length(a - b)
+    noise = 1e-11 * (fa.detach().abs().amax(1) + fb.detach().abs().amax(1)) * fa.shape[1] ** 0.5
     size = (torch.linalg.vector_norm(fa - fb, dim=1) - noise).clamp_min(0)
     return torch.where(gap > 1e-9, size / gap.clamp_min(1e-9), torch.zeros_like(gap))
 
 
-def _jacobian(f: Function, x: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Power iteration on JᵀJ at every sample by vjp; `‖Jᵀu‖/‖u‖` is a lower bound of ‖J‖ for every u."""
+def _top_direction(f: Function, x: Tensor, v: Tensor, steps: int) -> Tensor:
+    """Power iteration on JᵀJ at every sample: a direction to look along, also where the Jacobian at x is no derivative."""
     leaf = x.clone().requires_grad_()
     with torch.enable_grad():
         out = _rows(f, leaf)
         u = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-        size = torch.zeros(len(x), dtype=torch.float64)
         for _ in range(steps):
-            (v,) = torch.autograd.grad(out, leaf, unit(u), retain_graph=True)
-            size = torch.maximum(size, _known(torch.linalg.vector_norm(v.flatten(1), dim=1)))
-            h = 1e-6
+            (g,) = torch.autograd.grad(out, leaf, unit(u), retain_graph=True)
+            v = torch.where(_length(g).reshape(-1, *[1] * (x.dim() - 1)) > 0, g, v)
             with torch.no_grad():
-                u = _rows(f, x + h * unit(v)) - _rows(f, x - h * unit(v))
-    return size, unit(v)
+                u = _rows(f, x + 1e-6 * unit(v)) - _rows(f, x - 1e-6 * unit(v))
+    return unit(v)

@@ -1,6 +1,5 @@
 """`lipschitz_bound`: an upper bound of how much a network can stretch distances, read off the graph it really runs."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,21 +10,21 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.bounds import format_up
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.capture import Program, capture
-from equipoise.lipschitz.chains import Solve, chain_total
+from equipoise.lipschitz.capture import Program, capture, in_single_precision
+from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.local.measure import whole_bound
 from equipoise.lipschitz.logs import log_product, log_root, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Piece, Pieces, Scaled, Sum, Weighted
-from equipoise.lipschitz.places import module_path
 from equipoise.lipschitz.propagate import Propagation, combined, elasticities, propagate, winner
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Block, Report, Row, pair_constants
 from equipoise.lipschitz.rules import Step
-from equipoise.norms.bracket import Cache
+from equipoise.lipschitz.values import module_path
+from equipoise.norms.spectral import Cache
 
-ChainMethod = Literal["closed", "sdp", "lipsdp", "eclipse", "multipliers"]
+ChainMethod = Literal["closed", "multipliers"]
 
 
 def lipschitz_bound(
@@ -35,6 +34,7 @@ def lipschitz_bound(
     ball: float | None = None,
     rtol: float = 1e-3,
     chain: ChainMethod = "closed",
+    batch_dim: int | None = 0,
 ) -> Report:
     """How much can this network stretch an ℓ2 distance between inputs? A proved upper bound, with a row per layer.
 
@@ -48,10 +48,11 @@ def lipschitz_bound(
         ball: bound only on inputs with `‖x‖₂ ≤ ball`; needed for squeeze-and-excite, gates and attention without a norm.
         rtol: relative gap asked of every operator norm. From 0.02 on, convolutions are bounded by a faster route whose
             upper ends may be a few per cent looser than asked: what an audit needs.
-        chain: how the dense layers at the end are bounded together: by the `closed` form, or by the programs `lipsdp`
-            (also `sdp`) or `eclipse` through cvxpy, with the solver's answer proved again. `multipliers` bounds the whole
-            network by one multiplier per neuron, without a solver: any graph that is affine up to pointwise activations and
+        chain: `closed` bounds the dense layers at the end together, in closed form. `multipliers` bounds the whole network by
+            one multiplier per neuron (LipSDP, without a solver): any graph that is affine up to pointwise activations and
             max pooling, up to 3,000 neurons; refused by name beyond.
+        batch_dim: the dimension of the inputs that holds samples (1 for recurrent layers without `batch_first`); None bounds
+            the input as a whole. A network whose samples depend on each other along it is refused.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -61,52 +62,58 @@ def lipschitz_bound(
 
     References: Virmaux & Scaman 2018 (product bound); Ryu et al. 2019; Delattre 2025.
     """
-    if ball is not None and not (ball > 0 and math.isfinite(ball)):
-        raise InputError(f"ball must be a positive radius, got {ball}")
-    if not rtol > 0:
-        raise InputError(f"rtol must be positive, got {rtol}")
+    if ball is not None:
+        require_positive(ball=ball)
+    require_positive(rtol=rtol)
     require_one_of(get_args(ChainMethod), chain=chain)
     if example_input is None and not isinstance(model, ExportedProgram):
         raise InputError("lipschitz_bound needs example_input: the bound depends on the input's shape")
-    program = capture(model, example_input)
+    model, example_input, stored = in_single_precision(model, example_input)
+    program = capture(model, example_input, batch_dim=batch_dim)
     batches = [node.meta["val"].shape[:1] for node in program.inputs]
     if ball is not None and any(b and b[0] > 1 for b in batches) and isinstance(model, ExportedProgram):
         raise Refused(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
-    found = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
-    return replace(max(found, key=lambda report: report.log_upper), notes=program.notes, pairs=_largest(found))
+    reports = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
+    largest = max(reports, key=lambda report: report.log_upper)
+    notes = [note for note in (*program.notes, stored, *largest.notes) if note]
+    return replace(largest, notes=tuple(dict.fromkeys(notes)), pairs=_largest(reports))
 
 
-def _largest(found: list[Report]) -> Tensor | None:
+def _largest(reports: list[Report]) -> Tensor | None:
     """Constants of pairs that hold for every reading of the program."""
-    known = [report.pairs for report in found if report.pairs is not None]
-    if len(known) < len(found) or len({pairs.shape for pairs in known}) > 1:
+    pairs = [report.pairs for report in reports if report.pairs is not None]
+    if len(pairs) < len(reports) or len({p.shape for p in pairs}) > 1:
         return None
-    return torch.stack(known).amax(0)
+    return torch.stack(pairs).amax(0)
 
 
 def _report(program: Program, ball: float | None, rtol: float, chain: ChainMethod) -> Report:
     run = propagate(program, ball, rtol)
-    together = chain_total(run, _solver(chain))
+    together = chain_total(run)
     if chain == "multipliers":
         found = whole_bound(run, Cache(rtol))
         together = found if together is None else min(found, together)
     totals = {"product": run.product, "fused": run.fused, "chain": math.inf if together is None else together}
     method = min(totals, key=lambda name: totals[name])
     layers = rows(run)
+    notes = (*program.notes, *_wider(layers, rtol))
     return Report(
-        totals[method], run.product, run.fused, layers, method, ball, program.notes, together, pair_constants(run),
+        totals[method], run.product, run.fused, layers, method, ball, notes, together, pair_constants(run),
         blocks(run, layers),
     )  # fmt: skip
 
 
-def _solver(chain: ChainMethod) -> Solve | None:
-    if chain in ("closed", "multipliers"):
-        return None
-    from equipoise.lipschitz.sdp import sdp_log
-
-    return functools.partial(sdp_log, method="eclipse" if chain == "eclipse" else "lipsdp")
+def _wider(layers: Sequence[Row], rtol: float) -> tuple[str, ...]:
+    """A note where norms are known less closely than was asked for."""
+    gaps = [row.upper / row.lower - 1 for row in layers if row.lower > 0]
+    wide = [gap for gap in gaps if gap > rtol * (1 + 1e-9)]
+    if not wide:
+        return ()
+    return (
+        f"{len(wide)} of {len(gaps)} norms are known within {format_up(max(wide), 2)} only, {rtol:g} was asked for",
+    )
 
 
 def _silent(step: Step) -> bool:
@@ -175,30 +182,29 @@ def _show(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "1"
 
 
-def block_of(name: str) -> str:
-    """The block that a layer belongs to: the module that holds it, or itself where it stands alone.
-
-    >>> block_of("layer1.0.conv1"), block_of("fc")
-    ('layer1.0', 'fc')
-    """
-    return name.rpartition(".")[0] or name
-
-
 def blocks(run: Propagation, layers: Sequence[Row]) -> tuple[Block, ...]:
     """The blocks by their share of the log-bound, largest first, with the product bound if it and those before it are capped.
 
-    Capped: every layer of the block with weights or factors, and a norm above 1, is scaled to norm 1. Sums, pooling and
-    activations stay what they are: `x + f(x)` with f capped is at most 2.
+    A block is the module that holds a layer, or the layer itself where it stands alone. Capped: every layer of the block with
+    weights or factors, and a norm above 1, is scaled to norm 1. Sums, pooling and activations stay what they are: `x + f(x)`
+    with f capped is at most 2.
     """
+    names = {row.name for row in layers}
+    holders = {name.rpartition(".")[0] for name in names} - {""}
+
+    def block_of(name: str) -> str:
+        # an operation in the forward of a block, such as its addition, has the block's own name
+        return name if name in holders else name.rpartition(".")[0] or name
+
     shares: dict[str, float] = {}
     for row in layers:
         shares[block_of(row.name)] = shares.get(block_of(row.name), 0.0) + row.share
     worst = sorted((name for name, share in shares.items() if share > 0), key=lambda name: -shares[name])
-    found, capped = [], set[str]()
-    for name in worst[:5]:
+    ranked, capped = [], set[str]()
+    for name in worst[:12]:
         capped.add(name)
-        found.append(Block(name, shares[name], _capped(run, lambda node: block_of(_named(node)) in capped)))
-    return tuple(found)
+        ranked.append(Block(name, shares[name], _capped(run, lambda node: block_of(_named(node)) in capped)))
+    return tuple(ranked)
 
 
 def _named(node: fx.Node) -> str:

@@ -1,18 +1,20 @@
-"""From a module to the list of operations it really performs: non-strict `torch.export`, constants evaluated.
+"""From a module to the list of operations it performs: non-strict `torch.export`, constants evaluated.
 
 Why `torch.export`: it spells every operation once (aten), shows hooks, overridden forwards, parametrisations and padding
-modes as explicit nodes, and keeps the module path and the source line of each. Data-dependent control flow cannot be
-captured, and is refused; so are mutations that something else can see, training mode, and reduced precision.
+modes as explicit nodes, and keeps the module path and the source line of each. Operations that write in place become their
+functional forms (`ExportedProgram.run_decompositions`). Data-dependent control flow cannot be captured, and is refused; so
+are changes of parameters and buffers, training mode, and reduced precision.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import operator
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,22 +25,21 @@ from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
 from equipoise.core.programs import flat_tensors, lifted, require_stated_shapes
-from equipoise.lipschitz.batches import flat_outputs, settled
-from equipoise.lipschitz.expand import Written, written_out
-from equipoise.lipschitz.modes import asked_about, ordinary_answers, refuse_mutation, written_arguments
-from equipoise.lipschitz.places import where
+from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
-from equipoise.lipschitz.values import evaluate, in_float64, is_mutable, perform
+from equipoise.lipschitz.values import evaluate, in_float64, where
 
 #: functions a graph may call besides registered operators
 _PLAIN = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)
+
+Examples = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Program:
     """The operations between the user's inputs and outputs; `constants` holds the value of every other node.
 
-    `regions` are the calls of modules that bound themselves and are believed; `notes` say what the example stands for.
+    `regions` are the calls of modules that bound themselves and are trusted; `notes` say what the example stands for.
     `doubt` is why the network has no bound although every operation may have one; empty where there is no reason.
     `single` is the program of one sample, where a bound must hold for that as well. `native` are constants as the network
     itself computes them, where `constants` has them in float64.
@@ -55,36 +56,289 @@ class Program:
     native: dict[fx.Node, Any] = field(default_factory=dict, repr=False)
 
 
-def capture(model: nn.Module | ExportedProgram, example_input: Any) -> Program:
-    """Capture the model on one example; with a batch of several, on the first sample (see `batches.settled`).
+def capture(model: nn.Module | ExportedProgram, example_input: Any, *, batch_dim: int | None = 0) -> Program:
+    """Capture the model on one example; with a batch of several, on the first sample (see `choose_example`).
+
+    Args:
+        model: a module in evaluation mode, or an exported program.
+        example_input: a floating tensor, or a tuple of them; not read for an exported program.
+        batch_dim: the dimension along which inputs hold samples; None: the input is one sample as it is.
 
     Guarantee: the program's nodes are all operations between input and output, in order. The rules bound the map of the
-    whole tensors, with a batch of one. A forward that asks whether it is being compiled, traced or exported is told that it
-    is not (see `modes`), one that asks for gradients must have the same graph with and without them, and on three points
-    the program must give what the model itself gives. The model's buffers and the random numbers are left as they were.
+    whole tensors, with a batch of one. On three points, with and without gradients, the program must give what the model
+    itself gives: a check, not a proof, that the forward is the same function whether it is traced or called. The model's
+    buffers and the random numbers are left as they were.
     """
     if isinstance(model, ExportedProgram):
         require_stated_shapes(model)
-        program = analyse(model)
-        return replace(program, doubt=_hidden_writes(program))
+        return analyse(model)
+    require_module(model)
+    examples = as_examples(example_input)
+    with _undisturbed(model):
+        choice = choose_example(model, examples, batch_dim)
+        program = _captured(model, choice.examples)
+        single = None if choice.single is None else _captured(model, choice.single)
+    notes = (choice.note,) if choice.note else ()
+    return replace(program, notes=notes, doubt=choice.doubt or program.doubt, single=single)
+
+
+def require_module(model: Any) -> None:
+    """Refuse what is no module, or cannot be captured as one: scripted, quantised, or in training mode."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module or an ExportedProgram, got {type(model).__name__}")
-    if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
-        raise Refused(
-            "TorchScript has no graph that torch.export can read: bound the module it was made from, or its ONNX file"
+    for path, module in model.named_modules():
+        name = f"module {path or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Refused(
+                "TorchScript has no graph that torch.export can read: bound the module it was made from, or its ONNX file"
+            )
+        if "quantized" in type(module).__module__:
+            raise Refused(
+                f"{name} computes in integers, which round: no Lipschitz constant exists; bound the network that was "
+                "quantised"
+            )
+        own = type(module).__module__.split(".")[:2] == ["torch", "nn"]
+        matters = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU)
+        if module.training and (isinstance(module, matters) or not own):
+            raise Refused(
+                f"{name} is in training mode, in which the map depends on the batch or on chance; call model.eval() first"
+            )
+
+
+# --- the example, and whether samples stay apart -------------------------------------------------------------------------
+
+
+def as_examples(example_input: Any, name: str = "example_input") -> Examples:
+    """The example as a tuple of floating tensors; anything else is refused with what came.
+
+    Args:
+        example_input: a tensor, or a tuple or list of tensors.
+        name: of the argument, for messages.
+    """
+    examples = example_input if isinstance(example_input, tuple | list) else (example_input,)
+    if not examples:
+        raise InputError(f"{name} is an empty tuple; pass a float tensor")
+    for x in examples:
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a tensor or a tuple of tensors, got {type(x).__name__}")
+        if x.layout is not torch.strided or x.is_meta:
+            kind = "has no values (device meta)" if x.is_meta else "is sparse"
+            raise InputError(f"{name} {kind}; pass a dense tensor with values")
+        if x.dtype in HALF:
+            raise Refused(
+                f"{name} has dtype {x.dtype}, in which every operation rounds; bound the real map of the stored weights: "
+                "model.float() keeps them exactly"
+            )
+        if x.dtype not in (torch.float32, torch.float64):
+            raise Refused(
+                f"{name} has dtype {x.dtype}; the bound is for real-valued inputs: pass float32 or float64 "
+                "(for tokens, bound the network that follows the embedding)"
+            )
+        if x.numel() == 0:
+            raise InputError(f"{name} is empty (shape {tuple(x.shape)})")
+    if len({x.shape[0] if x.dim() else 1 for x in examples}) > 1:
+        raise InputError(f"the tensors of {name} must share their first (batch) dimension")
+    return tuple(examples)
+
+
+def as_example(x: Any, name: str = "x") -> Tensor:
+    """The only tensor of an example: for functions that move one input.
+
+    Args:
+        x: a tensor, or a tuple of one.
+        name: of the argument, for messages.
+    """
+    examples = as_examples(x, name)
+    if len(examples) != 1:
+        raise InputError(
+            f"{name} must be one tensor, got {len(examples)}; wrap the model so that it takes the input that moves, "
+            "with the others fixed"
         )
-    refuse_training(model)
-    with _undisturbed(model), ordinary_answers():
-        found = settled(model, example_input)
-        program = _captured(model, found.examples)
-        single = None if found.single is None else _captured(model, found.single)
-    notes = (found.note,) if found.note else ()
-    return replace(program, notes=notes, doubt=found.doubt or program.doubt, single=single)
+    return examples[0]
 
 
-def _captured(model: nn.Module, examples: tuple[Tensor, ...]) -> Program:
+HALF = (torch.float16, torch.bfloat16)
+
+
+def in_single_precision(model: Any, example_input: Any) -> tuple[Any, Any, str]:
+    """A network stored in float16 or bfloat16 as its float32 copy, which holds the same weights exactly, with a note.
+
+    Args:
+        model: any module; one in other types is handed back as it is.
+        example_input: its example, converted as well.
+    """
+    if not isinstance(model, nn.Module):
+        return model, example_input, ""
+    narrow = {t.dtype for t in (*model.parameters(), *model.buffers())} & set(HALF)
+    if not narrow:
+        return model, example_input, ""
+
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in HALF else tensor
+
+    model = copy.deepcopy(model)._apply(widen)
+    example_input = torch.utils._pytree.tree_map_only(Tensor, widen, example_input)
+    stored = ", ".join(sorted(str(d).removeprefix("torch.") for d in narrow))
+    return model, example_input, f"stored in {stored}: the bound is for the real map of the stored weights"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tensors to capture a model on, a note about them, and why there is no bound, if there is none.
+
+    `single` are those of one sample, where the bound must hold for a batch and for one sample alike.
+    """
+
+    examples: Examples
+    note: str = ""
+    doubt: str = ""
+    single: Examples | None = None
+
+
+def choose_example(model: nn.Module, examples: Examples, batch_dim: int | None = 0) -> Choice:
+    """One sample, as a batch of one, where the model treats `batch_dim` as a batch; else the whole example.
+
+    The whole where there is no batch dimension, where the model does not run on one sample, and, next to one sample,
+    where an output has no batch dimension (`x.mean()`): then the bound is the larger of both. There is no
+    bound per sample where the samples of a batch mix.
+
+    Args:
+        model: in evaluation mode.
+        examples: the inputs.
+        batch_dim: the dimension of the inputs that holds samples; None: none does.
+    """
+    examples = tuple(x.detach().clone() for x in examples)
+    if batch_dim is None or all(x.dim() < 2 for x in examples):
+        why = "batch_dim is None" if batch_dim is None else "the input has no batch dimension"
+        return Choice(examples, f"{why}: the bound is for the input as a whole")
+    if not all(-x.dim() <= batch_dim < x.dim() for x in examples):
+        raise InputError(f"batch_dim is {batch_dim}, but the inputs have shapes {[tuple(x.shape) for x in examples]}")
+    count = examples[0].shape[batch_dim]
+    batch = _samples(examples, batch_dim)
+    single = tuple(x.narrow(batch_dim, 0, 1).clone() for x in examples)
+    alone = _outputs(model, single)
+    several = count > 1 and _outputs(model, examples) is not None
+    if alone is None:  # with a batch of one the capture says why
+        whole = f"the bound is for the example as a whole, a batch of {count}"
+        return Choice(examples, f"the model does not run on one sample of the example: {whole}" if several else "")
+    together = _outputs(model, batch)
+    size = batch[0].shape[batch_dim]
+    dims = None if together is None else [_batch_dim(a, t, size) for a, t in zip(alone, together, strict=True)]
+    if dims is None or None in dims:
+        what = "the model does not run on several samples" if dims is None else "an output has no batch dimension"
+        if several:
+            both = f"the bound is the larger of those for a batch of {count}, as a whole, and for one sample"
+            return Choice(examples, f"{what}: {both}", single=single)
+        return Choice(single, f"{what}: the bound is for a batch of one")
+    return Choice(single, doubt=_MIXED if _samples_mix(model, batch, batch_dim, dims) else "")
+
+
+_MIXED = (
+    "the output of one sample depends on the other samples of its batch (a mean, a sum or a recurrence over the batch "
+    "dimension?), so a Lipschitz bound per sample does not exist; say which dimension holds the samples (batch_dim=1 for "
+    "recurrent layers without batch_first), or batch_dim=None to bound the input as a whole"
+)
+#: samples that are compared: at least, and at most where they are large
+_FEWEST, _MOST, _ENTRIES = 5, 16, 2**20
+
+
+def _samples(examples: Examples, dim: int) -> Examples:
+    """Random samples next to each other: as many as in the example, so that samples that mix at a distance are seen."""
+    count = examples[0].shape[dim]
+    small = sum(x.numel() for x in examples) <= _ENTRIES
+    size = max(_FEWEST, count if small else min(count, _MOST))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for x in examples:
+        shape = list(x.shape)
+        shape[dim] = size
+        found.append(torch.randn(shape, generator=generator, dtype=x.dtype).to(x.device))
+    return tuple(found)
+
+
+def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
+    """The dimension of an output that holds the samples: the one that grew with their number."""
+    if alone.dim() != together.dim():
+        return None
+    grown = [d for d, (a, t) in enumerate(zip(alone.shape, together.shape, strict=True)) if a != t]
+    return grown[0] if len(grown) == 1 and together.shape[grown[0]] == size * alone.shape[grown[0]] else None
+
+
+def _samples_mix(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
+    """Whether a NaN in the other samples reaches one, or a sample alone gives other values: a check, not a proof.
+
+    The first, the middle and the last sample are looked at, so that samples that read only those before them, or only
+    those after them, are seen. Values that disagree are compared again in float64: large offsets cancel with rounding.
+    """
+    size = batch[0].shape[dim]
+    for i in (0, size // 2, size - 1):
+        poisoned = tuple(torch.full_like(x, torch.nan) for x in batch)
+        for x, bad in zip(batch, poisoned, strict=True):
+            bad.narrow(dim, i, 1).copy_(x.narrow(dim, i, 1))
+        alone = _outputs(model, tuple(x.narrow(dim, i, 1).clone() for x in batch))
+        seen = _outputs(model, poisoned)
+        if alone is not None and seen is not None:
+            parts = _parts(seen, dims, i, size)
+            if any(bool((b.isnan() & ~a.isnan()).any()) for a, b in zip(alone, parts, strict=True)):
+                return True
+        if not _same_alone(model, batch, dim, dims, i, 1e-3) and not _same_alone(
+            _double(model), tuple(x.double() for x in batch), dim, dims, i, 1e-7
+        ):
+            return True
+    return False
+
+
+def _same_alone(
+    model: nn.Module | None, batch: Examples, dim: int, dims: Sequence[int | None], i: int, tolerance: float
+) -> bool:
+    """Whether sample i gives alone what it gives among the others."""
+    if model is None:
+        return False
+    size = batch[0].shape[dim]
+    alone, together = _outputs(model, tuple(x.narrow(dim, i, 1).clone() for x in batch)), _outputs(model, batch)
+    if alone is None or together is None:
+        return False
+    pairs = zip(alone, _parts(together, dims, i, size), strict=True)
+    return not any(bool(((a - b).abs() > tolerance * (1 + _largest(a))).any()) for a, b in pairs if a.numel())
+
+
+def _parts(outputs: Sequence[Tensor], dims: Sequence[int | None], i: int, size: int) -> list[Tensor]:
+    """What belongs to sample i of `size` in every output."""
+    return [t.chunk(size, d or 0)[i] for t, d in zip(outputs, dims, strict=True)]
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().nan_to_num().max())
+
+
+def _double(model: nn.Module) -> nn.Module | None:
+    """A copy in float64; None where the model cannot be copied."""
+    try:
+        return copy.deepcopy(model).double()
+    except Exception:  # noqa: BLE001 – a module may forbid copies in any way
+        return None
+
+
+def _outputs(model: nn.Module, inputs: Examples) -> list[Tensor] | None:
+    """The model's floating outputs, or None where it does not run on these inputs."""
+    try:
+        with torch.no_grad():
+            return flat_outputs(model(*(x.clone() for x in inputs)))
+    except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
+        return None
+
+
+def flat_outputs(output: Any) -> list[Tensor]:
+    """The floating tensors of a nested output, in order."""
+    return [x for x in flat_tensors(output) if x.is_floating_point()]
+
+
+# --- the exported program, and whether it is the model --------------------------------------------------------------------
+
+
+def _captured(model: nn.Module, examples: Examples) -> Program:
     program = analyse(export(model, examples))
-    program = replace(program, doubt=_difference(model, program, examples))
+    program = replace(program, doubt="" if _agrees(model, program, examples) else _DIFFERS)
     if not has_blocks(model):
         return program
     with counted_calls() as counts, torch.no_grad():
@@ -114,49 +368,48 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 #: largest difference between the program and the model, relative to the largest entry, that rounding may explain
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}
-
-
 _DIFFERS = (
     "the captured graph gives other values than the model itself, so a bound of one says nothing of the other; "
     "remove branches on torch.compiler.is_compiling(), torch.is_grad_enabled() and their like, hooks and hidden state"
 )
 
 
-def _difference(model: nn.Module, program: Program, examples: tuple[Tensor, ...]) -> str:
-    """The program and the model on the example and two random points, with and without gradients: a check, not a proof."""
+def _agrees(model: nn.Module, program: Program, examples: Examples) -> bool:
+    """Whether program and model agree on the example and two random points, with and without gradients.
+
+    Where they do not, both are compared in float64: rounding after large offsets is no difference.
+    """
     generator = torch.Generator().manual_seed(0)
     points = [examples]
     for scale in (1.0, 30.0):
-        drawn = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples)
-        points.append(tuple((scale * d).to(x.device) for d, x in zip(drawn, examples, strict=True)))
+        noise = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in examples)
+        points.append(tuple((scale * n).to(x.device) for n, x in zip(noise, examples, strict=True)))
     for i, point in enumerate(points):
         with torch.set_grad_enabled(i == 1):
-            theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
-        with torch.no_grad():
-            ours = run_program(program, point)
-        if len(ours) != len(theirs) or not all(_agree(a, b) for a, b in zip(ours, theirs, strict=True)):
-            return _DIFFERS
-    return ""
+            if _same_values(model, program, point, exact=False):
+                continue
+            wide = _double(model)
+            if wide is None or not _same_values(wide, program, tuple(x.double() for x in point), exact=True):
+                return False
+    return True
 
 
-def _hidden_writes(program: Program) -> str:
-    """A program without its model: whether its writes, done in place, reach something that the alias analysis missed."""
-    if not any(is_mutable(node) for node in program.nodes):
-        return ""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [node.meta["val"] for node in program.inputs]
-    point = [torch.randn(v.shape, generator=generator, dtype=v.dtype) for v in shapes]
-    constants = {n: v.clone() if isinstance(v, Tensor) else v for n, v in program.constants.items()}
-    copied = replace(program, constants=constants)
+def _same_values(model: nn.Module, program: Program, point: Examples, *, exact: bool) -> bool:
+    """Whether the program and the model give the same outputs, up to rounding."""
+    theirs = [t.detach() for t in flat_outputs(model(*(x.clone() for x in point)))]
     with torch.no_grad():
-        ours, theirs = run_program(program, point), run_program(copied, [x.clone() for x in point], in_place=True)
-    return "" if all(_agree(a, b) for a, b in zip(ours, theirs, strict=True)) else _DIFFERS
+        ours = run_program(program, point, exact=exact)
+    return len(ours) == len(theirs) and all(_agree(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def run_program(
-    program: Program, inputs: Sequence[Tensor], *, exact: bool = False, in_place: bool = False
-) -> list[Tensor]:
-    """The floating outputs of the program, constant ones included, in order; `exact` as in `values`, in float64."""
+def run_program(program: Program, inputs: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
+    """The floating outputs of the program, constant ones included, in order.
+
+    Args:
+        program: as captured.
+        inputs: one tensor per input.
+        exact: in float64, as the real functions that operations stand for (see `values`).
+    """
 
     def constant(node: fx.Node) -> Any:
         if not exact and node in program.native:
@@ -165,9 +418,9 @@ def run_program(
         return in_float64(value) if exact else value
 
     start: dict[fx.Node, Any] = dict(zip(program.inputs, inputs, strict=True))
-    values = evaluate(program.nodes, constant, start, exact=exact, in_place=in_place)
-    found = [values[o] if o in values else program.constants.get(o) for o in _outputs(program.inputs[0].graph)]
-    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+    values = evaluate(program.nodes, constant, start, exact=exact)
+    outputs = [values[o] if o in values else program.constants.get(o) for o in _returned(program.inputs[0].graph)]
+    return [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
@@ -180,18 +433,6 @@ def _agree(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0:
         return True
     return float((a - b).abs().max()) <= rounding * float(torch.maximum(a.abs().max(), b.abs().max()))
-
-
-def refuse_training(model: nn.Module) -> None:
-    """Training mode is refused where it changes the map or makes it random; elsewhere the flag means nothing."""
-    matters = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU)
-    for path, module in model.named_modules():
-        own = type(module).__module__.split(".")[:2] == ["torch", "nn"]
-        if module.training and (isinstance(module, matters) or not own):
-            raise Refused(
-                f"module {path or 'the model'} ({type(module).__name__}) is in training mode, in which the map depends "
-                "on the batch or on chance; call model.eval() first"
-            )
 
 
 @contextlib.contextmanager
@@ -212,7 +453,7 @@ def _readable_switches() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     both: list[Any] = [getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)]
     owners = [owner for owner in both if hasattr(owner, "fp32_precision")]
-    found = [owner.fp32_precision for owner in owners]
+    before = [owner.fp32_precision for owner in owners]
     try:
         for value in ("tf32", "ieee"):
             with contextlib.suppress(RuntimeError):
@@ -222,105 +463,137 @@ def _readable_switches() -> Iterator[None]:
                 owner.fp32_precision = value
         yield
     finally:
-        for owner, value in zip(owners, found, strict=True):
+        for owner, value in zip(owners, before, strict=True):
             owner.fp32_precision = value
 
 
-def export(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
-    """`torch.export` with its failures turned into one sentence."""
-    try:
-        with torch.no_grad():
-            asked = asked_about(lambda: model(*examples))
-    except Exception as error:
-        raise InputError(
-            f"the model does not run on example_input: {type(error).__name__}: {one_line(error)[:200]}"
-        ) from error
-    with torch.no_grad():
-        found = _exported(model, examples)
-    if asked.inference:
-        raise Refused("the forward asks whether it is in inference mode, so it may be two networks; remove the branch")
-    if asked.gradients:
-        for wanted in (False, True):
-            with torch.enable_grad():
-                other = _exported(model, tuple(x.detach().requires_grad_(wanted) for x in examples))
-            if not _same_program(found, other):
-                raise Refused(
-                    "the forward asks whether gradients are taken (torch.is_grad_enabled, x.requires_grad, …) and computes "
-                    "something else with gradients than without them; remove the branch, or bound both networks"
-                )
-    return found
+def export(model: nn.Module, examples: Examples) -> ExportedProgram:
+    """`torch.export` with its failures turned into one sentence.
 
-
-def _same_program(one: ExportedProgram, other: ExportedProgram) -> bool:
-    """Whether two captures of one model are the same operations on the same constants."""
-    names = one.constants.keys()
-    return str(one.graph) == str(other.graph) and names == other.constants.keys() and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
-        for a, b in ((one.constants[name], other.constants[name]) for name in names)
-    )  # fmt: skip
-
-
-def _exported(model: nn.Module, examples: tuple[Tensor, ...]) -> ExportedProgram:
+    Args:
+        model: in evaluation mode.
+        examples: what it is run and exported on.
+    """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    jumps = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+    with torch.no_grad():
+        try:
+            model(*examples)
+        except Exception as error:
+            raise InputError(
+                f"the model does not run on example_input: {type(error).__name__}: {one_line(error)[:200]}"
+            ) from error
+        jumps = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+        try:
+            with _quiet(), _readable_switches():
+                return torch.export.export(model, examples, strict=False)
+        except Exception as error:
+            hint = "control flow depends on the data" if isinstance(error, jumps) else "the forward cannot be captured"
+            raise Refused(
+                f"{hint}, so there is no fixed graph to bound ({type(error).__name__}: {one_line(error)[:200]}); "
+                "replace Python branches on tensor values by tensor operations, or bound the parts separately"
+            ) from error
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """The program without operations that write into their arguments."""
+    if not is_mutable(program.graph_module.graph):
+        return program
     try:
-        with _quiet(), _readable_switches():
-            return torch.export.export(model, examples, strict=False)
+        with torch.no_grad(), _quiet(), _readable_switches():
+            program = program.run_decompositions({})
     except Exception as error:
-        hint = "the control flow depends on the data" if isinstance(error, jumps) else "the forward cannot be captured"
         raise Refused(
-            f"{hint}, so there is no fixed graph to bound ({type(error).__name__}: {one_line(error)[:200]}); "
-            "replace Python branches on tensor values by tensor operations, or bound the parts separately"
+            f"operations that write in place could not be taken apart ({type(error).__name__}: {one_line(error)[:160]}); "
+            "write them out of place (e.g. torch.relu(x) for torch.relu_(x))"
         ) from error
+    if program.graph_signature.buffers_to_mutate:
+        names = ", ".join(program.graph_signature.buffers_to_mutate.values())
+        raise Refused(f"the forward changes a parameter or buffer ({names}): the map differs from call to call")
+    return program
 
 
 def analyse(program: ExportedProgram) -> Program:
     """Split an exported program into constants and the nodes that carry the input to the output."""
+    program = _functional(program)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    given: list[fx.Node] = []
+    inputs: list[fx.Node] = []
     for node in program.graph_module.graph.nodes:
         if node.op == "placeholder" and kinds.get(node.name) is InputKind.USER_INPUT:
             _require_tensor(node)
-            given.append(node)
-    if not given:
+            inputs.append(node)
+    if not inputs:
         raise InputError("the program has no tensor input: there is nothing to be Lipschitz in")
-    written = written_out(program.graph_module.graph, given)
-    return _sorted_out(program, written, [written.places[n] for n in given], lifted(program))
+    changed = len(program.graph_signature.user_inputs_to_mutate)  # their new values come before the outputs
+    plain = decompose(program.graph_module.graph, inputs)
+    returned = next(n for n in plain.graph.nodes if n.op == "output")
+    returned.args = (returned.args[0][changed:],)
+    return _sorted_out(program, plain, [plain.places[n] for n in inputs])
 
 
-def _sorted_out(
-    program: ExportedProgram, written: Written, inputs: list[fx.Node], known: dict[fx.Node, Any]
-) -> Program:
-    values: dict[fx.Node, Any] = {written.places[n]: v for n, v in known.items()} | written.constants
+def _sorted_out(program: ExportedProgram, plain: Decomposed, inputs: list[fx.Node]) -> Program:
+    values: dict[fx.Node, Any] = {plain.places[n]: v for n, v in lifted(program).items()} | plain.constants
     native: dict[fx.Node, Any] = {}
     nodes: list[fx.Node] = []
-    live, moving = _ancestors(written.graph), set(inputs)
-    held = {_memory(v) for v in values.values() if isinstance(v, Tensor)}
-    read: set[int] = set()
-    for node in written.graph.nodes:
+    live, moving = _ancestors(plain.graph), set(inputs)
+    for node in list(plain.graph.nodes):
         if node.op == "get_attr" and node not in values:
-            values[node] = _attribute(program.graph_module, str(node.target))
+            values[node] = operator.attrgetter(str(node.target))(program.graph_module)
         if node.op != "call_function" or node not in live:
             continue
         if not isinstance(node.target, torch._ops.OpOverload) and node.target not in _PLAIN:
             raise Refused(f"{where(node)}: {node.target} is not a tensor operation; export the model as plain aten")
-        if any(i in moving for i in node.all_input_nodes):
-            refuse_mutation(node, moving)
+        if not any(i in moving for i in node.all_input_nodes):
+            if node in plain.added:
+                native[node] = _evaluate(node, {**values, **native}.__getitem__)
+                values[node] = _evaluate(node, lambda n: in_float64(values[n]))
+            else:
+                values[node] = _evaluate(node, values.__getitem__)
+        elif _reads_shape_only(node, moving):
+            values[node] = _evaluate(node, lambda n: values[n] if n in values else _zeros(n))
+        else:
+            _narrow_constants(node, plain.graph, values)
             moving.add(node)
             nodes.append(node)
-            read |= {_memory(t) for n in node.all_input_nodes for t in flat_tensors(values.get(n))}
-        elif node in written.added:
-            native[node] = _evaluate(node, {**values, **native}, read, held)
-            values[node] = _evaluate(node, {n: in_float64(values[n]) for n in node.all_input_nodes}, read, held)
-        else:
-            values[node] = _evaluate(node, values, read, held)
-    outputs = tuple(o for o in _outputs(written.graph) if o in moving)
+    outputs = tuple(o for o in _returned(plain.graph) if o in moving)
     for node in outputs:
         if any(t.is_complex() for t in flat_tensors(node.meta.get("val"))):
             raise Refused(f"{where(node)}: the network returns complex numbers; return torch.view_as_real of them")
     return Program(tuple(nodes), tuple(inputs), outputs, values, native=native)
+
+
+_aten = torch.ops.aten
+#: operations that read nothing but the shape of their first argument, or of their second
+_LIKE = {_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.new_zeros.default,
+         _aten.new_ones.default, _aten.new_full.default, _aten.fill.Scalar, _aten.fill.Tensor, _aten.copy.default}  # fmt: skip
+_AS = {_aten.expand_as.default, _aten.view_as.default, _aten.reshape_as.default}
+
+
+def _reads_shape_only(node: fx.Node, moving: set[fx.Node]) -> bool:
+    """Whether the input enters the node by its shape alone, so that the result is constant."""
+    if node.target in _LIKE:
+        return not any(argument in moving for argument in node.args[1:2])
+    return node.target in _AS and node.args[0] not in moving
+
+
+def _zeros(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    return torch.zeros(value.shape, dtype=value.dtype)
+
+
+def _narrow_constants(node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
+    """A constant of one number in float64 does not widen a float32 operation: PyTorch reads it in float32, and so do we."""
+    result = node.meta.get("val")
+    if not isinstance(result, Tensor) or result.dtype != torch.float32:
+        return
+    for source in node.all_input_nodes:
+        value = values.get(source)
+        if isinstance(value, Tensor) and value.dim() == 0 and value.dtype == torch.float64:
+            with graph.inserting_before(node):
+                narrow = graph.create_node("get_attr", f"{source.name}_float32")
+            narrow.meta["val"] = values[narrow] = value.float()
+            node.replace_input_with(source, narrow)
 
 
 def _require_tensor(node: fx.Node) -> None:
@@ -334,56 +607,28 @@ def _require_tensor(node: fx.Node) -> None:
 
 
 def _ancestors(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes the output needs, plus mutating ones (those are looked at before they may be dropped)."""
+    """Nodes the output needs."""
     live: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
-        if node.op == "output" or is_mutable(node) or node in live:
+        if node.op == "output" or node in live:
             live.add(node)
             live.update(node.all_input_nodes)
     return live
 
 
-def _attribute(module: fx.GraphModule, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _evaluate(node: fx.Node, values: dict[fx.Node, Any], read: set[int], held: set[int]) -> Any:
-    """Run a node that does not see the input, as the model would, writes included; chance is refused.
-
-    `read` are the memories that operations on the input have read so far: they are not overwritten, but copied. `held`
-    are those of parameters and buffers, which may not be written.
-    """
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
+def _evaluate(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    """Run a node that does not see the input, as the model would; chance is refused."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         raise Refused(f"{where(node)} draws random numbers ({node.target}): the map differs from call to call")
-    args: Any = fx.node.map_arg(node.args, lambda n: values[n])
-    kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
-    for written in written_arguments(node):
-        memories = {_memory(t) for t in flat_tensors(fx.node.map_arg((written,), lambda n: values[n]))}
-        if memories & held:
-            raise Refused(f"{where(node)} changes a parameter or buffer: the map differs from call to call")
-        if memories & read:  # operations ahead of this one keep the old values
-            refuse_mutation(node, set())
-            return perform(node, args, kwargs)
+    args: Any = fx.node.map_arg(node.args, value)
     with torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **fx.node.map_arg(node.kwargs, value))  # type: ignore[operator]
 
 
-def _memory(t: Tensor) -> int:
-    if t.layout is not torch.strided:
-        kind = str(t.layout).removeprefix("torch.")
-        raise Refused(
-            f"a tensor of shape {tuple(t.shape)} is stored as {kind}, which no rule reads: use its to_dense()"
-        )
-    return t.untyped_storage().data_ptr()
-
-
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    found: list[fx.Node] = []
+def _returned(graph: fx.Graph) -> list[fx.Node]:
+    """What the output node reads, in order."""
+    nodes: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "output":
-            fx.node.map_arg(node.args, found.append)
-    return found
+            fx.node.map_arg(node.args, nodes.append)
+    return nodes

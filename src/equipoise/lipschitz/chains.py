@@ -16,7 +16,7 @@ verified residual of the inverse. Reference: Xu & Sivaranjani 2024 (ECLipsE-Fast
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -191,14 +191,8 @@ def verified_inverse(Y: Tensor, positive: bool | None = None) -> tuple[Tensor, f
     return (X, inflate(x * r / (1 - r))) if r < 0.5 else None
 
 
-Solve = Callable[[Sequence[Matrix], Sequence[tuple[float, float]]], float | None]
-
-
-def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
-    """Log-bound of the network if it ends in a chain of dense layers and pointwise activations; None where it does not.
-
-    `solve` gives the log-bound of a chain where it is better than the closed form.
-    """
+def chain_total(run: Propagation) -> float | None:
+    """Log-bound of the network if it ends in a chain of dense layers and pointwise activations; None where it does not."""
     if len(run.program.outputs) != 1:
         return None
     layers: list[Matrix] = []
@@ -211,16 +205,16 @@ def chain_total(run: Propagation, solve: Solve | None = None) -> float | None:
     while True:
         facts = run.facts[node]
         if not isinstance(facts.form, Matrix) or facts.base is None:
-            return None if len(layers) < 2 else _finish(run, layers, slopes[: len(layers) - 1], node, after, solve)
+            return None if len(layers) < 2 else _finish(run, layers, slopes[: len(layers) - 1], node, after)
         layers.insert(0, facts.form)
         base = _skip(run, facts.base)
         step = run.steps.get(base)
         if step is None or step.curve is None:
-            return None if len(layers) < 2 else _finish(run, layers, slopes, base, after, solve)
+            return None if len(layers) < 2 else _finish(run, layers, slopes, base, after)
         slopes.insert(0, step.curve.slopes)
         node = _skip(run, step.gains[0][0].node)
         if not isinstance(run.facts[node].form, Matrix):
-            return None if len(layers) < 2 else _finish(run, layers, slopes[1:], base, after, solve)
+            return None if len(layers) < 2 else _finish(run, layers, slopes[1:], base, after)
 
 
 def _skip(run: Propagation, node: fx.Node) -> fx.Node:
@@ -239,12 +233,9 @@ def _finish(
     slopes: list[tuple[float, float]],
     start: fx.Node,
     after: float,
-    solve: Solve | None,
 ) -> float | None:
     if max(layer.matrix.shape[0] for layer in layers[:-1]) > WIDEST:
         return None
     with torch.no_grad(), full_precision():
         closed = _closed_form(layers, slopes)
-    if solve is not None:
-        closed = min((v for v in (closed, solve(layers, slopes)) if v is not None), default=None)
     return None if closed is None else log_product(closed, run.facts[start].fused, after)

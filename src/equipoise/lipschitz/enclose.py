@@ -25,9 +25,11 @@ from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.lipschitz.values import exactly, first_of, perform
 from equipoise.maps.linear import Convolution, Diagonal, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 _U = 2.0**-53
+#: more than all that underflow can take off an entry: half-widths that vanish in float64 are not 0
+_TINY = 1e-290
 #: a convolution with at most this many matrix entries is materialised, so that single positions can be dropped
 MATERIALISED = 1_000_000
 
@@ -68,9 +70,12 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     if image is None:
         return Box(None, None, math.inf, math.inf, log)
     mid, half, rounding = image
+    if rounding is not None:
+        rounding = rounding + _TINY
     noise = float(frobenius(rounding.reshape(1, -1))) if rounding is not None else 0.0
-    dev = inflate(exp_up(_combine(step, [log_up(inflate(g * b.dev)) for b, g in sources])) + noise)
-    rho = inflate(exp_up(_combine(step, [log_up(inflate(g * b.rho)) for b, g in sources])) + noise)
+    # in logarithms, since the product of two small numbers may vanish
+    dev = inflate(exp_up(_combine(step, [log_product(log_up(g), log_up(b.dev)) for b, g in sources])) + noise)
+    rho = inflate(exp_up(_combine(step, [log_product(log_up(g), log_up(b.rho)) for b, g in sources])) + noise)
     half = half if rounding is None else inflate(half + rounding)
     dev = min(dev, float(frobenius(half.reshape(1, -1))), inflate(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)

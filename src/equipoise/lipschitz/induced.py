@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.bounds import Bound, Kind
@@ -13,11 +13,10 @@ from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz import operations as op
 from equipoise.lipschitz.capture import Program, capture
 from equipoise.lipschitz.logs import exp_up, log_product, log_sum, log_up
-from equipoise.lipschitz.places import where
-from equipoise.lipschitz.propagate import propagate
+from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.rules import Step
 from equipoise.lipschitz.rules.registry import shape_of
-from equipoise.lipschitz.values import replay
+from equipoise.lipschitz.values import replay, where
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.induced import Order, map_norm
@@ -36,13 +35,51 @@ def induced_bound(model: nn.Module | ExportedProgram, example_input: Any = None,
     if order not in ("l1", "linf"):
         raise InputError(f"order must be l1 or linf, got {order!r}")
     program = capture(model, example_input)
-    found = [_total(p, order) for p in (program, program.single) if p is not None]
-    return Bound(exp_up(max(found)), Kind.UPPER, f"product of {order} norms")
+    totals = [
+        _total(reading, _logs(propagate(reading, None, rtol=0.1), order), order)
+        for reading in (program, program.single)
+        if reading is not None
+    ]
+    return Bound(exp_up(max(totals)), Kind.UPPER, f"product of {order} norms")
 
 
-def _total(program: Program, order: Order) -> float:
-    """The logarithm of the product."""
-    run = propagate(program, None, rtol=0.1)
+def induced_pairs(run: Propagation, order: Order) -> Tensor:
+    """Upper bounds of the constants of `f_i − f_j` in ℓ1 or ℓ∞, float64 (classes, classes), for an output (1, classes).
+
+    `|δf_i − δf_j| ≤ 2·L_∞‖δx‖_∞` and `≤ L_1‖δx‖_1`; where the network ends in a linear layer with rows w also
+    `‖w_i − w_j‖_*` times the constant of what comes before it, `‖·‖_*` being dual to the norm. The smaller of both.
+
+    Args:
+        run: of a network with one output.
+        order: `l1` or `linf`.
+    """
+    logs = _logs(run, order)
+    classes = run.program.outputs[0].meta["val"].shape[-1]
+    whole = exp_up(_total(run.program, logs, order))
+    constants = torch.full((classes, classes), inflate((2 if order == "linf" else 1) * whole), dtype=torch.float64)
+
+    facts = run.facts[run.program.outputs[0]]
+    if isinstance(facts.form, Matrix) and facts.base is not None and not facts.form.error:
+        weight = facts.form.matrix.detach().double()
+        if len(weight) == classes:
+            before = exp_up(logs[facts.base])
+            slack = 1 + gamma(weight.shape[1] + 16, torch.float64)
+            for i, row in enumerate(weight):
+                apart = (weight - row).abs()
+                size = apart.sum(1) if order == "linf" else apart.amax(1)
+                constants[i] = torch.minimum(constants[i], inflate(size * slack * before))
+    return constants
+
+
+def _total(program: Program, logs: dict[fx.Node, float], order: Order) -> float:
+    """The logarithm of the constant of all outputs together."""
+    ends = [logs[o] for o in program.outputs]
+    return max(ends, default=-math.inf) if order == "linf" else log_sum(ends)
+
+
+def _logs(run: Propagation, order: Order) -> dict[fx.Node, float]:
+    """Logarithms of the product bounds of every node."""
+    program = run.program
     logs: dict[fx.Node, float] = dict.fromkeys(program.inputs, 0.0)
     with torch.no_grad():
         for node in program.nodes:
@@ -54,8 +91,7 @@ def _total(program: Program, order: Order) -> float:
             ]
             apart = step.combine == "root" and order == "linf"
             logs[node] = max(terms, default=-math.inf) if apart else log_sum(terms)
-    ends = [logs[o] for o in program.outputs]
-    return max(ends, default=-math.inf) if order == "linf" else log_sum(ends)
+    return logs
 
 
 def _gain(node: fx.Node, step: Step, order: Order, which: int) -> float:

@@ -17,16 +17,15 @@ from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
-from equipoise.lipschitz.places import module_path, where
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.residual import residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
 from equipoise.lipschitz.rules.finite import refuse_nonfinite
 from equipoise.lipschitz.rules.registry import shape_of
-from equipoise.lipschitz.values import functional, replay
+from equipoise.lipschitz.values import module_path, replay, where
 from equipoise.maps.algebra import add, compose
 from equipoise.maps.linear import Diagonal, Linear, Padding
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 
 @dataclass(frozen=True)
@@ -158,9 +157,9 @@ def _centering(call: Call, step: Step) -> Region | None:
         return None
     x, mean = step.gains[0][0], step.gains[1][0]
     source: Any = mean.node
-    while functional(source.target) in _ORDERED:
+    while source.target in _ORDERED:
         source = source.args[0]
-    if functional(source.target) not in _MEANS or source.args[0] is not x.node:
+    if source.target not in _MEANS or source.args[0] is not x.node:
         return None
     given = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
     dims = range(len(x.shape)) if not given else [d % len(x.shape) for d in given]
@@ -270,22 +269,24 @@ def _parallel_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | Non
 def _sized(call: Call, step: Step) -> Signal:
     """Bounds of the output's size: what the rule knows, what the offset and gains give, and what each implies for the others."""
     value = call.node.meta["val"]
-    several = isinstance(value, tuple | list)
-    value = value[0] if several else value
-    shape = shape_of(call.node)
+    tensors = list(value) if isinstance(value, tuple | list) else [value]
+    value, shape = tensors[0], shape_of(call.node)
     if value.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         raise Refused(f"{where(call.node)}: its result is {value.dtype}, which rounds; keep float32 or float64")
     pieces = isinstance(step.map, Pieces)
+    parts = [shape]
     if pieces:
-        shape = step.gains[0][0].shape  # all pieces together; they may differ in size
+        shape = step.gains[0][0].shape  # all pieces together; they may differ in size, and need not have its rows
+        parts = [tuple(t.shape) for t in tensors]
     reach = [gain * s.norm if gain else 0.0 for s, gain in step.gains]
     grown = math.sqrt(sum(r * r for r in reach)) if step.combine == "root" else sum(reach)
-    count, width = math.prod(shape), shape[-1] if shape else 1
+    width = max((s[-1] if s else 1 for s in parts), default=1)
+    rows = sum(math.prod(s[:-1]) for s in parts)
     norm = _least(step.norm, inflate(grown + step.offset) if step.gains else step.offset)
     row, peak = _least(step.row, norm), _least(step.peak, norm)
     peak = _least(peak, row)
     row = _least(row, inflate(math.sqrt(width) * peak))
-    norm = _least(norm, inflate(math.sqrt(max(1, count // max(1, width))) * row))
+    norm = _least(norm, inflate(math.sqrt(max(1, rows)) * row))
     low = -peak if math.isnan(step.low) else max(step.low, -peak)
     return Signal(call.node, shape, value.dtype, norm, row, peak, low, _part(call, step), pieces)
 

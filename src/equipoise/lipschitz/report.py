@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise.core.bounds import format_down, format_up
 from equipoise.core.precision import gamma, inflate, row_lengths
 from equipoise.lipschitz.logs import exp_up, log_product, log_up, show_log
 from equipoise.lipschitz.propagate import Propagation
@@ -104,7 +105,7 @@ class Report:
 
     def summary(self) -> list[str]:
         """The totals, the domain, what to fix first and the notes, a line each."""
-        domain = "everywhere" if self.ball is None else f"for inputs of norm at most {self.ball:g}"
+        domain = "everywhere" if self.ball is None else f"for inputs of norm at most {format_down(self.ball)}"
         lines = [
             f"Lipschitz constant (ℓ2, {domain}) at most {show_log(self.log_upper)}   ({self.method})",
             f"product, layer by layer: {show_log(self.log_product)}; fused: {show_log(self.log_fused)}"
@@ -116,17 +117,17 @@ class Report:
             lines.append(
                 "fix first: " + ", ".join(f"{r.name} ({r.kind}{s})" for r, s in zip(first, shares, strict=True))
             )
-        return lines + self._blamed() + [f"note: {note}" for note in self.notes]
+        return lines + self._advice() + [f"note: {note}" for note in self.notes]
 
-    def _blamed(self) -> list[str]:
-        """The blocks the bound is due to, and what scaling their layers to norm 1 would leave of the product."""
-        if not self.blocks or not self._has_shares:
-            return []
-        named = ", ".join(f"{b.name} ({b.share:.0%})" for b in self.blocks[:3])
-        left = [f"{show_log(self.blocks[i].log_capped)} (first {i + 1})" for i in (0, 2) if i < len(self.blocks)]
-        return [
-            f"blocks to blame: {named}; with their layers scaled to norm 1 the product is at most {', '.join(left)}"
-        ]
+    def _advice(self) -> list[str]:
+        """The blocks to shrink first; only where doing so is known to lower the bound."""
+        for count, block in enumerate(self.blocks, 1):
+            if block.log_capped < self.log_upper - 1e-3:
+                named = ", ".join(f"{b.name} ({b.share:.0%} of the log-bound)" for b in self.blocks[:count])
+                return [
+                    f"with the layers of {named} scaled to norm 1 the bound is at most {show_log(block.log_capped)}"
+                ]
+        return []
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers beyond the floats appear as null next to their logarithm."""
@@ -175,8 +176,6 @@ def _finite(value: Any) -> Any:
 
 
 def _cells(row: Row, shares: bool) -> tuple[str, ...]:
-    from equipoise.core.bounds import format_down, format_up
-
     known = not math.isnan(row.lower)
     inside = f"[{format_down(row.lower, 5)}, {format_up(row.upper, 5)}]" if known else ""
     share = f"{row.share:.1%}".replace("-0.0%", "0.0%") if shares else "–"

@@ -25,7 +25,7 @@ from torch import Tensor
 from equipoise.core.precision import frobenius, inflate
 from equipoise.maps.algebra import spread
 from equipoise.maps.linear import Adjoint, Convolution, Linear, Matrix, convolution
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 _U = 2.0**-53
 

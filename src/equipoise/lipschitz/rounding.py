@@ -24,19 +24,17 @@ from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, inflate, unit_roundoff
-from equipoise.lipschitz.batches import as_examples
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_examples, capture
 from equipoise.lipschitz.enclose import activated
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.operations import Copy, Largest, Scaled, Sorted, Sum
-from equipoise.lipschitz.places import where
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import exactly, first_of, functional
+from equipoise.lipschitz.values import exactly, first_of, where
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 #: units in the last place that an elementary function may be off, relative to argument and result
 _ULPS = 32
@@ -116,10 +114,6 @@ class Rounding:
         program = run.program
         if len(program.inputs) != 1 or len(program.outputs) != 1:
             raise Refused("rounding is bounded for networks with one input and one output")
-        if any(isinstance(c, Tensor) and c.is_floating_point() for c in program.native.values()):
-            raise Refused(
-                "the rounding of constants that an operation computes on its way is not bounded; compute them first"
-            )
         calls = {node: run.call(node, cache) for node in program.nodes}
         for node, call in calls.items():
             if not _known(call, run.steps[node]):
@@ -142,12 +136,27 @@ class Rounding:
         near = torch.as_tensor(radius, dtype=torch.float64).expand(len(x)).clone()
         if not bool(((near >= 0) & torch.isfinite(near)).all()):
             raise InputError("the radius must be a non-negative number, or one per sample")
-        values, error = self._batch(x, torch.zeros_like(near), None)
-        return Evaluation(values, error, self._batch(x, near, self.dtype)[1], near)
+        self.require(self.dtype)
+        values, error = self.evaluate(x)
+        return Evaluation(values, error, self.deployed(x, near), near)
 
-    def deployed(self, x: Tensor, radius: float) -> Tensor:
-        """The last bound of `Evaluation` alone."""
-        return self._batch(x, torch.full((len(x),), radius, dtype=torch.float64), self.dtype)[1]
+    def require(self, dtype: torch.dtype) -> None:
+        """Refuse a network whose pass in `dtype` cannot be bounded."""
+        if self.dtype != dtype:
+            raise Refused(f"the network computes in {self.dtype}, not in {dtype}: convert it first, e.g. model.float()")
+        native = self.run.program.native.values()
+        if any(isinstance(c, Tensor) and c.is_floating_point() for c in native):
+            raise Refused(
+                "the rounding of constants that an operation computes on its way is not bounded; compute them first"
+            )
+
+    def evaluate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The first two tensors of `Evaluation` alone: values in float64, and how far the real ones may be from them."""
+        return self._batch(x, torch.zeros(len(x), dtype=torch.float64), None)
+
+    def deployed(self, x: Tensor, radius: Tensor) -> Tensor:
+        """The last bound of `Evaluation` alone, for a radius per sample."""
+        return self._batch(x, radius, self.dtype)[1]
 
     def _batch(self, x: Tensor, near: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
         parts = []
@@ -297,7 +306,7 @@ def _local(call: Call, step: Step, sizes: dict[fx.Node, Tensor], value: Tensor, 
 
 def _jump(call: Call) -> float:
     """PyTorch's own softplus leaves the function it stands for; every other operation rounds it."""
-    return _JUMP / float(call["beta"]) if functional(call.node.target) is torch.ops.aten.softplus.default else 0.0
+    return _JUMP / float(call["beta"]) if call.node.target is torch.ops.aten.softplus.default else 0.0
 
 
 def _grown(x: Tensor) -> Tensor:

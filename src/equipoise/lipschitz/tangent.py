@@ -15,9 +15,6 @@ from equipoise.lipschitz.operations import Average, Copy, Join, Padded, Piece, P
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.values import first_of, replay
 
-#: directions mapped at once
-CHUNK = 256
-
 Values = Mapping[fx.Node, Tensor]
 
 
@@ -83,19 +80,3 @@ def roundoff(step: Step, dtype: torch.dtype = torch.float64) -> float:
             return gamma(step.gains[0][0].numel + 16, dtype)
         case _:
             return gamma(16, dtype)
-
-
-def pushforward(call: Call, step: Step, blocks: Mapping[fx.Node, Tensor | None]) -> Tensor:
-    """The linear part applied to a batch of directions per input; None stands for directions that are zero there."""
-    nodes = list(blocks)
-    given = {n: t for n, t in blocks.items() if t is not None}
-    shapes = {s.node: s.shape for s, _ in step.gains}
-    absent = {n: torch.zeros((), dtype=torch.float64).expand(shapes[n]) for n in nodes if n not in given}
-    if isinstance(step.map, Pieces) or (isinstance(step.map, Copy) and step.map.same):
-        return given[nodes[0]]
-
-    def one(*directions: Tensor) -> Tensor:
-        return apply(call, step, {**absent, **dict(zip(given, directions, strict=True))})
-
-    parts = zip(*(t.split(CHUNK) for t in given.values()), strict=True)
-    return torch.cat([torch.func.vmap(one)(*part) for part in parts])

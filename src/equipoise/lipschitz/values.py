@@ -1,4 +1,4 @@
-"""Captured operations run on values, never in place, and in float64 as the real functions they stand for.
+"""Nodes of a captured graph: where they come from, and how they run on values, in float64 as the real functions they stand for.
 
 What is promised about an operation is promised about the real function it computes up to rounding. One operation of PyTorch
 is another function beyond rounding: `softplus` returns x above `βx = threshold`, a jump of `log(1 + e^−20)/β = 2·10⁻⁹/β`.
@@ -11,6 +11,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from equipoise.onnx.network import OnnxNode
+
+
+def where(node: fx.Node) -> str:
+    """`node 'relu' (module features.1, file.py line 3)`: what every refusal starts with."""
+    path, line = module_path(node), source_line(node)
+    place = f"module {path}" if path else "the model's own forward"
+    if path and _from_onnx(node):
+        place, line = f"ONNX node {path!r}", ""  # the line would be one of the importer
+    return f"node {node.name!r} ({place}{', ' + line if line else ''})"
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the innermost module that runs this node; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    entries = [str(entry[0]) for entry in stack.values()]
+    return entries[-1].split("@")[0] if entries else ""
+
+
+def _from_onnx(node: fx.Node) -> bool:
+    """Whether the innermost module is a node of an ONNX file."""
+    kind = [entry[1] for entry in (node.meta.get("nn_module_stack") or {}).values()][-1]
+    return kind is OnnxNode or kind == f"{OnnxNode.__module__}.{OnnxNode.__qualname__}"
+
+
+def source_line(node: fx.Node) -> str:
+    """`file line N: code` of the innermost frame that is not PyTorch's own."""
+    frames = [f.strip() for f in str(node.meta.get("stack_trace") or "").split("File ") if f.strip()]
+    own = [f for f in frames if "site-packages/torch/" not in f] or frames
+    if not own:
+        return ""
+    head, _, code = own[-1].partition("\n")
+    name, _, rest = head.partition(", line ")
+    text = code.strip().splitlines()[0].strip() if code.strip() else ""
+    number = rest.split(",")[0]
+    return f"{name.strip(chr(34)).rsplit('/', 1)[-1]} line {number}" + (f": {text}" if text else "")
 
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
@@ -39,39 +76,20 @@ def in_float64(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def is_mutable(node: fx.Node) -> bool:
-    """Whether the operation writes into one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def functional(target: Any) -> Any:
-    """The operation that does the same without writing into its first argument: `aten.add.Tensor` of `aten.add_.Tensor`.
-
-    >>> functional(torch.ops.aten.add_.Tensor)
-    <OpOverload(op='aten.add', overload='Tensor')>
-    """
-    schema = getattr(target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return target
-    space, name = schema.name.split("::")
-    packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None) if name.endswith("_") else None
-    found = getattr(packet, target._overloadname, None)
-    return target if found is None or found._schema.is_mutable else found
-
-
 def perform(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], *, exact: bool = False) -> Any:
-    """One operation on these arguments, none of which is overwritten.
+    """One operation on these arguments.
 
-    `exact`: in float64, also where the operation names a narrower type (`x.mean(-1, dtype=torch.float32)`, casts).
+    Args:
+        node: the operation.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        exact: in float64, also where the operation names a narrower type (`x.mean(-1, dtype=torch.float32)`, casts).
     """
-    operation: Any = functional(node.target)
-    if exact:
-        args, kwargs = [_widened(a) for a in args], {name: _widened(a) for name, a in kwargs.items()}
-    schema = getattr(operation, "_schema", None)
-    if schema is not None and schema.is_mutable and args:
-        args = (args[0].clone(), *args[1:])
-    return (EXACT.get(operation, operation) if exact else operation)(*args, **kwargs)
+    operation: Any = node.target
+    if not exact:
+        return operation(*args, **kwargs)
+    args, kwargs = [_widened(a) for a in args], {name: _widened(a) for name, a in kwargs.items()}
+    return EXACT.get(operation, operation)(*args, **kwargs)
 
 
 def replay(node: fx.Node, x: Tensor) -> Any:
@@ -97,16 +115,15 @@ def first_of(result: Any) -> Tensor:
 
 
 def evaluate(
-    nodes: Sequence[fx.Node],
-    known: Callable[[fx.Node], Any],
-    values: dict[fx.Node, Any],
-    *,
-    exact: bool = False,
-    in_place: bool = False,
+    nodes: Sequence[fx.Node], known: Callable[[fx.Node], Any], values: dict[fx.Node, Any], *, exact: bool = False
 ) -> dict[fx.Node, Any]:
-    """Run the nodes in order from `values` of the inputs; `known` gives the constants. What nothing reads any more is dropped.
+    """Run the nodes in order; what nothing reads any more is dropped, what an output of the graph reads is kept.
 
-    The nodes that an output of the graph reads are kept. `in_place` runs the operations as they are, writes included.
+    Args:
+        nodes: operations in the order of the graph.
+        known: gives the value of a constant.
+        values: of the inputs; filled with the results.
+        exact: as in `perform`.
     """
     left = {n: len(n.users) for n in (*values, *nodes)}
 
@@ -115,8 +132,7 @@ def evaluate(
 
     for node in nodes:
         args: Any = fx.node.map_arg(node.args, value)
-        kwargs = fx.node.map_arg(node.kwargs, value)
-        values[node] = node.target(*args, **kwargs) if in_place else perform(node, args, kwargs, exact=exact)  # type: ignore[operator]
+        values[node] = perform(node, args, fx.node.map_arg(node.kwargs, value), exact=exact)
         for source in set(node.all_input_nodes):
             if source in left:
                 left[source] -= 1

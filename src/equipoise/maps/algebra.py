@@ -120,8 +120,7 @@ def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix |
         per_group = factor.expand(side).reshape(form.groups, 1, -1, *[1] * (weight.dim() - 2))
         weight = (form.geometry.grouped(weight) * per_group).reshape(weight.shape)
     error = inflate(8 * _U * spread(weight, form) + form.error * (top + scale.error))
-    made = (form, factor, weight) if rows and factor.numel() == side and form.error == 0 else None
-    return replace(form, weight=weight, error=inflate(error + scale.error * wide) + _TINY, scaled=made)
+    return replace(form, weight=weight, error=inflate(error + scale.error * wide) + _TINY)
 
 
 def _product(first: Matrix, then: Matrix) -> Matrix | None:

@@ -8,7 +8,7 @@ every norm. `apply` acts on batches: the first dimension is the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -112,8 +112,6 @@ class Padding:
 class Convolution:
     """A convolution with `weight (out, in/groups, *k)` and everything else in its `geometry`.
 
-    `scaled` remembers a convolution, the factors per output channel and the weight they made: see `origin`.
-
     >>> conv = convolution(torch.ones(1, 1, 3), amount=[(1, 1)], input_size=4)
     >>> conv.apply(torch.ones(1, 1, 4)), conv.adjoint().apply(torch.ones(1, 1, 4))
     (tensor([[[2., 3., 3., 2.]]]), tensor([[[2., 3., 3., 2.]]]))
@@ -122,7 +120,6 @@ class Convolution:
     weight: Tensor
     geometry: Geometry
     error: float = 0.0
-    scaled: tuple[Convolution, Tensor, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if tuple(self.weight.shape) != self.geometry.shape:
@@ -185,13 +182,6 @@ class Convolution:
         """Channels and sizes of one output."""
         return (self.geometry.shape[0], *self.geometry.out)
 
-    @property
-    def origin(self) -> tuple[Convolution, Tensor] | None:
-        """The convolution and the factors per output channel that made this one, if nothing has changed since."""
-        if self.scaled is None or self.scaled[2] is not self.weight or self.scaled[0].geometry != self.geometry:
-            return None
-        return self.scaled[:2]
-
     def with_weight(self, weight: Tensor, error: float | None = None) -> Convolution:
         """Another weight in the same place, with its channels; the error is kept unless given."""
         geometry = replace(self.geometry, shape=tuple(weight.shape))
@@ -222,7 +212,7 @@ class Convolution:
 
     def magnitude(self) -> Convolution:
         """`|K|`, entry by entry: at least the absolute value of the operator, equal to it where no taps meet (zero padding)."""
-        return replace(self, weight=self.weight.abs(), scaled=None)
+        return replace(self, weight=self.weight.abs())
 
     def collect(self, y: Tensor) -> Tensor:
         """The adjoint on a batch `(b, out, *outputs)`; the input size must be known."""

@@ -31,7 +31,7 @@ from equipoise.maps.linear import Convolution, Matrix
 from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
 from equipoise.nn.powers import differentiable, largest_exponent, pays, powers, refuse_large, row_sums, totals
 from equipoise.norms.differentiable import gram_norm, symbol_norm
-from equipoise.norms.tracked import power_norm
+from equipoise.norms.power import power_norm
 
 Estimator = Literal["gram", "power"]
 Side = Literal["input", "output", "smaller"]

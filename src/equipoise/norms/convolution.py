@@ -25,11 +25,11 @@ from equipoise.maps.geometry import (
     zero_lattice,
 )
 from equipoise.maps.linear import Convolution
-from equipoise.norms.dense import LARGE, cholesky_bracket
-from equipoise.norms.gram import gram_bracket, rayleigh_lower, wide
-from equipoise.norms.lanczos import exhausted, krylov, lanczos, random_start, settled
-from equipoise.norms.supremum import Search, SymbolBound
-from equipoise.norms.symbol import Symbol
+from equipoise.norms.cholesky import dense_bracket, single_thread
+from equipoise.norms.gram import rayleigh_lower, wide
+from equipoise.norms.lanczos import has_converged, krylov, lanczos, no_further_gain, random_start
+from equipoise.norms.search import Search, SymbolBound
+from equipoise.norms.symbol import Symbol, correlation_error
 
 #: an operator with at most this many entries may be materialised to close the gap that small images leave
 DENSE_ENTRIES = 1_500_000
@@ -39,33 +39,30 @@ GRID_POINTS = (900, 2600)
 LANCZOS_FLOPS = 2.5e9
 
 
-def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`(lower, upper, v)` of a batch of matrices by the cheapest sound route (float64 results)."""
-    if W.dim() == 2 and min(W.shape) >= LARGE:
-        lower, upper, v = cholesky_bracket(W, rtol)
-        return torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64), v
-    if W.dim() > 2 and min(W.shape[-2:]) >= LARGE:
-        flat = [dense_bracket(w, rtol) for w in W.reshape(-1, *W.shape[-2:])]
-        low, high, v = (torch.stack([f[i] for f in flat]) for i in range(3))
-        return low.reshape(W.shape[:-2]), high.reshape(W.shape[:-2]), v.reshape(*W.shape[:-2], -1)
-    return gram_bracket(W, rtol)
+def conv_bracket(conv: Convolution, rtol: float = 1e-3, enough: float = 0.0) -> Bracket:
+    """Bracket of the norm of a convolution operator; with unknown input size, of the supremum over all sizes.
 
-
-def conv_bracket(conv: Convolution, rtol: float = 1e-3) -> Bracket:
-    """Bracket of the norm of a convolution operator; with unknown input size, of the supremum over all sizes."""
+    Args:
+        conv: the convolution with its geometry.
+        rtol: relative gap to reach.
+        enough: an upper end that suffices: where it is true, one proof shows it and the gap is left as it is.
+    """
     weight = wide(require_finite(conv.weight))
     if not bool(weight.any()):
         return Bracket(0.0, 0.0, rtol, "zero kernel")
     weight, e = rescaled(weight)
-    bracket = _scaled_bracket(conv.with_weight(weight), rtol)
+    with single_thread(min(conv.kernel.shape[1:3]) ** 3):
+        bracket = _scaled_bracket(conv.with_weight(weight), rtol, ldexp_down(enough, -e))
     return replace(bracket, lower=ldexp_down(float(bracket.lower), e), upper=ldexp_up(float(bracket.upper), e))
 
 
-def _scaled_bracket(conv: Convolution, rtol: float) -> Bracket:
+def _scaled_bracket(conv: Convolution, rtol: float, enough: float) -> Bracket:
     small = conv.known and _entries(conv) <= DENSE_ENTRIES / 32
     if small:
         return _materialised(conv, rtol)
-    upper, lower, start, method = _by_symbol(conv, rtol)
+    upper, lower, start, method = _by_symbol(conv, rtol, enough)
+    if upper <= enough:
+        return Bracket(min(lower, upper), upper, rtol, method, f"proved below {enough:g}, as asked")
     if conv.known and upper > (1 + rtol) * lower:
         lower = max(lower, _operator_lower(conv, start, rtol, upper / (1 + rtol)))
     if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= DENSE_ENTRIES:
@@ -87,7 +84,7 @@ def _why(conv: Convolution, gap: float) -> str:
     return f"gap {gap:.2g}: {reason}"
 
 
-def _by_symbol(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
+def _by_symbol(conv: Convolution, rtol: float, enough: float) -> tuple[float, float, Tensor | None, str]:
     """`(upper, lower, start, method)` from the symbol; `start` seeds a Lanczos run on the operator."""
     if conv.padding == "circular":
         found = [circular_lattice(axis) for axis in conv.axes]
@@ -95,28 +92,29 @@ def _by_symbol(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | N
         if len(whole) == len(found):
             factor = math.prod(f for _, f in whole)
             exact = all(is_whole_circle(axis) for axis in conv.axes) or not conv.known
-            bound = _lattice_bound(conv, [lattice for lattice, _ in whole], 0.9 * rtol, rtol)
+            limit = deflate(enough / factor)
+            bound = _lattice_bound(conv, [lattice for lattice, _ in whole], 0.9 * rtol, rtol, limit)
             upper, lower, start = bound
-            return inflate(upper * factor), lower if exact else 0.0, start, "symbol on the circle"
+            return _times(upper, factor), lower if exact else 0.0, start, "symbol on the circle"
         return _irregular_circle(conv, rtol)
     if conv.padding == "zeros":
-        upper, lower, start = _zero_bound(conv, rtol)
+        upper, lower, start = _zero_bound(conv, rtol, enough)
         return upper, lower, start, "symbol"
     factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
-    upper, lower, start = _zero_bound(conv.unpadded(), rtol)
+    upper, lower, start = _zero_bound(conv.unpadded(), rtol, deflate(enough / factor))
     lower = 0.0 if conv.known else lower
-    return inflate(upper * factor), lower, None, f"symbol × {conv.padding} padding"
+    return _times(upper, factor), lower, None, f"symbol × {conv.padding} padding"
 
 
 def _irregular_circle(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
     """Circular padding with a stride that does not divide the size: outputs are a selection of all stride-1 outputs."""
     pad = math.prod(padding_norm(axis, "circular") for axis in conv.axes)
-    by_pad, lower, _ = _zero_bound(conv.unpadded(), rtol)
+    by_pad, lower, _ = _zero_bound(conv.unpadded(), rtol, 0.0)
     upper, method = inflate(by_pad * pad), "symbol × circular padding"
     plain = conv.on([_dense_outputs(axis) for axis in conv.axes])
     found = [circular_lattice(axis) for axis in plain.axes]
     factor = math.prod(_repeats(axis) for axis in conv.axes)
-    by_rows = _lattice_bound(plain, [f[0] for f in found if f is not None], 0.9 * rtol, rtol)[0] * factor
+    by_rows = _lattice_bound(plain, [f[0] for f in found if f is not None], 0.9 * rtol, rtol, 0.0)[0] * factor
     if inflate(by_rows) < upper:
         upper, method = inflate(by_rows), "stride-1 symbol on the circle"
     return upper, 0.0 if conv.known else lower, None, method
@@ -138,15 +136,21 @@ def _repeats(axis: Axis) -> float:
     return max((_repeats(a) for a in known), default=1.0)
 
 
-def _zero_bound(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None]:
+def _times(upper: float, factor: float) -> float:
+    """`upper·factor`, rounded up; exact for the factor 1."""
+    return upper if factor == 1 else inflate(upper * factor)
+
+
+def _zero_bound(conv: Convolution, rtol: float, enough: float) -> tuple[float, float, Tensor | None]:
     lattices = [zero_lattice(axis) for axis in conv.axes]
     if any(lattice is None for lattice in lattices):
         return 0.0, 0.0, None
-    return _lattice_bound(conv, [x for x in lattices if x is not None], 0.5 * rtol if conv.known else 0.9 * rtol, rtol)
+    tol = 0.5 * rtol if conv.known else 0.9 * rtol
+    return _lattice_bound(conv, [x for x in lattices if x is not None], tol, rtol, enough)
 
 
 def _lattice_bound(
-    conv: Convolution, lattices: list[Lattice], tol: float, rtol: float
+    conv: Convolution, lattices: list[Lattice], tol: float, rtol: float, enough: float
 ) -> tuple[float, float, Tensor | None]:
     """Bound of the symbol over the lattices' grid (or all frequencies), a lower end, and a start vector."""
     kernel = polyphase(conv.kernel, lattices)
@@ -155,11 +159,11 @@ def _lattice_bound(
         low, high, _ = dense_bracket(kernel.flatten(2), tol)
         reached = not windows or all(lattice.window >= 1 for lattice in lattices)
         return float(high.max()), float(low.max()) if reached else 0.0, None
-    symbol, found = _search(kernel, lattices, tol, exact=conv.padding == "circular")
+    symbol, found = _search(kernel, lattices, tol, enough, exact=conv.padding == "circular")
     group = torch.tensor([found.group], device=kernel.device)
-    G = torch.complex(*symbol.gram(group, found.omega[None], torch.float32))[0]
+    G = symbol.gram(group, found.omega[None], torch.float32)[0]
     start = random_start(G.shape[-1], G) if found.vector is None else found.vector.to(G.dtype)
-    v = lanczos(G.matmul, start, steps=32, settle=tol / 64)
+    v = lanczos(G.matmul, start, steps=32, converged=tol / 64)
     if not windows:
         at_symbol = float(rayleigh_lower(symbol.at(group, found.omega[None])[0], v)) - float(
             symbol.at_error()[found.group]
@@ -167,11 +171,14 @@ def _lattice_bound(
         return found.upper, max(0.0, deflate(at_symbol)), None
     sides = [lattice.window_out if symbol.adjoint else lattice.window for lattice in lattices]
     lower = windowed_lower(symbol, found.group, found.omega, v, sides)
-    wave = None if found.upper <= (1 + rtol) * lower else _plane_wave(conv, symbol.adjoint, found.group, found.omega, v)
+    tight = found.upper <= max(enough, (1 + rtol) * lower)
+    wave = None if tight else _plane_wave(conv, symbol.adjoint, found.group, found.omega, v)
     return found.upper, lower, wave
 
 
-def _search(kernel: Tensor, lattices: list[Lattice], tol: float, exact: bool) -> tuple[Symbol, SymbolBound]:
+def _search(
+    kernel: Tensor, lattices: list[Lattice], tol: float, enough: float, exact: bool
+) -> tuple[Symbol, SymbolBound]:
     """The cheapest proved maximum: over all frequencies where the grid is fine, over the grid where that is tighter.
 
     With `exact` the frequency named lies on the grid, where it is known: a circle has no others.
@@ -183,16 +190,16 @@ def _search(kernel: Tensor, lattices: list[Lattice], tol: float, exact: bool) ->
     budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * groups
     coarse = whole and all(n <= 3 * k for n, k in zip(grid, kernel.shape[3:], strict=True))
     if whole and (points <= GRID_POINTS[len(grid) > 1] or (coarse and points * groups <= 16 * budget)):
-        symbol = Symbol.of(kernel, points * groups, tol / 2)
-        return symbol, Search(symbol, tol, budget).over_grid(grid)
-    symbol = Symbol.of(kernel, 1000 * groups, tol / 2)
-    search = Search(symbol, tol, budget)
+        symbol = Symbol.of(kernel, points * groups)
+        return symbol, Search(symbol, tol, budget, enough).over_grid(grid)
+    symbol = Symbol.of(kernel, 1000 * groups)
+    search = Search(symbol, tol, budget, enough)
     found = search.over_all()
-    if not whole:
+    if not whole or (found.upper <= enough and not exact):
         return symbol, found
     value, omega = search.near(grid)
-    if points <= (1400 if found.settled else 16 * budget) and value * (1 + 2 * tol) < found.upper:
-        other = Search(symbol, tol, budget).over_grid(grid)
+    if points <= (1400 if found.proved else 16 * budget) and value * (1 + 2 * tol) < found.upper:
+        other = Search(symbol, tol, budget, enough).over_grid(grid)
         if other.upper < found.upper:
             return symbol, other
     return symbol, replace(found, omega=omega) if exact else found
@@ -216,13 +223,11 @@ def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: 
     return conv.adjoint().apply(x) if adjoint else x
 
 
-def windowed_lower(
-    symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows: Sequence[int], scale: Tensor | None = None
-) -> float:
+def windowed_lower(symbol: Symbol, group: int, omega: Tensor, v: Tensor, windows: Sequence[int]) -> float:
     """Rayleigh quotient of `w(i)·e^{iω·i}·v`, a plane wave under a sine window that meets no border.
 
     `‖K x‖² = Σ_b r(b)·v*C_b v·e^{-ib·ω}` with r the autocorrelation of the window: no convolution is run, whatever the
-    size. With `scale` (at most 1) the columns of the symbol are multiplied by it.
+    size.
     """
     if symbol.correlations is None or any(w < 1 for w in windows):
         return 0.0
@@ -234,7 +239,6 @@ def windowed_lower(
         correlation *= correlation.new_tensor([r[abs(int(b))] / r[0] for b in symbol.offsets[:, j]])
     v = wide(v)
     v = v / torch.linalg.vector_norm(v)
-    v = v if scale is None else v * scale
     C = wide(symbol.correlations[group])
     if C.is_complex():
         inner = (v.conj() @ (C @ v[:, None])[..., 0].mT).resolve_conj()
@@ -246,7 +250,7 @@ def windowed_lower(
     terms = (real * angle.cos() + imag * angle.sin()) * correlation
     terms[1:] *= 2  # each offset stands for ±b
     slack = gamma(2 * sum(symbol.kernel.shape[1:3]) + 2 * symbol.kernel[0].numel() + 16384, torch.float64)
-    error = (8 * (slack + symbol.phase_error()) + 2 * symbol.formed) * float(symbol.size[group]) ** 2
+    error = (8 * (slack + symbol.phase_error()) + 2 * correlation_error(symbol.kernel)) * float(symbol.size[group]) ** 2
     return deflate(max(0.0, float(terms.sum()) - error) ** 0.5)
 
 
@@ -296,11 +300,11 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
 
     target = enough**2 * (1 + 1e-5)
-    first, stop = random_start(columns, quick.weight), settled(rtol / 10, 6, target)
+    first, stop = random_start(columns, quick.weight), has_converged(rtol / 10, 6, target)
     if start is not None:
         wave = start.to(quick.weight.dtype).flatten()
         if bool(wave.any()):  # not all of it vanished
-            first, stop = wave, exhausted(rtol / 10, target)
+            first, stop = wave, no_further_gain(rtol / 10, target)
     v = krylov(multiply, first, steps, stop, every=1).top()
     x = wide(v).reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)

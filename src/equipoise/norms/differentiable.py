@@ -9,13 +9,16 @@ The gradient is explicit,
 computed together with the value: no graph through the iterations is kept. Both are opaque operators to `torch.compile`, and stay
 in float32 under autocast.
 
-For a convolution it is the largest of `s_t(ω) = ‖(E*E)^(2^(t−1))‖_F^(2^−t) ≥ ‖E(ω)‖` over a grid (`norms.peak`).
+For a convolution it is the largest of `s_t(ω) = ‖(E*E)^(2^(t−1))‖_F^(2^−t) ≥ ‖E(ω)‖` over a grid. `s_t(ω)` falls with t, so a
+frequency whose bound has fallen to the final value of another one is left there; most are left before, because one Cholesky
+factorisation shows that they lie below that value.
 
 Reference: Delattre et al. 2023, §3 and appendix (gradient of the Gram iteration).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -35,12 +38,16 @@ from equipoise.maps.geometry import (
     zero_lattice,
 )
 from equipoise.maps.linear import Convolution, convolution
-from equipoise.norms.gram import adjoint, gram_iterate, near_one, scaled, small_side
-from equipoise.norms.peak import combined_pays, frequencies, largest
-from equipoise.norms.symbol import tap_positions
+from equipoise.norms.cholesky import below, verification_loss
+from equipoise.norms.gram import adjoint, entries_norm, gram_iterate, near_one, scaled, small_side
+from equipoise.norms.symbol import Symbol, tap_positions
 
 #: relative rounding error up to which `symbol_norm` computes in float32
 MOST_ROUNDING = 8e-3
+#: bytes of a batch of Gram matrices
+CHUNK_BYTES = 2**23
+#: relative loss up to which frequencies are left behind by a proof in complex64
+MOST_LOSS = 4e-3
 
 
 def gram_norm(W: Tensor, iterations: int = 6) -> Tensor:
@@ -158,7 +165,7 @@ def symbol_norm(K: Tensor, iterations: int, grid: int) -> tuple[Tensor, float]:
 
 def _working(shape: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.dtype, float]:
     """The dtype that products run in, and the δ of `rounding` in it."""
-    points = len(frequencies(sizes, real=True))
+    points = len(grid_frequencies(sizes, True))
     wide = dtype is torch.float64 or rounding(shape, points, torch.float32) > MOST_ROUNDING
     chosen = torch.float64 if wide else torch.float32
     return chosen, rounding(shape, points, chosen)
@@ -181,7 +188,7 @@ def rounding(kernel: Sequence[int], frequencies: int, dtype: torch.dtype) -> flo
     A root halves all of it; 1.5 stands where 1/2 would do.
     """
     m, c, taps = max(kernel[1:3]), min(kernel[1:3]), math.prod(kernel[3:])
-    if combined_pays(kernel, frequencies):
+    if _combined_pays(kernel, frequencies):
         offsets = (math.prod(2 * k - 1 for k in kernel[3:]) + 1) // 2
         first = 8 * taps * c * (gamma(2 * m * taps + 8, torch.float64) + 1e-13 * sum(kernel[3:]))
         first += 8 * (gamma(2 * offsets + 8, dtype) + 4 * unit_roundoff(dtype)) * math.sqrt(offsets * c)
@@ -284,8 +291,8 @@ def _symbol_norm(kernel: Tensor, sizes: list[int], iterations: int, want_gradien
             nothing = torch.full_like(kernel, math.nan) if want_gradient else kernel.new_empty(0)
             return torch.full((), math.nan, dtype=torch.float64, device=kernel.device), nothing
         kernel, e = rescaled(kernel)
-        omega = torch.from_numpy(frequencies(tuple(sizes), not kernel.is_complex())).to(kernel.device)
-        value, group, row = largest(kernel, omega, iterations)
+        omega = grid_frequencies(tuple(sizes), not kernel.is_complex()).to(kernel.device)
+        value, group, row = _largest(kernel, omega, iterations)
         if not want_gradient:
             return _back(value, e), kernel.new_empty(0)
         angle = tap_positions(kernel.shape[3:]).to(kernel.device) @ omega[row]  # (taps,)
@@ -307,6 +314,104 @@ def _(kernel: Tensor, sizes: list[int], iterations: int, want_gradient: bool) ->
 def _back(value: Tensor, e: int) -> Tensor:
     """`2^e·value` in float64, in two steps, since 2^e alone may overflow."""
     return value.double() * 2.0 ** (e // 2) * 2.0 ** (e - e // 2)
+
+
+def _combined_pays(kernel: Sequence[int], frequencies: int) -> bool:
+    """Whether Gram matrices are cheaper to combine from correlations than to form at every frequency."""
+    g, m, c, taps = kernel[0], max(kernel[1:3]), min(kernel[1:3]), math.prod(kernel[3:])
+    offsets = (math.prod(2 * k - 1 for k in kernel[3:]) + 1) // 2
+    formed = g * frequencies * (4 * taps * m * c + 6 * m * c * c)
+    combined = g * (2 * m * c * c * taps * (taps + 1) + 4 * frequencies * offsets * c * c)
+    return combined + 50_000 * taps * (taps + 1) < formed  # every pair of taps is a call
+
+
+@lru_cache(maxsize=64)
+def grid_frequencies(sizes: tuple[int, ...], real: bool) -> Tensor:
+    """The points 2πj/n of a grid in float64; for a real kernel one of each pair ±ω, whose symbols are conjugate."""
+    grid = torch.tensor(sizes)
+    points = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes))
+    if real:
+        place = torch.tensor([math.prod(sizes[j + 1 :]) for j in range(len(sizes))])
+        points = points[(points * place).sum(1) <= ((-points % grid) * place).sum(1)]
+    return points * (2 * math.pi / grid.double())
+
+
+def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, int, int]:
+    """The largest `s_t` in float64, its group and its frequency; `s_t` falls with t, so most frequencies need few products."""
+    groups = kernel.shape[0]
+    entries = max(kernel.shape[1] * kernel.shape[2], min(kernel.shape[1:3]) ** 2)
+    grams = _gram_function(kernel, omega)
+    per = max(1, CHUNK_BYTES // (2 * kernel.element_size() * groups * entries))
+    best, where = -math.inf, 0
+    for first in range(0, len(omega), per):
+        G = grams(omega[first : first + per])
+        if iterations:
+            log_s = entries_norm(G).double().log2() / 2
+        else:
+            log_s = torch.diagonal(G, dim1=-2, dim2=-1).real.double().sum(-1).log2() / 2
+        if first == 0:  # a first value to leave others behind
+            best, where = _square(G, log_s, log_s.argmax()[None], iterations, best, where)
+        log_value, row = _square(G, log_s, _unproved(G, log_s, best), iterations, best, -1)
+        best, where = (log_value, first * groups + row) if row >= 0 else (best, where)
+    value = torch.tensor(best, dtype=torch.float64, device=kernel.device).exp2()
+    return value, where % groups, where // groups
+
+
+def _gram_function(kernel: Tensor, omega: Tensor) -> Callable[[Tensor], Tensor]:
+    """`E*E` at given frequencies, `(frequencies·groups, c, c)`, by the cheaper route."""
+    groups, dtype = kernel.shape[0], kernel.real.dtype
+    if kernel.is_complex() or _combined_pays(kernel.shape, len(omega)):
+        symbol = Symbol.of(kernel, len(omega) * groups)
+
+        def combined(part: Tensor) -> Tensor:
+            which = torch.arange(groups, device=part.device).repeat(len(part))
+            return symbol.gram(which, part.repeat_interleave(groups, 0), dtype)
+
+        return combined
+    if kernel.shape[1] < kernel.shape[2]:
+        kernel = kernel.transpose(1, 2)  # E(ω)ᵀ has the same norm
+    m, c = kernel.shape[1:3]
+    flat = kernel.flatten(3).movedim(3, 0).reshape(-1, groups * m * c)
+    places = tap_positions(kernel.shape[3:]).to(kernel.device).mT
+
+    def direct(part: Tensor) -> Tensor:
+        angle = part @ places
+        X, Y = ((wave.to(dtype) @ flat).reshape(-1, m, c) for wave in (angle.cos(), angle.sin()))
+        cross = X.mT @ Y  # real products are the faster ones
+        return torch.complex(torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT)
+
+    return direct
+
+
+def _unproved(G: Tensor, log_s: Tensor, best: float) -> Tensor:
+    """Which of the Gram matrices are not proved to lie below `2^(2·best)`."""
+    left = (log_s > best).nonzero()[:, 0]
+    if not len(left) or best == -math.inf:
+        return left
+    narrow = G.dtype is torch.complex64 and verification_loss(G.shape[-1], torch.complex64) <= MOST_LOSS
+    G = G[left].to(torch.complex64 if narrow else torch.complex128)
+    tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64, device=G.device)
+    return left[~below(G, tau, torch.zeros_like(tau))]
+
+
+def _square(G: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, where: int) -> tuple[float, int]:
+    """`log2 s_t` of some rows as long as it exceeds `best`; the largest and its row, or `best` and `where`."""
+    G, log_s = G[rows], log_s[rows]
+    log2, norm = torch.zeros_like(log_s), 2 * log_s
+    for t in range(1, max(1, iterations) + 1):
+        if t > 1:
+            size = norm.nan_to_num(neginf=0.0).ceil()
+            G = G * torch.exp2(-size).to(G.real.dtype)[:, None, None]
+            G = G @ G  # Hermitian
+            log2, norm = 2 * (log2 + size), entries_norm(G).double().log2()
+            log_s = (norm + log2) * 2.0**-t
+        stay = (log_s > best).nonzero()[:, 0]
+        if not len(stay):
+            return best, where
+        if 4 * len(stay) < 3 * len(rows):
+            G, log2, norm, log_s, rows = G[stay], log2[stay], norm[stay], log_s[stay], rows[stay]
+    top = int(log_s.argmax())
+    return float(log_s[top]), int(rows[top])
 
 
 class _Once(torch.autograd.Function):

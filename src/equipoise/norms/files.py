@@ -16,6 +16,7 @@ import fnmatch
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.core.files import WeightFile
+from equipoise.core.files import WeightFile, open_weights
 from equipoise.core.precision import full_precision, require_finite, working_dtype
 from equipoise.maps.geometry import PaddingMode
 from equipoise.maps.linear import convolution
@@ -83,7 +84,7 @@ def weight_names(path: Path, only: str | None = None, empty: bool = False) -> li
     That there are none is refused, unless it may be `empty`.
     """
     with _opened(path) as file:
-        names = sorted(file.entries)
+        names = file.names
     chosen = names if only is None else fnmatch.filter(names, only)
     if not chosen and not empty:
         raise InputError(
@@ -107,8 +108,8 @@ def weight_norms(path: Path, reading: Reading | None = None, names: list[str] | 
     """
     reading = Reading() if reading is None else reading
     with _opened(path) as file:
-        for name in sorted(file.entries) if names is None else names:
-            shape, dtype = file.entries[name].shape, file.entries[name].dtype
+        for name in file.names if names is None else names:
+            shape, dtype = file.shape(name), file.dtype(name)
             reason = _skip_reason(shape, dtype)
             if reason:
                 yield WeightRow(name, shape, dtype, "skipped", note=reason)
@@ -148,12 +149,12 @@ def tensor_bracket(tensor: Tensor, reading: Reading) -> Bracket:
         return conv_bracket(conv, reading.rtol)
 
 
-def _opened(path: Path) -> WeightFile:
+def _opened(path: Path) -> AbstractContextManager[WeightFile]:
     if not path.exists():
         raise InputError(f"there is no file {path}")
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the .safetensors file in it")
-    return WeightFile(path)
+    return open_weights(path)
 
 
 def weight_files(path: Path) -> list[Path]:

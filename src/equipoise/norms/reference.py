@@ -24,6 +24,10 @@ def operator_matrix(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
     `input_shape` is the shape of one input without the batch, e.g. `(3, 8, 8)`. The module itself is run, so padding
     mode, stride, groups, hooks and parametrisations are those really used. Memory is inputs × outputs: small cases only.
 
+    Args:
+        module: an affine module; a copy of it is run in float64.
+        input_shape: shape of one input.
+
     >>> operator_matrix(nn.Linear(2, 1, bias=False).requires_grad_(False), (2,)).shape
     torch.Size([1, 2])
     """
@@ -46,6 +50,10 @@ def operator_matrix(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
 def reference_norm(module: nn.Module, input_shape: tuple[int, ...]) -> float:
     """Spectral norm of a small affine module by SVD of its dense float64 matrix.
 
+    Args:
+        module: an affine module.
+        input_shape: shape of one input without the batch.
+
     >>> conv = nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect", bias=False).requires_grad_(False)
     >>> _ = conv.weight.fill_(1 / 9)
     >>> reference_norm(conv, (1, 6, 6)) > 1
@@ -54,8 +62,8 @@ def reference_norm(module: nn.Module, input_shape: tuple[int, ...]) -> float:
     return float(torch.linalg.matrix_norm(operator_matrix(module, input_shape), ord=2))
 
 
-#: entries an iterate may have
-MOST_ENTRIES = 20_000_000
+#: bytes that the columns of one convolution of an iterate with itself may take, and iterations at most
+MOST_BYTES, MOST_ITERATIONS = 2**32, 6
 
 
 def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = "inf") -> Bound:
@@ -66,6 +74,11 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
         inf   (max_i Σ|K_t[·, i]|)^(2^-t)           the largest absolute row sum of the operator (Hermitian for t ≥ 1;
                                                     for t = 0 the root of largest row sum times largest column sum)
         fro   (√(k1_t·k2_t)·‖K_t‖_F)^(2^-t)          with the *current* kernel size k_t (the initial one falls below σ₁)
+
+    Args:
+        K: the weight.
+        iterations: at most 6, since memory grows like 16^t.
+        readout: see above.
 
     Guarantee: computed in float64 with `σ₁(K_t)² ≤ σ₁(computed K_{t+1}) + γ‖Σ|K_t|‖_F²`, so the bound also covers rounding.
 
@@ -78,6 +91,8 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
         raise InputError(f"norm2_toep takes a 2-D convolution weight (out, in, k1, k2), got shape {tuple(K.shape)}")
     if readout not in ("inf", "fro"):
         raise InputError(f"readout must be inf or fro, got {readout!r}")
+    if not isinstance(iterations, int) or iterations < 0:
+        raise InputError(f"iterations must be a whole number ≥ 0, got {iterations}")
     if K.is_complex():
         raise InputError("norm2_toep takes a real kernel; spectral_norm and conv_norm take complex ones")
     with torch.no_grad(), full_precision():
@@ -85,11 +100,11 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
         if A.shape[0] < A.shape[1]:
             A = A.transpose(0, 1).flip(2, 3)  # the adjoint: fewer channels to iterate on
         c = A.shape[1]
-        largest = math.prod(2**iterations * (k - 1) + 1 for k in A.shape[2:]) * c * c
-        if largest > MOST_ENTRIES:
+        needed = 8.0 * c * math.prod((2**t * (k - 1) + 1) for k in A.shape[2:] for t in (iterations - 1, iterations))
+        if iterations > MOST_ITERATIONS or needed > MOST_BYTES:
             raise Refused(
-                f"{iterations} iterations on {c} channels need a kernel of {largest:.1e} entries (it grows like 4^t); "
-                "use fewer iterations, or spectral_norm, which works in the frequency domain"
+                f"{iterations} iterations on {c} channels need {needed:.1e} bytes at once (the kernel grows like 4^t); "
+                f"use fewer (at most {MOST_ITERATIONS}), or spectral_norm, which works in the frequency domain"
             )
         history: list[tuple[int, float]] = []
         for _ in range(iterations):

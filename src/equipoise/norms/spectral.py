@@ -1,5 +1,7 @@
-"""`spectral_norm`: one function for matrices and layers, one contract: a proved bracket."""
+"""`spectral_norm`: one function for matrices and layers, one contract: a proved bracket; `bracket` does it for linear maps."""
 
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
@@ -7,11 +9,12 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
-from equipoise.core.precision import full_precision, inflate, require_finite, working_dtype
-from equipoise.maps.linear import Adjoint, Convolution, Matrix
+from equipoise.core.precision import deflate, full_precision, inflate, require_finite, working_dtype
+from equipoise.maps.geometry import Axis, padding_norm
+from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.maps.reading import read
-from equipoise.norms.convolution import conv_bracket, dense_bracket
-from equipoise.norms.dense import LARGE, cholesky_bracket
+from equipoise.norms.cholesky import LARGE, cholesky_bracket, dense_bracket
+from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.gram import cast_error, complete_pair, gram_bracket, scaled, wide
 
 Method = Literal["auto", "gram", "cholesky"]
@@ -60,15 +63,15 @@ def spectral_norm(
         raise InputError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
     with torch.no_grad(), full_precision():
         if isinstance(operator, nn.Module):
-            found = read(operator, input_size)
-            if not isinstance(found, Matrix):
-                conv = found.conv if isinstance(found, Adjoint) else found
+            form = read(operator, input_size)
+            if not isinstance(form, Matrix):
+                conv = form.conv if isinstance(form, Adjoint) else form
                 assert isinstance(conv, Convolution)
-                return conv_bracket(conv.with_weight(_computable(conv.weight)), rtol)
-            operator = found.matrix
+                return _noted(conv_bracket(conv.with_weight(_computable(conv.weight)), rtol))
+            operator = form.matrix
         if not isinstance(operator, Tensor):
             raise InputError(f"expected a tensor or a layer, got {type(operator).__name__}")
-        return _matrix_bracket(_computable(operator.detach()), rtol, method, dtype, vectors)
+        return _noted(_matrix_bracket(_computable(operator.detach()), rtol, method, dtype, vectors))
 
 
 def _computable(weight: Tensor) -> Tensor:
@@ -110,11 +113,60 @@ def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype |
         used = "auto"
     low = low.clamp_max(torch.finfo(torch.float64).max)  # a norm beyond all floats is still a number
     low = torch.where(low < 2.0**-1000, torch.nextafter(low, torch.zeros_like(low)), low)  # rounded among the smallest
-    note = ""
-    if bool((high > (1 + rtol) * low).any()):
-        reached = float((high / low.clamp_min(1e-300) - 1).max())
-        note = f"gap {reached:.2g}: the precision does not allow less; compute in float64 or ask for a larger rtol"
     pair = complete_pair(W, v)[1:] if vectors else None
     if W.dim() == 2:
-        return Bracket(float(low), float(high), rtol, used, note, pair)
-    return Bracket(low, high, rtol, used, note, pair)
+        return Bracket(float(low), float(high), rtol, used, "", pair)
+    return Bracket(low, high, rtol, used, "", pair)
+
+
+def _noted(bracket: Bracket) -> Bracket:
+    """The bracket, with a note where it is wider than asked for."""
+    if bracket.reached or bracket.note or math.isnan(bracket.rtol):
+        return bracket
+    gap = float(torch.as_tensor(bracket.gap).max())
+    note = f"gap {gap:.2g}: the precision does not allow less; compute in float64 or ask for a larger rtol"
+    return replace(bracket, note=note)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Brackets already computed, by the identity of the weights and the geometry: shared modules are bounded once."""
+
+    rtol: float = 1e-3
+    brackets: dict[object, tuple[Tensor, Bracket]] = field(default_factory=dict)
+
+
+def bracket(form: Linear, cache: Cache) -> Bracket:
+    """Proved bracket of the norm of a linear map, rounding of its composition included.
+
+    Args:
+        form: the linear map.
+        cache: the tolerance, and brackets of weights seen before.
+
+    >>> bracket(Diagonal(torch.tensor([3.0, -4.0]), 1), Cache()).upper
+    4.0
+    """
+    if isinstance(form, Diagonal):
+        top = float(form.factor.abs().max()) if form.factor.numel() else 0.0
+        return Bracket(max(0.0, top - form.error), inflate(top + form.error) if form.error else top, method="exact")
+    if isinstance(form, Adjoint):
+        return bracket(form.conv, cache)
+    if isinstance(form, Padding):
+        axes = [Axis(1, left=a, right=b, size=n) for (a, b), n in zip(form.amount, form.size, strict=True)]
+        top = math.prod(padding_norm(axis, form.padding) for axis in axes)
+        return Bracket(deflate(top), top if top == 1 else inflate(top), method="exact")
+
+    weight = form.matrix if isinstance(form, Matrix) else form.weight
+    geometry = None if isinstance(form, Matrix) else form.geometry
+    key = (weight.data_ptr(), tuple(weight.shape), weight.dtype, tuple(weight.stride()), geometry)
+    if key not in cache.brackets:
+        with torch.no_grad(), full_precision():
+            result = (
+                spectral_norm(weight, rtol=cache.rtol) if isinstance(form, Matrix) else conv_bracket(form, cache.rtol)
+            )
+        cache.brackets[key] = (weight, result)  # keeping the weight keeps its address from being reused
+    result = cache.brackets[key][1]
+    if form.error:
+        lower, upper = float(result.lower), float(result.upper)
+        result = replace(result, lower=max(0.0, lower - form.error), upper=inflate(upper + form.error))
+    return _noted(result)

@@ -6,8 +6,8 @@ and evaluating them where needed by one matrix product is far cheaper than a Gra
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,46 +15,79 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import frobenius, gamma, inflate, unit_roundoff, working_dtype
-from equipoise.norms.autocorrelation import autocorrelation, half_lattice, products, rounding
-from equipoise.norms.autocorrelation import tap_positions as tap_positions
-from equipoise.norms.gram import small_side, wide
-from equipoise.norms.lanczos import random_start
-
-#: up to this many offsets real and imaginary part come from one product, zeros included
-INTERLEAVED = 32
-#: and up to this many columns, beyond which the zeros cost more than the passes they save
-WHOLE_UP_TO = 160
-#: from this many columns correlations in float32 are worth what they lose
-NARROW_FROM = 128
+from equipoise.norms.gram import adjoint, small_side, wide
 
 
-def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part, contiguous."""
-    return (x.real.contiguous(), x.imag.contiguous()) if x.is_complex() else (x, torch.zeros_like(x))
+def tap_positions(lengths: tuple[int, ...]) -> Tensor:
+    """`(taps, dims)`: the position of every tap, the last axis fastest."""
+    return torch.tensor(list(itertools.product(*map(range, lengths))), dtype=torch.float64)
+
+
+def half_lattice(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """One offset b of each pair ±b, the first is 0.
+
+    >>> half_lattice((2,)), len(half_lattice((3, 3)))
+    ([(0,), (1,)], 13)
+    """
+    spans = [range(-(n - 1), n) for n in lengths]
+    return [b for b in itertools.product(*spans) if b >= (0,) * len(lengths)]
+
+
+def autocorrelation(kernel: Tensor) -> Tensor:
+    """`C_b (g, B, c, c)` of `kernel (g, m, c, *lengths)` in its own arithmetic, for the offsets of the half lattice.
+
+    Taps that lie side by side along the last axis meet side by side as well, so each offset is one long product. Every entry
+    of C_b is a sum of at most m·taps products in some order, so it is off by at most `γ·Σ_a|K_a|ᵀ|K_{a+b}|`; summed over all ±b
+    that is `γ·SᵀS` with `S = Σ_a|K_a|`, whose norm is at most `γ‖S‖_F²` (`correlation_error`).
+
+    >>> autocorrelation(torch.tensor([[[[1.0, 2.0]]]], dtype=torch.float64)).flatten().tolist()  # 1·1 + 2·2 and 1·2
+    [5.0, 2.0]
+    """
+    groups, m, c = kernel.shape[:3]
+    lengths = tuple(kernel.shape[3:])
+    last = lengths[-1]
+    taps = kernel.movedim((1, 2), (-2, -1)).reshape(groups, *lengths[:-1], last * m, c)
+    result = []
+    for b in half_lattice(lengths):
+        left, right = taps, taps
+        for axis, shift in enumerate(b[:-1], start=1):
+            count = lengths[axis - 1] - abs(shift)
+            left = left.narrow(axis, max(0, -shift), count)
+            right = right.narrow(axis, max(0, shift), count)
+        count = (last - abs(b[-1])) * m
+        left = left.narrow(-2, max(0, -b[-1]) * m, count).reshape(groups, -1, c)
+        right = right.narrow(-2, max(0, b[-1]) * m, count).reshape(groups, -1, c)
+        result.append(adjoint(left) @ right)
+    return torch.stack(result, 1)
+
+
+def correlation_error(kernel: Tensor) -> float:
+    """Norm of the sum over all ±b of what the entries of `autocorrelation` may be off by, as a multiple of `‖Σ_a|K_a|‖_F²`."""
+    return 2 * gamma(2 * kernel.shape[1] * math.prod(kernel.shape[3:]) + 8, torch.float64)
 
 
 @dataclass
 class Symbol:
     """Frequency view of `kernel (g, m, c, *lengths)` in float64 or complex128 with c ≤ m.
 
-    `gram(groups, omega, dtype)` gives real and imaginary part of `E*E`, and `gram_error[dtype]` bounds the spectral norm of
-    what they miss, for every frequency.
+    `gram(groups, omega, dtype)` gives `E*E`, and `gram_error(dtype)` bounds the spectral norm of what it misses, for every
+    frequency.
     """
 
     kernel: Tensor
     offsets: Tensor  # (B, dims) half lattice of autocorrelation offsets, the first is 0
     correlations: Tensor | None  # (g, B, c, c); None: Gram products are formed at every frequency instead
     adjoint: bool = False  # the kernel is that of the adjoint operator (fewer columns)
-    formed: float = 0.0  # the norms of what the correlations miss, summed, are at most this times size²
-    _cache: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
-    _interleaved: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False)
+    _parts: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, kernel: Tensor, frequencies: int, share: float = 0.0) -> Symbol:
-        """Build the symbol of `kernel (g, co, ci, *lengths)`; `frequencies` is roughly how many will be asked for.
+    def of(cls, kernel: Tensor, frequencies: int) -> Symbol:
+        """Build the symbol.
 
-        The correlations are formed in float32 where that moves `‖E‖²` by no more than this share of its maximum.
+        Args:
+            kernel: `(g, co, ci, *lengths)`.
+            frequencies: roughly at how many it will be evaluated.
         """
         kernel = wide(kernel)
         swapped = kernel.shape[1] < kernel.shape[2]
@@ -65,14 +98,11 @@ class Symbol:
         m, c = kernel.shape[1:3]
         half = half_lattice(lengths)
         taps = math.prod(lengths)
-        needed = products(lengths, not kernel.is_complex())
-        by_taps = 2 * needed * m * c * c + 4 * frequencies * len(half) * c * c
+        by_taps = taps * (taps + 1) * m * c * c + 4 * frequencies * len(half) * c * c
         by_frequency = frequencies * (4 * taps * m * c + 6 * m * c * c)
         offsets = torch.tensor(half, dtype=torch.float64, device=kernel.device)
-        if by_taps > 2 * by_frequency:
-            return cls(kernel, offsets, None, swapped)
-        found = autocorrelation(kernel, torch.float32 if _narrow_enough(kernel, share) else torch.float64)
-        return cls(kernel, offsets, found.matrices, swapped, found.error)
+        correlations = None if by_taps > 2 * by_frequency else autocorrelation(kernel)
+        return cls(kernel, offsets, correlations, swapped)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -99,12 +129,12 @@ class Symbol:
         angle = omega @ tap_positions(self.lengths).to(omega.device).mT  # (F, taps)
         phases = torch.complex(angle.cos(), -angle.sin())
         m, c = self.kernel.shape[1:3]
-        E = phases.new_empty(len(groups), m, c)
-        for g, rows in _by_group(groups, len(self.kernel)):
-            E[rows] = (phases[rows] @ self.kernel[g].flatten(2).permute(2, 0, 1).flatten(1).to(phases.dtype)).reshape(
-                -1, m, c
-            )
-        return E
+        taps = self.kernel.flatten(3).movedim(3, 1).flatten(2).to(phases.dtype)  # (g, taps, m·c)
+        return _combine(phases, taps, groups).reshape(-1, m, c)
+
+    def at_error(self) -> Tensor:
+        """Bound per group on the Frobenius error of `at`."""
+        return inflate((gamma(2 * self.taps + 8, torch.float64) + self.phase_error()) * 2 * self.size)
 
     @property
     def bytes_per_frequency(self) -> int:
@@ -113,71 +143,35 @@ class Symbol:
         direct = 4 * (self.taps + m * c) if self.correlations is None else 2 * len(self.offsets)
         return 8 * (c * c + direct)
 
-    def at_error(self) -> Tensor:
-        """Bound per group on the Frobenius error of `at`."""
-        return inflate((gamma(2 * self.taps + 8, torch.float64) + self.phase_error()) * 2 * self.size)
-
-    def gram(
-        self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1, room: Room | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Real and imaginary part of `±E*E(ω)` `(F, c, c)` in a real `dtype`, each row for its own group."""
+    def gram(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> Tensor:
+        """`E*E(ω)` `(F, c, c)`, each row for its own group, in the complex type of a real `dtype`."""
         if self.correlations is None:
             E = self.at(groups, omega)
             re, im = E.real, E.imag
             cross = re.mT @ im
-            X, Y = (re.mT @ re + im.mT @ im).to(dtype), (cross - cross.mT).to(dtype)
-            return (X, Y) if sign > 0 else (-X, -Y)
+            X, Y = re.mT @ re + im.mT @ im, cross - cross.mT
+            return torch.complex(X.to(dtype), Y.to(dtype))
         c = self.kernel.shape[2]
-        angle = omega @ self.offsets.mT  # (F, B)
-        cos, sin = angle.cos().mul_(sign).to(dtype), angle.sin().mul_(sign).to(dtype)
-        weights = (cos, sin) if not self.kernel.is_complex() else (torch.cat([cos, sin], 1),) * 2
-        X, Y = (
-            _combine(w, p, groups, None if room is None else room(i, (len(w), c * c), dtype))
-            for i, (w, p) in enumerate(zip(weights, self._parts(dtype), strict=True))
-        )
-        return X.reshape(-1, c, c), Y.reshape(-1, c, c)
-
-    def hermitian(
-        self, groups: Tensor, omega: Tensor, dtype: torch.dtype, sign: int = 1, room: Room | None = None
-    ) -> Tensor:
-        """`±gram` as complex matrices, written in one pass where offsets and columns are few; with `room` into its tensors."""
-        c = self.kernel.shape[2]
-        if self.correlations is None or len(self.offsets) > INTERLEAVED or c > WHOLE_UP_TO:
-            X, Y = self.gram(groups, omega, dtype, sign, room)
-            return torch.complex(X, Y, out=None if room is None else room(2, X.shape, dtype.to_complex()))
-        if dtype not in self._interleaved:
-            real, imag = self._parts(dtype)
-            if not self.kernel.is_complex():  # cosines make the real part, sines the imaginary one
-                nothing = torch.zeros_like(real)
-                real, imag = torch.cat([real, nothing], 1), torch.cat([nothing, imag], 1)
-            self._interleaved[dtype] = torch.stack([real, imag], -1).flatten(2)  # (g, 2B, 2c²)
-        angle = omega @ self.offsets.mT
-        weights = torch.cat([angle.cos(), angle.sin()], 1).mul_(sign).to(dtype)
-        out = None if room is None else room(0, (len(weights), 2 * c * c), dtype)
-        return torch.view_as_complex(_combine(weights, self._interleaved[dtype], groups, out).reshape(-1, c, c, 2))
+        weights = [w.to(dtype) for w in self._weights(omega)]
+        X, Y = (_combine(w, part, groups) for w, part in zip(weights, self._coefficients(dtype), strict=True))
+        return torch.complex(X, Y).reshape(-1, c, c)
 
     def gram_sizes(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> Tensor:
-        """Bounds of `‖gram‖_F` (before the rounding that `gram_error` covers) without a Gram matrix: `Σ w_b w_b' ⟨P_b, P_b'⟩`."""
-        assert self.correlations is not None
-        angle = omega @ self.offsets.mT
-        cos, sin = angle.cos(), angle.sin()
-        weights = (cos, sin) if not self.kernel.is_complex() else (torch.cat([cos, sin], 1),) * 2
+        """Bounds of `‖gram‖_F` (before the rounding that `gram_error` covers) without a Gram matrix: `Σ w_b w_b' ⟨P_b, P_b'⟩`.
+
+        Each inner product of coefficients of length c² is off by at most γ times the product of their lengths.
+        """
+        if self.correlations is None:
+            return frobenius(self.gram(groups, omega, dtype))
         c = self.kernel.shape[2]
         total = torch.zeros(len(omega), dtype=torch.float64, device=omega.device)
-        if dtype not in self._inner:
-            rows = (part.reshape(*part.shape[:2], c, c).transpose(1, 2) for part in self._parts(dtype))  # (g, c, B, c)
-            self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
-        for w, inner in zip(weights, self._inner[dtype], strict=True):
+        for w, inner in zip(self._weights(omega), self._inner_products(dtype), strict=True):
             lengths = inflate(inner.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt())
-            for g, here in _by_group(groups, len(self.kernel)):
-                form = ((w[here] @ inner[g]) * w[here]).sum(-1)
-                spread = (w[here].abs() @ lengths[g]).square()
-                slack = (
-                    2 * gamma(c + 8, dtype) + gamma(2 * c + 4 * len(inner[g]) + 8, torch.float64) + self.phase_error()
-                )
-                total[here] += inflate((form + 4 * slack * spread).clamp_min(0))
-        tiny = c * float(torch.finfo(dtype).tiny) ** 0.5
-        return inflate(total.sqrt()) + tiny
+            form = (_combine(w, inner, groups) * w).sum(-1)
+            spread = _combine(w.abs(), lengths[..., None], groups)[:, 0].square()
+            slack = 2 * gamma(c + 8, dtype) + gamma(2 * c + 4 * inner.shape[-1] + 16, torch.float64)
+            total += inflate((form + 4 * (slack + self.phase_error()) * spread).clamp_min(0))
+        return inflate(total.sqrt()) + c * float(torch.finfo(dtype).tiny) ** 0.5
 
     def gram_error(self, dtype: torch.dtype) -> Tensor:
         """Bound per group on `‖E*E(ω) − gram‖₂`, over all frequencies."""
@@ -187,9 +181,8 @@ class Symbol:
         if self.correlations is None:
             inner = inflate(2 * gamma(2 * m + 8, u64) * S.square() + 3 * self.at_error() * S)
             return inflate(inner + (cast if dtype is not u64 else 0.0) * S.square()) + 1e-290
-        formed = self.formed * S.square()
-        total = self._correlation_size
-        evaluated = 4 * (gamma(2 * len(self.offsets) + 8, dtype) + cast + self.phase_error()) * total
+        formed = correlation_error(self.kernel) * S.square()
+        evaluated = 4 * (gamma(2 * len(self.offsets) + 8, dtype) + cast + self.phase_error()) * self._correlation_size
         return inflate(formed + evaluated) + 1e-290 + 1e3 * float(torch.finfo(dtype).tiny) * m * taps
 
     @cached_property
@@ -206,68 +199,55 @@ class Symbol:
         norms[:, 0] = 0
         return inflate(norms)
 
-    def _parts(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _weights(self, omega: Tensor) -> tuple[Tensor, Tensor]:
+        """What the coefficients of the real and of the imaginary part are multiplied by."""
+        angle = omega @ self.offsets.mT  # (F, B)
+        cos, sin = angle.cos(), angle.sin()
+        if not self.kernel.is_complex():
+            return cos, sin
+        both = torch.cat([cos, sin], 1)
+        return both, both
+
+    def _coefficients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Coefficients `(g, B, c²)` of the real and the imaginary part. With `C_b = P + iQ` and θ = b·ω:
 
         `Re E*E = Σ (P + Pᵀ) cos θ + (Q + Qᵀ) sin θ`, `Im E*E = Σ (Pᵀ − P) sin θ + (Q − Qᵀ) cos θ`.
         """
         assert self.correlations is not None
-        if dtype not in self._cache:
-            narrow = self.correlations.to(working_dtype(self.correlations.dtype, dtype))
-            P, Q = split(narrow)
-            even, odd = P + P.mT, P.mT - P
-            even[:, 0] = P[:, 0]  # the offset 0 stands once, not twice
-            if self.kernel.is_complex():
-                mixed, skew = Q + Q.mT, Q - Q.mT
-                mixed[:, 0], skew[:, 0] = 0, Q[:, 0]
-                even, odd = torch.cat([even, mixed], 1), torch.cat([skew, odd], 1)
-            self._cache[dtype] = (even.flatten(2), odd.flatten(2))
-        return self._cache[dtype]
+        if dtype in self._parts:
+            return self._parts[dtype]
+        C = self.correlations.to(working_dtype(self.correlations.dtype, dtype))
+        P = C.real if C.is_complex() else C
+        even, odd = P + P.mT, P.mT - P
+        even[:, 0] = P[:, 0]  # the offset 0 stands once, not twice
+        if C.is_complex():
+            Q = C.imag
+            mixed, skew = Q + Q.mT, Q - Q.mT
+            mixed[:, 0], skew[:, 0] = 0, Q[:, 0]
+            even, odd = torch.cat([even, mixed], 1), torch.cat([skew, odd], 1)
+        self._parts[dtype] = (even.flatten(2), odd.flatten(2))
+        return self._parts[dtype]
+
+    def _inner_products(self, dtype: torch.dtype) -> list[Tensor]:
+        """`(g, B, B)`: inner products of the coefficients of the real and of the imaginary part.
+
+        They are summed over rows of c numbers in `dtype`, and over the rows in float64.
+        """
+        if dtype not in self._inner:
+            c = self.kernel.shape[2]
+            rows = (part.unflatten(2, (c, c)).transpose(1, 2) for part in self._coefficients(dtype))  # (g, c, B, c)
+            self._inner[dtype] = [(r @ r.mT).double().sum(1) for r in rows]
+        return self._inner[dtype]
 
 
-def _narrow_enough(kernel: Tensor, share: float) -> bool:
-    """Whether correlations in float32 are off by at most that share of `‖E(0)‖²` in every group, which the maximum exceeds."""
-    if kernel.shape[2] < NARROW_FROM or kernel.is_complex() or share <= rounding(kernel, torch.float32):
-        return False
-    if not 0.25 <= float(kernel.abs().max()) <= 1:  # the error is that of such entries
-        return False
-    size = frobenius(kernel.abs().flatten(3).sum(-1)).square()
-    mean = kernel.flatten(3).sum(-1).float()
-    v = random_start(mean.shape[-1], mean).expand(len(mean), -1)[..., None]
-    for _ in range(8):  # an estimate
-        v = mean.mT @ (mean @ (v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-30)))
-    return float(size.max()) * rounding(kernel, torch.float32) <= share * float(
-        torch.linalg.vector_norm(v, dim=1).max()
-    )
-
-
-def _by_group(groups: Tensor, count: int) -> list[tuple[int, slice | Tensor]]:
-    """Every group met and its rows; nothing is asked of the device where there is but one."""
-    return [(0, slice(None))] if count == 1 else [(g, groups == g) for g in groups.unique().tolist()]
-
-
-class Room:
-    """Tensors that are written again and again: fresh memory would have to be cleared by the system every time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._kept: dict[int, Tensor] = {}
-
-    def __call__(self, name: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of that shape, what it holds is what the last one of that name was given."""
-        count = math.prod(shape)
-        if name not in self._kept or self._kept[name].dtype is not dtype or self._kept[name].numel() < count:
-            self._kept[name] = torch.empty(count, dtype=dtype, device=self.device)
-        return self._kept[name][:count].view(*shape)
-
-
-def _combine(weights: Tensor, parts: Tensor, groups: Tensor, out: Tensor | None = None) -> Tensor:
-    """`Σ_b weights[f, b]·parts[groups[f], b]` for every row f; with one group into `out`, where it is given."""
+def _combine(weights: Tensor, parts: Tensor, groups: Tensor) -> Tensor:
+    """`Σ_b weights[f, b]·parts[groups[f], b]` for every row f; nothing is asked of the device where there is one group."""
     if parts.shape[0] == 1:
-        return torch.mm(weights, parts[0], out=out)
+        return weights @ parts[0]
     if parts.shape[-1] <= 64:
         return (weights[:, None] @ parts[groups])[:, 0]
     result = weights.new_empty(len(groups), parts.shape[-1])
-    for g, rows in _by_group(groups, parts.shape[0]):
+    for g in groups.unique().tolist():
+        rows = groups == g
         result[rows] = weights[rows] @ parts[g]
     return result

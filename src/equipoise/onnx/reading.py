@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.onnx.tensors import FLOATS, LARGEST_VALUE, Beside, constant
+from equipoise.onnx.tensors import FLOATS, LARGEST_VALUE, Beside, constant, element
 
 #: nor may all values of a network together have more entries than this, per sample
 LARGEST_TOTAL = 2**30
@@ -141,7 +141,8 @@ def _declared(value: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type") or kind.elem_type not in FLOATS:
         raise Refused(
-            f"{name}: input {value.name!r} is not a float32 or float64 tensor, so it has no Lipschitz constant"
+            f"{name}: input {value.name!r} holds {element(kind.elem_type)}; inputs are float32 or float64: convert it to "
+            "float32 (tokens have no distance to be Lipschitz in)"
         )
     shape = _sizes(value)
     if math.prod(max(1, n) for n in shape) > LARGEST_VALUE:

@@ -10,9 +10,9 @@ from equipoise.optim.callbacks import (
     wandb_sink,
 )
 from equipoise.optim.guard import SpectralGuard
-from equipoise.optim.matrices import Muon, add_lookahead, newton_schulz_gain
+from equipoise.optim.muon import Muon, add_lookahead
 
 __all__ = [
     "GuardLogger", "Muon", "SpectralGuard", "add_lookahead", "lightning_callback", "load_guard",
-    "newton_schulz_gain", "save_guard", "tensorboard_sink", "trainer_callback", "wandb_sink",
+    "save_guard", "tensorboard_sink", "trainer_callback", "wandb_sink",
 ]  # fmt: skip

@@ -1,35 +1,119 @@
-"""`SpectralGuard`: the spectral norms of chosen layers held at a radius while any optimizer trains them, proved at every step."""
+"""`SpectralGuard`: the norms of chosen weights held at a radius while any optimizer trains them, proved at every step."""
 
 from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bracket
+from equipoise.core.bounds import Bracket, format_up
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, frobenius, inflate, unit_roundoff, working_dtype
-from equipoise.maps.reading import module_kind
-from equipoise.norms.carried import Asked, CarriedMatrix, bracket_all
-from equipoise.optim.guarded import Guarded, Radius, guarded, radii_of, sizes_of
-from equipoise.optim.restoring import RESTORES, How, agreed, check_how, leads, shared, write
+from equipoise.maps.geometry import Geometry
+from equipoise.maps.reading import geometry_of, module_kind
+from equipoise.norms.tracking import TrackedConvolution, TrackedMatrix, TrackedNorm
 from equipoise.regularizers.selection import (
     LINEAR_MAPS,
     Names,
     Types,
+    input_shapes,
+    name_matches,
+    plain_weight,
     select_layers,
+    zero_image,
 )
+
+How = Literal["cap", "sphere", "clip", "hammer"]
+Radius = float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a guarded weight lives: a parameter of a module, or some of its rows; `geometry` is that of a layer."""
+
+    name: str
+    module: nn.Module
+    attribute: str = "weight"
+    rows: tuple[int, int] | None = None
+    geometry: Geometry | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter, refused where it is computed from others."""
+        if self.attribute == "weight":
+            return plain_weight(self.name, self.module)
+        value = self.module._parameters.get(self.attribute)
+        if value is None:
+            raise InputError(
+                f"{self.name!r} is no parameter any more: it is computed by a parametrisation, or was removed"
+            )
+        return value
+
+    def weight_of(self, parameter: nn.Parameter) -> Tensor:
+        """The numbers of the parameter that are bounded."""
+        return parameter if self.rows is None else parameter.detach()[slice(*self.rows)]
+
+    @property
+    def is_convolution(self) -> bool:
+        """True for the kernel of a convolution, False for a matrix."""
+        return self.geometry is not None and bool(self.geometry.axes)
+
+
+@dataclass
+class Guarded:
+    """One weight under guard: the places that use its memory, and all parameters of the model that overlap it."""
+
+    places: list[Place]
+    parameters: list[nn.Parameter]
+    aliases: list[nn.Parameter]
+    radius: float
+    tracked: TrackedNorm
+    lower: float = 0.0
+    upper: float = math.inf
+    seen: tuple[Any, ...] | None = None
+    restored: int = 0
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.places[0].name
+
+    @property
+    def weight(self) -> Tensor:
+        """The numbers that are bounded: the parameter itself, or a view of its rows."""
+        return self.places[0].weight_of(self.parameters[0])
+
+    def among(self, parameters: set[int]) -> bool:
+        """Whether one of the parameters with these ids lies on its memory."""
+        return any(id(p) in parameters for p in self.aliases)
+
+    def mark(self) -> tuple[Any, ...]:
+        """What changes when the weight is written to; refused where a layer has another weight or geometry by now."""
+        for place, parameter in zip(self.places, self.parameters, strict=True):
+            if place.parameter is not parameter:
+                raise Refused(
+                    f"the weight of {place.name!r} is another parameter than when the guard was made (assigned, or loaded "
+                    "with assign=True), so its proof is about a weight that is not used: make a new guard"
+                )
+            if place.geometry is not None and geometry_of(place.module) != place.geometry:
+                raise Refused(
+                    f"{place.name!r} has another padding, stride, dilation or groups than when the guard was made, so its "
+                    "proof is about another map: make a new guard"
+                )
+        return tuple((p._version, p.data_ptr(), p.dtype) for p in self.aliases)
 
 
 class SpectralGuard:
     """Holds `σ₁(W) ≤ R·(1 + tolerance)` for chosen layers after every optimizer step, with a proof each time.
 
-        U_t = min( κU_s + ‖W_t − κW_s‖_F ,  the Schur bound on the followed top space ,  a new proof )
+        U_t = κU_s + ‖W_t − κW_s‖_F ,  or a new proof
 
     A proof made at step s is carried by Weyl's inequality; a new one is made only where the carried bound would exceed the
     radius. If the excess is real, the weight is brought back, and the bound of what is then stored is proved:
@@ -40,6 +124,13 @@ class SpectralGuard:
     | `sphere` | `W ← W·R/U` at every step, U the proved bound, also from below: `σ₁ = R` up to the tolerance |
     | `clip` | `W ← W − Σ (σ_i − r) u_i v_iᵀ` over the singular values above `r = R(1 − headroom)` (matrices only) |
     | `hammer` | `W ← W + (r − σ₁) u₁v₁ᵀ`, only the largest one (matrices only) |
+
+    Guarded are the weights of linear and convolution layers, the query, key and value blocks of `nn.MultiheadAttention`, each on
+    its own, and Hugging Face's `Conv1D`. Embeddings (lookup tables, whose rows are not mixed) and other parameters of two or more
+    dimensions are not guarded unless `parameters=` names them; one warning lists them, and so does `repr(guard)`.
+
+    Parameters on one memory (ties, `nn.Parameter(other.weight.t())`) are one weight, held at the smallest of their radii;
+    guarded weights that overlap in any other way are refused.
 
     Guarantee: after every `step()` of an attached optimizer, `bounds()` brackets the norm of the numbers stored in each weight,
     in floating point, for the padding, stride, groups and dilation of the layer, and every upper end is at most
@@ -56,6 +147,7 @@ class SpectralGuard:
         how: see above.
         only: module types.
         names: glob or compiled pattern over module names, or several.
+        parameters: pattern over parameter names: further two-dimensional parameters to guard as matrices.
         tolerance: relative excess that is let pass without touching the weight.
         headroom: how far below R, relatively, a weight that has to be brought back may be put. The room that it has then lets
             most steps pass on one proof in float32, which gives away up to half a per cent for 256 columns. 0 holds as close
@@ -89,6 +181,7 @@ class SpectralGuard:
         tolerance: float = 1e-3,
         input_size: int | tuple[int, ...] | None = None,
         *,
+        parameters: Names = None,
         every: int = 1,
         headroom: float = 0.01,
         example_input: Tensor | None = None,
@@ -96,30 +189,63 @@ class SpectralGuard:
     ) -> None:
         if not 1e-6 <= tolerance <= 1:
             raise InputError(f"tolerance must lie between 1e-6 and 1, got {tolerance}")
+        if how not in get_args(How):
+            raise InputError(f"how must be one of {', '.join(get_args(How))}, got {how!r}")
         if every < 1 or (every > 1 and how == "sphere"):
             raise InputError(f"every must be at least 1, and 1 for how='sphere'; got {every}")
         if not 0 <= headroom < 1:
             raise InputError(f"headroom is a share of the radius, at least 0 and below 1; got {headroom}")
         self.how, self.tolerance, self.every = how, tolerance, every
         self.headroom = 0.0 if how == "sphere" else headroom
-        radii = radii_of(select_layers(model, only, names), radius)
-        layers = {name: module for name, module in select_layers(model, only, names).items() if name in radii}
-        spatial = {name: module for name, module in layers.items() if module_kind(module) is not nn.Linear}
-        check_how(how, list(spatial))
-        sizes = sizes_of(model, spatial, input_size, example_input)
-        self.layers = guarded(layers, radii, sizes)
+
+        places = _places(model, only, names, parameters)
+        radii = _radii(list(places), radius)
+        places = {name: place for name, place in places.items() if name in radii}
+        kernels = {name: place.module for name, place in places.items() if place.is_convolution}
+        if how in ("clip", "hammer") and kernels:
+            raise InputError(
+                f"how={how!r} changes single singular directions of a matrix, and {next(iter(kernels))!r} is a convolution, "
+                "whose singular vectors are images and whose clipped kernel would be larger; take how='cap', or leave it out"
+            )
+        sizes = _sizes(model, kernels, input_size, example_input)
+        self.layers = _weights(model, list(places.values()), radii, sizes)
+
+        #: parameters of two or more dimensions that are not guarded, with the kind of module they belong to
+        self.unguarded = _unguarded(model, self.layers)
+        chosen = only is not LINEAR_MAPS
+        patterns = tuple(radius) if isinstance(radius, Mapping) else None
+        missed = [
+            f"{name} ({kind})"
+            for name, kind in self.unguarded.items()
+            if not chosen and name_matches(name, names) and name_matches(name, patterns)
+        ]
+        if missed:
+            warnings.warn(
+                f"SpectralGuard does not guard {len(missed)} parameter(s) of two or more dimensions: {', '.join(missed)}; "
+                "name two-dimensional ones in parameters= to guard them as matrices",
+                stacklevel=2,
+            )
         self.steps = 0
         self._handles: list[Any] = []
         self._check(self.layers)
         if optimizer is not None:
             self.attach(optimizer)
 
+    def __repr__(self) -> str:
+        guarded = [
+            f"  {', '.join(p.name for p in one.places)}: at most {format_up(one.upper)}, radius {one.radius:g}"
+            for one in self.layers
+        ]
+        left = [f"  {name} ({kind})" for name, kind in self.unguarded.items()]
+        lines = [f"SpectralGuard(how={self.how!r}, tolerance={self.tolerance:g})", *guarded]
+        return "\n".join(lines + (["not guarded:", *left] if left else []))
+
     def attach(self, *optimizers: torch.optim.Optimizer) -> None:
         """Check and bring back after every `step()` of these optimizers, until `detach()`."""
         for optimizer in optimizers:
-            host = hooked(optimizer)
+            host = _hooked(optimizer)
             mine = {id(p) for group in host.param_groups for p in group["params"]}
-            if not any(id(one.weight) in mine for one in self.layers):
+            if not any(one.among(mine) for one in self.layers):
                 raise InputError(
                     f"this {type(host).__name__} trains none of the guarded weights; attach the optimizer that does, and give "
                     "the guard the model itself, not a copy"
@@ -149,38 +275,39 @@ class SpectralGuard:
         return {
             name: Bracket(one.lower, one.upper, method="carried", note=f"radius {one.radius:g}")
             for one in self.layers
-            for name in one.names
+            for name in (place.name for place in one.places)
         }
 
     def scalars(self) -> dict[str, float]:
         """Numbers to log: `lower`, `upper` and `headroom = 1 − upper/R` by layer, and the product of all upper ends."""
-        found: dict[str, float] = {}
+        radii = {place.name: one.radius for one in self.layers for place in one.places}
+        scalars: dict[str, float] = {}
         product = 1.0
         for name, bracket in self.bounds().items():
-            radius = next(one.radius for one in self.layers if name in one.names)
-            found[f"norm/{name}/lower"] = float(bracket.lower)
-            found[f"norm/{name}/upper"] = float(bracket.upper)
-            found[f"norm/{name}/headroom"] = 1 - float(bracket.upper) / radius
+            radius = radii[name]
+            scalars[f"norm/{name}/lower"] = float(bracket.lower)
+            scalars[f"norm/{name}/upper"] = float(bracket.upper)
+            scalars[f"norm/{name}/headroom"] = 1 - float(bracket.upper) / radius
             product = inflate(product * float(bracket.upper))
-        return {**found, "norm/product": product, "norm/restored": float(sum(one.restored for one in self.layers))}
+        return {**scalars, "norm/product": product, "norm/restored": float(sum(one.restored for one in self.layers))}
 
     @property
     def used(self) -> Counter[str]:
         """How often each way of proving was taken, over all layers."""
-        return sum((one.carried.used for one in self.layers), Counter())
+        return sum((one.tracked.used for one in self.layers), Counter())
 
     def state_dict(self) -> dict[str, Any]:
         """What exact resuming needs: for every layer the last proof and the weight it is about (tensors only)."""
         state: dict[str, Any] = {"steps": torch.tensor(self.steps)}
         for one in self.layers:
             state[f"{one.name}/restored"] = torch.tensor(one.restored)
-            state |= {f"{one.name}/{key}": value for key, value in one.carried.state_dict().items()}
+            state |= {f"{one.name}/{key}": value for key, value in one.tracked.state_dict().items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken, after the model's own state was loaded.
 
-        Nothing in the state is believed: what it claims is proved again, and proofs that do not hold are made anew.
+        Nothing in the state is trusted: what it claims is proved again, and proofs that do not hold are made anew.
         """
         missing = [one.name for one in self.layers if f"{one.name}/restored" not in state]
         if "steps" not in state or missing:
@@ -192,51 +319,41 @@ class SpectralGuard:
             prefix = f"{one.name}/"
             part = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             one.restored = int(part.pop("restored"))
-            one.carried.load_state_dict({key: value.to(one.weight.device) for key, value in part.items()})
-            kept = copy.deepcopy(
-                one.carried
-            )  # looking must not move the proof: later decisions stay what they would have been
+            one.tracked.load_state_dict({key: value.to(one.weight.device) for key, value in part.items()})
+            kept = copy.deepcopy(one.tracked)  # later decisions must stay what they would have been
             self._bracket(one)
-            one.carried = kept
+            one.tracked = kept
 
     def _hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._check([one for one in self.layers if id(one.weight) in mine or one.mark() != one.seen])
+        self._check([one for one in self.layers if one.among(mine) or one.mark() != one.seen])
         self.steps += 1
 
     def _limit(self, one: Guarded) -> float:
         return deflate(one.radius * (1 + self.tolerance))
 
-    def _bracket(self, *layers: Guarded) -> None:
-        """Prove where the norms of these weights lie; matrices together."""
+    def _bracket(self, one: Guarded) -> None:
+        """Prove where the norm of this weight lies."""
+        enough = 0.0 if self.how == "sphere" else self._limit(one)
         renew = self.steps % self.every == 0
-        questions = []
-        for one in layers:
-            enough = 0.0 if self.how == "sphere" else self._limit(one)
-            asked = (one.weight, enough, self.tolerance / 2, f"weight of {one.name!r}", renew, self.headroom)
-            if isinstance(one.carried, CarriedMatrix):
-                questions.append((one, Asked(one.carried, *asked)))
-            else:
-                one.lower, one.upper = one.carried.bracket(*asked)
-        for (one, _), found in zip(questions, bracket_all([asked for _, asked in questions]), strict=True):
-            one.lower, one.upper = found
-        for one in layers:
-            one.seen = one.mark()
+        what = f"weight of {one.name!r}"
+        one.lower, one.upper = one.tracked.bracket(one.weight, enough, self.tolerance / 2, what, renew)
+        one.seen = one.mark()
 
-    def _far(self, one: Guarded) -> bool:
+    def _exceeds(self, one: Guarded) -> bool:
         """Whether the weight has to be brought back."""
-        slack = max(
-            self.tolerance, 4 * unit_roundoff(one.weight.dtype)
-        )  # half precision cannot hit a sphere any closer
+        # half precision cannot hit a sphere any closer
+        slack = max(self.tolerance, 4 * unit_roundoff(one.weight.dtype))
         low = self.how == "sphere" and one.lower < one.radius * (1 - slack)
         return low or one.upper > self._limit(one)
 
     @torch.no_grad()
     def _check(self, layers: list[Guarded]) -> None:
-        self._bracket(*layers)
+        for one in layers:
+            self._bracket(one)
         for attempt in range(60):
-            flags = agreed([self._far(one) for one in self.layers], self.layers[0].weight.device)
-            pending = [one for one, far in zip(self.layers, flags, strict=True) if far]
+            flags = _agreed([self._exceeds(one) for one in self.layers], self.layers[0].weight.device)
+            pending = [one for one, exceeds in zip(self.layers, flags, strict=True) if exceeds]
             if not pending:
                 return
             for one in pending:
@@ -249,15 +366,19 @@ class SpectralGuard:
 
     def _bring_back(self, one: Guarded, attempt: int) -> None:
         one.restored += attempt == 0
-        if leads():
-            if attempt == 0 and self.how in RESTORES:
-                assert isinstance(one.carried, CarriedMatrix)
-                write(one.weight, RESTORES[self.how](one.weight, one.carried, one.radius * (1 - self.headroom)))
+        if _is_leader():
+            if attempt == 0 and self.how in ("clip", "hammer"):
+                radius = one.radius * (1 - self.headroom)
+                one.weight.copy_(_clipped(one.weight, radius, only_first=self.how == "hammer"))
                 self._bracket(one)
-            if attempt > 0 or self._far(one):
+            if attempt > 0 or self._exceeds(one):
                 self._scale(one, attempt)
-        if shared(one.weight) and not leads():
-            self._bracket(one)
+        if _distributed():
+            weight = one.weight.detach().contiguous()
+            torch.distributed.broadcast(weight, 0)
+            if not _is_leader():
+                one.weight.copy_(weight)
+                self._bracket(one)
         one.seen = one.mark()
 
     def _scale(self, one: Guarded, attempt: int) -> None:
@@ -276,13 +397,13 @@ class SpectralGuard:
             + math.sqrt(W.numel()) * torch.finfo(W.dtype).tiny
         )
         W.mul_(c)
-        one.carried.scaled(c)
+        one.tracked.scaled(c)
         one.lower, one.upper = max(0.0, deflate(c * one.lower) - inflate(lost)), inflate(inflate(c * one.upper) + lost)
-        if self._far(one):
+        if self._exceeds(one):
             self._bracket(one)
 
 
-def hooked(optimizer: Any) -> torch.optim.Optimizer:
+def _hooked(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose step hooks really run: the one given, or the one inside a wrapper that has none."""
     host = optimizer
     while True:
@@ -293,3 +414,164 @@ def hooked(optimizer: Any) -> torch.optim.Optimizer:
             raise InputError(
                 f"{type(optimizer).__name__} runs no step hooks; call guard.step() after each of its steps instead"
             )
+
+
+def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> dict[str, Place]:
+    """What is to be guarded, by name."""
+    kinds = only if isinstance(only, tuple) else (only,)
+    places = []
+    for name, module in model.named_modules():
+        if not name_matches(name, names):
+            continue
+        if isinstance(module, kinds):
+            module_kind(module)  # refuses hooks and own forwards
+            places.append(Place(name, module, geometry=geometry_of(module)))
+        elif only is LINEAR_MAPS and isinstance(module, nn.MultiheadAttention):
+            places += _projections(name, module)
+        elif only is LINEAR_MAPS and type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+            places.append(Place(name, module))  # Hugging Face's, a matrix (in, out)
+    for name, parameter in model.named_parameters():
+        if parameters is not None and parameter.dim() == 2 and name_matches(name, parameters):
+            owner, _, attribute = name.rpartition(".")
+            places.append(Place(name, model.get_submodule(owner), attribute))
+    if not places:
+        select_layers(model, only, names)  # says why
+    return {place.name: place for place in places}
+
+
+def _projections(name: str, module: nn.MultiheadAttention) -> list[Place]:
+    """The maps to queries, keys and values: three blocks of one parameter, or three parameters."""
+    prefix = f"{name}." if name else ""
+    width, packed = module.embed_dim, "in_proj_weight"
+    if module._parameters.get(packed) is None:
+        separate = [f"{x}_proj_weight" for x in "qkv"]
+        return [Place(prefix + key, module, key) for key in separate if module._parameters.get(key) is not None]
+    return [Place(f"{prefix}{packed}[{x}]", module, packed, (i * width, (i + 1) * width)) for i, x in enumerate("qkv")]
+
+
+def _radii(names: list[str], radius: Radius) -> dict[str, float]:
+    """The radius of every weight that has one."""
+    if not isinstance(radius, Mapping):
+        radius = {"*": radius}
+    for pattern, value in radius.items():
+        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise InputError(f"a radius must be a positive number, got {value!r} for {pattern!r}")
+    radii = {}
+    for name in names:
+        matching = [value for pattern, value in radius.items() if name_matches(name, pattern)]
+        if matching:
+            radii[name] = float(matching[0])
+    unused = [pattern for pattern in radius if not any(name_matches(name, pattern) for name in names)]
+    if unused or not radii:
+        raise InputError(f"no layer has a name that matches {unused[0]!r}; there are {', '.join(names[:8])}")
+    return radii
+
+
+def _sizes(
+    model: nn.Module, kernels: dict[str, nn.Module], input_size: int | tuple[int, ...] | None, example: Tensor | None
+) -> dict[str, tuple[int, ...] | None]:
+    """Spatial size of what every convolution reads; None where it is not known."""
+    if not kernels or (input_size is None and example is None):
+        return dict.fromkeys(kernels)
+    image = zero_image(model, input_size) if example is None and input_size is not None else example
+    assert image is not None
+    return {name: shape[1:] for name, shape in input_shapes(model, kernels, image).items()}
+
+
+def _weights(
+    model: nn.Module, places: list[Place], radii: dict[str, float], sizes: dict[str, tuple[int, ...] | None]
+) -> list[Guarded]:
+    """One entry per weight: matrices on the same numbers of one memory, also transposed, are one entry."""
+    groups: dict[object, list[Place]] = {}
+    for place in places:
+        weight = place.weight_of(place.parameter)
+        if hasattr(place.parameter, "placements"):
+            raise Refused(
+                f"the weight of {place.name!r} is sharded (DTensor): no rank holds the matrix whose norm is asked for"
+            )
+        if any(step == 0 and n > 1 for step, n in zip(weight.stride(), weight.shape, strict=True)):
+            raise Refused(f"the weight of {place.name!r} repeats its own memory (expanded); give it memory of its own")
+        steps = sorted((step, n) for step, n in zip(weight.stride(), weight.shape, strict=True) if n > 1)
+        groups.setdefault((weight.data_ptr(), weight.dtype, weight.dim(), *steps), []).append(place)
+
+    guarded: list[Guarded] = []
+    for users in groups.values():
+        first = users[0]
+        names = " and ".join(repr(place.name) for place in users)
+        if len(users) > 1 and any(place.is_convolution for place in users):
+            raise Refused(f"{names} share one kernel: their norms may differ; leave all but one out")
+        tracked = TrackedConvolution(first.module, sizes[first.name]) if first.is_convolution else TrackedMatrix()
+        radius = min(radii[place.name] for place in users)
+        guarded.append(Guarded(users, [place.parameter for place in users], [], radius, tracked))
+    for i, one in enumerate(guarded):
+        for other in guarded[:i]:
+            if _overlap(one.weight, other.weight):
+                raise Refused(
+                    f"the weights of {other.name!r} and {one.name!r} overlap in memory, so that one cannot be scaled without "
+                    "changing the other; give them memory of their own, or leave one out"
+                )
+        one.aliases += [p for p in model.parameters() if _overlap(p, one.weight)]
+    return guarded
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have memory in common."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
+        return False
+    spans = []
+    for x in (a, b):
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        spans.append((x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()))
+    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
+        return False
+    if a.dtype != b.dtype:
+        return True
+    touched = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool)
+    touched.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(touched.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+
+
+def _unguarded(model: nn.Module, guarded: list[Guarded]) -> dict[str, str]:
+    """Names of the parameters with two or more dimensions that are not guarded, with the kind of their module."""
+    covered = {id(p) for one in guarded for p in one.aliases}
+    return {
+        name: type(model.get_submodule(name.rpartition(".")[0])).__name__
+        for name, parameter in model.named_parameters()
+        if parameter.dim() >= 2 and id(parameter) not in covered
+    }
+
+
+def _clipped(W: Tensor, radius: float, only_first: bool, count: int = 8, rounds: int = 8) -> Tensor:
+    """`W − Σ (σ_i − R) u_i v_iᵀ` over the leading singular values above R, or the first alone; estimates, proved afterwards."""
+    A = W.double()
+    start = torch.randn(A.shape[1], min(count, *A.shape), generator=torch.Generator().manual_seed(0), dtype=A.dtype)
+    V = start.to(A.device)
+    for _ in range(rounds):
+        V = torch.linalg.qr(A.mT @ (A @ V))[0]
+    U, s, right = torch.linalg.svd(A @ V, full_matrices=False)
+    excess = s - radius if only_first else (s - radius).clamp_min(0)
+    if only_first:
+        excess[1:] = 0
+    return A - (U * excess) @ (V @ right.mT).mT
+
+
+def _distributed() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+
+
+def _is_leader() -> bool:
+    """Whether this process is the one that changes weights."""
+    return not _distributed() or torch.distributed.get_rank() == 0
+
+
+def _agreed(flags: list[bool], device: torch.device) -> list[bool]:
+    """True where any rank says so."""
+    if not _distributed():
+        return flags
+    votes = torch.tensor(flags, dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
+    return [bool(vote) for vote in votes.tolist()]

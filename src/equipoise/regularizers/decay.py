@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.checks import describe, require_labels, require_module, require_number, require_tensor
 from equipoise.core.errors import InputError, Refused, require_one_of
 from equipoise.core.precision import safe_root
 from equipoise.regularizers.selection import Names, select_layers, weight_of
@@ -34,7 +35,7 @@ def jensen_penalty(h: Tensor, sigma: float) -> Tensor:
     >>> jensen_penalty(torch.tensor([[3.0, 4.0]]), 0.2).item()
     0.5
     """
-    return sigma**2 / 2 * _square(h)
+    return require_number(sigma, "sigma", least=0) ** 2 / 2 * _square(h)
 
 
 def centred_penalty(h: Tensor, sigma: float, classes: int) -> Tensor:
@@ -46,7 +47,7 @@ def centred_penalty(h: Tensor, sigma: float, classes: int) -> Tensor:
     >>> round(centred_penalty(torch.tensor([[3.0, 4.0]]), 0.2, classes=2).item(), 4)
     0.25
     """
-    return (1 - 1 / classes) * jensen_penalty(h, sigma)
+    return (1 - 1 / require_number(classes, "classes", least=1)) * jensen_penalty(h, sigma)
 
 
 def taylor_penalty(h: Tensor, logits: Tensor, sigma: float) -> Tensor:
@@ -55,6 +56,7 @@ def taylor_penalty(h: Tensor, logits: Tensor, sigma: float) -> Tensor:
     >>> round(taylor_penalty(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2), 0.2).item(), 4)
     0.25
     """
+    _require_rows(h, logits)
     p = logits.softmax(-1, dtype=_wide(logits))
     return jensen_penalty(h, sigma) * (p * (1 - p)).sum(-1)
 
@@ -77,8 +79,12 @@ def smoothed_cross_entropy(
     >>> smoothed_cross_entropy(h, z, y, 0.5, 1000).mean.item() < float(nn.functional.cross_entropy(z, y)) + 0.5**2 / 2 * 4
     True
     """
-    if samples < 2:
-        raise InputError(f"samples must be at least 2, for the standard error; got {samples}")
+    require_number(samples, "samples (for the standard error)", least=2, whole=True)
+    _require_rows(h, logits)
+    require_number(sigma, "sigma", least=0)
+    require_labels(
+        targets.flatten() if isinstance(targets, Tensor) else targets, logits.shape[:-1].numel(), logits.shape[-1]
+    )
     z, dtype = logits.to(_wide(logits)), _wide(logits)
     g = torch.randn(samples, *z.shape, generator=generator, dtype=dtype, device=z.device)
     spread = sigma * _length(h).to(dtype)[..., None] * g
@@ -166,10 +172,9 @@ class ActivationDecay(_Watching):
         samples: int = 16,
         generator: torch.Generator | None = None,
     ) -> None:
-        if not (math.isfinite(sigma) and sigma >= 0):
-            raise InputError(f"sigma must be a non-negative number, got {sigma}")
         require_one_of(get_args(Form), form=form)
-        self.sigma, self.form, self.samples, self.generator = sigma, form, samples, generator
+        self.sigma = require_number(sigma, "sigma", least=0)
+        self.form, self.samples, self.generator = form, samples, generator
         self.name = layer
         self._layers = _linear_layers(model)
         if layer is not None and layer not in self._layers:
@@ -276,10 +281,8 @@ class LayerwiseDecay(_Watching):
     def __init__(
         self, model: nn.Module, sigma_activations: float = 1e-3, sigma_weight: float = 1e-2, names: Names = None
     ) -> None:
-        for value in (sigma_activations, sigma_weight):
-            if not (math.isfinite(value) and value >= 0):
-                raise InputError(f"both coefficients must be non-negative numbers, got {value}")
-        self.sigma_activations, self.sigma_weight = sigma_activations, sigma_weight
+        self.sigma_activations = require_number(sigma_activations, "sigma_activations", least=0)
+        self.sigma_weight = require_number(sigma_weight, "sigma_weight", least=0)
         self._layers = _linear_layers(model, names)
         super().__init__(model)
         self._seen: list[tuple[str, Tensor]] | None = None
@@ -326,6 +329,7 @@ def _input(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _linear_layers(model: nn.Module, names: Names = None) -> dict[str, nn.Module]:
+    require_module(model)
     if not any(isinstance(module, nn.Linear) for module in model.modules()):
         raise InputError(f"this {type(model).__name__} has no nn.Linear, whose input activation decay looks at")
     return select_layers(model, nn.Linear, names)
@@ -335,7 +339,15 @@ def _wide(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
+def _require_rows(h: Any, logits: Any) -> None:
+    """Refuse activations and logits that are not of the same rows."""
+    if require_tensor(h, "activations").shape[:-1] != require_tensor(logits, "logits").shape[:-1]:
+        raise InputError(f"activations and logits must have the same rows, got {describe(h)} and {describe(logits)}")
+
+
 def _square(h: Tensor) -> Tensor:
+    if not isinstance(h, Tensor):
+        raise InputError(f"activations must be a tensor, got {describe(h)}")
     return h.to(_wide(h)).square().sum(-1)
 
 

@@ -1,6 +1,9 @@
-"""Training for flat minima: noise on the weights, anticorrelated noise, SAM and ASAM."""
+"""Training for flat minima: noise on the weights, and anticorrelated noise.
 
-import math
+SAM and ASAM are `pytorch_optimizer.SAM`; run its second pass under `frozen_statistics`, so that batch-norm statistics move
+once per step.
+"""
+
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.checks import require_module, require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import tensor_slots
 from equipoise.regularizers.selection import Names, name_matches
@@ -45,15 +49,24 @@ def smoothed_loss(
 ) -> Tensor:
     """`(1/m)·Σ_i L(θ + Δ_i)` with `Δ_i ~ N(0, σ²I)` on the chosen parameters: an unbiased estimate of the smoothed loss.
 
-    `loss` takes the model's output; the gradient reaches θ. Running statistics move once, with the first sample. `names` selects
-    parameters by their full name (`"fc.weight"`).
+    The gradient reaches θ. Running statistics move once, with the first sample.
+
+    Args:
+        model: the network.
+        loss: a function of the model's output.
+        inputs: what the model is called with.
+        sigma: standard deviation of the noise.
+        samples: draws.
+        names: of parameters, in full (`"fc.weight"`); glob, compiled pattern, or several.
+        generator: source of the draws.
 
     >>> model = nn.Linear(4, 3)
     >>> y = torch.tensor([0, 1, 2, 0, 1])
     >>> smoothed_loss(model, lambda z: nn.functional.cross_entropy(z, y), torch.randn(5, 4), sigma=0.1).backward()
     """
-    if not (math.isfinite(sigma) and sigma >= 0) or samples < 1:
-        raise InputError(f"expected sigma ≥ 0 and samples ≥ 1, got {sigma} and {samples}")
+    require_number(sigma, "sigma", least=0)
+    require_number(samples, "samples", least=1, whole=True)
+    require_module(model)
     chosen = {name: p for name, p in model.named_parameters() if name_matches(name, names)}
     if not chosen:
         raise InputError(f"no parameter of this model has a name that matches {names!r}; see model.named_parameters()")
@@ -83,9 +96,8 @@ class AnticorrelatedNoise:
     """
 
     def __init__(self, parameters: Iterable[Tensor], sigma: float, generator: torch.Generator | None = None) -> None:
-        if not (math.isfinite(sigma) and sigma >= 0):
-            raise InputError(f"sigma must be a non-negative number, got {sigma}")
-        self.parameters, self.sigma, self.generator = list(parameters), sigma, generator
+        self.sigma = require_number(sigma, "sigma", least=0)
+        self.parameters, self.generator = list(parameters), generator
         self.noise = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
 
     @torch.no_grad()
@@ -112,64 +124,6 @@ class AnticorrelatedNoise:
         if [tuple(state[k].shape) for k in sorted(state, key=int)] != [tuple(n.shape) for n in self.noise]:
             raise InputError("this state belongs to other parameters: the shapes differ")
         self.noise = [state[str(i)].clone() for i in range(len(self.noise))]
-
-
-class SharpnessAware:
-    """SAM, and ASAM with `adaptive=True`, by pytorch-optimizer, with batch-norm statistics moved once per step.
-
-    `θ ← base step with ∇L(θ + ρ·g/‖g‖)`; `closure` computes the loss and calls backward (it need not clear gradients). The second
-    pass runs under `frozen_statistics`.
-
-    References: Foret et al. 2021; Kwon et al. 2021.
-
-    >>> model = nn.Linear(4, 3)
-    >>> sam = SharpnessAware(model, torch.optim.SGD, rho=0.05, lr=0.1)
-    >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    >>> def closure():
-    ...     loss = nn.functional.cross_entropy(model(x), y)
-    ...     loss.backward()
-    ...     return loss
-    >>> loss = sam.step(closure)
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        base_optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
-        rho: float = 0.05,
-        adaptive: bool = False,
-        **options: Any,
-    ) -> None:
-        try:
-            from pytorch_optimizer import SAM
-        except ImportError as error:
-            raise InputError("SAM needs pytorch-optimizer: pip install 'equipoise[train]'") from error
-        if not (math.isfinite(rho) and rho >= 0):
-            raise InputError(f"rho must be a non-negative number, got {rho}")
-        self.model = model
-        self.optimizer: Any = SAM(
-            (p for p in model.parameters() if p.requires_grad), base_optimizer, rho=rho, adaptive=adaptive, **options
-        )
-
-    def step(self, closure: Callable[[], Tensor]) -> Tensor:
-        """Both passes and the update; returns the loss of the first pass, at θ itself."""
-        self.optimizer.zero_grad()
-        with torch.enable_grad():
-            loss = closure()
-        self.optimizer.first_step(zero_grad=True)
-        with frozen_statistics(self.model), torch.enable_grad():
-            closure()
-        self.optimizer.second_step(zero_grad=True)
-        return loss.detach()
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the optimizer."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.optimizer.load_state_dict(state)
 
 
 def _noise_like(p: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -1,6 +1,4 @@
-"""Training on noisy inputs (augmentation, consistency, adversarial, smoothed soft scores), and the input-gradient penalty.
-
-Training for the smoothed soft scores themselves: the soft vote, and the Lipschitz-aware radius.
+"""Training on noisy inputs: augmentation, consistency, adversarial examples, smoothed scores; the input-gradient penalty.
 
 With a simplex map τ and M noisy copies, `F̂(x) = mean_i τ(f(x + δ_i))` estimates the smoothed scores, and its gradient
 goes through map and temperature. Estimates, not bounds: they are for training; certificates come from `equipoise.smoothing`.
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from equipoise.core.checks import describe, require_labels, require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import fresh_strides
 from equipoise.core.precision import safe_root
@@ -30,8 +29,8 @@ def add_noise(x: Tensor, sigma: float, generator: torch.Generator | None = None)
     >>> add_noise(torch.zeros(2, 3), 0.5).shape
     torch.Size([2, 3])
     """
-    _check_sigma(sigma)
-    return fresh_strides(x) + sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    require_number(sigma, "sigma", least=0)
+    return fresh_strides(_batch(x)) + sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
 def noisy_copies(x: Tensor, sigma: float, copies: int, generator: torch.Generator | None = None) -> Tensor:
@@ -40,9 +39,8 @@ def noisy_copies(x: Tensor, sigma: float, copies: int, generator: torch.Generato
     >>> noisy_copies(torch.zeros(2, 3), 0.5, copies=4).shape
     torch.Size([8, 3])
     """
-    if copies < 1:
-        raise InputError(f"copies must be at least 1, got {copies}")
-    return add_noise(x.repeat(copies, *(1,) * (x.dim() - 1)), sigma, generator)
+    require_number(copies, "copies", least=1, whole=True)
+    return add_noise(_batch(x).repeat(copies, *(1,) * (x.dim() - 1)), sigma, generator)
 
 
 def consistency_loss(
@@ -63,8 +61,8 @@ def consistency_loss(
     >>> model = nn.Linear(4, 3)
     >>> consistency_loss(model, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]), sigma=0.25).backward()
     """
-    if copies < 2:
-        raise InputError(f"consistency compares at least 2 noisy copies, got {copies}")
+    require_number(copies, "copies", least=2, whole=True)
+    y = require_labels(y, len(_batch(x)))
     log_p = functional.log_softmax(model(noisy_copies(x, sigma, copies, generator)), dim=1)
     loss = functional.nll_loss(log_p, y.repeat(copies))
     log_p = log_p.reshape(copies, len(x), -1)
@@ -96,10 +94,11 @@ def smooth_adversarial(
     >>> noisy, labels = smooth_adversarial(model, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]), sigma=0.25, epsilon=0.5)
     >>> functional.cross_entropy(model(noisy), labels).backward()
     """
-    _check_sigma(sigma)
-    if not (math.isfinite(epsilon) and epsilon >= 0) or steps < 1:
-        raise InputError(f"expected epsilon ≥ 0 and steps ≥ 1, got {epsilon} and {steps}")
-    x = fresh_strides(x.detach())
+    require_number(sigma, "sigma", least=0)
+    require_number(epsilon, "epsilon", least=0)
+    require_number(steps, "steps", least=1, whole=True)
+    x = fresh_strides(_batch(x).detach())
+    y = require_labels(y, len(x))
     many = x.repeat(copies, *(1,) * (x.dim() - 1))
     noise = sigma * torch.randn(many.shape, generator=generator, dtype=x.dtype, device=x.device)
     step = 2 * epsilon / steps if step_size is None else step_size
@@ -126,9 +125,13 @@ def _norms(v: Tensor) -> Tensor:
     return torch.linalg.vector_norm(v.flatten(1), dim=1).reshape(-1, *(1,) * (v.dim() - 1))
 
 
-def _check_sigma(sigma: float) -> None:
-    if not (math.isfinite(sigma) and sigma >= 0):
-        raise InputError(f"sigma must be a non-negative number, got {sigma}")
+def _batch(x: Any) -> Tensor:
+    """A batch of floating-point inputs: integers would be rounded with the noise."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() == 0:
+        raise InputError(
+            f"expected a batch of floating-point inputs (scale images first, x.float() / 255), got {describe(x)}"
+        )
+    return x
 
 
 #: scores are kept this far from 0 and 1, where quantiles and logarithms are infinite
@@ -221,10 +224,10 @@ def input_gradient_penalty(
     >>> round(input_gradient_penalty(critic, torch.zeros(5, 2), target=1.0).item(), 4)
     16.0
     """
-    if not (math.isfinite(target) and target >= 0 and math.isfinite(weight) and weight >= 0):
-        raise InputError(f"target and weight must be non-negative numbers, got {target} and {weight}")
+    require_number(target, "target", least=0)
+    require_number(weight, "weight", least=0)
     with torch.enable_grad():
-        x = fresh_strides(x.detach()).requires_grad_()
+        x = fresh_strides(_batch(x).detach()).requires_grad_()
         output = model(x)
         if y is None:
             if output.numel() != len(x):

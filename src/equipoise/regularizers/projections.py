@@ -1,6 +1,7 @@
 """Penalties on the weights alone, and what is done to them after a step: projection onto norm balls, clipping, normalisation."""
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.checks import describe, require_number
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, inflate, rescaled
 from equipoise.maps.geometry import padding_norm
@@ -34,7 +36,7 @@ class FrobeniusPenalty:
     """
 
     def __init__(self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0) -> None:
-        self.layers, self.weight = select_layers(model, only, names), _factor(weight)
+        self.layers, self.weight = select_layers(model, only, names), require_number(weight, "weight", least=0)
 
     def __call__(self) -> Tensor:
         """The penalty, to be added to the loss."""
@@ -54,7 +56,7 @@ class OrthogonalityPenalty:
     """
 
     def __init__(self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0) -> None:
-        self.layers, self.weight = select_layers(model, only, names), _factor(weight)
+        self.layers, self.weight = select_layers(model, only, names), require_number(weight, "weight", least=0)
         for name, module in self.layers.items():
             as_matrix(name, module)
 
@@ -66,12 +68,6 @@ class OrthogonalityPenalty:
 def _deviation(W: Tensor) -> Tensor:
     W = W if W.shape[0] <= W.shape[1] else W.mT
     return (W @ W.mT - torch.eye(len(W), dtype=W.dtype, device=W.device)).square().sum()
-
-
-def _factor(weight: float) -> float:
-    if not (math.isfinite(weight) and weight >= 0):
-        raise InputError(f"weight must be a non-negative number, got {weight}")
-    return weight
 
 
 Exponent = Literal[1, 2] | float
@@ -130,8 +126,7 @@ def project_(
     >>> float(bounds[""]) <= 1.5, round(net.weight[1, 1].item(), 3)
     (True, 0.5)
     """
-    if not (math.isfinite(radius) and radius > 0):
-        raise InputError(f"radius must be a positive number, got {radius}")
+    require_number(radius, "radius", least=sys.float_info.min)
     sizes = input_sizes or {}
     layers = select_layers(model, only, names)
     weights = {name: plain_weight(name, module) for name, module in layers.items()}  # refuse before touching any
@@ -148,9 +143,8 @@ def _shrink(module: nn.Module, W: nn.Parameter, p: Exponent, radius: float, size
         if float(bound) <= radius:
             return bound
         W.mul_(radius / float(bound) * (1 - margin))
-        margin = max(
-            2 * margin, 2.0 * torch.finfo(W.dtype).eps
-        )  # rounding of the scaled weights may leave it just above
+        # rounding of the scaled weights may leave it just above
+        margin = max(2 * margin, 2.0 * torch.finfo(W.dtype).eps)
         bound = operator_norm(module, p, size)
     raise Refused(f"could not bring the norm of the layer below {radius}: its bound stays at {float(bound)}")
 
@@ -164,8 +158,7 @@ def clip_weights_(model: nn.Module, limit: float, only: Types = LINEAR_MAPS, nam
     >>> net.weight.abs().max().item() <= 0.01
     True
     """
-    if not (math.isfinite(limit) and limit > 0):
-        raise InputError(f"limit must be a positive number, got {limit}")
+    require_number(limit, "limit", least=sys.float_info.min)
     for name, module in select_layers(model, only, names).items():
         W = plain_weight(name, module)
         W.copy_(W.clamp(-limit, limit))
@@ -200,6 +193,9 @@ def after_step(project: Callable[[], Any], optimizer: torch.optim.Optimizer) -> 
     >>> float(operator_norm(net, math.inf)) <= 0.1
     True
     """
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"expected a torch.optim.Optimizer, got {describe(optimizer)}")
 
     def hook(*_: Any) -> None:
         project()

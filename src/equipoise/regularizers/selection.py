@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.checks import require_module
 from equipoise.core.errors import InputError
 from equipoise.core.modules import evaluating
 from equipoise.maps.linear import Linear
@@ -49,6 +50,7 @@ def select_layers(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = No
     >>> list(select_layers(net)), list(select_layers(net, names="2"))
     (['0', '2'], ['2'])
     """
+    require_module(model)
     kinds = only if isinstance(only, tuple) else (only,)
     unknown = [kind.__name__ for kind in kinds if not issubclass(kind, LINEAR_MAPS)]
     if unknown or not kinds:
@@ -67,8 +69,9 @@ def select_layers(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = No
 
 def weight_of(module: nn.Module) -> Tensor:
     """The weight the forward pass uses, with its graph."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = getattr(require_module(module), "weight", None)
+    if not isinstance(weight, Tensor):
+        raise InputError(f"{type(module).__name__} has no weight")
     return weight
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equipoise.core.bounds import Bracket, Kind
+from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError, require_one_of
 from equipoise.maps.linear import Convolution
 from equipoise.maps.reading import geometry_of, module_kind
-from equipoise.norms.carried import CarriedMatrix
-from equipoise.norms.carried_convolution import CarriedConvolution
 from equipoise.norms.differentiable import gram_norm, map_norm
+from equipoise.norms.power import SingularVectors
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.tracked import SingularVectors
+from equipoise.norms.tracking import TrackedConvolution, TrackedMatrix, TrackedNorm
 from equipoise.regularizers import selection
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
@@ -51,11 +51,9 @@ class SpectralPenalty:
     - `"tracked"` (default): `‖A v‖` for singular vectors that follow the layer by one step of subspace iteration per call. It
       is a **lower** bound that is tight once settled, its gradient is that of σ₁, and it costs a few hundredths of a step.
     - `"gram"`: `gram_norm` and `conv_norm`, an upper bound in exact arithmetic, at the cost of Gram products. Its rounding is
-      not covered (float32 may lie some 1e-6 below the norm), so it is labelled an **estimate**. `every=k` recomputes it
-      every k calls only; between, `s + ⟨∂s, W − W₀⟩` takes its place, which lies below the bound (which is convex in W).
-
+      not covered (float32 may lie some 1e-6 below the norm), so it is labelled an **estimate**.
     - `"proved"`: a **proved** upper bound of every layer at every call, with the gradient of the tracked σ₁. The proof is carried
-      from call to call (`norms.carried`) and made anew only where it has grown looser than `rtol`, so that it costs little more
+      from call to call (`norms.tracking`) and made anew only where it has grown looser than `rtol`, so that it costs little more
       than tracking; for `hinge` a bound below the target is good enough as it is.
 
     The first two feed no certificate; `brackets()` gives proved ones in any case.
@@ -96,33 +94,31 @@ class SpectralPenalty:
         vectors: int = 2,
         iterations: int = 5,
         grid: int = 16,
-        every: int = 1,
         rtol: float = 0.02,
         seed: int = 0,
     ) -> None:
         require_one_of(get_args(PenaltyKind), kind=kind)
         require_one_of(get_args(BoundName), bound=bound)
         require_one_of(("layer", "network"), scope=scope)
-        if not (math.isfinite(weight) and weight >= 0 and math.isfinite(target) and target >= 0):
-            raise InputError(f"weight and target must be non-negative numbers, got {weight} and {target}")
-        if steps < 0 or vectors < 1 or every < 1 or not 0 < rtol < 1:
-            raise InputError(
-                f"expected steps ≥ 0, vectors ≥ 1, every ≥ 1, 0 < rtol < 1; got {steps}, {vectors}, {every}, {rtol}"
-            )
-        self.kind, self.target, self.weight, self.scope, self.bound = kind, target, weight, scope, bound
-        self.steps, self.iterations, self.grid, self.every, self.rtol = steps, iterations, grid, every, rtol
+        self.weight = require_number(weight, "weight", least=0)
+        self.target = require_number(target, "target", least=0)
+        self.steps = int(require_number(steps, "steps", least=0, whole=True))
+        require_number(vectors, "vectors", least=1, whole=True)
+        self.rtol = require_number(rtol, "rtol", least=1e-12, most=0.99)
+        self.kind, self.scope, self.bound = kind, scope, bound
+        self.iterations, self.grid = iterations, grid
         self.layers = selection.select_layers(model, only, names)
         for module in self.layers.values():
             module_kind(module)  # refuses overridden forwards and hooks: their weight says nothing about their norm
         self.shapes = self._shapes(model, input_size, example_input)
         self._vectors: dict[str, SingularVectors] = {}
-        self._carried: dict[str, CarriedMatrix | CarriedConvolution] = {}
+        self._carried: dict[str, TrackedNorm] = {}
         if bound == "proved":
             self._carried = {
-                name: CarriedMatrix(i)
+                name: TrackedMatrix()
                 if isinstance(module, nn.Linear)
-                else CarriedConvolution(module, self.shapes[name][1:])
-                for i, (name, module) in enumerate(self.layers.items())
+                else TrackedConvolution(module, self.shapes[name][1:])
+                for name, module in self.layers.items()
             }
         if bound != "gram":
             self._vectors = {
@@ -133,8 +129,6 @@ class SpectralPenalty:
             }
             for tracked in self._vectors.values():
                 tracked.iterate(10)
-        self._kept: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # bound, its gradient, the weight it was computed at
-        self._calls = 0
 
     @property
     def side(self) -> Kind:
@@ -163,44 +157,29 @@ class SpectralPenalty:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What exact resuming needs: the tracked vectors and the kept gradients."""
+        """What exact resuming needs: the tracked vectors and proofs."""
         vectors = {f"vectors.{name}": tracked.V.clone() for name, tracked in self._vectors.items()}
-        kept = {f"kept.{i}.{name}": part.clone() for name, parts in self._kept.items() for i, part in enumerate(parts)}
         carried = {
             f"carried.{name}/{key}": value for name, c in self._carried.items() for key, value in c.state_dict().items()
         }
-        return {**vectors, **kept, **carried, "calls": torch.tensor(self._calls)}
+        return {**vectors, **carried}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        wrong = [
-            name
-            for name, tracked in self._vectors.items()
-            if f"vectors.{name}" not in state or state[f"vectors.{name}"].shape != tracked.V.shape
-        ]
-        if wrong or "calls" not in state:
-            raise InputError(f"this state belongs to another penalty: it does not fit {', '.join(wrong) or 'at all'}")
         for name, tracked in self._vectors.items():
-            tracked.V = state[f"vectors.{name}"].clone()
-        self._kept = {
-            name: (state[f"kept.0.{name}"].clone(), state[f"kept.1.{name}"].clone(), state[f"kept.2.{name}"].clone())
-            for name in self.layers
-            if f"kept.0.{name}" in state
-        }
+            V = state.get(f"vectors.{name}")
+            if V is None or V.shape != tracked.V.shape:
+                raise InputError(f"this state belongs to another penalty: it does not fit {name!r}")
+            tracked.V = V.clone()
         for name, carried in self._carried.items():
             prefix = f"carried.{name}/"
             carried.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-        self._calls = int(state["calls"])
 
     def _norms(self) -> Tensor:
         for tracked in self._vectors.values():
             tracked.iterate(self.steps)
-        fresh = self._calls % self.every == 0
-        self._calls += 1
-        found = [self._norm(name) if fresh or self.bound != "gram" else self._linearised(name) for name in self.layers]
-        if self.bound == "gram" and self.every > 1 and fresh:
-            self._keep(found)
-        return torch.stack([s.to(found[0].dtype) for s in found])
+        norms = [self._norm(name) for name in self.layers]
+        return torch.stack([s.to(norms[0].dtype) for s in norms])
 
     def _norm(self, name: str) -> Tensor:
         if self.bound == "tracked":
@@ -210,22 +189,9 @@ class SpectralPenalty:
             enough = self.target if self.kind == "hinge" and self.scope == "layer" else 0.0
             W = selection.weight_of(self.layers[name]).detach()
             what = f"weight of {name!r}"
-            upper = self._carried[name].bracket(W, enough, self.rtol, what, loose=self.rtol)[1]
+            upper = self._carried[name].bracket(W, enough, self.rtol, what)[1]
             return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
         return layer_bound(self.layers[name], self._size(name), self.iterations, self.grid)
-
-    def _keep(self, found: list[Tensor]) -> None:
-        for (name, module), s in zip(self.layers.items(), found, strict=True):
-            W = selection.weight_of(module)
-            if s.requires_grad:
-                (gradient,) = torch.autograd.grad(s, W, retain_graph=True)
-                self._kept[name] = (s.detach(), gradient.detach(), W.detach().clone())
-
-    def _linearised(self, name: str) -> Tensor:
-        if name not in self._kept:
-            return self._norm(name)
-        s, gradient, W0 = self._kept[name]
-        return s + (gradient * (selection.weight_of(self.layers[name]) - W0)).sum()
 
     def _size(self, name: str) -> tuple[int, ...] | None:
         shape = self.shapes.get(name)

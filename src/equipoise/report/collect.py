@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,7 @@ from equipoise.report.data import (
     Series,
     load_margins,
 )
-from equipoise.runs import AttackRow, Run, open_run
-from equipoise.runs.manifest import is_run, versions
-from equipoise.runs.proved import ProvedRun, is_proved, open_proved
-from equipoise.runs.store import Attacked
+from equipoise.runs import Attacked, AttackRow, Run, is_run, open_run, versions
 from equipoise.smoothing import read_log
 
 
@@ -82,14 +79,12 @@ def _part(name: str, folder: Path, alpha: float | None) -> _Part:
     if folder.is_file():
         return _published(name, folder)
     if is_run(folder):
-        return _smoothing(name, open_run(folder), alpha)
+        run = open_run(folder)
+        return _proved(name, run) if run.kind == "proved" else _smoothing(name, run, alpha)
     if (folder / MARGINS).is_file():
         return _deterministic(name, load_margins(folder))
-    if is_proved(folder):
-        return _proved(name, open_proved(folder))
     raise InputError(
-        f"{folder} is not a run: it holds neither run.json nor {MARGINS} nor proved.json, and is no certification "
-        "log (.tsv)"
+        f"{folder} is not a run: it holds neither run.json nor {MARGINS}, and is no certification log (.tsv)"
     )
 
 
@@ -110,14 +105,14 @@ def _distinct(parts: Sequence[_Part]) -> list[_Part]:
     return [renamed(part) for part in parts]
 
 
-def _described(name: str, run: Run | ProvedRun, own: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _described(name: str, run: Run, own: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What a run is, with its own settings; and a note where it is not finished."""
     manifest, done = run.manifest, len(run.rows)
     if not done:
         raise InputError(f"{run.folder} has no finished inputs yet")
     about = {
-        "run": name, "model": manifest.model.get("source", "network"), "model hash": manifest.model.get("hash", ""),
-        "data": str(manifest.data.get("source", "")), "data fingerprint": manifest.data.get("fingerprint", ""),
+        "run": name, "model": manifest.model.source, "model hash": manifest.model.hash,
+        "data": manifest.data.source, "data fingerprint": manifest.data.fingerprint,
         "inputs": f"{done} of {manifest.total}", **own, "failed inputs": len(run.failures),
         "started": manifest.created, "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
     }  # fmt: skip
@@ -126,12 +121,12 @@ def _described(name: str, run: Run | ProvedRun, own: Mapping[str, Any]) -> tuple
 
 
 def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
-    manifest, p = run.manifest, run.manifest.parameters
-    model, ids = manifest.model.get("source", "network"), tuple(str(i) for i in run.ids)
+    manifest, p = run.manifest, run.settings
+    model, ids = manifest.model.source, tuple(str(i) for i in run.ids)
     constant = manifest.lipschitz
     about, notes = _described(name, run, {
-        **p.to_dict(), "alpha": p.alpha if alpha is None else alpha,
-        "map": None if manifest.map is None else str(manifest.map), "lipschitz": None if constant is None else str(constant),
+        **{k: v for k, v in p.to_dict().items() if k not in ("kind", "inputs")}, "alpha": p.alpha if alpha is None else alpha,
+        "map": manifest.map, "lipschitz": None if constant is None else str(constant),
     })  # fmt: skip
     series = []
     for position, (label, options) in enumerate(_ways(run).items()):
@@ -139,19 +134,19 @@ def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
         assumption = str(constant) if constant is not None and constant.assumed and "lipschitz" not in options else ""
         series.append(
             Series(
-                model, name, label, ids, run.labels, found.prediction, found.radius, p.sigma, found.alpha, found.about,
+                model, name, label, ids, run.labels, found.prediction, found.radius, p.levels.sigma, found.alpha, found.about,
                 assumption, len(run.failures), about["data"], manifest.total, position == 0,
             )
         )  # fmt: skip
     rows = run.attacks()
-    key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', name)}"
+    key = f"{manifest.model.hash} {manifest.data.fingerprint}"
     attacks, tested = closest(model, name, ids, rows), contradictions(series, rows, Attacked.SMOOTHED, key)
-    return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), about, tested, notes)
+    return _Part(model, manifest.model.hash, tuple(series), tuple(attacks), about, tested, notes)
 
 
 def _ways(run: Run) -> dict[str, dict[str, Any]]:
     """The curves of a run by name, with how they are derived from its draws: its own, and the plainer ones beside it."""
-    p = run.manifest.parameters
+    p = run.settings
     if p.adaptive:
         return {"adaptive": {}}
     if run.manifest.lipschitz is not None and p.soft:
@@ -178,28 +173,25 @@ def _deterministic(name: str, found: Margins) -> _Part:
     return _Part(model, found.model.get("hash", ""), tuple(series), tuple(attacks), described, tested)
 
 
-def _proved(name: str, run: ProvedRun) -> _Part:
+def _proved(name: str, run: Run) -> _Part:
     """A deterministic run: radii with rival and method, and the attacks beside them."""
-    manifest, asked, rows = run.manifest, run.manifest.asked, run.rows
-    model, ids = manifest.model.get("source", "network"), tuple(str(row.id) for row in rows)
-    ball = {"l2": "ℓ2", "linf": "ℓ∞", "l1": "ℓ1"}[asked.norm]
-    about = f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball."
-    procedure = "deterministic" if asked.norm == "l2" else f"deterministic, {ball}"
-    described, notes = _described(name, run, {"procedure": procedure, **asdict(asked), "note": manifest.note})
-    labels, prediction = (
-        np.array(v, dtype=np.int64) for v in zip(*((r.label, r.prediction) for r in rows), strict=True)
-    )
+    manifest, settings, rows = run.manifest, run.settings, run.rows
+    model, ids = manifest.model.source, tuple(str(i) for i in run.ids)
+    own = {k: v for k, v in settings.to_dict().items() if k not in ("kind", "inputs")}
+    described, notes = _described(name, run, {**own, "note": manifest.note})
+    results = run.results()
+    described["procedure"] = results.procedure
     series = [
         Series(
-            model, name, procedure, ids, labels, prediction, run.radius, about=about, failed=len(run.failures),
-            data=described["data"], total=manifest.total,
+            model, name, results.procedure, ids, run.labels, results.prediction, results.radius, about=results.about,
+            failed=len(run.failures), data=described["data"], total=manifest.total,
             rivals=tuple(r.rival for r in rows), methods=tuple(r.failure or r.method for r in rows),
         )
     ]  # fmt: skip
-    attacks = closest(model, name, ids, run.attacks)
-    key = f"{manifest.model.get('hash', name)} {manifest.data.get('fingerprint', '')} network"
-    tested = contradictions(series if asked.norm != "l1" else (), run.attacks, Attacked.BASE, key)
-    return _Part(model, manifest.model.get("hash", ""), tuple(series), tuple(attacks), described, tested, notes)
+    attacks = closest(model, name, ids, run.attacks())
+    key = f"{manifest.model.hash} {manifest.data.fingerprint} network"
+    tested = contradictions(series if settings.norm != "l1" else (), run.attacks(), Attacked.BASE, key)
+    return _Part(model, manifest.model.hash, tuple(series), tuple(attacks), described, tested, notes)
 
 
 def _published(name: str, path: Path) -> _Part:

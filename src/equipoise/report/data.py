@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from equipoise.core.digests import sealed, unsealed
 from equipoise.core.errors import InputError
 from equipoise.core.files import as_input_error, atomic_write, make_folder, read_json
-from equipoise.runs import AttackRow
-from equipoise.runs.store import Attacked
+from equipoise.runs import Attacked, AttackRow
 from equipoise.smoothing import average_certified_radius, certified_accuracy
 
 Floats = NDArray[np.float64]

@@ -10,7 +10,7 @@ import numpy as np
 from equipoise.core.bounds import format_down, format_up
 from equipoise.lipschitz.logs import exp_up
 from equipoise.report.data import Attacks, Audit, Floats, Series
-from equipoise.runs.store import Attacked
+from equipoise.runs import Attacked
 
 Figure = dict[str, Any]
 

@@ -18,8 +18,7 @@ from equipoise.core.files import atomic_write
 from equipoise.report.collect import collect
 from equipoise.report.page import plotly_source, refreshing, render, write_report
 from equipoise.report.sections import esc
-from equipoise.runs.manifest import is_run, read_manifest
-from equipoise.runs.run import open_run
+from equipoise.runs import is_run, open_run
 
 #: the only interface that is served
 LOOPBACK = "127.0.0.1"
@@ -144,7 +143,7 @@ def _look(
     again = max(1, round(every))
     try:
         started = [r for r in runs if _count(r)]
-        totals = [read_manifest(r).total if is_run(r) else 0 for r in runs]
+        totals = [open_run(r).total if is_run(r) else 0 for r in runs]
         done = all(0 < total <= _count(r) for r, total in zip(runs, totals, strict=True))
         data = collect(started, title=title, alpha=alpha)
         return render(data, plotly, None if done else again).encode(), done

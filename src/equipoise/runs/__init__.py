@@ -1,15 +1,14 @@
-"""Certification runs over datasets: counts stored, radii derived, killed and continued at will."""
+"""Runs over datasets, sampled or proved: one directory each, killed and continued at will."""
 
-from equipoise.runs.attacks.run import AttackSummary, attack_run
-from equipoise.runs.engines import ENGINES, Engine, Execution
-from equipoise.runs.jobs import Job, certify, describe, start
-from equipoise.runs.parameters import Settings
-from equipoise.runs.reasons import Summary
-from equipoise.runs.run import Run, open_run
-from equipoise.runs.store import AttackRow
-from equipoise.runs.tasks import TaskSpec, Worker
+from equipoise.runs.attack import AttackSummary, attack_run
+from equipoise.runs.engines import Execution
+from equipoise.runs.jobs import Job, certify, merge_runs, prepare, prove, start
+from equipoise.runs.predict import Answer, predict_run
+from equipoise.runs.run import Results, Run, Summary, open_run
+from equipoise.runs.settings import Settings, is_run, versions
+from equipoise.runs.store import Attacked, AttackRow, Row
 
 __all__ = [
-    "ENGINES", "AttackRow", "AttackSummary", "Engine", "Execution", "Job", "Run", "Settings", "Summary", "TaskSpec",
-    "Worker", "attack_run", "certify", "describe", "open_run", "start",
+    "Answer", "AttackRow", "AttackSummary", "Attacked", "Execution", "Job", "Results", "Row", "Run", "Settings", "Summary",
+    "attack_run", "certify", "is_run", "merge_runs", "open_run", "predict_run", "prepare", "prove", "start", "versions",
 ]  # fmt: skip

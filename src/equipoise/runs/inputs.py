@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,36 +13,34 @@ from torch import Tensor
 
 from equipoise.core import EquipoiseError, InputError, fresh_strides
 from equipoise.core.digests import Digest
+from equipoise.core.documents import Count, Document, PositiveCount
 from equipoise.data.dataset import UNKNOWN
-from equipoise.data.factories import pair_of
-from equipoise.runs.rows import InputId, Item, plain_id
+from equipoise.data.objects import pair_of
 from equipoise.smoothing.moments import Ints
 
-
-class MapStyle(Protocol):
-    """Anything with a length whose items are (input, label)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+InputId = int | str
 
 
 @dataclass(frozen=True)
-class Selection:
+class Item:
+    """One input on its way to a worker; `position` is its place in the data, `id` the key of its noise."""
+
+    position: int
+    id: InputId
+    label: int
+    x: Tensor
+
+
+class Selection(Document):
     """Which inputs of the data: every `stride`-th after the first `skip`, at most `limit`.
 
-    `balanced`: where `limit` leaves some out, the first of every class in turn, instead of the first as they lie.
+    `balanced`: where `limit` leaves some out, the first of every class in turn instead of the order of the data.
     """
 
-    skip: int = 0
-    limit: int | None = None
-    stride: int = 1
+    skip: Count = 0
+    limit: PositiveCount | None = None
+    stride: PositiveCount = 1
     balanced: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; what every run says since the first release, and `balanced` only where it is."""
-        plain = {"skip": self.skip, "limit": self.limit, "stride": self.stride}
-        return plain | {"balanced": True} if self.balanced else plain
 
     def positions(self, count: int, labels: Sequence[int] | None = None) -> Ints:
         """Positions in the data, in its order; `labels` are those of the whole data.
@@ -50,17 +48,20 @@ class Selection:
         >>> Selection(limit=4, balanced=True).positions(6, [0, 0, 0, 0, 1, 1])
         array([0, 1, 4, 5])
         """
-        if self.skip < 0 or self.stride < 1 or (self.limit is not None and self.limit < 1):
-            raise InputError(
-                f"expected skip ≥ 0, stride ≥ 1 and limit ≥ 1, got skip={self.skip}, stride={self.stride}, limit={self.limit}"
-            )
-        found = np.arange(count, dtype=np.int64)[self.skip :: self.stride]
+        positions = np.arange(count, dtype=np.int64)[self.skip :: self.stride]
         if self.balanced and labels is not None and self.limit is not None:
-            found = found[np.sort(in_turn(np.asarray(labels, dtype=np.int64)[found])[: self.limit])]
-        found = found[: self.limit]
-        if len(found) == 0:
+            order = in_turn(np.asarray(labels, dtype=np.int64)[positions])
+            positions = positions[np.sort(order[: self.limit])]
+        positions = positions[: self.limit]
+
+        if len(positions) == 0:
             raise InputError(f"the data has {count} inputs: skip={self.skip} leaves none")
-        return found
+        return positions
+
+
+def _plain_id(value: Any) -> InputId:
+    """A key that survives the store: a Python int or str."""
+    return value if isinstance(value, str) else int(value)
 
 
 def in_turn(labels: Ints) -> Ints:
@@ -80,7 +81,7 @@ class Inputs:
     of tensors (x, y), or inputs x alone, which have no labels.
     """
 
-    dataset: MapStyle
+    dataset: Any
     name: str
     ids: tuple[InputId, ...]
     labels: tuple[int, ...] | None
@@ -104,7 +105,7 @@ class Inputs:
             raise InputError(f"expected a dataset of (input, label) or a pair (x, y), got {type(dataset).__name__}")
         if len(dataset) == 0:
             raise InputError("the data holds no inputs")
-        names = tuple(plain_id(i) for i in getattr(dataset, "ids", range(len(dataset))))
+        names = tuple(_plain_id(i) for i in getattr(dataset, "ids", range(len(dataset))))
         if len(names) != len(dataset) or len(set(names)) != len(names):
             raise InputError(f"the ids of the data must be distinct, one for each of the {len(dataset)} inputs")
         labels = getattr(dataset, "labels", None)

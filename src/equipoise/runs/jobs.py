@@ -1,39 +1,56 @@
-"""`certify`: a model, a dataset and a directory in, settled before the first input; a run out, to be killed and continued."""
+"""`certify` and `prove`: a model, a dataset and a directory in; a run out, to be killed and continued at will."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 
-from equipoise.core import EquipoiseError, InputError, Refused
-from equipoise.core.errors import one_line
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import make_folder
-from equipoise.runs import store as store_file
-from equipoise.runs.engines import Execution, find_engine
-from equipoise.runs.inputs import Inputs
-from equipoise.runs.manifest import Constant, Manifest, is_run, read_manifest, require_same, versions
-from equipoise.runs.models import Batched, Portable, denoised, portable
-from equipoise.runs.parameters import Keywords, Parameters, Settings, parse_map
-from equipoise.runs.rows import Item, Row, failed
+from equipoise.runs.engines import Execution, Result
+from equipoise.runs.inputs import Inputs, Item
+from equipoise.runs.models import Portable, denoised, portable
 from equipoise.runs.run import Run, open_run
-from equipoise.runs.store import Store, locked
-from equipoise.runs.tasks import TaskSpec, classifier_of
-from equipoise.smoothing import SimplexMap, Stream, choose_map
+from equipoise.runs.settings import (
+    Constant,
+    DataRecord,
+    Manifest,
+    ModelRecord,
+    Recipe,
+    Settings,
+    differences,
+    is_run,
+    map_text,
+    parse_map,
+    read_manifest,
+    require_same,
+    versions,
+)
+from equipoise.runs.store import NAME as STORE
+from equipoise.runs.store import Row, Session, Store, locked, pending
+from equipoise.runs.workers import ProvedWorker, TaskSpec, failed_row
+from equipoise.smoothing import Stream, choose_map
 from equipoise.smoothing.grid import is_image, power_of_two
 from equipoise.smoothing.moments import Ints
-from equipoise.smoothing.noise import NoiseName
+from equipoise.smoothing.noise import fresh_seed
+
+#: called after every stored input with the row, the number of stored inputs and of all inputs
+Progress = Callable[[Row, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A run that is described but not started: what `--plan` estimates and `start` executes."""
+    """A run that is described but not started: everything is checked, nothing is written."""
 
     model: Portable
     inputs: Inputs
@@ -43,62 +60,380 @@ class Job:
     device: str
 
     @property
-    def parameters(self) -> Parameters:
-        """What was asked for."""
-        return self.manifest.parameters
+    def settings(self) -> Settings:
+        """Those of the run."""
+        return self.manifest.settings
 
     def default_folder(self) -> Path:
         """`runs/certify-<digest>`: the same command finds its run again."""
-        return Path("runs") / f"certify-{self.manifest.digest(asked=True)[:12]}"
+        command = "certify" if self.settings.kind == "sampled" else "prove"
+        digest = self.manifest.digest(any_seed=True).removeprefix("sha256:")
+        return Path("runs") / f"{command}-{digest[:12]}"
+
+    @cached_property
+    def prover(self) -> ProvedWorker:
+        """The worker of a proved run, built once: it bounds the whole network."""
+        return ProvedWorker(self.spec())
+
+    def spec(self, manifest: Manifest | None = None) -> TaskSpec:
+        """What a worker needs."""
+        manifest = manifest or self.manifest
+        network = manifest.stretched(manifest.lipschitz) if manifest.lipschitz is not None else None
+        example = first_input(self.inputs, self.positions).x if self.settings.kind == "proved" else None
+        return TaskSpec(
+            self.model, manifest.settings, parse_map(manifest.map), network, self.batch_size, self.device, example
+        )
+
+
+def certify(
+    model: Any,
+    dataset: Any,
+    *,
+    run_dir: str | Path,
+    engine: str = "local",
+    workers: int = 1,
+    address: str | None = None,
+    batch_size: int | None = None,
+    denoiser: Any = None,
+    name: str | None = None,
+    progress: Progress | None = None,
+    retry_failed: bool = False,
+    **settings: Any,
+) -> Run:
+    """Certify every input of a dataset by randomized smoothing; calling this again continues a killed run.
+
+    Counts go to `run_dir`, one transaction per input; radii are derived from them, so `run.certificates(alpha, procedure)`
+    costs no forward pass. The noise depends on (seed, input id, chunk) only. A changed model, dataset or setting is
+    refused with the difference; an input whose logits are NaN is recorded as failed, and the run goes on.
+
+    Args:
+        model: an `nn.Module` in evaluation mode, an exported program, or what `load_model` returned.
+        dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label) or of dictionaries, a pair of tensors
+            (x, y), or x alone (no labels: answers and radii, no accuracy).
+        run_dir: made if need be.
+        engine: "local" or "ray".
+        workers: of the Ray engine.
+        address: of an existing Ray cluster.
+        batch_size: most draws in one forward pass (memory); no number depends on it.
+        denoiser: a network from noisy image to image, put before the model.
+        name: of the data, for the record.
+        progress: called after every input with (row, done, total).
+        retry_failed: try the failed inputs again.
+        **settings: the fields of `Settings`: sigma (needed), n0 = 100, n = 10,000, alpha = 0.001, procedure = "rivals", seed,
+            noise, map, lipschitz, target_radius, device, …; and skip, limit, stride, balanced, which choose the inputs.
+
+    Returns:
+        The finished run.
+
+    Guarantee: every certificate is wrong with probability at most alpha over the noise, as `SmoothedClassifier.certify`.
+
+    >>> import tempfile, torch
+    >>> net = torch.nn.Linear(2, 2).eval()
+    >>> x, y = torch.rand(3, 2), torch.tensor([0, 1, 0])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = certify(net, (x, y), run_dir=folder, sigma=0.5, n=200)
+    ...     len(run.certificates(alpha=0.01)), run.finished
+    (3, True)
+    """
+    chosen = Settings.of("sampled", settings, inspect.signature(certify).parameters)
+    if denoiser is not None:
+        model = denoised(denoiser, model)
+    job = prepare(model, dataset, chosen, device=str(settings.get("device", "cpu")), batch_size=batch_size, name=name)
+    execution = Execution(engine, workers, address)
+    return start(job, run_dir, execution=execution, progress=progress, retry_failed=retry_failed)
+
+
+def prove(
+    model: Any,
+    dataset: Any,
+    *,
+    run_dir: str | Path,
+    name: str | None = None,
+    progress: Progress | None = None,
+    retry_failed: bool = False,
+    **settings: Any,
+) -> Run:
+    """The proved radius of every input of a dataset, with its limiting rival, its method and attacks beside it.
+
+    `f_y(x') > f_k(x')` for all k ≠ y and all `‖x' − x‖ < R`, y the label (the network's own answer where the data has none),
+    with certainty, as `eq.certified_radius`. A killed run is continued by the same call.
+
+    Args:
+        model: an `nn.Module` in evaluation mode, an exported program, or what `load_model` returned.
+        dataset: as for `certify`.
+        run_dir: made if need be.
+        name: of the data, for the record.
+        progress: called after every input with (row, done, total).
+        retry_failed: try the failed inputs again.
+        **settings: `norm`, `effort`, `seconds`, `deployed`, `attack_steps` (see `Settings`), and skip, limit, stride, balanced.
+
+    Returns:
+        The finished run.
+
+    Guarantee: for the real function of the stored weights, rounding included, without risk.
+
+    >>> import tempfile, torch
+    >>> net = torch.nn.Linear(2, 2, bias=False).eval()
+    >>> _ = net.weight.data.copy_(torch.eye(2))
+    >>> x, y = torch.tensor([[3.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     results = prove(net, (x, y), run_dir=folder).results()
+    ...     results.radius.round(4).tolist(), results.status
+    ([1.4142, 0.0], ('proved', 'wrong'))
+    """
+    chosen = Settings.of("proved", settings, inspect.signature(prove).parameters)
+    job = prepare(model, dataset, chosen, name=name)
+    return start(job, run_dir, progress=progress, retry_failed=retry_failed)
+
+
+def prepare(
+    model: Any,
+    dataset: Any,
+    settings: Settings,
+    *,
+    device: str = "cpu",
+    batch_size: int | None = None,
+    name: str | None = None,
+    recipe: Recipe | None = None,
+) -> Job:
+    """Check everything a run needs, reading the data once for its fingerprint; nothing is written.
+
+    Args:
+        model: as for `certify`.
+        dataset: as for `certify`.
+        settings: of the run.
+        device: where the passes run.
+        batch_size: most draws in one forward pass.
+        name: of the data.
+        recipe: how a command loads model and data again.
+    """
+    if isinstance(dataset, str | Path):
+        raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise InputError(f"batch_size must be a positive whole number, got {batch_size!r}")
+    network, inputs = portable(model), Inputs.of(dataset, name)
+    device = usable_device(device)
+
+    selections = tuple(
+        s.model_copy(update={"balanced": s.balanced and s.limit is not None and inputs.labelled})
+        for s in settings.inputs
+    )
+    if any(s.balanced for s in selections) and inputs.labels is None:
+        raise InputError(
+            f"balanced=True needs labels that are known without reading {inputs.name}: use eq.data.Dataset"
+        )
+    positions = np.concatenate([s.positions(len(inputs), inputs.labels) for s in selections])
+
+    first = first_input(inputs, positions).x
+    classes = settings.num_classes or count_logits(network, inputs, positions, device)
+    if inputs.num_classes is not None and inputs.num_classes > classes:
+        raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
+    inputs.check_labels(positions, classes)
+
+    resolved: dict[str, Any] = {
+        "inputs": selections, "num_classes": classes, "device": torch.device(device).type, "dimension": first.numel(),
+    }  # fmt: skip
+    if settings.kind == "sampled":
+        settings.levels.require_channels(first.shape)
+        resolved |= _resolve_noise(settings, inputs, positions)
+    manifest = Manifest(
+        model=ModelRecord(source=network.source, hash=network.hash),
+        data=DataRecord(
+            source=inputs.name,
+            fingerprint=inputs.fingerprint(positions),
+            inputs=len(inputs),
+            classes=inputs.classes,
+        ),
+        settings=settings.model_copy(update=resolved),
+        total=len(positions),
+        recipe=recipe,
+    )
+    manifest.settings.check()
+    return Job(network, inputs, positions, manifest, batch_size, device)
+
+
+def _resolve_noise(settings: Settings, inputs: Inputs, positions: Ints) -> dict[str, Any]:
+    """The law of the noise, the seed, and the defaults of soft and adaptive runs.
+
+    Noise is exact for 8-bit data unless a constant is used. Whether the data is 8-bit is judged by a few inputs; should
+    another one lie beside the grid, it will be a failed row.
+    """
+    image = all(is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8))
+    noise = settings.noise or ("grid" if image and settings.lipschitz is None else "float")
+    cells = (255.0 if image else power_of_two(settings.levels.sigma)) if noise == "grid" else None
+    chosen = settings.map or ("global" if settings.soft else None)
+    return {
+        "noise": noise,
+        "cells": cells,
+        "map": chosen,
+        "calibration": settings.calibration or (32 if chosen == "global" else None),
+        "hopeless": settings.hopeless or (0.05 if settings.adaptive else None),
+        "seed": fresh_seed() if settings.seed is None else settings.seed,
+        "seed_source": "system" if settings.seed is None else "user",
+    }
+
+
+def start(
+    job: Job,
+    run_dir: str | Path,
+    *,
+    execution: Execution | None = None,
+    progress: Progress | None = None,
+    retry_failed: bool = False,
+) -> Run:
+    """Run a job in a directory, or continue it there; a finished one is only opened.
+
+    Args:
+        job: what `prepare` returned.
+        run_dir: made if need be.
+        execution: engine and workers.
+        progress: called after every input with (row, done, total).
+        retry_failed: try the failed inputs again.
+    """
+    execution, folder = execution or Execution(), make_folder(run_dir)
+    with locked(folder):
+        manifest, rows = _open(job, folder), list[Row]()
+        with Store(folder, manifest, writable=True) as store:
+            if retry_failed:
+                store.forget_failures()
+            rows = store.rows()
+            waiting = pending(rows, job.positions, job.inputs.ids)
+            if waiting:
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                engine, device = execution.engine, job.device
+                store.add_session(Session(started=now, engine=engine, device=device, versions=versions()))
+                _work(job, manifest, store, waiting, len(rows), execution, progress)
+    return open_run(folder)
+
+
+def _work(
+    job: Job,
+    manifest: Manifest,
+    store: Store,
+    waiting: list[int],
+    done: int,
+    execution: Execution,
+    progress: Progress | None,
+) -> None:
+    """Store every row as it comes, one transaction each; unreadable inputs as failed rows."""
+    unreadable: list[Row] = []
+
+    def items() -> Iterator[Item]:
+        for position in waiting:
+            item, problem = job.inputs.attempt(position, manifest.settings.num_classes)
+            if problem is None:
+                yield item
+            else:
+                unreadable.append(failed_row(item, problem))
+
+    def flush() -> Iterator[Row]:
+        while unreadable:
+            row = unreadable.pop(0)
+            store.put([row])
+            yield row
+
+    def stored() -> Iterator[Row]:
+        for row, attacks in results:
+            if attacks:
+                store.put_attacks(attacks)
+            store.put([row])
+            yield row
+            yield from flush()
+        yield from flush()
+
+    if execution.engine == "local" and manifest.settings.kind == "proved":
+        results: Iterator[Result] = map(job.prover, items())
+    else:
+        results = execution.run(job.spec(manifest), items())
+    try:
+        for count, row in enumerate(stored(), done + 1):
+            if progress is not None:
+                progress(row, count, manifest.total)
+    finally:
+        close = getattr(results, "close", None)
+        if close is not None:
+            close()
+
+
+def _open(job: Job, folder: Path) -> Manifest:
+    """The manifest on disk if it is this run's, else a new one with the map and the constant fixed now."""
+    if is_run(folder):
+        manifest = read_manifest(folder)
+        require_same(folder, manifest, job.manifest)
+        return manifest
+    if (folder / STORE).exists():
+        raise Refused(f"{folder} holds a store but no run.json: restore it, or use another run directory")
+
+    fixed: dict[str, Any] = {}
+    if job.settings.kind == "proved":
+        fixed["note"] = job.prover.note
+    else:
+        fixed["lipschitz"] = fixed_constant(job)
+        fixed["map"] = fixed_map(job, job.manifest.stretched(fixed["lipschitz"]))
+    manifest = job.manifest.model_copy(update=fixed)
+    manifest.write(folder)
+    return manifest
 
 
 def fixed_constant(job: Job) -> Constant | None:
     """The Lipschitz constant of the network: none, the user's claim, or a computed bound."""
-    asked = job.parameters.lipschitz
-    if asked is None or asked != "auto":
-        return None if asked is None else Constant(float(asked), "given")
+    wanted = job.settings.lipschitz
+    if wanted is None:
+        return None
+    if wanted != "auto":
+        return Constant(value=float(wanted), source="given")
     from equipoise.lipschitz import lipschitz_bound
 
-    payload = job.model.payload
-    if isinstance(payload, bytes):
+    if isinstance(job.model.payload, bytes):
         upper = lipschitz_bound(job.model.program()).upper
     else:
-        upper = lipschitz_bound(payload, first_input(job.inputs, job.positions).x[None].to(job.device)).upper
+        x = first_input(job.inputs, job.positions).x[None].to(job.device)
+        upper = lipschitz_bound(job.model.payload, x).upper
     if not upper < float("inf"):
         raise Refused("the Lipschitz bound of this network exceeds the floats: leave --lipschitz out")
-    return Constant(upper, "computed")
+    return Constant(value=upper, source="computed")
 
 
-def fixed_map(job: Job, constant: Constant | None) -> SimplexMap | None:
+def fixed_map(job: Job, network: float | None) -> str | None:
     """The map of a soft run: fixed by the user, chosen per input (None), or the best on a calibration sample.
 
     Calibration inputs are spread over the whole data, whatever part this run certifies, so that shards agree; their noise
     is a stream of its own, independent of every selection and estimation sample.
+
+    Args:
+        job: the run.
+        network: the Lipschitz constant in the coordinates of the noise.
     """
-    p = job.parameters
-    if not p.soft:
+    settings = job.settings
+    if not settings.soft:
         return None
-    if p.map != "global":
-        return parse_map(p.map)
-    classifier = classifier_of(job.model, p, job.batch_size, job.device)
-    network = job.manifest.stretched(constant)
-    samples = []
-    for position in np.unique(np.linspace(0, len(job.inputs) - 1, p.calibration or 1).astype(int)):
+    if settings.map != "global":
+        fixed = parse_map(settings.map)
+        return None if fixed is None else map_text(fixed)
+
+    classifier, samples = job.spec().classifier(), []
+    for item in job.inputs.some(np.arange(len(job.inputs)), settings.calibration or 1):
         try:
-            item = job.inputs.item(int(position))
-            x = item.x.to(job.device)
-            samples.append(classifier.selection(x[None], p.n0, [item.id], Stream.CALIBRATION)[0])
-        except (Refused, OSError):
+            x = item.x.to(job.device)[None]
+            samples.append(classifier.selection(x, settings.n0, [item.id], Stream.CALIBRATION)[0])
+        except Refused:
             continue  # such an input will be a failed row of its own
     if not samples:
         raise InputError(
             "no input could be sampled to calibrate the map: the model returns NaN or the data is unreadable"
         )
-    return choose_map(np.stack(samples), p.n, p.sigma, p.alpha, procedure=p.procedure, lipschitz=network)[0]
+    n, sigma, alpha = settings.n, settings.levels.sigma, settings.alpha
+    maps = choose_map(np.stack(samples), n, sigma, alpha, procedure=settings.procedure, lipschitz=network)
+    return map_text(maps[0])
 
 
 def first_input(inputs: Inputs, positions: Ints) -> Item:
-    """The first input that can be read."""
+    """The first input that can be read.
+
+    Args:
+        inputs: of the data.
+        positions: where to look.
+    """
     problem: Exception | None = None
     for position in positions:
         try:
@@ -109,10 +444,15 @@ def first_input(inputs: Inputs, positions: Ints) -> Item:
 
 
 def count_logits(model: Portable, inputs: Inputs, positions: Ints, device: str) -> int:
-    """The number of logits, from one forward pass."""
-    item, module = first_input(inputs, positions), model.build(device)
-    if model.batch is not None:
-        module = Batched(module, model.batch, exact=True)
+    """The number of logits, from one forward pass.
+
+    Args:
+        model: the network.
+        inputs: of the data.
+        positions: whose first readable input is given to the network.
+        device: where the pass runs.
+    """
+    item, module = first_input(inputs, positions), model.network(device)
     try:
         with torch.inference_mode():
             out = module(item.x[None].to(device))
@@ -123,23 +463,9 @@ def count_logits(model: Portable, inputs: Inputs, positions: Ints, device: str) 
     if not isinstance(out, torch.Tensor) or out.ndim != 2 or len(out) != 1:
         shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
         raise InputError(f"the model must return logits (batch, classes), it returned {shape} for one input")
+    if out.shape[1] < 2:
+        raise InputError(f"a classifier has at least two classes, the model returned {out.shape[1]} logit")
     return int(out.shape[1])
-
-
-def noise_of(
-    asked: NoiseName | None, inputs: Inputs, positions: Ints, sigma: float, lipschitz: Any
-) -> tuple[NoiseName, float | None]:
-    """The law of the noise and the points per unit of its grid: exact for 8-bit data unless a constant is used.
-
-    Whether the data is 8-bit is judged by a few inputs; should another one lie beside the grid, it will be a failed row.
-    """
-    if asked == "float":
-        return asked, None
-    image = all(is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8))
-    kind: NoiseName = asked or ("grid" if image and lipschitz is None else "float")
-    if kind != "grid":
-        return kind, None
-    return kind, 255.0 if image else power_of_two(sigma)
 
 
 def usable_device(name: str) -> str:
@@ -151,179 +477,57 @@ def usable_device(name: str) -> str:
     return name
 
 
-#: called after every stored input with the row, the number of stored inputs and of all inputs
-Progress = Callable[[Row, int, int], None]
+def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
+    """A new run directory with the inputs (and attacks) of all sources, made whole or not at all; the sources stay.
 
-
-def certify(
-    model: Any,
-    dataset: Any,
-    *,
-    run_dir: str | Path,
-    engine: str = "local",
-    workers: int = 1,
-    address: str | None = None,
-    progress: Progress | None = None,
-    retry_failed: bool = False,
-    **settings: Unpack[Keywords],
-) -> Run:
-    """Certify every input of a dataset; the run survives being killed, and calling this again continues it.
-
-    Counts go to `run_dir`, one transaction per input; radii are derived from them, so `run.certificates(alpha, procedure)`
-    costs no forward pass. Guarantee: every certificate is wrong with probability at most alpha over the noise, as
-    `SmoothedClassifier.certify`; the noise depends on (seed, input id, chunk) only. A changed model, dataset or parameter is
-    refused with the difference; an input whose logits are NaN is recorded as failed, and the run goes on.
+    Refused unless the runs agree on model, data, settings, map and constant, and share no input.
 
     Args:
-        model: an `nn.Module` in evaluation mode, an exported program, or what `load_model` returned.
-        dataset: `equipoise.data.Dataset`, a map-style dataset of (input, label) or of dictionaries, a pair of tensors
-            (x, y), or x alone (no labels: answers and radii, no accuracy).
-        run_dir: made if need be.
-        engine: "local" or "ray".
-        workers: of the Ray engine.
-        address: of an existing Ray cluster.
-        progress: called after every input with (row, done, total).
-        retry_failed: try the failed inputs again.
-        **settings: the fields of `Settings`: sigma (needed), n0 = 100, n = 10,000, alpha = 0.001, procedure = "rivals", seed,
-            noise, map, lipschitz, target_radius, limit, skip, stride, balanced, batch_size, device, …
-
-    >>> import tempfile, torch
-    >>> net = torch.nn.Linear(2, 2).eval()
-    >>> x, y = torch.rand(3, 2), torch.tensor([0, 1, 0])
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     run = certify(net, (x, y), run_dir=folder, sigma=0.5, n=200)
-    ...     len(run.certificates(alpha=0.01)), run.finished
-    (3, True)
+        sources: at least two run directories.
+        target: a directory that does not exist yet.
     """
-    job = prepare(model, dataset, Settings.of(settings, inspect.signature(certify).parameters))
-    execution = Execution(workers, address)
-    return start(job, run_dir, engine=engine, execution=execution, progress=progress, retry_failed=retry_failed)
+    if len(sources) < 2:
+        raise InputError(f"merging takes at least two runs, got {len(sources)}")
+    runs, target = [open_run(source) for source in sources], Path(target)
+    if target.exists():
+        raise InputError(f"{target} exists already: merge into a new directory")
+    manifest = _joint_manifest(runs)
 
-
-def describe(model: Any, dataset: Any, **settings: Unpack[Keywords]) -> Job:
-    """The job that `certify` would start: everything is checked, nothing is written; keywords as there."""
-    return prepare(model, dataset, Settings.of(settings))
-
-
-def prepare(model: Any, dataset: Any, asked: Settings) -> Job:
-    """Check everything a run needs, reading the data once for its fingerprint; nothing is written."""
-    if isinstance(dataset, str | Path):
-        raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
-    ported = portable(model if asked.denoiser is None else denoised(asked.denoiser, model))
-    inputs = Inputs.of(dataset, asked.name)
-    selection = asked.selection(inputs.labelled)
-    if selection.balanced and inputs.labels is None:
-        raise InputError(
-            f"balanced=True needs labels that are known without reading {inputs.name}: use eq.data.Dataset"
-        )
-    positions = selection.positions(len(inputs), inputs.labels)
-    where = usable_device(asked.device)
-    classes = asked.num_classes or count_logits(ported, inputs, positions, where)
-    if inputs.num_classes is not None and inputs.num_classes > classes:
-        raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
-    inputs.check_labels(positions, classes)
-    first = first_input(inputs, positions).x
-    asked.levels.require_channels(first.shape)
-    kind, cells = noise_of(asked.noise, inputs, positions, asked.levels.sigma, asked.lipschitz)
-    parameters = asked.settled(classes, first.numel(), kind, cells)
-    manifest = Manifest(
-        {"source": ported.source, "hash": ported.hash},
-        {"source": inputs.name, "fingerprint": inputs.fingerprint(positions), "inputs": len(inputs)}
-        | ({} if inputs.classes is None else {"classes": list(inputs.classes)}),
-        (selection,), len(positions), parameters,
-    )  # fmt: skip
-    return Job(ported, inputs, positions, manifest, asked.batch_size, where)
-
-
-def start(
-    job: Job,
-    run_dir: str | Path,
-    *,
-    engine: str = "local",
-    execution: Execution | None = None,
-    progress: Progress | None = None,
-    retry_failed: bool = False,
-) -> Run:
-    """Run a job in a directory, or continue it there; a finished one is only opened."""
-    execution, folder = execution or Execution(), Path(run_dir)
-    work = find_engine(engine, execution)
-    make_folder(folder)
-    with locked(folder):
-        manifest = _settle(job, folder)
-        with Store.of(folder, manifest, writable=True) as store:
-            pending = store.pending(job.positions, job.inputs.ids, retry_failed=retry_failed)
-            if pending:
-                network = manifest.stretched(manifest.lipschitz)
-                spec = TaskSpec(job.model, manifest.parameters, manifest.map, network, job.batch_size, job.device)
-                started = datetime.now(UTC).isoformat(timespec="seconds")
-                store.add_session(started, engine, job.device, versions())
-                reader = _Reader(job, pending)
-                rows = work(spec, reader, execution)
-                _write_all(rows, reader, store, len(store.done()), job.manifest.total, progress)
-    return open_run(folder)
-
-
-def _write_all(
-    rows: Iterator[Row], reader: _Reader, store: Store, done: int, total: int, progress: Progress | None
-) -> None:
-    """Store every row as it comes, one transaction each; unreadable inputs as failed rows."""
-
-    def write(row: Row) -> None:
-        nonlocal done
-        store.put(row)
-        done += 1
-        if progress is not None:
-            progress(row, done, total)
-
+    draft = make_folder(target.parent) / f".{target.name}.{os.getpid()}"
     try:
-        for row in rows:
-            write(row)
-            while reader.broken:
-                write(reader.broken.pop())
-        while reader.broken:
-            write(reader.broken.pop())
+        draft.mkdir()
+        manifest.write(draft)
+        with Store(draft, manifest, writable=True) as store:
+            for run in runs:
+                store.put(run.rows)
+                store.put_attacks(run.attacks())
+                for session in run.sessions():
+                    store.add_session(session)
+        draft.rename(target)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}") from error
     finally:
-        if isinstance(rows, Generator):
-            rows.close()
+        shutil.rmtree(draft, ignore_errors=True)
+    return open_run(target)
 
 
-class _Reader(Iterator[Item]):
-    """Pending inputs, read one by one; those that cannot be read are set aside as failed rows."""
+def _joint_manifest(runs: Sequence[Run]) -> Manifest:
+    """The manifest of the union."""
+    first = runs[0].manifest
+    owner: dict[int | str, Path] = {}
+    for run in runs:
+        other = run.manifest
+        found = differences(first, other, ignore=("inputs", "total"))
+        for field in ("map", "lipschitz"):
+            before, after = getattr(first, field), getattr(other, field)
+            found += [f"{field}: {before} → {after}"] if before != after else []
+        if found:
+            raise Refused(f"{runs[0].folder} and {run.folder} are not shards of one run ({'; '.join(found)})")
+        for name in run.ids:
+            if name in owner:
+                raise Refused(f"input {name!r} is in {owner[name]} and in {run.folder}: shards must not share inputs")
+            owner[name] = run.folder
 
-    def __init__(self, job: Job, pending: list[int]) -> None:
-        self.job, self.pending, self.broken = job, iter(pending), list[Row]()
-
-    def __next__(self) -> Item:
-        for position in self.pending:
-            item, problem = self.job.inputs.attempt(position, self.job.parameters.num_classes)
-            if problem is None:
-                return item
-            self.broken.append(failed(item, problem))
-        raise StopIteration
-
-
-def _settle(job: Job, folder: Path) -> Manifest:
-    """The manifest on disk if it is this run's, else a new one with the map and the constant fixed now."""
-    if is_run(folder):
-        old = read_manifest(folder)
-        require_same(folder, old, job.manifest)
-        _require_proved(folder, job, old)
-        return old
-    if (folder / store_file.NAME).exists():
-        raise Refused(f"{folder} holds a store but no run.json: restore it, or use another run directory")
-    constant = fixed_constant(job)
-    manifest = replace(job.manifest, lipschitz=constant, map=fixed_map(job, constant))
-    manifest.write(folder)
-    return manifest
-
-
-def _require_proved(folder: Path, job: Job, old: Manifest) -> None:
-    """Compute the constant of the network again: a stored one that is smaller was not proved for this network."""
-    if old.lipschitz is None or old.lipschitz.assumed:
-        return
-    now = fixed_constant(job)
-    if now is not None and old.lipschitz.value < now.value * (1 - 1e-9):
-        raise Refused(
-            f"{folder} holds the Lipschitz constant {old.lipschitz.value:g}, but only {now.value:g} can be proved for this "
-            "network here: run.json was changed, or another version proved more; start a new run"
-        )
+    inputs = tuple(s for run in runs for s in run.settings.inputs)
+    settings = first.settings.model_copy(update={"inputs": inputs})
+    return first.model_copy(update={"settings": settings, "total": sum(run.total for run in runs)})

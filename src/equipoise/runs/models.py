@@ -1,4 +1,6 @@
-"""A model on its way to workers: rebuilt in another process, and hashed so that a changed one is noticed."""
+"""The model of a run: sent to workers, hashed so that a changed one is noticed, with its preprocessing in front."""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -17,8 +19,8 @@ from torch.export import ExportedProgram
 
 from equipoise.checkpoints import Loaded
 from equipoise.checkpoints.sources import program_input
-from equipoise.core import InputError, Refused
 from equipoise.core.digests import Digest
+from equipoise.core.errors import InputError, Refused
 from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
 from equipoise.smoothing import Denoised
@@ -29,15 +31,21 @@ _TRAINING = frozenset({"train", "training"})
 
 @dataclass(frozen=True, eq=False)
 class Portable:
-    """A model that can be pickled to a worker: a module as it is, an exported program as the bytes of its `.pt2`.
+    """A model that can be pickled to a worker.
 
-    `batch` is the batch size a program or an ONNX network was exported with; None: any.
+    Args:
+        payload: a module as it is, an exported program as the bytes of its `.pt2`.
+        hash: digest of the stored network: of the file for a `.pt2`, so that it does not depend on the batch it is loaded at.
+        source: the name of the model.
+        batch: the batch size a program or an ONNX network was exported with; None: any.
+        code: digest of a module's weights and code, which workers compare with their own.
     """
 
     payload: nn.Module | bytes
     hash: str
     source: str
     batch: int | None = None
+    code: str | None = None
 
     def build(self, device: str | torch.device = "cpu") -> nn.Module:
         """The module, on a device."""
@@ -48,6 +56,11 @@ class Portable:
             part.training = False  # the graph is fixed; `.eval()` of an exported program raises
         return module
 
+    def network(self, device: str | torch.device = "cpu") -> nn.Module:
+        """The module for batches of any size."""
+        module = self.build(device)
+        return module if self.batch is None else in_batches(module, self.batch)
+
     def program(self) -> ExportedProgram:
         """The exported program again, from the bytes this process wrote."""
         assert isinstance(self.payload, bytes)
@@ -55,29 +68,40 @@ class Portable:
 
 
 class Batched(nn.Module):
-    """Runs a batch in pieces of at most `size` rows (of exactly `size` when `exact`), and joins the results."""
+    """Runs a batch in pieces of exactly `size` rows, the last one filled up, and joins the results."""
 
-    def __init__(self, model: nn.Module, size: int, exact: bool) -> None:
+    def __init__(self, model: nn.Module, size: int) -> None:
         super().__init__()
-        self.model, self.size, self.exact = model, size, exact
+        self.model, self.size = model, size
         self.training = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Row i of the result is the model's output for row i."""
         parts = []
         for piece in x.split(self.size):
-            short = self.size - len(piece)
-            if self.exact and short:
-                piece = torch.cat([piece, piece[:1].expand(short, *piece.shape[1:])])
-            parts.append(self.model(piece)[: self.size - short if self.exact else None])
+            rows = len(piece)
+            filling = piece[:1].expand(self.size - rows, *piece.shape[1:])
+            parts.append(self.model(torch.cat([piece, filling]))[:rows])
         return torch.cat(parts)
 
 
+def in_batches(module: nn.Module, size: int) -> nn.Module:
+    """The module, evaluated in batches of exactly this size."""
+    return Batched(module, size)
+
+
 def portable(model: Any, source: str | None = None) -> Portable:
-    """Accept a module in evaluation mode, an exported program, or what `load_model` returned."""
+    """Accept a module in evaluation mode, an exported program, what `load_model` returned, or a `Portable`.
+
+    Args:
+        model: the model.
+        source: its name.
+    """
+    if isinstance(model, Portable):
+        return model
     if isinstance(model, Loaded):
-        ported = portable(model.model, model.source)
-        return ported if model.digest is None else replace(ported, hash=model.digest)
+        made = portable(model.model, model.source)
+        return made if model.digest is None else replace(made, hash=model.digest)
     if isinstance(model, ExportedProgram):
         _require_inference(model)
         buffer = io.BytesIO()
@@ -85,19 +109,28 @@ def portable(model: Any, source: str | None = None) -> Portable:
         return Portable(buffer.getvalue(), hash_program(model), source or "an exported program", _batch(model))
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module, an exported program or a loaded model, got {type(model).__name__}")
+
     training = [name or "the model itself" for name, module in model.named_modules() if module.training]
     if training:
         raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
     name = source or f"{type(model).__module__}:{type(model).__qualname__}"
     fixed = [part.batch for part in model.modules() if isinstance(part, OnnxNetwork) and part.batch is not None]
-    return Portable(model, hash_module(model), name, fixed[0] if fixed else None)
+    digest = hash_module(model)
+    return Portable(model, digest, name, fixed[0] if fixed else None, digest)
 
 
-def denoised(denoiser: Any, model: Any) -> Loaded:
-    """A denoiser in front of a model, as one model; both as modules or as what `load_model` returned."""
-    parts: list[Any] = [v.model if isinstance(v, Loaded) else v for v in (denoiser, model)]
-    names = [v.source if isinstance(v, Loaded) else type(v).__qualname__ for v in (denoiser, model)]
-    return Loaded(f"{names[1]} behind {names[0]}", Denoised(parts[0], parts[1]), None)
+def denoised(denoiser: Any, model: Any) -> Portable:
+    """A denoiser in front of a model, as one model.
+
+    Args:
+        denoiser: a module from noisy image to image, or what `load_model` returned.
+        model: the classifier.
+    """
+    parts = [portable(denoiser), portable(model)]
+    modules = [part.build() if part.batch is None else part.payload for part in parts]
+    pair: nn.Module = Denoised(*modules)  # type: ignore[arg-type]
+    digest = Digest("denoised").add("denoiser", parts[0].hash).add("model", parts[1].hash)
+    return Portable(pair, str(digest), f"{parts[1].source} behind {parts[0].source}", None, hash_module(pair))
 
 
 class Chain(nn.Module):
@@ -109,28 +142,34 @@ class Chain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`second(first(x))`."""
-        found: Tensor = self.second(self.first(x))
-        return found
+        out: Tensor = self.second(self.first(x))
+        return out
 
 
-def normalised(loaded: Loaded, mean: Sequence[float], std: Sequence[float]) -> Loaded:
-    """`(x − mean)/std` per channel before a model that was trained on such inputs: noise and radii are in units of x."""
+def normalised(model: Any, mean: Sequence[float], std: Sequence[float]) -> Portable:
+    """`(x − mean)/std` per channel before a model that was trained on such inputs: noise and radii are in units of x.
+
+    Args:
+        model: as for `portable`.
+        mean: one number per channel.
+        std: one positive number per channel.
+    """
+    inner = portable(model)
     layer: nn.Module = Normalise(mean, std).eval()
     shown = ("(" + ", ".join(f"{v:g}" for v in values) + ")" for values in (mean, std))
-    name = "{}, inputs (x − {})/{}".format(loaded.source, *shown)
-    if isinstance(loaded.model, nn.Module):
-        return replace(loaded, source=name, model=Chain(layer, loaded.model))
-    value = program_input(loaded.model)
+    name = "{}, inputs (x − {})/{}".format(inner.source, *shown)
+    digest = str(Digest("normalised").add("model", inner.hash).add("mean", tuple(mean)).add("std", tuple(std)))
+    if isinstance(inner.payload, nn.Module):
+        chain = Chain(layer, inner.payload)
+        return replace(inner, source=name, payload=chain, hash=digest, code=hash_module(chain))
+
+    program = inner.program()
+    value = program_input(program)
     if value is None:
         raise InputError("the exported program must take one tensor with a batch dimension")
     example = torch.zeros(tuple(int(d) for d in value.shape), dtype=value.dtype)
-    program = torch.export.export(Chain(layer, loaded.model.module()), (example,))
-    digest = (
-        None
-        if loaded.digest is None
-        else str(Digest("normalised").add("model", loaded.digest).add("by", [list(mean), list(std)]))
-    )
-    return replace(loaded, source=name, model=program, digest=digest)
+    outer = torch.export.export(Chain(layer, program.module()), (example,))
+    return replace(portable(outer, name), hash=digest)
 
 
 def _batch(program: ExportedProgram) -> int | None:
@@ -146,8 +185,8 @@ def _require_inference(program: ExportedProgram) -> None:
     for node in program.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         for place, argument in enumerate(() if schema is None else schema.arguments):
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            if argument.name in _TRAINING and given is True:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            if argument.name in _TRAINING and value is True:
                 raise Refused(
                     f"the program was exported in training mode ({node.name}): call model.eval() before exporting it"
                 )

@@ -1,53 +1,137 @@
-"""The store of a run: one SQLite file in WAL mode, one transaction per input, keyed by the input's id.
+"""The store of a run: one SQLite table, one transaction per input, every payload a JSON document.
 
-A killed process loses at most the input in flight; a reader may look while a writer writes. Arrays are little-endian and
-zlib-compressed. Every row carries a checksum of its columns and of the run it belongs to, the file counts its rows and knows the
-digest of `run.json`, so that a flipped bit, an edit or a row from elsewhere is noticed. That is evidence against accidents and
-naive edits, not a signature. Files of the first release have none of this and open as far as they make sense.
+SQLite's own transactions protect against killed processes and full disks: what is committed stays, what is not is rolled back.
+The store holds the digest of its run, so that a store beside another `run.json` is refused. A file is not trusted: its schema
+must be the one written here (no views or triggers), and every payload is read by a typed document.
 """
+
+from __future__ import annotations
 
 import json
+import math
 import sqlite3
-import zlib
+import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import astuple, dataclass, fields
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, Self
 
-import numpy as np
+from pydantic import Field
 
 from equipoise.core import files
-from equipoise.core.digests import Digest
-from equipoise.core.errors import EquipoiseError, InputError
-from equipoise.runs.manifest import Described
-from equipoise.runs.rows import InputId, Row, Soft, connect, explain, pack, unpack
-from equipoise.smoothing import SimplexMap
+from equipoise.core.documents import Count, Document, NonNegative, parse_document
+from equipoise.core.errors import InputError, one_line
+from equipoise.runs.inputs import InputId
+from equipoise.runs.settings import NAME as MANIFEST
+from equipoise.runs.settings import Manifest, Settings, parse_map
 
 NAME = "store.sqlite"
-#: a row of the table of inputs
-R = TypeVar("R")
-_SAMPLED = """
-CREATE TABLE IF NOT EXISTS inputs (
-  id PRIMARY KEY NOT NULL, position INTEGER NOT NULL, label INTEGER NOT NULL, n0 INTEGER NOT NULL, draws INTEGER NOT NULL,
-  selection BLOB, estimation BLOB, map TEXT, buckets BLOB, singles INTEGER, direct INTEGER, moments BLOB,
-  stopped TEXT, failure TEXT, key TEXT NOT NULL, seconds REAL NOT NULL, checksum TEXT)
-"""
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS attacks (
-  id NOT NULL, kind TEXT NOT NULL, epsilon REAL NOT NULL, success INTEGER NOT NULL, distance REAL, steps INTEGER NOT NULL,
-  restarts INTEGER NOT NULL, seed INTEGER NOT NULL, checksum TEXT, PRIMARY KEY (id, kind, epsilon, steps, restarts, seed));
-CREATE TABLE IF NOT EXISTS sessions (started TEXT NOT NULL, engine TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
-  checksum TEXT);
-"""
-_TABLES = ("meta", "inputs", "attacks", "sessions")
-_COLUMNS = (
-    "id", "position", "label", "n0", "draws", "selection", "estimation", "map", "buckets", "singles", "direct", "moments",
-    "stopped", "failure", "key", "seconds",
-)  # fmt: skip
-_SESSION = ("started", "engine", "device", "versions")
+#: characters of one payload
+LARGEST = 1 << 26
+_SCHEMA = "CREATE TABLE entries (kind TEXT NOT NULL, key TEXT NOT NULL, payload TEXT NOT NULL, PRIMARY KEY (kind, key))"
+_NOWHERE = "file::memory:"
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+_CLOSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
+
+
+class SoftVotes(Document):
+    """Soft votes of one input under one map: its buckets, chosen on the selection sample, and their moments.
+
+    `order` and `singles` are the `Partition`, `direct` whether margins are bounded directly; `moments` has the rows shift,
+    Σ(Z−shift), Σ(Z−shift)² and Σ(Z₀−shift₀)(Z−shift) per bucket, as `smoothing.Moments`.
+    """
+
+    map: str
+    order: tuple[Count, ...]
+    singles: Count
+    direct: bool
+    moments: tuple[tuple[float, ...], ...] = Field(min_length=4, max_length=4)
+
+
+class Row(Document):
+    """The result of one input, or why it failed.
+
+    Args:
+        id: of the input, the key of its noise.
+        position: its place in the data.
+        label: −1 where the data has none.
+        failure: why nothing is known of this input.
+        seconds: time spent, the only field that differs between repetitions.
+        n0: sampled: selection draws made.
+        draws: sampled: estimation draws made.
+        selection: sampled: votes per class of the selection draws.
+        estimation: sampled: votes per class of the estimation draws.
+        soft: sampled: soft votes, if the run samples scores.
+        stopped: sampled: why an adaptive input stopped.
+        answer: proved: the network's own answer.
+        radius: proved: no point strictly within it has another answer than the label.
+        rival: proved: the class that limits the radius.
+        margin: proved: of the input against the rival, rounded down where something is proved; None: not finite.
+        method: proved: what proved the radius.
+        deployed: proved: the radius of the forward pass in float32, if asked for.
+    """
+
+    id: InputId
+    position: Count
+    label: int
+    failure: str | None = None
+    seconds: NonNegative = 0.0
+    n0: Count = 0
+    draws: Count = 0
+    selection: tuple[Count, ...] | None = None
+    estimation: tuple[Count, ...] | None = None
+    soft: SoftVotes | None = None
+    stopped: str | None = None
+    answer: int = -1
+    radius: NonNegative = 0.0
+    rival: int = -1
+    margin: float | None = None
+    method: str = ""
+    deployed: NonNegative | None = None
+
+    @property
+    def proved(self) -> bool:
+        """Whether anything is proved about this input."""
+        return self.radius > 0
+
+    def fits(self, settings: Settings, fixed_map: str | None) -> bool:
+        """Whether a run with these settings can have produced this row.
+
+        Args:
+            settings: of the run.
+            fixed_map: the map that the run fixed beforehand.
+        """
+        classes = settings.num_classes or 0
+        if self.failure is not None:
+            return self.selection is None and self.estimation is None and not self.radius
+        if settings.kind == "proved":
+            right = self.label < 0 or self.answer == self.label
+            return -1 <= self.answer < classes and (right or not self.proved)
+        if self.selection is None or self.estimation is None:
+            return False
+
+        drawn = (self.n0, self.draws)
+        wanted = (settings.n0, self.draws if settings.adaptive else settings.n)
+        sums = (sum(self.selection), sum(self.estimation))
+        exact = settings.nonfinite == "refuse"
+        counts = all(s == d if exact else s <= d for s, d in zip(sums, drawn, strict=True))
+        lengths = len(self.selection) == len(self.estimation) == classes
+        return (
+            drawn == wanted and self.draws <= settings.n and counts and lengths and self._soft_fits(classes, fixed_map)
+        )
+
+    def _soft_fits(self, classes: int, fixed_map: str | None) -> bool:
+        soft = self.soft
+        if soft is None:
+            return True
+        if fixed_map is not None and parse_map(soft.map) != parse_map(fixed_map):
+            return False
+        widths = {len(moment) for moment in soft.moments}
+        buckets = min(classes, soft.singles + 2)
+        return sorted(soft.order) == list(range(classes)) and soft.singles < classes and widths == {buckets}
 
 
 class Attacked(StrEnum):
@@ -61,8 +145,7 @@ class Attacked(StrEnum):
 class AttackRow:
     """One attack on one input: whether some x' with ‖x' − x‖₂ ≤ epsilon was misclassified, and at what distance.
 
-    The key is everything but the outcome, so that repeating an attack
-    replaces its row and changing it adds one.
+    The key is everything but the outcome: repeating an attack replaces its row, changing it adds one.
     """
 
     id: InputId
@@ -82,6 +165,28 @@ class AttackRow:
         object.__setattr__(self, "kind", Attacked(self.kind))
 
 
+class _AttackDocument(Document):
+    """An `AttackRow` as it is stored."""
+
+    id: InputId
+    kind: Attacked
+    epsilon: NonNegative
+    success: bool
+    distance: NonNegative | None
+    steps: Count
+    restarts: Count
+    seed: int
+
+
+class Session(Document):
+    """When and with what some inputs were computed."""
+
+    started: str
+    engine: str
+    device: str
+    versions: dict[str, str]
+
+
 def locked(folder: Path) -> AbstractContextManager[None]:
     """Hold the run directory: one process at a time works on it, and a second holder is refused at once."""
     if not folder.is_dir():
@@ -90,133 +195,64 @@ def locked(folder: Path) -> AbstractContextManager[None]:
     return files.locked(folder / "lock", busy)
 
 
-_ATTACK = tuple(f.name for f in fields(AttackRow))
+class Store:
+    """The store of a run directory, to be used in a `with` block.
 
-
-class Table(Generic[R]):
-    """The SQLite file of a run directory; `writable` creates it, otherwise it is opened read-only.
-
-    What is stored of an input is up to a kind of run: `schema` is the statement that makes the table `inputs`, with at least the
-    columns id, position, failure and checksum, `columns` are those that are written, `encode` and `decode` turn rows into them
-    and back. `identity` is the digest of what must not change, `seal` that of the whole `manifest`: a store that belongs to
-    another run, or to another version of its manifest, is refused.
+    Args:
+        folder: the run directory.
+        manifest: of the run.
+        writable: create the file if need be; otherwise it is opened read-only, and an absent one is empty.
     """
 
-    schema: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]]
-    #: the file beside the store that says what the run is
-    manifest: ClassVar[str] = "run.json"
+    def __init__(self, folder: str | Path, manifest: Manifest, *, writable: bool = False) -> None:
+        self.path = Path(folder) / NAME
+        self.manifest = manifest
+        self._require_regular()
 
-    def encode(self, row: R) -> tuple[Any, ...]:
-        """The values of the columns."""
-        raise NotImplementedError
+        exists = self.path.exists()
+        # a reader opens for writing too, where it may: a killed writer's last transaction has to be rolled back
+        uri = f"{self.path.resolve().as_uri()}?mode={'rwc' if writable else 'rw'}" if exists or writable else _NOWHERE
+        with self._explained():
+            self.db = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
+        try:
+            self._open(writable)
+        except BaseException:
+            self.close()
+            raise
 
-    def decode(self, values: Sequence[Any]) -> R:
-        """The inverse; a row that makes no sense is an InputError."""
-        raise NotImplementedError
+    def _require_regular(self) -> None:
+        """SQLite waits for ever for a named pipe: only regular files are opened."""
+        for ending in ("", "-journal", "-wal", "-shm"):
+            path = self.path.with_name(NAME + ending)
+            try:
+                mode = path.stat().st_mode
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise InputError(f"cannot read {path}: {error.strerror}") from error
+            if not stat.S_ISREG(mode):
+                raise InputError(f"cannot read {path}: it is not a regular file")
 
-    def __init__(self, folder: str | Path, *, identity: str, seal: str | None = None, writable: bool = False) -> None:
-        self.path, self.writable, self.identity = Path(folder) / NAME, writable, identity
-        self._db: sqlite3.Connection | None = None
-        self.checked = False
-        log = self.path.with_name(f"{NAME}-wal")
-        self._logged = log.exists() and log.stat().st_size > 0  # a reader may leave an empty one
-        if not writable and not self.path.exists():
-            return  # a run that was started and killed before its first input
-        with self._translated():
-            self._db = connect(self.path, writable)
-            if self._tables() or writable:  # else killed between creating the file and its tables
-                self._check(identity, seal, writable)
-            else:
-                self.close()
+    def _open(self, writable: bool) -> None:
+        digest = self.manifest.digest()
+        with self._explained():
+            found = [sql for (sql,) in self.db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+            if not found:
+                if self.path.exists() and self.path.stat().st_size:
+                    raise InputError(f"{self.path} is not the store of a run: it holds no table of entries")
+                if not writable:
+                    self.db.close()
+                    self.db = sqlite3.connect(_NOWHERE, uri=True, isolation_level=None)
+                with self._transaction():
+                    self.db.execute(_SCHEMA)
+                    self._insert("run", [("digest", digest)])
+                return
+        if found != [_SCHEMA]:
+            raise InputError(f"{self.path} is not the store of a run: it has other tables")
 
-    @classmethod
-    def of(cls, folder: str | Path, manifest: Described, *, writable: bool = False) -> Self:
-        """The store of the run that a manifest describes."""
-        return cls(folder, identity=manifest.digest(), seal=manifest.seal(), writable=writable)
-
-    def _tables(self) -> set[str]:
-        return {row[0] for row in self.db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-
-    def _check(self, identity: str, seal: str | None, writable: bool) -> None:
-        """Refuse a damaged file and one that belongs to another run; make a new one complete."""
-        problem = self.db.execute(f"PRAGMA {'integrity_check' if writable else 'quick_check'}(1)").fetchone()[0]
-        there = self._tables()
-        if problem != "ok" or (there and not there.issuperset(_TABLES)):
-            raise sqlite3.DatabaseError(problem if problem != "ok" else "a table is missing")
-        if not there:
-            self._create(identity, seal)
-        self.checked = self.meta("checksums") is not None
-        if self.meta("identity") not in (None, identity):
-            raise InputError(
-                f"{self.path} belongs to another run than the {self.manifest} beside it; put the right two together"
-            )
-        if seal is not None and self.meta("manifest") not in (None, seal):
-            raise InputError(
-                f"the {self.manifest} beside {self.path} was changed after the run was begun: restore it, or start a new run"
-            )
-        if self.checked and self._tallied() != int(self.meta("rows") or 0):
-            raise sqlite3.DatabaseError(f"it counts {self.meta('rows')} inputs and holds {self._tallied()}")
-        if writable:
-            self._note("open", "1")
-            self.db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # so that it stands in the file itself, see `remarks`
-
-    def _create(self, identity: str, seal: str | None) -> None:
-        with self._transaction():
-            for statement in (*_SCHEMA.split(";"), self.schema):
-                if statement.strip():
-                    self.db.execute(statement)
-            noted = {"identity": identity, "checksums": "sha256", "rows": "0"}
-            noted |= {} if seal is None else {"manifest": seal}
-            self.db.executemany("INSERT INTO meta VALUES (?, ?)", noted.items())
-
-    def _tallied(self) -> int:
-        return int(self.db.execute("SELECT count(*) FROM inputs").fetchone()[0])
-
-    def _note(self, key: str, value: str) -> None:
-        with self._transaction():
-            self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
-    @property
-    def remarks(self) -> list[str]:
-        """What a reader must know about the file itself."""
-        if self._db is None:
-            return []
-        found = []
-        if not self.writable and self.meta("open") == "1" and not self._logged:
-            found.append(
-                f"{NAME} was copied from a run that was killed or still going, without {NAME}-wal: the inputs noted "
-                "there are missing here. Copy it too, or run the same command again to compute them."
-            )
-        if not self.checked:
-            found.append(
-                "The run was begun by the first release, without checksums: a changed number in run.json or in the stored "
-                "counts would not be noticed."
-            )
-        return found
-
-    @property
-    def db(self) -> sqlite3.Connection:
-        """The open connection."""
-        if self._db is None:
-            raise InputError(f"{self.path} is closed or does not exist")
-        return self._db
-
-    def close(self) -> None:
-        """Close the file; everything written is kept whether or not this is reached.
-
-        A writer leaves one plain file behind if nobody else is looking, so that it can be copied and read from anywhere.
-        """
-        if self._db is None:
-            return
-        if self.writable:
-            with suppress(sqlite3.Error):
-                self._db.execute("PRAGMA busy_timeout = 0")
-                self._note("open", "0")
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                self._db.execute("PRAGMA journal_mode = DELETE")
-        self._db.close()
-        self._db = None
+        stored = self._read("run")
+        if stored != [json.dumps(digest)]:
+            raise InputError(f"{self.path} belongs to another run than {MANIFEST} beside it: restore the two together")
 
     def __enter__(self) -> Self:
         return self
@@ -224,115 +260,71 @@ class Table(Generic[R]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- inputs ---------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Close the file."""
+        self.db.close()
 
-    def put(self, row: R) -> None:
-        """Store one input, durably against a killed process when this returns."""
-        self.put_all([row])
+    def put(self, rows: Iterable[Row]) -> None:
+        """Store inputs in one transaction: all or none, durably when this returns."""
+        self._put("input", ((_key(row.id), row.model_dump(mode="json", exclude_defaults=True)) for row in rows))
 
-    def put_all(self, rows: Iterable[R]) -> None:
-        """Store several inputs in one transaction: all or none."""
-        with self._translated(), self._transaction():
-            self._insert("inputs", self.columns, [self.encode(row) for row in rows])
-            self._count()
-
-    def done(self) -> set[InputId]:
-        """Ids of the stored inputs, failed ones included."""
-        return {row[0] for row in self._select("SELECT id FROM inputs")}
-
-    def pending(self, positions: Iterable[int], ids: Sequence[InputId], *, retry_failed: bool) -> list[int]:
-        """Positions of the data whose inputs (`ids` are those of all of it) are not stored; failed ones are, unless retried."""
-        if retry_failed:
-            self.forget_failures()
-        done = self.done()
-        return [int(p) for p in positions if ids[p] not in done]
-
-    def rows(self) -> list[R]:
+    def rows(self) -> list[Row]:
         """Every stored input, in the order of the data."""
-        return [self.decode(values) for values in self._read("inputs", self.columns, "ORDER BY position, rowid")]
+        manifest = self.manifest
+        rows = [parse_document(text, Row, f"{self.path}, an input") for text in self._read("input", manifest.total)]
+        for row in rows:
+            if not row.fits(manifest.settings, manifest.map):
+                raise InputError(f"{self.path} is damaged at input {row.id!r}: restore it from a copy")
+        return sorted(rows, key=lambda row: row.position)
 
-    def forget_failures(self) -> int:
-        """Remove the failed inputs, so that they are tried again; returns how many."""
-        with self._translated(), self._transaction():
-            removed = int(self.db.execute("DELETE FROM inputs WHERE failure IS NOT NULL").rowcount)
-            self._count()
-            return removed
-
-    # ---- attacks --------------------------------------------------------------------------------------------------
+    def forget_failures(self) -> None:
+        """Remove the failed inputs, so that they are tried again."""
+        failed = [(_key(row.id),) for row in self.rows() if row.failure is not None]
+        with self._explained(), self._transaction():
+            self.db.executemany("DELETE FROM entries WHERE kind = 'input' AND key = ?", failed)
 
     def put_attacks(self, rows: Iterable[AttackRow]) -> None:
         """Store attack results in one transaction."""
-        with self._translated(), self._transaction():
-            self._insert("attacks", _ATTACK, [(row.id, row.kind.value, *astuple(row)[2:]) for row in rows])
+        pairs = []
+        for row in rows:
+            plain = asdict(row) | {"kind": row.kind.value}
+            name = [value for field, value in plain.items() if field not in ("success", "distance")]
+            pairs.append((json.dumps(name), plain))
+        self._put("attack", pairs)
 
     def attacks(self) -> list[AttackRow]:
         """Every stored attack, by kind, epsilon and id."""
-        found = self._read("attacks", _ATTACK, "ORDER BY kind, epsilon, id, steps, restarts, seed")
-        return [AttackRow(a, b, c, bool(d), e, f, g, h) for a, b, c, d, e, f, g, h in found]
+        texts = self._read("attack")
+        found = [parse_document(text, _AttackDocument, f"{self.path}, an attack") for text in texts]
+        rows = [AttackRow(**row.model_dump()) for row in found]
+        return sorted(rows, key=lambda row: (row.kind, row.epsilon, str(row.id), row.steps, row.restarts, row.seed))
 
-    # ---- about the run --------------------------------------------------------------------------------------------
-
-    def meta(self, key: str) -> str | None:
-        """A remark stored beside the inputs."""
-        found = self._select("SELECT value FROM meta WHERE key = ?", (key,))
-        return found[0][0] if found else None
-
-    def add_session(self, started: str, engine: str, device: str, versions: dict[str, str]) -> None:
+    def add_session(self, session: Session) -> None:
         """Note that some inputs were computed by this engine, device and software."""
-        with self._translated(), self._transaction():
-            values = (started, engine, device, json.dumps(versions, sort_keys=True))
-            self._insert("sessions", _SESSION, [values])
+        count = len(self._read("session"))
+        self._put("session", [(f"{count:06d}", session.model_dump(mode="json"))])
 
-    def sessions(self) -> list[dict[str, Any]]:
+    def sessions(self) -> list[Session]:
         """When and with what the inputs were computed."""
-        found = self._read("sessions", _SESSION, "ORDER BY rowid")
-        try:
-            return [{"started": a, "engine": b, "device": c, "versions": dict(json.loads(d))} for a, b, c, d in found]
-        except (ValueError, TypeError) as error:
-            raise InputError(f"{self.path} is damaged in its list of sessions: restore it from a copy") from error
+        return [parse_document(text, Session, f"{self.path}, a session") for text in self._read("session")]
 
-    # ---- plumbing -------------------------------------------------------------------------------------------------
+    def _read(self, kind: str, most: int | None = None) -> list[str]:
+        """The payloads of one kind; sizes are checked before anything is read into memory."""
+        with self._explained():
+            query = "SELECT count(*), coalesce(max(length(payload)), 0), coalesce(max(typeof(payload)), 'text') "
+            count, longest, typed = self.db.execute(query + "FROM entries WHERE kind = ?", (kind,)).fetchone()
+            if longest > LARGEST or typed != "text" or (most is not None and count > most):
+                raise InputError(f"{self.path} is damaged: {count} entries, the longest {longest} letters of {typed}")
+            found = self.db.execute("SELECT payload FROM entries WHERE kind = ? ORDER BY key", (kind,)).fetchall()
+        return [payload for (payload,) in found]
 
-    def _select(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        if self._db is None:
-            return []
-        with self._translated():
-            return self.db.execute(query, values).fetchall()
+    def _put(self, kind: str, pairs: Iterable[tuple[str, Any]]) -> None:
+        with self._explained(), self._transaction():
+            self._insert(kind, pairs)
 
-    def _insert(self, table: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Put rows in, each with its checksum where the file has checksums."""
-        names = (*columns, "checksum") if self.checked else columns
-        filled = [(*row, self._checksum(table, columns, row)) if self.checked else tuple(row) for row in rows]
-        marks = ", ".join("?" * len(names))
-        self.db.executemany(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", filled)
-
-    def _read(self, table: str, columns: Sequence[str], order: str) -> list[tuple[Any, ...]]:
-        """The rows of a table, each held against its checksum."""
-        names = (*columns, "checksum") if self.checked else columns
-        found = self._select(f"SELECT {', '.join(names)} FROM {table} {order}")
-        if not self.checked:
-            return found
-        for *row, noted in found:
-            if noted != self._checksum(table, columns, row):
-                what = f"input {row[0]!r}" if table != "sessions" else "a session"
-                raise InputError(
-                    f"{self.path} is damaged at {what} of {table!r} (its checksum does not fit): restore it from a copy"
-                )
-        return [row[:-1] for row in found]
-
-    def _checksum(self, table: str, columns: Sequence[str], row: Sequence[Any]) -> str:
-        digest = Digest(f"{table} of {self.identity}")
-        for name, value in zip(columns, row, strict=True):
-            # as SQLite gives it back: truth values are numbers there
-            digest.add(
-                name, value if isinstance(value, bytes) else repr(int(value) if isinstance(value, bool) else value)
-            )
-        return digest.hex()[:32]
-
-    def _count(self) -> None:
-        """Note how many inputs there are, in the transaction that changes it."""
-        if self.checked:
-            self.db.execute("UPDATE meta SET value = ? WHERE key = 'rows'", (str(self._tallied()),))
+    def _insert(self, kind: str, pairs: Iterable[tuple[str, Any]]) -> None:
+        values = [(kind, key, json.dumps(payload, allow_nan=False)) for key, payload in pairs]
+        self.db.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", values)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -346,49 +338,39 @@ class Table(Generic[R]):
             raise
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
+        """Errors of SQLite as one sentence: what went wrong and what to do."""
         try:
             yield
-        except EquipoiseError:
-            self.close()
-            raise
         except sqlite3.Error as error:
-            raise InputError(explain(self.path, error)) from error
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+            hint = "is damaged ({}): move it away and run the same command again, or restore it from a copy"
+            if code in _FULL:
+                hint = "cannot be written ({}): free some space and run the same command again; what is stored is kept"
+            elif code in _CLOSED:
+                hint = "cannot be opened ({}): check the permissions of the folder"
+            elif code in _BUSY:
+                hint = "is in use by another process ({}): wait for it or stop it"
+            raise InputError(f"{self.path} {hint.format(one_line(error))}") from error
 
 
-class Store(Table[Row]):
-    """What is drawn of every input, by `runs.rows`."""
+def _key(name: InputId) -> str:
+    """Keeps 1 and "1" apart."""
+    return json.dumps(name)
 
-    schema = _SAMPLED
-    columns = _COLUMNS
 
-    def encode(self, row: Row) -> tuple[Any, ...]:
-        """Counts and moments as compressed arrays."""
-        soft = row.soft
-        described = None if soft is None else json.dumps([soft.map.name, soft.map.temperature, soft.map.mass])
-        buckets = None if soft is None else pack(soft.order, "<i4")
-        moments = None if soft is None else pack(soft.moments, "<f8")
-        return (
-            row.id, row.position, row.label, row.n0, row.draws, pack(row.selection, "<i8"), pack(row.estimation, "<i8"),
-            described, buckets, None if soft is None else soft.singles, None if soft is None else int(soft.direct), moments,
-            row.stopped, row.failure, f"{row.key:016x}", row.seconds,
-        )  # fmt: skip
+def pending(rows: Sequence[Row], positions: Iterable[int], ids: Sequence[InputId]) -> list[int]:
+    """Positions of the data whose inputs are not stored yet.
 
-    def decode(self, values: Sequence[Any]) -> Row:
-        """The row again."""
-        v = dict(zip(_COLUMNS, values, strict=True))
-        try:
-            soft = None
-            if v["moments"] is not None:
-                moments = unpack(v["moments"], "<f8", np.float64).reshape(4, -1)
-                order = unpack(v["buckets"], "<i4", np.int64)
-                soft = Soft(SimplexMap(*json.loads(v["map"])), order, v["singles"], bool(v["direct"]), moments)
-            selection, estimation = (unpack(v[name], "<i8", np.int64) for name in ("selection", "estimation"))
-        except (zlib.error, ValueError, TypeError, IndexError, KeyError) as error:
-            raise InputError(
-                f"{self.path} is damaged at input {v['id']!r} ({error}): restore it from a copy"
-            ) from error
-        return Row(
-            v["position"], v["id"], v["label"], v["n0"], v["draws"], selection, estimation, soft, v["stopped"], v["failure"],
-            int(v["key"], 16), v["seconds"],
-        )  # fmt: skip
+    Args:
+        rows: the stored ones.
+        positions: of the run's inputs.
+        ids: of all inputs of the data.
+    """
+    done = {row.id for row in rows}
+    return [int(p) for p in positions if ids[int(p)] not in done]
+
+
+def infinite_to_none(value: float) -> float | None:
+    """A number that a document can hold, None for NaN and infinity."""
+    return value if math.isfinite(value) else None

@@ -13,13 +13,13 @@ most α: an m whose gambler gets that rich is refuted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core import InputError, as_upper
-from equipoise.smoothing.intervals import OneSide, Pair, Side, clopper_pearson, empirical_bernstein, randomized_binomial
+from equipoise.smoothing.intervals import Side, clopper_pearson, empirical_bernstein, randomized_binomial
 from equipoise.smoothing.moments import Moments, Partition
 from equipoise.smoothing.radii import positive, radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
 from equipoise.smoothing.ramp import Floats
@@ -28,11 +28,7 @@ _CAP = 0.75
 _STEPS = 40
 
 
-@overload
-def betting(samples: ArrayLike, alpha: ArrayLike, side: OneSide) -> Floats: ...
-@overload
-def betting(samples: ArrayLike, alpha: ArrayLike, side: Literal["both"] = "both") -> Pair: ...
-def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Floats | Pair:
+def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     """Bound of the mean of independent values in [0, 1], the samples along the last axis, in the order drawn.
 
     Bets `λ_t = min(√(2·ln(1/α)/(n·v̂_{t−1})), 0.75/m)` with v̂ the running variance of the past; m is refuted when

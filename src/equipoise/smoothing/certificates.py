@@ -131,31 +131,26 @@ def read_log(path: str | Path) -> CertificationLog:
         raise InputError(f"{path} is not a text file: {error.reason} at byte {error.start}") from error
     if not lines or tuple(lines[0].split("\t")) != _COLUMNS:
         raise InputError(f"{path}: expected the header {' '.join(_COLUMNS)}")
-    rows = []
-    for number, line in enumerate(lines[1:], start=2):
-        if not line.strip():
-            continue
-        cells = line.split("\t")
-        try:
-            idx, label, predict, radius, correct, time = cells
-            rows.append((int(idx), int(label), int(predict), float(radius), int(correct), time))
-            if max(map(abs, rows[-1][:3])) >= 2**63:
-                raise ValueError("a number beyond 64 bits")
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: {error} in {line[:200]!r}") from error
-        if not rows[-1][3] >= 0 or rows[-1][4] not in (0, 1):
-            raise InputError(f"{path}, line {number}: a radius must be ≥ 0 and correct 0 or 1, got {line[:200]!r}")
+    rows = [_log_row(line, f"{path}, line {k}") for k, line in enumerate(lines[1:], start=2) if line.strip()]
     if not rows:
         raise InputError(f"{path}: the log has no rows")
-    idx_, label_, predict_, radius_, correct_, time_ = zip(*rows, strict=True)
-    return CertificationLog(
-        np.asarray(idx_, dtype=np.int64),
-        np.asarray(label_, dtype=np.int64),
-        np.asarray(predict_, dtype=np.int64),
-        np.asarray(radius_, dtype=np.float64),
-        np.asarray(correct_, dtype=bool),
-        time_,
-    )
+    columns: Any = zip(*rows, strict=True)
+    idx, label, predict, radius, correct, time = columns
+    idx, label, predict = (np.asarray(column, dtype=np.int64) for column in (idx, label, predict))
+    return CertificationLog(idx, label, predict, np.asarray(radius), np.asarray(correct, dtype=bool), time)
+
+
+def _log_row(line: str, where: str) -> tuple[int, int, int, float, int, str]:
+    try:
+        idx, label, predict, radius, correct, time = line.split("\t")
+        row = (int(idx), int(label), int(predict), float(radius), int(correct), time)
+    except ValueError as error:
+        raise InputError(f"{where}: {error} in {line[:200]!r}") from error
+    if max(map(abs, row[:3])) >= 2**63:
+        raise InputError(f"{where}: a number beyond 64 bits in {line[:200]!r}")
+    if not row[3] >= 0 or row[4] not in (0, 1):
+        raise InputError(f"{where}: a radius must be ≥ 0 and correct 0 or 1, got {line[:200]!r}")
+    return row
 
 
 def write_log(path: str | Path, certificates: Certificates, labels: ArrayLike, idx: ArrayLike | None = None) -> None:
@@ -171,13 +166,3 @@ def write_log(path: str | Path, certificates: Certificates, labels: ArrayLike, i
         right = int(k == y and k != ABSTAIN)
         lines.append(f"{i}\t{y}\t{k}\t{format_down(float(r), 4)}\t{right}\t")
     atomic_write(path, "\n".join(lines) + "\n")
-
-
-def accuracy_table(logs: dict[str, CertificationLog], epsilon: ArrayLike) -> dict[str, list[float]]:
-    """Certified accuracy of several logs at the same ε, and the best of them: the layout of the published tables."""
-    levels = np.atleast_1d(np.asarray(epsilon, dtype=np.float64))
-    if not logs:
-        raise InputError("no logs given")
-    table = {name: log.accuracy(levels).tolist() for name, log in logs.items()}
-    table["best"] = [max(column) for column in zip(*table.values(), strict=True)]
-    return table

@@ -5,7 +5,7 @@ All arguments broadcast. The betting interval, which looks at the samples, is in
 """
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,11 +23,7 @@ _MANY = 2048  # from here on equal arguments are looked for
 _SMALLEST = 1e-250  # below, `betaincinv` and `betainc` were seen to err by any factor
 
 
-@overload
-def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: OneSide) -> Floats: ...
-@overload
-def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Literal["both"] = "both") -> Pair: ...
-def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Floats | Pair:
+def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     """Exact bound of a binomial proportion from k hits in n draws.
 
     Lower bound ℓ: the root of `P(Bin(n, ℓ) ≥ k) = I_ℓ(k, n − k + 1) = α` (0 for k = 0), moved down until the
@@ -111,11 +107,7 @@ def _binomial_lower(k: Floats, n: Floats, alpha: Floats) -> Floats:
     return np.where(some, p, 0.0)
 
 
-@overload
-def hoeffding(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: OneSide) -> Floats: ...
-@overload
-def hoeffding(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Literal["both"] = "both") -> Pair: ...
-def hoeffding(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Floats | Pair:
+def hoeffding(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     """`mean ± √(ln(1/α)/(2n))` for independent values in [0, 1]; no variance needed.
 
     Guarantee: coverage ≥ 1 − α for every law on [0, 1]. Reference: Hoeffding (1963), Theorem 1.
@@ -129,15 +121,7 @@ def hoeffding(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "bot
     return _around(mean, n, side, alpha, lambda a: np.sqrt(np.log(1 / a) / (2 * n)))
 
 
-@overload
-def empirical_bernstein(mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: OneSide) -> Floats: ...
-@overload
-def empirical_bernstein(
-    mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Literal["both"] = "both"
-) -> Pair: ...
-def empirical_bernstein(
-    mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "both"
-) -> Floats | Pair:
+def empirical_bernstein(mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     """`mean ± (√(2V·ln(2/α)/n) + 7·ln(2/α)/(3(n − 1)))` for independent values in [0, 1].
 
     V is the *unbiased sample variance* `Σ(Z − mean)²/(n − 1)` (the extra 1/n of the thesis makes the interval √n too

@@ -1,13 +1,12 @@
-"""Buckets of classes that share a confidence interval, drawn up on the selection sample, and what is summed of their scores.
-the top's.
+"""Class buckets chosen on the selection sample, and their score moments.
 
-Counts are enough for hard votes; for soft ones these sums are. Both add up, so chunks, workers and restarts merge.
+Counts are enough for hard votes; for soft ones these sums are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,29 +151,15 @@ class Moments:
         cross[:, 0] = counts[:, 0]
         return cls(n.astype(np.float64), np.zeros_like(counts), counts, counts, cross)
 
-    def __add__(self, other: Moments) -> Moments:
-        if not np.array_equal(self.shift, other.shift):
-            raise InputError("moments add up only when their shifts are the same")
-        return Moments(
-            self.n + other.n,
-            self.shift,
-            self.first + other.first,
-            self.second + other.second,
-            self.cross + other.cross,
-        )
-
     def scaled(self, n: int) -> Moments:
         """The statistics a sample of n draws with the same mean and variance would have: to plan, never to certify."""
-        factor = (n / self.n)[:, None]
-        second, cross = (self._centred(s) for s in (self.second, self.cross))
-        extra = (n - 1) / np.maximum(self.n - 1, 1)[:, None]
-        return replace(
-            self,
+        more = (n - 1) / np.maximum(self.n - 1, 1)[:, None]
+        return Moments(
             n=np.full_like(self.n, float(n)),
             shift=self.mean,
-            first=np.zeros_like(self.first) * factor,
-            second=second * extra,
-            cross=cross * extra,
+            first=np.zeros_like(self.first),
+            second=self._centred(self.second) * more,
+            cross=self._centred(self.cross) * more,
         )
 
     def _centred(self, sums: Floats) -> Floats:

@@ -57,11 +57,6 @@ class Plan:
     shift: Floats
     joint: NDArray[np.bool_] | None = None
 
-    def row(self, i: int) -> Plan:
-        """The plan of one input."""
-        part = Partition(self.partition.order[i : i + 1], self.partition.singles[i : i + 1])
-        return Plan(part, *(getattr(self, f)[i : i + 1] for f in ("direct", "top", "rival", "hoped", "shift")))
-
 
 def plan_counts(row: Procedure, selection: Floats, n: int, noise: Gaussian, alpha: float) -> Plan:
     """Choose among the options by the radius that n draws would give; noise and alpha are the same for all inputs."""

@@ -120,7 +120,8 @@ _VOTES = (Option(one_against_rest, Split(0.5)), *(Option(every_class, Split(top)
 _ROWS = (
     Procedure(
         "rivals", (*_VOTES, Option(every_class, Split(0.5), joint=True), Option(every_class, direct=True)), True, True,
-        "one against the rest at α, class and every rival by one test at α, or by two bounds: no union over the classes",
+        "one against the rest at α, class and every rival by one test at α, or by two bounds: no union over the classes; "
+        "largest on average, not on every input",
         "intersection–union; see the proof in the documentation", map="hardmax",
     ),
     Procedure(

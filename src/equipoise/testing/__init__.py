@@ -6,7 +6,9 @@ without arguments that returns a tuple of `Check`.
 
 from importlib.metadata import entry_points
 
-from equipoise.testing import convolutions, matrices
+from equipoise.core.errors import InputError
+from equipoise.testing import convolutions, layers, matrices, networks
+from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import REFERENCE_ROUNDING, Check, Report, Tally, run
 
 #: name, share of the time, one batch of operators
@@ -20,12 +22,22 @@ CHECKS: tuple[Check, ...] = (
 )
 
 #: the built-in suites of `equipoise selfcheck NAME`
-SUITES: dict[str, tuple[Check, ...]] = {"norms": CHECKS}
+SUITES: dict[str, tuple[Check, ...]] = {
+    "norms": CHECKS,
+    "layers": (Check("layers, trained to break their constant", 1.0, layers.random_layers),),
+    "networks": (Check("networks, random compositions", 1.0, networks.random_networks),),
+}
 
 
-def suites() -> dict[str, tuple[Check, ...]]:
-    """The built-in suites and those of installed packages, by name."""
-    return {**SUITES, **{entry.name: entry.load()() for entry in entry_points(group="equipoise.selfchecks")}}
+def find_suite(name: str) -> tuple[Check, ...]:
+    """A built-in suite, or one of an installed package; an error lists the names."""
+    if name in SUITES:
+        return SUITES[name]
+    installed = {entry.name: entry for entry in entry_points(group="equipoise.selfchecks")}
+    if name not in installed:
+        raise InputError(f"there is no suite {name!r}; installed are {', '.join({**SUITES, **installed})}")
+    checks: tuple[Check, ...] = installed[name].load()()
+    return checks
 
 
-__all__ = ["CHECKS", "REFERENCE_ROUNDING", "SUITES", "Check", "Report", "Tally", "run", "suites"]
+__all__ = ["CHECKS", "REFERENCE_ROUNDING", "SUITES", "Check", "Report", "Tally", "check_facts", "find_suite", "run"]

@@ -8,29 +8,18 @@ from typing import TYPE_CHECKING, Any
 from equipoise.core.errors import InputError
 
 if TYPE_CHECKING:
-    from equipoise.train.loop import Diverged
-    from equipoise.train.reading import bundled, read_recipe
-    from equipoise.train.recipe import Recipe
-    from equipoise.train.run import Progress, Result, run_recipe
+    from equipoise.train.config import Recipe, bundled, read_recipe
+    from equipoise.train.loop import Diverged, Progress, Result, run_recipe
 
 __all__ = ["Diverged", "Progress", "Recipe", "Result", "bundled", "read_recipe", "run_recipe"]
 
-_HOME = {
-    "Diverged": "loop",
-    "Progress": "run",
-    "Recipe": "recipe",
-    "Result": "run",
-    "bundled": "reading",
-    "read_recipe": "reading",
-    "run_recipe": "run",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'equipoise.train' has no attribute {name!r}")
+    home = "config" if name in ("Recipe", "bundled", "read_recipe") else "loop"
     try:
-        return getattr(importlib.import_module(f"equipoise.train.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"equipoise.train.{home}"), name)
     except ModuleNotFoundError as error:
         if error.name in ("pydantic", "yaml"):
             raise InputError(f"training needs {error.name}: pip install 'equipoise[train]'") from error

@@ -1,7 +1,8 @@
-"""From a recipe to the things it names: data, network, optimizer, penalties, projections."""
+"""From a recipe to the things it names: data, network, optimizer."""
+
+from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints import load_factory, load_weights
-from equipoise.core.errors import InputError, one_line
+from equipoise.core.errors import InputError, did_you_mean, one_line
 from equipoise.core.imports import resolve
-from equipoise.optim.matrices import Muon, add_lookahead
-from equipoise.train.reading import fill_in, nearest
-from equipoise.train.recipe import Choice, Data, Model, Optimizer, data_order, generator
-from equipoise.train.text import READERS
-
-Penalty = Callable[[], Tensor]
+from equipoise.optim.muon import Muon, add_lookahead
+from equipoise.train.config import Data, Model, Optimizer, Recipe, fill_in
+from equipoise.train.randomness import data_order, generator
 
 
 class Source(Protocol):
-    """What a trainer needs of a dataset (`equipoise.data.Dataset` and `train.text.Snips` have it)."""
+    """What a trainer needs of a dataset (`equipoise.data.Dataset` has it).
+
+    A source may also have `facts` (arguments that a network wants to know) and `real_shape` (the shape of one input as a bound
+    sees it, where inputs are tokens).
+    """
 
     @property
     def num_classes(self) -> int:
@@ -37,11 +39,6 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """A digest of the content."""
-
-
-def real_shape(source: Source) -> tuple[int, ...]:
-    """The shape of one input as a bound sees it: that of the one-hot rows where inputs are tokens."""
-    return tuple(getattr(source, "real_shape", source.input_shape))
 
 
 @dataclass(frozen=True)
@@ -88,29 +85,22 @@ class Mixed(Part):
     def order(self, seed: int, epoch: int) -> Tensor:
         """All of the own examples, and the epoch's share of the others (positions from `len(indices)` on)."""
         own, count = len(self.indices), len(self.extra)
-        place = torch.arange(epoch * self.added, (epoch + 1) * self.added)
-        rounds = (place // count).unique().tolist()
-        others = torch.cat([
-            torch.randperm(count, generator=generator(seed, "extra", r))[place[place // count == r] % count]
-            for r in rounds
-        ]) if self.added else place  # fmt: skip
-        every = torch.cat([torch.arange(own), own + others])
+        start, stop = epoch * self.added, (epoch + 1) * self.added
+        chunks = [torch.arange(own)]
+        while start < stop:  # one round through the other dataset after the other, each in its own order
+            end = min(stop, (start // count + 1) * count)
+            order = torch.randperm(count, generator=generator(seed, "extra", start // count))
+            chunks.append(own + order[start % count :][: end - start])
+            start = end
+        every = torch.cat(chunks)
         return every[data_order(seed, epoch, len(every))]
 
     def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels at these positions, own examples first."""
         own = positions < len(self.indices)
-        parts = []
-        if bool(own.any()):
-            parts.append((own, self.source.batch(self.indices[positions[own]])))
+        x, y = self.source.batch(self.indices[positions.where(own, 0)])
         if not bool(own.all()):
-            parts.append((~own, self.extra.batch(positions[~own] - len(self.indices))))
-        if len(parts) == 1:
-            return parts[0][1]
-        x0, y0 = parts[0][1]
-        x, y = x0.new_empty(len(positions), *x0.shape[1:]), y0.new_empty(len(positions))
-        for where, (inputs, labels) in parts:
-            x[where], y[where] = inputs, labels
+            x[~own], y[~own] = self.extra.batch(positions[~own] - len(self.indices))
         return x, y
 
     def fingerprint(self) -> str:
@@ -141,62 +131,70 @@ class Parts:
 def build_data(data: Data) -> Parts:
     """The parts; which examples are held out or kept by a limit does not depend on the recipe's seed."""
     path = fill_in(data.path)
-    whole = _load(path, data.train)
+    whole = _load(path, data.train, data.reader)
     if whole.num_classes == 1:
-        raise InputError(f"{path} holds one class only: a classifier needs two to tell apart")
+        raise InputError(f"{path} holds one class only: a classifier needs at least two")
     order = torch.randperm(len(whole), generator=generator(0, "split"))[: data.limit]
     held = round(data.validation * len(order))
     if data.validation and not 0 < held < len(order):
         raise InputError(f"data.validation = {data.validation} of {len(order)} examples leaves one part empty")
-    train, kept = order[held:].sort().values, order[:held].sort().values
+    train = Part(whole, order[held:].sort().values)
+    validation = Part(whole, order[:held].sort().values) if held else None
     test = None
     if data.test is not None:
-        source = _load(path, data.test)
+        source = _load(path, data.test, data.reader)
         if source.input_shape != whole.input_shape:
             raise InputError(
                 f"{path}: inputs of the split {data.test!r} have shape {source.input_shape}, those of {data.train!r} "
                 f"{whole.input_shape}: one network cannot take both"
             )
-        chosen = torch.randperm(len(source), generator=generator(0, "split"))[: data.test_limit].sort().values
-        test = Part(source, chosen)
-    return Parts(_mixed(Part(whole, train), data), Part(whole, kept) if held else None, test)
+        kept = torch.randperm(len(source), generator=generator(0, "split"))[: data.test_limit]
+        test = Part(source, kept.sort().values)
+    if data.extra is not None:
+        extra = _load(fill_in(data.extra.path), data.extra.train, data.reader)
+        if extra.input_shape != whole.input_shape or extra.num_classes != whole.num_classes:
+            raise InputError(
+                f"data.extra: inputs of shape {extra.input_shape} with {extra.num_classes} classes do not go with those of "
+                f"the training split, {whole.input_shape} with {whole.num_classes}"
+            )
+        train = Mixed(whole, train.indices, extra, data.extra.ratio)
+    return Parts(train, validation, test)
 
 
-def _mixed(part: Part, data: Data) -> Part:
-    """The training examples with the extra ones of the recipe, which have to look like them."""
-    if data.extra is None:
-        return part
-    extra = _load(fill_in(data.extra.path), data.extra.train)
-    if extra.input_shape != part.source.input_shape or extra.num_classes != part.source.num_classes:
-        raise InputError(
-            f"data.extra: inputs of shape {extra.input_shape} with {extra.num_classes} classes do not go with those of the "
-            f"training split, {part.source.input_shape} with {part.source.num_classes}"
-        )
-    return Mixed(part.source, part.indices, extra, data.extra.ratio)
-
-
-def _load(path: str, split: str) -> Source:
-    kind, _, rest = path.partition(":")
-    if kind in READERS and rest:
-        read: Source = READERS[kind](rest, split)
-        return read
+def _load(path: str, split: str, reader: str | None) -> Source:
     from equipoise.data import load_dataset
 
-    return load_dataset(path, split)
+    read = load_dataset if reader is None else resolve(reader)
+    source: Source = read(path, split)
+    return source
+
+
+def random_parts(recipe: Recipe) -> Parts:
+    """`data.examples` random inputs for the recipe's network, to time it without its data."""
+    from equipoise.data import Dataset
+    from equipoise.nn.models import MODELS, input_shape
+
+    name = recipe.model.factory.rpartition(":")[2]
+    if name not in MODELS:
+        raise InputError(f"the shape of the inputs of {recipe.model.factory} is not known without the data")
+    shape = input_shape(name, **recipe.model.arguments)
+    x = torch.rand(8, *shape, generator=generator(0, "plan")).numpy()
+    classes = int(recipe.model.arguments.get("num_classes", 10))
+    source = Dataset.from_arrays(
+        x, torch.arange(8).numpy() % classes, name="random", num_classes=classes, layout="NCHW"
+    )
+    return Parts(Part(source, torch.arange(recipe.data.examples or 8) % 8), None, None)
 
 
 def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]]:
-    """The network and the arguments it was made with, tried on an example of the data."""
-    net, arguments = made_for(model, source)
-    require_fit(net, source, model.factory)
-    return net.train(), arguments
-
-
-def made_for(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]]:
-    """The network and its arguments, not yet tried.
+    """The network and the arguments it was made with, tried on an example of the data.
 
     `num_classes`, `in_channels`, `input_size`, `in_features` and `input_shape` are filled in from the data where the
     factory takes them and the recipe does not say.
+
+    Args:
+        model: the recipe's part.
+        source: the dataset.
     """
     arguments = dict(model.arguments)
     known = _parameters(model.factory)
@@ -204,17 +202,24 @@ def made_for(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]]:
         for name, value in _facts(source).items():
             if name in known and name not in arguments:
                 arguments[name] = value
-        unknown = [a for a in arguments if a not in known]
+        unknown = [name for name in arguments if name not in known]
         if unknown:
-            raise InputError(f"{model.factory} takes no argument {unknown[0]!r}{nearest(unknown[0], known)}")
+            raise InputError(f"{model.factory} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     net = load_factory(model.factory, arguments)
     if model.weights is not None:
         load_weights(net, fill_in(model.weights))
-    return net, arguments
+    require_fit(net, source, model.factory)
+    return net.train(), arguments
 
 
 def require_fit(net: nn.Module, source: Source, name: str) -> None:
-    """Refuse a network that does not take the data's inputs, or has too few outputs for its classes."""
+    """Refuse a network that does not take the data's inputs, or has too few outputs for its classes.
+
+    Args:
+        net: the network.
+        source: the dataset.
+        name: of the network, for messages.
+    """
     x, _ = source.batch(torch.zeros(1, dtype=torch.int64))
     device = next((p.device for p in net.parameters()), x.device)
     try:
@@ -249,43 +254,23 @@ def _parameters(factory: str) -> list[str] | None:
     return list(parameters)
 
 
-def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: str, *first: Any) -> Any:
-    """The row of a table called with `first` and the choice's arguments; unknown kinds and arguments get suggestions."""
-    if choice.kind not in table:
-        raise InputError(f"{where}: no kind {choice.kind!r}{nearest(choice.kind, table)}")
-    row = table[choice.kind]
-    parameters = inspect.signature(row).parameters
-    known = list(parameters)[len(first) :]
-    free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in choice.arguments:
-        if name not in known and not free:
-            raise InputError(f"{where}: {choice.kind!r} takes no {name!r}{nearest(name, known)}")
-    for name in known:
-        parameter = parameters[name]
-        required = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        )
-        if required and name not in choice.arguments:
-            raise InputError(f"{where}: {choice.kind!r} needs {name!r}")
-    try:
-        return row(*first, **choice.arguments)
-    except TypeError as error:
-        raise InputError(f"{where}: {choice.kind!r} cannot use {choice.arguments}: {error}") from error
-
-
 def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters; `decay: matrices` spares biases and scales from weight decay."""
+    """The optimizer of the trainable parameters; `decay: matrices` spares biases and scales from weight decay.
+
+    Args:
+        optimizer: the recipe's part.
+        model: the network.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise InputError("the network has no parameters to train")
-    groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": optimizer.weight_decay}]
-    if optimizer.decay == "matrices":
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": optimizer.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        groups = [g for g in groups if g["params"]]
+    decayed = [p for p in trained if p.ndim > 1 or optimizer.decay == "all"]
+    spared = [p for p in trained if p.ndim <= 1 and optimizer.decay == "matrices"]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": optimizer.weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
     built = _built(optimizer, groups)
     return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)
 

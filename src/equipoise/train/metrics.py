@@ -1,20 +1,57 @@
 """What is measured after an epoch: loss and accuracy, the network's proved bound, certified accuracy, layer norms."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.accuracy import certified_at
 from equipoise.core.errors import Refused
-from equipoise.train.build import Part
-from equipoise.train.losses import Classification
-from equipoise.train.task import Task, fitted
+from equipoise.train.losses import Classification, Task
+
+if TYPE_CHECKING:
+    from equipoise.train.build import Part
 
 Reduce = Callable[[Tensor], Tensor]
+
+
+class Totals:
+    """Sums of (value, count) by name, in float64, that processes can add up."""
+
+    def __init__(self, device: torch.device, names: Sequence[str] = ()) -> None:
+        self.device = device
+        self.pairs: dict[str, Tensor] = {}
+        for name in names:  # every process adds the same names, also one that has no examples
+            self.add(name, 0, 0)
+
+    def add(self, name: str, value: Tensor | float, count: Tensor | float) -> None:
+        """Add a sum over `count` examples.
+
+        Args:
+            name: of the figure.
+            value: the sum.
+            count: how many there were.
+        """
+        pair = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in (value, count)]
+        self.pairs[name] = self.pairs.get(name, 0.0) + torch.stack(pair)
+
+    def reduced(self, reduce: Reduce | None) -> dict[str, Tensor]:
+        """The pairs, over all processes."""
+        names = sorted(self.pairs)
+        if reduce is None or not names:
+            return {name: self.pairs[name] for name in names}
+        return dict(zip(names, reduce(torch.stack([self.pairs[name] for name in names])), strict=True))
+
+    def means(self, reduce: Reduce | None = None) -> dict[str, float | None]:
+        """The means, over all processes; None for what is not a number."""
+        pairs = {name: pair.tolist() for name, pair in self.reduced(reduce).items()}
+        means = {name: value / count if count else math.nan for name, (value, count) in pairs.items()}
+        return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
 @dataclass(frozen=True)
@@ -30,19 +67,29 @@ class Certified:
     pairs: Tensor | None = None
 
     def radii(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Certified radii, by pairs where they are known, else `margin/(√2·L)`; the better one for each input, float64."""
+        """Certified radii in float64: by pairs where those constants are proved, `margin/(√2·L)`, the larger of both.
+
+        Args:
+            logits: (B, classes), finite.
+            labels: (B,).
+        """
         from equipoise.smoothing.margins import margin_radius
 
-        found = torch.zeros(len(labels), dtype=torch.float64)
+        radii = torch.zeros(len(labels), dtype=torch.float64)
         if self.upper is not None:
-            found = margin_radius(logits, labels, self.upper)
+            radii = margin_radius(logits, labels, self.upper)
         if self.pairs is not None:
-            found = found.maximum(margin_radius(logits, labels, self.pairs))
-        return found
+            radii = radii.maximum(margin_radius(logits, labels, self.pairs))
+        return radii
 
 
 def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -> Certified:
-    """`lipschitz_bound` of the network with its effective weights, in evaluation mode; what it cannot bound has no certificate.
+    """`lipschitz_bound` of the network with its effective weights, in evaluation mode; what is refused has no certificate.
+
+    Args:
+        model: the network.
+        input_shape: of one input.
+        rtol: of the layers' norms.
 
     >>> certified_bound(nn.Flatten(), (2, 2), 1e-3).upper >= 1
     True
@@ -60,66 +107,55 @@ def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, part: Part, task: Task, device: torch.device, batch_size: int, epsilons: Sequence[float] = (),
-    certified: Certified | None = None, rank: int = 0, world: int = 1, reduce: Reduce | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R from proved constants, rounded down.
+    model: nn.Module,
+    part: Part,
+    task: Task,
+    device: torch.device,
+    batch_size: int,
+    epsilons: Sequence[float] = (),
+    certified: Certified | None = None,
+    rank: int = 0,
+    world: int = 1,
+    reduce: Reduce | None = None,
+) -> dict[str, Any]:
+    """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R from proved constants.
 
-    R is `min_k margin_k/K_yk` with the constants of pairs where the network ends in a linear layer, else `margin/(√2·L)`.
+    Guarantee: the certificate is about the ball of radius ε around each input, in ℓ2, for the real function of the stored
+    weights; the rounding inside the forward pass is not covered. Misclassified inputs are never certified.
 
-    The certificate is about the ball of radius ε around each input, in ℓ2; misclassified inputs are never certified. The rounding
-    inside the forward pass is not covered (as in `smoothing.margins`). The processes share the examples.
+    Args:
+        model: the network.
+        part: the examples.
+        task: the loss and what is counted.
+        device: of the network.
+        batch_size: examples of a pass.
+        epsilons: radii of the certified accuracy.
+        certified: proved constants; without them nothing is certified.
+        rank: of this process.
+        world: how many processes share the examples.
+        reduce: the sum over processes.
     """
     training = model.training
     model.eval()
-    task = fitted(task, model)
-    sums: dict[str, Tensor] = {}
-    known = certified is not None and certified.upper is not None
-    certify = known and isinstance(task, Classification)
+    task = task.fit(model, part.source)
+    certify = certified is not None and certified.upper is not None and isinstance(task, Classification)
+    asked = {f"certified/{float(epsilon)}": epsilon for epsilon in epsilons} if certify else {}
+    totals = Totals(device, ["loss", *task.metrics, *asked])
     for start in range(rank * batch_size, len(part), world * batch_size):
         x, y = part.batch(torch.arange(start, min(start + batch_size, len(part))))
         x, y = x.to(device), y.to(device)
         output = model(x)
-        counted = task.counts(output, y).items()
-        found = {n: torch.tensor([float(v) for v in pair], dtype=torch.float64, device=device) for n, pair in counted}
-        one = torch.tensor(float(len(y)), dtype=torch.float64, device=device)
-        found["loss"] = torch.stack([task.loss(output, y).double() * len(y), one])
-        if certify and certified is not None:
-            finite = torch.isfinite(output).all(1)  # logits that are no numbers have no margin: not certified
-            radius = certified.radii(output[finite], y[finite])
-            for epsilon in epsilons:
-                hits = certified_at(radius, radius > 0, epsilon).sum().double().to(device)
-                found[f"certified/{float(epsilon)}"] = torch.stack([hits, one])
-        for name, pair in found.items():
-            sums[name] = sums[name] + pair if name in sums else pair
+        totals.add("loss", task.loss(output, y).double() * len(y), len(y))
+        for name, (hits, tried) in task.counts(output, y).items():
+            totals.add(name, hits, tried)
+        if asked and certified is not None:
+            finite = torch.isfinite(output).all(1)  # without finite logits there is no margin: not certified
+            radii = certified.radii(output[finite], y[finite])
+            for name, epsilon in asked.items():
+                totals.add(name, certified_at(radii, radii > 0, epsilon).sum(), len(y))
     model.train(training)
-    return _ratios(_reduced(sums, _names(task, epsilons if certify else ()), device, reduce))
-
-
-def _names(task: Task, epsilons: Sequence[float]) -> list[str]:
-    return ["loss", *getattr(task, "metrics", ("accuracy",)), *(f"certified/{float(e)}" for e in epsilons)]
-
-
-def _reduced(
-    sums: dict[str, Tensor], names: list[str], device: torch.device, reduce: Reduce | None
-) -> dict[str, Tensor]:
-    """Every process adds the same names in the same order, also one that had no examples."""
-    if reduce is None:
-        return sums
-    none = torch.zeros(2, dtype=torch.float64, device=device)
-    total = reduce(torch.stack([sums.get(name, none) for name in names]))
-    return dict(zip(names, total, strict=True))
-
-
-def _ratios(sums: dict[str, Tensor]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    certified: dict[str, float] = {}
-    for name, (hits, tried) in ((n, v.tolist()) for n, v in sums.items()):
-        ratio = hits / tried if tried else math.nan
-        if name.startswith("certified/"):
-            certified[name.removeprefix("certified/")] = ratio
-        else:
-            result[name] = ratio if math.isfinite(ratio) else None
-    if certified:
-        result["certified_accuracy"] = certified
-    return result
+    means = totals.means(reduce)
+    figures: dict[str, Any] = {name: means[name] for name in ("loss", *task.metrics)}
+    if asked:
+        figures["certified_accuracy"] = {name.removeprefix("certified/"): means[name] for name in asked}
+    return figures

@@ -12,7 +12,7 @@ from torch import nn
 from equipoise.checkpoints import load_checkpoint
 from equipoise.conversion import Conversion, make_lipschitz
 from equipoise.core.accuracy import percent
-from equipoise.core.bounds import format_down
+from equipoise.core.bounds import format_down, format_up
 from equipoise.core.digests import unsealed
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, make_folder, read_json
@@ -20,11 +20,10 @@ from equipoise.core.precision import deflate
 from equipoise.nn.constants import known_constant
 from equipoise.nn.models import MODELS
 from equipoise.train.build import build_data, require_fit
+from equipoise.train.config import Recipe, read_recipe
+from equipoise.train.loop import Progress, Result, run_recipe
 from equipoise.train.losses import cross_entropy
 from equipoise.train.metrics import certified_bound, evaluate
-from equipoise.train.reading import read_recipe
-from equipoise.train.recipe import Recipe
-from equipoise.train.run import Progress, Result, run_recipe
 
 _HOME = "equipoise.nn.models:"
 #: what is trained unless a recipe says otherwise
@@ -65,13 +64,18 @@ class Robustified:
 
 
 def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows (figure, before, after), shares in per cent and rounded down."""
+    """Rows (figure, before, after), shares in per cent and rounded down.
+
+    Args:
+        before: `accuracy`, `certified_accuracy` by ε, `bound`.
+        after: the same of the new network.
+    """
 
     def share(value: float | None) -> str:
         return "–" if value is None else f"{percent(value)}%"
 
     def bound(value: float | None) -> str:
-        return "refused" if value is None else f"≤ {value:.5g}"
+        return "refused" if value is None else f"≤ {format_up(value, 5)}"
 
     rows = [("accuracy", share(before.get("accuracy")), share(after.get("accuracy")))]
     one, two = before.get("certified_accuracy") or {}, after.get("certified_accuracy") or {}
@@ -129,22 +133,26 @@ def robustify(
         net.factor.fill_(deflate(1 / max(known, 1.0)))
     start = run_dir / "state" / "start.safetensors"
     if not start.exists():
-        _store(net, start)
-    made = {"base": base, "arguments": arguments, "method": method, "options": options}
-    chosen = _recipe(folder, method, data, recipe, distill)
-    document = {
-        **chosen,
-        "model": {"factory": "equipoise.conversion:converted", "arguments": made, "weights": str(start)},
+        from safetensors.torch import save
+
+        make_folder(start.parent)
+        weights = {name: value.detach().contiguous().clone() for name, value in net.state_dict().items()}
+        atomic_write(start, save(weights))
+    document = _document(folder, method, data, recipe, distill)
+    document["model"] = {
+        "factory": "equipoise.conversion:converted",
+        "arguments": {"base": base, "arguments": arguments, "method": method, "options": options},
+        "weights": str(start),
     }
-    settled = read_recipe(document, changes)
-    before = _figures(model, settled, shape, str(folder))
-    result = run_recipe(settled, run_dir, cpu=cpu, progress=progress)
+    checked = read_recipe(document, changes)
+    before = _figures(model, checked, shape, str(folder))
+    result = run_recipe(checked, run_dir, cpu=cpu, progress=progress)
     final = result.final.get("test", result.final)
     after = {**{k: final.get(k) for k in ("accuracy", "certified_accuracy")}, "bound": result.final.get("bound")}
-    found = Robustified(result, net.conversion, before, after)
-    atomic_write(run_dir / "before-after.json", json.dumps(found.to_dict(), indent=1) + "\n")
-    atomic_write(run_dir / "before-after.md", found.markdown())
-    return found
+    robustified = Robustified(result, net.conversion, before, after)
+    atomic_write(run_dir / "before-after.json", json.dumps(robustified.to_dict(), indent=1) + "\n")
+    atomic_write(run_dir / "before-after.md", robustified.markdown())
+    return robustified
 
 
 def _named(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -159,14 +167,7 @@ def _named(folder: Path) -> tuple[str, dict[str, Any]]:
     return name, dict(config.get("arguments") or {})
 
 
-def _store(net: nn.Module, path: Path) -> None:
-    from safetensors.torch import save
-
-    make_folder(path.parent)
-    atomic_write(path, save({name: value.detach().contiguous().clone() for name, value in net.state_dict().items()}))
-
-
-def _recipe(
+def _document(
     folder: Path, method: str, data: str | None, recipe: str | Path | Mapping[str, Any] | None, distill: float
 ) -> dict[str, Any]:
     if not 0 <= distill < 1:
@@ -189,8 +190,8 @@ def _figures(model: nn.Module, recipe: Recipe, shape: tuple[int, ...], name: str
     if part is None:
         raise InputError("before and after are measured on a test split or a validation part: the recipe has neither")
     require_fit(model, part.source, name)
-    found = certified_bound(model, shape, recipe.metrics.rtol)
     asked = recipe.metrics
+    certified = certified_bound(model, shape, asked.rtol)
     device = torch.device("cpu")
-    figures = evaluate(model, part, cross_entropy(), device, asked.batch_size, asked.epsilons, found)
-    return {**{k: figures.get(k) for k in ("accuracy", "certified_accuracy")}, "bound": found.upper}
+    figures = evaluate(model, part, cross_entropy(), device, asked.batch_size, asked.epsilons, certified)
+    return {**{k: figures.get(k) for k in ("accuracy", "certified_accuracy")}, "bound": certified.upper}

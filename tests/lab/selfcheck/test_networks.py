@@ -12,8 +12,9 @@ import torch
 
 from equipoise.lipschitz.operations import Opaque
 from equipoise.lipschitz.rules import registry
-from equipoise.testing import run, suites
+from equipoise.testing import run
 from equipoise.testing.attack import Target, Witness, assault, confirmed
+from equipoise_lab.fuzz import programs_suite
 from equipoise_lab.fuzz.networks import Question, Trial, Violation, examine, minimised, script
 from equipoise_lab.fuzz.programs import Program, Statement, runs, shrunk
 from equipoise_lab.fuzz.statements import expressions, random_program
@@ -154,6 +155,6 @@ def test_programs_run():
 
 @pytest.mark.slow
 def test_two_minutes_without_violations():
-    report = run(suites()["networks"], seconds=120, seed=3)
+    report = run(programs_suite(), seconds=120, seed=3)
     assert report.violations == 0, report.tallies[0].scripts
     assert report.tallies[0].refused < 0.6 * (report.operators + report.tallies[0].refused)

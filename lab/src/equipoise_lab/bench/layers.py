@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.convert import methods, plain
+from equipoise.nn import convert
+from equipoise.nn.convert import methods
 from equipoise.nn.orthogonal.frequency import FrequencyConv2d
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d
 from equipoise.nn.rescaling import AOL, SN, SR, RLBConv2d
@@ -103,7 +104,7 @@ def exported(layer: nn.Module, size: int) -> nn.Module:
     """The plain form, for one image size where the weights depend on it."""
     if isinstance(layer, FrequencyConv2d | SandwichConv2d):
         return layer.export((size, size)).eval()
-    return plain(layer)[0].eval()
+    return convert.plain(layer)[0].eval()
 
 
 def costs(repeats: int = 5, channels: int = 64, size: int = 32, batch: int = 32, only: tuple[str, ...] = ()) -> Section:

@@ -238,7 +238,7 @@ def input_sizes(sizes: tuple[int, ...], repeats: int, channels: int = 64) -> Sec
 
 def gradient_memory(layers: tuple[Layer, ...]) -> Section:
     """Peak memory of a forward and backward pass: the explicit gradient against autodiff through the iterations."""
-    from equipoise.norms.functional import conv_norm
+    from equipoise.functional import conv_norm
 
     rows = []
     for layer in layers:

@@ -3,10 +3,8 @@
 Rows `{"name", "ours", "baseline", "ratio", "goal"}` as in `bench.smoothing`; both sides take turns in one run.
 """
 
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from equipoise.runs import Execution, TaskSpec, describe, open_run, start
-from equipoise.runs.inputs import Selection
-from equipoise.runs.manifest import Manifest
-from equipoise.runs.models import portable
-from equipoise.runs.parameters import Parameters
-from equipoise.runs.rows import Item
-from equipoise.runs.rows import Row as StoredRow
+from equipoise.runs import Row as StoredRow
+from equipoise.runs import Settings, open_run, prepare, start
+from equipoise.runs.settings import DataRecord, Manifest, ModelRecord
 from equipoise.runs.store import Store
 from equipoise.smoothing import SimplexMap, SmoothedClassifier
 from equipoise.smoothing.procedures import DEFAULT
@@ -35,7 +29,6 @@ def rows(repeats: int = 3, inputs: int = 10_000) -> list[Row]:
         *(overhead_row(name, model, shape, repeats) for name, model, shape in _networks()),
         overhead_row("small CNN, LVM-RS", small_cnn, (1, 28, 28), repeats, procedure="lvm"),
         reading_row(inputs),
-        *([ray_row(repeats)] if find_spec("ray") is not None else []),
     ]
 
 
@@ -59,7 +52,9 @@ def overhead_row(
     y, chosen = torch.zeros(inputs, dtype=torch.int64), SimplexMap("softmax", 0.5) if procedure == "lvm" else None
     smooth = SmoothedClassifier(model, 0.25, 10, map=chosen, seed=0)
     with tempfile.TemporaryDirectory() as folder:
-        job = describe(model, (x, y), sigma=0.25, n=n, procedure=procedure, map=chosen)
+        job = prepare(
+            model, (x, y), Settings.of("sampled", {"sigma": 0.25, "n": n, "procedure": procedure, "map": chosen})
+        )
         fresh = count()
 
         def ours() -> Any:
@@ -80,53 +75,30 @@ def reading_row(inputs: int = 10_000, classes: int = 10, procedure: str = DEFAUL
 
         def read() -> None:
             run = open_run(folder)
-            run.summary([0.0, 0.25, 0.5], certificates=run.certificates(alpha=0.01, procedure=procedure))
+            run.summary([0.0, 0.25, 0.5], results=run.results(alpha=0.01, procedure=procedure))
 
         spent = seconds(read)
     name = f"open, re-derive ({procedure}) and summarise {inputs:,} inputs, seconds / {allowed:g} s"
     return row(name, spent, allowed, spent / allowed, "≤ 1")
 
 
-def ray_row(
-    repeats: int = 3, *, make: Callable[[], nn.Module] = resnet, shape: tuple[int, ...] = (3, 32, 32), inputs: int = 16,
-    n: int = 900,
-) -> Row:  # fmt: skip
-    """Inputs per second of two Ray workers over those of one, one torch thread each, both built and warm; turns in one run.
-
-    Needs two free cores to mean anything.
-    """
-    from equipoise.runs.engines import ray as ray_engine
-
-    x = torch.rand(inputs, *shape, generator=torch.Generator().manual_seed(0))
-    spec = TaskSpec(portable(make()), Parameters(0.25, 10, n=n))
-
-    def items(number: int) -> Iterator[Item]:
-        return (Item(i, i, 0, x[i]) for i in range(number))
-
-    def speed(workers: int) -> float:
-        team = ray_engine.Team(payload, spec.device, Execution(workers))
-        try:
-            team.assemble()
-            list(team.rows(items(workers)))
-            return inputs / seconds(lambda: list(team.rows(items(inputs))))
-        finally:
-            team.dismiss()
-
-    payload = ray_engine.pack(spec)
-    with ray_engine.connected(Execution(2), len(payload)):
-        pairs = [(speed(2), speed(1)) for _ in range(repeats)]
-    ours, baseline, ratio = (statistics.median(v) for v in zip(*((a, b, a / b) for a, b in pairs), strict=True))
-    return row(f"two Ray workers / one, {inputs} inputs, n = {n}, inputs per second", ours, baseline, ratio, "≥ 1.6")
-
-
 def write_votes(folder: Path, inputs: int, classes: int, n: int = 100_000) -> None:
     """A finished run with made-up votes, as large as asked."""
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(classes, 0.3), size=inputs)
-    parameters = Parameters(0.25, classes, n=n)
-    manifest = Manifest({"hash": "none"}, {"fingerprint": "none"}, (Selection(),), inputs, parameters)
+    keywords = {"sigma": 0.25, "n": n, "seed": 0, "num_classes": classes, "noise": "float"}
+    manifest = Manifest(
+        model=ModelRecord(source="none", hash="none"),
+        data=DataRecord(source="none", fingerprint="none", inputs=inputs),
+        settings=Settings.of("sampled", keywords),
+        total=inputs,
+    )
     manifest.write(folder)
-    with Store(folder, identity=manifest.digest(), writable=True) as store:
-        first, second = (rng.multinomial(k, shares) for k in (100, n))
-        stored = (StoredRow(i, i, 0, 100, n, first[i], second[i], seconds=1.0) for i in range(inputs))
-        store.put_all(stored)
+    first, second = (rng.multinomial(k, shares).tolist() for k in (100, n))
+    with Store(folder, manifest, writable=True) as store:
+        store.put(
+            StoredRow(
+                id=i, position=i, label=0, n0=100, draws=n, selection=tuple(first[i]), estimation=tuple(second[i]), seconds=1.0
+            )
+            for i in range(inputs)
+        )  # fmt: skip

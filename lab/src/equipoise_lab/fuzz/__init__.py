@@ -3,11 +3,11 @@
 from equipoise.testing.runner import Check
 
 
-def networks_suite() -> tuple[Check, ...]:
+def programs_suite() -> tuple[Check, ...]:
     """Random programs, bounded and attacked."""
     from equipoise_lab.fuzz.networks import random_networks
 
-    return (Check("networks, random programs", 1.0, random_networks),)
+    return (Check("programs, random source code", 1.0, random_networks),)
 
 
 def files_suite() -> tuple[Check, ...]:

@@ -17,15 +17,14 @@ from torch import nn
 
 from equipoise.checkpoints import load_model, save_checkpoint
 from equipoise.core.digests import Digest, digest_document
-from equipoise.core.errors import EquipoiseError, InputError
+from equipoise.core.errors import EquipoiseError
 from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
 from equipoise.norms.files import weight_norms
 from equipoise.report.data import Margins, load_margins
-from equipoise.runs import AttackRow, certify, open_run
-from equipoise.runs.store import Attacked
+from equipoise.runs import Attacked, AttackRow, certify, open_run
 from equipoise.smoothing import read_log
-from equipoise.train.state import MetricsFile, RunDirectory, State, read_state
+from equipoise.train.journal import STATE, Journal, Position, read_state
 
 #: the inputs that networks are run on
 PROBE = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -87,30 +86,27 @@ def open_run_of(folder: Path) -> str:
     found = run.certificates()
     summary = run.summary().to_dict()
     summary.pop("seconds")
-    plain = [run.ids, run.labels.tolist(), found.prediction.tolist(), found.radius.tolist(), run.seconds, summary]
-    return digest_document([plain, [asdict(a) for a in run.attacks()], run.sessions()])
+    plain = [run.ids, run.labels.tolist(), found.prediction.tolist(), found.radius.tolist(), summary]
+    return digest_document([plain, [asdict(a) for a in run.attacks()], [s.versions for s in run.sessions()]])
 
 
 def make_state(folder: Path) -> None:
     """A training state and its metrics."""
-    directory = RunDirectory(folder / "run")
-    directory.open({"recipe": {}})
-    directory.save(State({f"model/{k}": v for k, v in _network().state_dict().items()}, {"step": 7, "epoch": 2}))
-    directory.close()
-    metrics = MetricsFile(folder / "run" / "metrics.jsonl")
-    for epoch in (1, 2):
-        metrics.append({"epoch": epoch, "accuracy": 0.5 + epoch / 10})
+    journal = Journal(folder / "run")
+    journal.open({"recipe": {}})
+    history = [{"epoch": epoch, "accuracy": 0.5 + epoch / 10} for epoch in (1, 2)]
+    position = Position(epoch=2, batch=0, step=7, history=history)
+    journal.save({"model": _network().state_dict()}, position)
+    journal.close()
 
 
 def open_state(folder: Path) -> str:
-    """The tensors, the position and the metrics."""
-    directory, metrics = RunDirectory(folder / "run"), MetricsFile(folder / "run" / "metrics.jsonl")
-    if not directory.states() or not metrics.path.exists():
-        raise InputError("no state, or no metrics: the run begins again, or is measured again")
-    state, digest = read_state(directory.states()[-1]), Digest("state")
-    for name in sorted(state.tensors):
-        digest.add(name, state.tensors[name])
-    return f"{digest} {state.position} {metrics.rewind(state.position['epoch'])}"
+    """The tensors and the position."""
+    state, position = read_state(folder / "run" / STATE)
+    digest = Digest("state")
+    for name in sorted(state["model"]):
+        digest.add(name, state["model"][name])
+    return f"{digest} {position}"
 
 
 def make_margins(folder: Path) -> None:
@@ -120,18 +116,11 @@ def make_margins(folder: Path) -> None:
 
 
 def make_data(folder: Path) -> None:
-    """Arrays, IDX files, CIFAR records and bare weights."""
+    """Arrays and bare weights."""
     from safetensors.torch import save_file
 
     pixels = (np.arange(2 * 3 * 32 * 32) % 251).astype(np.uint8)
     np.savez(folder / "a.npz", x=pixels.reshape(2, 3, 32, 32)[:, :, :4, :4], y=np.array([0, 1]))
-    (folder / "idx").mkdir()
-    head = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (2, 4, 4))
-    (folder / "idx" / "t10k-images-idx3-ubyte").write_bytes(head + pixels[:32].tobytes())
-    (folder / "idx" / "t10k-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 0, 1]))
-    (folder / "cifar").mkdir()
-    records = b"".join(bytes([label]) + pixels.reshape(2, -1)[label].tobytes() for label in (0, 1))
-    (folder / "cifar" / "test_batch.bin").write_bytes(records)
     save_file({"w": torch.eye(3), "k": torch.ones(2, 1, 3, 3)}, folder / "w.safetensors")
 
 
@@ -139,8 +128,6 @@ def open_data(folder: Path) -> str:
     """Fingerprints and norms; each file is opened even where one before it is refused."""
     return _each(
         lambda: load_dataset(folder / "a.npz", layout="NCHW").fingerprint(),
-        lambda: load_dataset(folder / "idx").fingerprint(),
-        lambda: load_dataset(folder / "cifar").fingerprint(),
         lambda: str([row.to_dict() for row in weight_norms(folder / "w.safetensors")]),
     )
 
@@ -206,7 +193,7 @@ def make_onnx(folder: Path) -> None:
 SUBJECTS: dict[str, Subject] = {
     "checkpoint": Subject(make_checkpoint, lambda folder: _answer(str(folder / "net"))),
     "program": Subject(make_program, lambda folder: _answer(str(folder / "net.pt2"))),
-    "run": Subject(make_run, open_run_of),
+    "run": Subject(make_run, open_run_of, guarded=False),
     "state": Subject(make_state, open_state),
     "margins": Subject(make_margins, lambda folder: repr(load_margins(folder))),
     "data": Subject(make_data, open_data, guarded=False),

@@ -33,12 +33,10 @@ from equipoise.nn.models.plain import Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
 from equipoise.nn.pooling import SpaceToDepth
 from equipoise.train import Recipe, read_recipe, run_recipe
-from equipoise.train.build import Part, Parts, build_data, build_model, build_optimizer, from_table
-from equipoise.train.losses import LOSSES as TASKS
+from equipoise.train.build import Part, Parts, build_data
+from equipoise.train.loop import step_seconds
 from equipoise.train.losses import cross_entropy
 from equipoise.train.metrics import certified_bound, evaluate
-from equipoise.train.plan import step_seconds
-from equipoise.train.task import fitted
 
 #: rows of the scoreboard: name → builder
 PEERS = {
@@ -202,12 +200,7 @@ def recipe(cell: Cell, budget: Budget, epochs: int = 1, limit: int | None = None
 
 def _step_seconds(chosen: Recipe, parts: Parts) -> float:
     """Processor seconds of a training step of a recipe."""
-    torch.manual_seed(chosen.seed)
-    model, _ = build_model(chosen.model, parts.train.source)
-    task = fitted(from_table(TASKS, chosen.loss, "loss"), model)
-    optimizer = build_optimizer(chosen.optimizer, model)
-    x, y = parts.train.batch(torch.arange(min(chosen.batch_size, len(parts.train))))
-    return step_seconds(model, task, optimizer, x, y, steps=4)
+    return step_seconds(chosen, parts, [min(chosen.batch_size, len(parts.train))], steps=4)[0]
 
 
 def fitting(seconds: float, budget: Budget, count: int) -> tuple[int, int]:

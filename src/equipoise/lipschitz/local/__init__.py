@@ -1,9 +1,6 @@
-"""Local bounds on a ball around an input: attacked from below, proved from above."""
+"""Local bounds on a ball around an input, and certified radii."""
 
-from equipoise.lipschitz.attack import attacked, project, stretch, unit
-from equipoise.lipschitz.local.measure import Effort, certified, local_lipschitz
-from equipoise.lipschitz.local.radius import Radii, certified_radius
+from equipoise.lipschitz.local.measure import Effort, local_lipschitz
+from equipoise.lipschitz.local.radius import Certifier, Radii, certified_radius
 
-__all__ = [
-    "Effort", "Radii", "attacked", "certified", "certified_radius", "local_lipschitz", "project", "stretch", "unit",
-]  # fmt: skip
+__all__ = ["Certifier", "Effort", "Radii", "certified_radius", "local_lipschitz"]

@@ -14,7 +14,7 @@ of `reduced`. Reference: Zhang et al. 2018 (CROWN); rounding as in `core.precisi
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,6 +31,7 @@ ENTRIES = 30_000_000
 #: differences are sharpened for layers whose rows fit in this many entries
 SHARP = 1_000_000
 _U = 2.0**-53
+_TINY = 1e-290  # more than underflow can take off: a difference that vanishes in float64 is not 0
 _WIDER = 1 + 1e-9  # covers the rounding of sums of up to 10⁶ non-negative float64 numbers
 
 Through = Callable[[int, Tensor], tuple[Tensor, "Tensor | None"]]
@@ -84,11 +85,13 @@ def enclose_ball(
     most_rows: int | None = None,
     inner: Ball | None = None,
     deadline: float = math.inf,
+    known: Mapping[int, float] | None = None,
 ) -> Ball | None:
     """The ball with every pre-activation interval refined backward; None where values leave the floats.
 
     `most_rows` leaves a layer with more open neurons than that unrefined. `inner` is a smaller ball around the same
-    point: its centre is taken over. After `deadline` (of `time.monotonic()`) intervals are left as they are.
+    point: its centre is taken over. After `deadline` (of `time.process_time()`) intervals are left as they are. `known` are
+    local Lipschitz bounds of nodes from elsewhere.
     """
     ball = Ball(network, x.detach().double().flatten(), radius, norm)
     read = {node.source for node in network.nodes if isinstance(node, Activation)}
@@ -99,11 +102,14 @@ def enclose_ball(
             _affine(ball, node, inner)
         else:
             _activation(ball, node, k, inner)
+        if known is not None and known.get(k, math.inf) < ball.total[k]:
+            ball.total[k] = known[k]
+            ball.lip[k] = ball.lip[k].clamp_max(known[k])
         if not bool(torch.isfinite(ball.low[k]).all() & torch.isfinite(ball.high[k]).all()):
             return None
         if k in read:
             _refine(ball, k, most_rows, deadline)
-            if time.monotonic() < deadline:
+            if time.process_time() < deadline:
                 _sharpen(ball, k)
     return ball
 
@@ -139,11 +145,11 @@ def _affine(ball: Ball, node: Affine, inner: Ball | None) -> None:
 
 def _differences(ball: Ball, node: Affine) -> tuple[Tensor, float]:
     """How much an affine node moves per unit of ‖δx‖₂, entry by entry and as a whole."""
-    lip = node.forward([ball.lip[s] for s in node.sources], magnitude=True) * _WIDER
-    grown = [inflate(gain * ball.total[s]) for gain, s in zip(node.gains, node.sources, strict=True)]
+    lip = node.forward([ball.lip[s] for s in node.sources], magnitude=True) * _WIDER + _TINY
+    grown = [inflate(gain * ball.total[s]) + _TINY for gain, s in zip(node.gains, node.sources, strict=True)]
     total = inflate(math.hypot(*grown) if node.root else math.fsum(grown))
     if node.rows is not None:
-        lip = torch.minimum(lip, inflate(node.rows * ball.total[node.sources[0]]))
+        lip = torch.minimum(lip, inflate(node.rows * ball.total[node.sources[0]]) + _TINY)
     total = min(total, inflate(float(torch.linalg.vector_norm(lip)) * _WIDER))
     return lip.clamp_max(total), total
 
@@ -158,7 +164,8 @@ def whole_space(network: Network, x: Tensor) -> Ball:
             lip, total = _differences(ball, node)
         else:
             steep = max(abs(v) for v in node.curve.slopes)
-            lip, total = inflate(steep * ball.lip[node.source]), inflate(steep * ball.total[node.source])
+            lip = inflate(steep * ball.lip[node.source]) + _TINY
+            total = inflate(steep * ball.total[node.source]) + _TINY
         ball.lip.append(lip)
         ball.total.append(total)
         ball.low.append(torch.full_like(lip, -math.inf))
@@ -180,8 +187,9 @@ def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> Non
         ends = curve.value(low), curve.value(high)
         least, most = ends[0] - 4 * _U * ends[0].abs(), ends[1] + 4 * _U * ends[1].abs()
     slopes = curve.secants((low, high), low, high)
-    lip = inflate(torch.maximum(slopes[0].abs(), slopes[1].abs()) * ball.lip[s])
-    total = min(inflate(steep * ball.total[s]), inflate(float(torch.linalg.vector_norm(lip)) * _WIDER))
+    steepest = torch.maximum(slopes[0].abs(), slopes[1].abs())
+    lip = inflate(steepest * ball.lip[s]) + _TINY * (steepest > 0)
+    total = min(inflate(steep * ball.total[s]) + _TINY, inflate(float(torch.linalg.vector_norm(lip)) * _WIDER))
     ball.lines[k] = lines
     largest = torch.maximum(lines.lower.abs(), lines.upper.abs()) * ball.size(s)
     g = gamma(len(least) + 1024, torch.float64)
@@ -200,7 +208,7 @@ def _refine(ball: Ball, k: int, most_rows: int | None, deadline: float) -> None:
     ball.rows += 2 * len(wanted)
     largest = ENTRIES if deadline == math.inf else ENTRIES // 8  # smaller batches end sooner
     for part in wanted.split(max(1, largest // (2 * ball.network.widest))):
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             break
         unit = torch.zeros(len(part), ball.network.sizes[k], dtype=torch.float64)
         unit[torch.arange(len(part)), part] = 1.0

@@ -22,7 +22,7 @@ from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 #: γ of a handful of operations: sums of branches, products with slopes
 _SHORT = gamma(16, torch.float64)
@@ -93,10 +93,11 @@ class Activation:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Nodes in order; node 0 is the input, the last one the output."""
+    """Nodes in order; node 0 is the input, the last one the output; `places` says which graph node became which."""
 
     nodes: tuple[Affine | Activation | None, ...]
     sizes: tuple[int, ...]
+    places: dict[fx.Node, int] = field(default_factory=dict, repr=False)
 
     @property
     def activations(self) -> list[int]:
@@ -150,7 +151,8 @@ def read_network(run: Propagation, cache: Cache) -> Network:
     kept = _ancestors(builder.nodes, out)
     place = {old: new for new, old in enumerate(kept)}
     nodes = tuple(_renumbered(builder.nodes[k], place) for k in kept)
-    return Network(nodes, tuple(math.prod(builder.shapes[k]) for k in kept))
+    places = {node: place[k] for node, k in builder.index.items() if k in place}
+    return Network(nodes, tuple(math.prod(builder.shapes[k]) for k in kept), places)
 
 
 def _ancestors(nodes: Sequence[Affine | Activation | None], out: int) -> list[int]:

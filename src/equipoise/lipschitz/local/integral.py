@@ -57,6 +57,7 @@ class Case:
     most: int = SWITCHING
     deadline: float = math.inf
     lost: Callable[[float], Tensor] | None = None
+    notes: set[str] = field(default_factory=set, repr=False)
     losses: dict[float, Tensor] = field(default_factory=dict, repr=False)
     balls: dict[float, Ball | None] = field(default_factory=dict, repr=False)
     bounds: dict[float, Tensor] = field(default_factory=dict, repr=False)
@@ -105,6 +106,8 @@ class Case:
                 slopes = slope_ranges(ball, core, anchored=inner == 0)
                 if count_switching(slopes) <= self.most:
                     self.maps[key] = reduced_maps(ball, slopes, self.rows)
+                else:
+                    self.notes.add(f"no integral: more than {self.most:,} neurons may switch for some inputs")
         return self.maps[key]
 
     def start(self, inner: float, outer: float) -> Tensor | None:
@@ -176,12 +179,12 @@ def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
     """The largest radius found at which the backward relaxation alone proves every margin positive, by bisection."""
     low, high = 0.0, start
     for _ in range(60):
-        if time.monotonic() > case.deadline or not case.holds(high):
+        if time.process_time() > case.deadline or not case.holds(high):
             break
         low, high = high, 2 * high
     if low == 0:
         for _ in range(40):
-            if time.monotonic() > case.deadline:
+            if time.process_time() > case.deadline:
                 return 0.0
             half = high / 4
             if case.holds(half):
@@ -191,7 +194,7 @@ def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
     if low == 0:
         return 0.0
     for _ in range(steps):
-        if time.monotonic() > case.deadline or high - low <= 2e-4 * low:
+        if time.process_time() > case.deadline or high - low <= 2e-4 * low:
             break
         middle = math.sqrt(low * high) if high > 1.5 * low else (low + high) / 2
         if case.holds(middle):
@@ -212,7 +215,7 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
     worst = int((case.relaxed(outer) / case.margins).argmin())
     first = integrate(case, worst, outer)
     again = outer * 1.08 if first.radius >= outer else first.radius * 1.012
-    if (first.radius >= outer or again < 0.99 * outer) and again > base and time.monotonic() < case.deadline:
+    if (first.radius >= outer or again < 0.99 * outer) and again > base and time.process_time() < case.deadline:
         more = integrate(case, worst, again)
         if more.radius > first.radius:
             first, outer = more, again
@@ -222,7 +225,7 @@ def integral_radius(case: Case, base: float) -> tuple[float, int]:
     closer = {worst}
     while True:
         limiting = min(reached, key=lambda k: (reached[k], k != worst))
-        if limiting in closer or time.monotonic() > case.deadline:
+        if limiting in closer or time.process_time() > case.deadline:
             break
         reached[limiting] = max(reached[limiting], integrate(case, limiting, outer, other=first).radius)
         closer.add(limiting)
@@ -243,7 +246,7 @@ def together_radius(case: Case, base: float, most: int = MOST) -> float:
     """
     found, outer = base, base * FIRST
     for _ in range(TRIES):
-        if time.monotonic() > case.deadline:
+        if time.process_time() > case.deadline:
             break
         L = common_constant(case, outer, case.left(outer, case.margins), most)
         if math.isinf(L):
@@ -263,6 +266,7 @@ def common_constant(case: Case, outer: float, margins: Tensor, most: int = MOST)
         return math.inf
     slopes = slope_ranges(ball, anchored=True)
     if count_switching(slopes) > most:
+        case.notes.add(f"no multipliers: more than {most:,} neurons may switch for some inputs")
         return math.inf
     joint = reduced_maps(ball, slopes, case.rows).divided(margins)
     found = best_multipliers(joint, gap=0.3, enough=_ROOM * (1 - 1e-6) / outer, deadline=case.deadline)

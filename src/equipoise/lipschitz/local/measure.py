@@ -1,35 +1,55 @@
-"""`local_lipschitz`: how much can the network stretch distances near an input? Attacked from below, certified from above.
+"""`local_lipschitz`: how much can the network stretch distances near an input? Both ends of the bracket are proved.
+
+One engine, three bounds, from cheap to tight; the least counts:
+
+* *boxes* (`enclose`), for every program: local gains layer by layer, neurons that cannot move dropped;
+* *gradient*, where the network is affine up to pointwise activations and max pooling: with reference slopes s of every
+  activation on the ball, secant slopes within w of them, `‖δf‖ ≤ (‖J‖ + Σ_i ‖G_i diag(w_i)‖·L_i)‖δx‖`, J the Jacobian and
+  G_i the derivative by activation i of the reference network, L_i a local bound of what enters it;
+* *multipliers*, for networks of moderate size: the best S-procedure bound of the neurons that may switch.
 
 By the same multipliers the constant of the whole space (`whole_bound`): every neuron may switch, whatever the input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError, Refused, require_one_of
-from equipoise.core.precision import full_precision, inflate
+from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
+from equipoise.core.precision import frobenius, full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
-from equipoise.lipschitz.batches import as_examples
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
-from equipoise.lipschitz.enclose import enclose
-from equipoise.lipschitz.linearise import gradient_bound
-from equipoise.lipschitz.local.backward import Slopes, enclose_ball, slope_ranges, whole_space
+from equipoise.lipschitz.enclose import Box, enclose
+from equipoise.lipschitz.local.backward import (
+    ENTRIES,
+    Ball,
+    Slopes,
+    difference_spread,
+    enclose_ball,
+    slope_ranges,
+    walk,
+    whole_space,
+)
 from equipoise.lipschitz.local.graph import Activation, Network, Unsupported, read_network
 from equipoise.lipschitz.local.multipliers import best_multipliers
 from equipoise.lipschitz.local.reduced import count_switching, reduced_maps
 from equipoise.lipschitz.logs import exp_up, log_root, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
-from equipoise.lipschitz.zonotope import zonotope_bound
-from equipoise.norms.bracket import Cache
+from equipoise.lipschitz.rounding import Rounding
+from equipoise.norms import spectral_norm
+from equipoise.norms.spectral import Cache
+
+Effort = Literal["auto", "fast", "multipliers"]
 
 #: limits of `effort="auto"`: neurons of the network, and of those that may switch
 NEURONS, SWITCHING = 20_000, 400
@@ -38,65 +58,6 @@ NEURONS, SWITCHING = 20_000, 400
 MOST, WHOLE = 6000, 3000
 #: more outputs than this would need too many backward passes
 OUTPUTS = 1024
-
-
-@dataclass
-class Switching:
-    """The network as affine maps and curves, or the reason why not; `note` tells what happened to the last sample."""
-
-    network: Network | None
-    unasked: bool
-    seconds: float | None = None
-    note: str = ""
-
-    @classmethod
-    def of(cls, run: Propagation, cache: Cache, effort: str, seconds: float | None = None) -> Switching:
-        """Read the network, unless the effort leaves it out."""
-        if effort not in ("auto", "multipliers"):
-            return cls(None, True)
-        try:
-            network = read_network(run, cache)
-        except Unsupported as reason:
-            return cls(None, True, note=f"no multipliers: {reason}")
-        if network.sizes[-1] > OUTPUTS:
-            return cls(None, True, note=f"no multipliers: the network has {network.sizes[-1]:,} outputs")
-        unasked = effort == "auto"
-        if unasked and network.neurons > NEURONS:
-            note = f"no multipliers: {network.neurons:,} neurons; effort='multipliers' tries them"
-            return cls(None, True, note=note)
-        return cls(network, unasked, seconds)
-
-    def bound(self, x: Tensor, radius: float) -> float:
-        """Upper bound of the Lipschitz constant on the ball; infinite where none was found."""
-        if self.network is None:
-            return math.inf
-        began = time.monotonic()
-        deadline = math.inf if self.seconds is None else began + self.seconds
-        ball = enclose_ball(self.network, x, radius, deadline=deadline)
-        if ball is None:
-            self.note = "no multipliers: values beyond the floats"
-            return math.inf
-        slopes = slope_ranges(ball)
-        n = count_switching(slopes)
-        if n > (SWITCHING if self.unasked else MOST):
-            guess = 30 * 12 * n**3 / 1e10
-            more = "effort='multipliers' tries" if n <= MOST else "a smaller radius has fewer"
-            self.note = f"no multipliers: {n:,} neurons may switch, some {guess:,.0f} s; {more}"
-            return math.inf
-        outputs = torch.eye(self.network.sizes[-1], dtype=torch.float64)
-        found = best_multipliers(reduced_maps(ball, slopes, outputs), deadline=deadline)
-        if found is None:
-            self.note = "no multipliers: their bound could not be proved in float64"
-            return math.inf
-        took = time.monotonic() - began
-        ended = "; the time was up" if time.monotonic() > deadline else ""
-        self.note = f"multipliers of {n:,} neurons that may switch, {found.steps} steps, {took:.1f} s{ended}"
-        return found.bound
-
-
-Effort = Literal["auto", "fast", "zonotope", "multipliers"]
-#: with more input entries than this `effort="auto"` leaves the zonotope out: it takes minutes and gigabytes
-SMALL = 256
 
 
 def local_lipschitz(
@@ -112,26 +73,28 @@ def local_lipschitz(
 ) -> Bracket:
     """Bracket, per sample, of the Lipschitz constant in ℓ2 on the ball of `radius` around each `x`.
 
-    `lower ≤ sup ‖f(a) − f(b)‖/‖a − b‖ ≤ upper` over `a ≠ b` with `‖a − x‖, ‖b − x‖ ≤ radius`. The lower end is a
-    pair of inputs found by
-    gradient ascent, or the Jacobian norm by power iteration, in float64 and shrunk by 10⁻⁶. The upper end is the
-    least of: the global bound; the product of local gains with neurons that cannot move dropped; the gradient bound of
-    `linearise`; with `effort="multipliers"` the best S-procedure bound of the neurons that may switch on the ball
-    (`multipliers`), their ranges by backward linear relaxation; with `effort="zonotope"` the bound of a relational enclosure.
+    `lower ≤ sup ‖f(a) − f(b)‖/‖a − b‖ ≤ upper` over `a ≠ b` with `‖a − x‖, ‖b − x‖ ≤ radius`. The lower end is the
+    stretch of a pair of inputs, found by gradient ascent, with the rounding of its evaluation in float64 subtracted. The upper
+    end is the least of the global bound and of the bounds of this module.
+
+    Guarantee: both ends hold for the real function of the stored weights, rounding included.
 
     Args:
         model: a module in evaluation mode, as for `lipschitz_bound`.
         x: a batch of inputs; both ends of the bracket are float64 tensors of shape `(len(x),)`.
         radius: of the ball, in ℓ2.
-        steps: of gradient ascent and of power iteration. 0 leaves the lower end at 0.
+        steps: of the search for a pair. 0 leaves the lower end at 0.
         rtol: relative gap asked of every operator norm.
         seed: of the starting points.
-        effort: `fast` leaves out what follows. `multipliers` takes one backward pass per neuron that may switch and a few
+        effort: `fast` leaves out the multipliers. `multipliers` takes one backward pass per neuron that may switch and a few
             dozen factorisations of a matrix of that size, where the network is affine up to pointwise activations and
-            max pooling. `zonotope` carries every input direction through it instead, as many forward passes as the input
-            has entries and more. `auto` takes the multipliers for up to 20,000 neurons of which 400 may switch, says so
-            in the bracket's `note` where it does not, and then takes the zonotope for inputs of at most 256 entries.
-        seconds: budget per sample of the multipliers; the best bound proved so far is returned when it ends.
+            max pooling. `auto` takes them for up to 20,000 neurons of which 400 may switch. What is left out is said in the
+            bracket's `note`.
+        seconds: budget per sample of the multipliers, in seconds of processor time; the best bound proved so far is returned
+            when it ends.
+
+    Returns:
+        A bracket with both ends per sample, and the note.
 
     >>> net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2))
     >>> b = local_lipschitz(net, torch.randn(4, 3), 0.01)
@@ -140,52 +103,205 @@ def local_lipschitz(
 
     References: Yang et al. 2020 (empirical local Lipschitz constant); Huang et al. 2021 (local bounds by pruning).
     """
-    (x,) = as_examples(x)
-    if not (radius > 0 and math.isfinite(radius)):
-        raise InputError(f"radius must be a positive number, got {radius}")
-    if x.dim() < 2:
-        raise InputError(f"x needs a batch dimension, got shape {tuple(x.shape)}")
-    if not bool(torch.isfinite(x).all()):
-        raise InputError("x has non-finite values")
+    x = checked_batch(model, x, "local_lipschitz")
+    require_positive(radius=radius, rtol=rtol)
     require_one_of(get_args(Effort), effort=effort)
-    if seconds is not None and not seconds > 0:
-        raise InputError(f"seconds must be positive, got {seconds}")
+    if seconds is not None:
+        require_positive(seconds=seconds)
+
     program = capture(model, x[:1])
     cache = Cache(rtol)
     reach = inflate(float(torch.linalg.vector_norm(x.detach().double().flatten(1), dim=1).max()) * (1 + 1e-12) + radius)
     with torch.no_grad(), full_precision():
         run = propagate(program, reach, rtol, cache)
-        switching = Switching.of(run, cache, effort, seconds)
-        found = [certified(run, sample[None], radius, cache, effort, switching) for sample in x]
-        upper = torch.tensor(found, dtype=torch.float64)
-    lower, note = lower_ends(model, program, x, radius, steps, seed) if steps > 0 else (torch.zeros_like(upper), "")
-    if bool((lower > upper * (1 + 1e-6)).any()):
+        engine = LocalBound.of(run, cache, effort, seconds)
+        upper = torch.tensor([engine.upper(sample[None], radius) for sample in x], dtype=torch.float64)
+    lower, note = torch.zeros_like(upper), ""
+    if steps > 0 and bool((upper > 0).any()):
+        lower, note = lower_ends(model, program, engine.evaluate, x, radius, steps, seed)
+    if bool((lower > upper).any()):
         raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
-    note = "; ".join(text for text in (switching.note, note) if text)
-    return Bracket(torch.minimum(lower, upper), upper, method="attack, certified on the ball", note=note)
+    note = "; ".join(text for text in (*engine.notes, note) if text)
+    return Bracket(lower, upper, method="pairs of values, certified on the ball", note=note)
 
 
-def certified(
-    run: Propagation,
-    x: Tensor,
-    radius: float,
-    cache: Cache,
-    effort: Effort = "fast",
-    switching: Switching | None = None,
-) -> float:
-    """Upper bound of the Lipschitz constant on the ball around one sample."""
-    if not any(run.facts[o].signal.numel for o in run.program.outputs):  # an empty output stays where it is
-        return 0.0
-    boxes = enclose(run, x, radius, cache)
-    layered = log_root(boxes[o].log for o in run.program.outputs)
-    chain = chain_total(run)
-    whole = min(layered, run.fused, math.inf if chain is None else chain)
-    upper = min(exp_up(whole), gradient_bound(run, boxes, x))
-    by_multipliers = math.inf if switching is None else switching.bound(x, radius)
-    small = effort == "auto" and math.isinf(by_multipliers) and x.numel() <= SMALL
-    if effort == "zonotope" or small:
-        upper = min(upper, zonotope_bound(run, boxes, x, radius, cache)[0])
-    return min(upper, by_multipliers)
+def checked_batch(model: Any, x: Any, what: str) -> Tensor:
+    """The batch of inputs, as the one tensor it must be; everything else is refused in a sentence.
+
+    Args:
+        model: must be a module or an exported program.
+        x: a float tensor with a batch dimension, or a tuple of one.
+        what: the function that was called.
+    """
+    if not isinstance(model, nn.Module | ExportedProgram):
+        raise InputError(f"{what} expects a model, an nn.Module or an ExportedProgram, got {type(model).__name__}")
+    if isinstance(x, tuple | list):
+        if len(x) != 1:
+            raise InputError(
+                f"{what} takes networks with one input, got {len(x)} tensors: fix the others inside the model, or use "
+                "lipschitz_bound, which takes several"
+            )
+        x = x[0]
+    if not isinstance(x, Tensor):
+        raise InputError(f"{what} expects a batch of inputs as a tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputError(
+            f"{what} expects float32 or float64 inputs, got {x.dtype}: convert them first, e.g. x.float() / 255"
+        )
+    if x.dim() < 2 or x.numel() == 0:
+        raise InputError(f"{what} expects inputs with a batch dimension, got shape {tuple(x.shape)}")
+    if not bool(torch.isfinite(x).all()):
+        raise InputError(f"{what} expects finite inputs, got NaN or infinity among them")
+    return x
+
+
+@dataclass
+class LocalBound:
+    """The network once propagated, and read as affine maps and curves where it is that; `notes` say what was left out."""
+
+    run: Propagation
+    cache: Cache
+    effort: Effort = "auto"
+    seconds: float | None = None
+    network: Network | None = None
+    rounding: Rounding | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Propagation, cache: Cache, effort: Effort = "auto", seconds: float | None = None) -> LocalBound:
+        """Read the network.
+
+        Args:
+            run: propagated on a ball that contains all others.
+            cache: of operator norms.
+            effort: see `local_lipschitz`.
+            seconds: of processor time per sample.
+        """
+        engine = cls(run, cache, effort, seconds)
+        try:
+            engine.network = read_network(run, cache)
+        except Unsupported as reason:
+            engine.say(f"boxes only: {reason}")
+        with contextlib.suppress(Refused):  # boxes bound the rounding of values then
+            engine.rounding = Rounding.of(run, cache)
+        return engine
+
+    def say(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def upper(self, x: Tensor, radius: float) -> float:
+        """Upper bound of the Lipschitz constant on the ball around one sample.
+
+        Args:
+            x: a batch of one.
+            radius: of the ball, in ℓ2.
+        """
+        outputs = self.run.program.outputs
+        if not any(self.run.facts[o].signal.numel for o in outputs):  # an empty output stays where it is
+            return 0.0
+        boxes = enclose(self.run, x, radius, self.cache)
+        chain = chain_total(self.run)
+        layered = log_root(boxes[o].log for o in outputs)
+        best = exp_up(min(layered, self.run.fused, math.inf if chain is None else chain))
+        return best if self.network is None else min(best, self._by_slopes(self.network, boxes, x, radius))
+
+    def _by_slopes(self, network: Network, boxes: dict[fx.Node, Box], x: Tensor, radius: float) -> float:
+        """By the gradient, and by multipliers where the network is not too large for them."""
+        if network.sizes[-1] > OUTPUTS or network.sizes[-1] * network.widest > ENTRIES:
+            self.say(f"boxes only: the network has {network.sizes[-1]:,} outputs")
+            return math.inf
+        large = self.effort == "auto" and network.neurons > NEURONS
+        if large:
+            self.say(f"no multipliers: {network.neurons:,} neurons; effort='multipliers' tries them")
+        exact = self.effort != "fast" and not large
+
+        began = time.process_time()
+        deadline = math.inf if self.seconds is None else began + self.seconds
+        known = {k: exp_up(boxes[node].log) for node, k in network.places.items() if node in boxes}
+        ball = enclose_ball(network, x, radius, most_rows=None if exact else 0, deadline=deadline, known=known)
+        if ball is None:
+            self.say("boxes only: values beyond the floats")
+            return math.inf
+        slopes = slope_ranges(ball)
+        best = gradient_bound(ball, slopes)
+        if not exact:
+            return best
+
+        n = count_switching(slopes)
+        if n > (SWITCHING if self.effort == "auto" else MOST):
+            guess = 30 * 12 * n**3 / 1e10
+            more = "effort='multipliers' tries" if n <= MOST else "a smaller radius has fewer"
+            self.say(f"no multipliers: {n:,} neurons may switch, some {guess:,.0f} s; {more}")
+            return best
+        outputs = torch.eye(network.sizes[-1], dtype=torch.float64)
+        found = best_multipliers(reduced_maps(ball, slopes, outputs), deadline=deadline)
+        if found is None:
+            self.say("no multipliers: their bound could not be proved in float64")
+            return best
+        ended = "; the time was up" if time.process_time() > deadline else ""
+        self.say(f"multipliers of {n:,} neurons that may switch, {found.steps} steps{ended}")
+        return min(best, found.bound)
+
+    def evaluate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of all outputs, a row per sample, and a bound of their rounding, entry by entry.
+
+        Where the rounding is known in ℓ2 only, it stands in the first entry of an output.
+        """
+        with torch.no_grad(), full_precision():
+            if self.rounding is not None:
+                return self.rounding.evaluate(x)
+            rows = [self._boxed(sample[None]) for sample in x]
+        return torch.stack([values for values, _ in rows]), torch.stack([error for _, error in rows])
+
+    def _boxed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        boxes = enclose(self.run, x, 1e-300, self.cache)
+        values, errors = [], []
+        for output in self.run.program.outputs:
+            box = boxes[output]
+            mid = torch.zeros(self.run.facts[output].signal.numel, dtype=torch.float64)
+            error = torch.zeros_like(mid)
+            error[:1] = math.inf if box.mid is None else box.rho
+            values.append(mid if box.mid is None else box.mid.flatten())
+            errors.append(error)
+        return torch.cat(values), torch.cat(errors)
+
+
+def gradient_bound(ball: Ball, slopes: Slopes) -> float:
+    """`‖J‖ + Σ_i ‖G_i diag(w_i)‖·L_i`, rounded up; per activation also `Σ_j w_j·‖G_ij‖·L_ij`, where that is less.
+
+    Args:
+        ball: with bounds of the differences of every node.
+        slopes: middle and half-width of every activation's secant slopes on the ball.
+    """
+    network = ball.network
+    switching = 0.0
+
+    def through(i: int, A: Tensor) -> tuple[Tensor, None]:
+        nonlocal switching
+        node = network.nodes[i]
+        assert isinstance(node, Activation)
+        middle, width = slopes[i]
+        moving = width > 0
+        if bool(moving.any()):
+            G = A[:, moving] * width[moving]
+            together = _norm(G) * ball.total[node.source]
+            apart = float(frobenius(G, (0,)) @ ball.lip[node.source][moving]) * (1 + 1e-9)
+            switching = inflate(switching + inflate(min(together, apart)))
+        return A * middle, None
+
+    rows = torch.eye(network.sizes[-1], dtype=torch.float64)
+    J, _, error = walk(network, len(network.nodes) - 1, rows, through, difference_spread(ball, slopes), offset=False)
+    total = inflate(_norm(J) + switching + float(frobenius(error[None])))
+    return math.inf if math.isnan(total) else total
+
+
+def _norm(G: Tensor) -> float:
+    """Upper bound of the spectral norm; infinite beyond the floats."""
+    if not bool(torch.isfinite(G).all()):
+        return math.inf
+    return float(spectral_norm(G, rtol=1e-6).upper) if bool(G.any()) else 0.0
 
 
 def whole_bound(run: Propagation, cache: Cache) -> float:
@@ -193,6 +309,10 @@ def whole_bound(run: Propagation, cache: Cache) -> float:
 
     LipSDP-Neuron of any feed-forward graph: with slopes of every activation in `[a, b]` everywhere, `δy = m δz + w v`,
     `|v| ≤ |δz|`, one multiplier per neuron (see `multipliers`). Guarantee: as `lipschitz_bound`, for all inputs.
+
+    Args:
+        run: of the network.
+        cache: of operator norms.
     """
     try:
         network = read_network(run, cache)

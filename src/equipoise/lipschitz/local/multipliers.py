@@ -13,7 +13,7 @@ growing ρ. With `X = (I − RRᵀ)⁻¹` the derivatives are entrywise: `tr(X �
 `Z = AᵀXA`, `A = diag(s, τ)^(−1/2) D̃ S^(1/2)`; some thirty steps of a few n³ operations.
 
 *Rounding.* Every s is a bound, so only the last one is proved: ‖R‖ < 1 for the stored numbers by a verified Cholesky
-factorisation (`norms.verify`), less the distance of the stored R from the true one.
+factorisation (`norms.cholesky`), less the distance of the stored R from the true one.
 
 References: Fazlyab et al. 2019 (LipSDP); Rump 2006 (verified positive definiteness).
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.reduced import Reduced
-from equipoise.norms.verify import below
+from equipoise.norms.cholesky import below
 
 _U = 2.0**-53
 #: a multiplier never falls below this many times its row's rounding error
@@ -99,7 +99,7 @@ def best_multipliers(
         steps: of Newton's method at most.
         gap: relative gap of `τ = L²` at which to stop.
         enough: stop as soon as the constant is below this.
-        deadline: of `time.monotonic()`; the best so far is proved when it is reached.
+        deadline: of `time.process_time()`; the best so far is proved when it is reached.
     """
     n, p = maps.switching, len(maps.slack) - maps.switching
     K = maps.C @ maps.C.mT
@@ -250,7 +250,7 @@ def _descend(
         point, own = _centred(problem, point, weight)
         if own < least:
             best, least = point, own
-        if step == steps or least <= enough * enough * (1 - 1e-6) or time.monotonic() > deadline:
+        if step == steps or least <= enough * enough * (1 - 1e-6) or time.process_time() > deadline:
             return [*path, best], step
         g, H = _derivatives(problem, point)
         H.diagonal().add_(g)

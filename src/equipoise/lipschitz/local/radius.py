@@ -1,60 +1,84 @@
-"""`certified_radius`: how far can this input move before its decision may change? Proved, for any network with a bound."""
+"""`certified_radius`: how far can this input move before its decision may change? Proved, for any network with a bound.
+
+This module is the only certified-radius engine for fixed networks: `certified_radius` for a batch in memory, and `Certifier`
+for callers that capture a network once and send it batch after batch.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
 from equipoise.core.precision import deflate, full_precision, inflate
-from equipoise.lipschitz.batches import as_examples
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import enclose
-from equipoise.lipschitz.local.backward import Norm, enclose_ball
+from equipoise.lipschitz.induced import induced_pairs
+from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius, together_radius
+from equipoise.lipschitz.local.measure import checked_batch
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
 from equipoise.lipschitz.rounding import Rounding
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 
 Effort = Literal["auto", "fast", "relaxation", "integral"]
+Deployed = Literal["float32"]
+Progress = Callable[[int, int], None]
+
 #: `effort="auto"` leaves the relaxation out of networks with more neurons than this
 NEURONS = 20_000
 #: the largest radius that is looked for
 LARGEST = 1e30
+#: what `Radii.methods` says of an input without a radius
+WRONG, UNPROVED = "not classified as labelled", "classified as labelled, nothing proved"
 
-Progress = Callable[[int, int], None]
+#: samples evaluated together
+_CHUNK = 64
+#: bisections for the radius of the deployed pass, which is then within 0.1 % of the largest one
+_BISECTIONS = 14
 
 
 @dataclass(frozen=True)
 class Radii:
     """Per sample: a proved radius, the rival that limits it, and the method that proved it.
 
-    `margins` are the proved margins at the inputs themselves (against `rivals`); `note` says what was left out, and why.
-    `deployed`: the radii hold for the network as it is evaluated in its own dtype, too, not only for the real function.
+    `radius` is about the real function of the stored weights: its margins are evaluated in `precision` with their rounding
+    covered. `deployed` holds the radii for a forward pass in float32, where they were asked for. `predictions` are the
+    classes with the largest value; an input can be classified as labelled with nothing proved (`right`, radius 0). `margins`
+    are those at the inputs against `rivals`: proved (rounded down) where the radius is positive, else as evaluated.
+    `note` says what was left out, and why.
     """
 
     radius: Tensor
     labels: Tensor
+    predictions: Tensor
     rivals: Tensor
     margins: Tensor
     methods: tuple[str, ...]
     norm: Norm = "l2"
     seconds: tuple[float, ...] = field(default=(), compare=False)
     note: str = ""
-    deployed: bool = False
+    deployed: Tensor | None = None
+    precision: str = "float64"
 
     def __len__(self) -> int:
         return len(self.radius)
+
+    @property
+    def right(self) -> Tensor:
+        """Whether the label has the largest value, whatever was proved."""
+        return self.predictions == self.labels
 
     def accuracy(self, epsilon: float) -> float:
         """Share of the inputs that keep their label within `epsilon` (`R ≥ ε` and `R > 0`)."""
@@ -70,7 +94,7 @@ def certified_radius(
     effort: Effort = "auto",
     seconds: float | None = None,
     rtol: float = 1e-3,
-    deployed: bool = True,
+    deployed: Deployed | None = None,
     progress: Progress | None = None,
 ) -> Radii:
     """The largest proved radius per sample: no input strictly within it is given another label than `labels`.
@@ -80,26 +104,30 @@ def certified_radius(
     * `global`: `min_k (f_y − f_k)(x)/(√2·L)`, L the network's bound;
     * `pairs`: `min_k (f_y − f_k)(x)/(L'·‖w_y − w_k‖)`, w the rows of the last layer and L' the bound of what comes before it
       (what a 1-Lipschitz network is made for);
+    * `linf`, `l1`: the same with product bounds in those norms, `margin/(2·L_∞)` and `margin/L_1`, or by pairs;
     * `relaxation`: backward linear relaxation of all margins on the ball (ℓ2, ℓ∞ and ℓ1);
     * `integral`: local constants of every margin, proved by multipliers, summed along the radius (ℓ2);
     * `multipliers`: one local constant of all margins together, where more neurons may switch than the integral takes (ℓ2).
 
-    Guarantee: for the real-number map of the captured graph with the stored weights, rounding of the margins and of every
-    bound included; and for the network as it is evaluated in its own dtype, whose rounding at every point of the ball is
-    bounded and taken off the margins (`lipschitz.rounding` says in which model of arithmetic). Where that rounding is not
-    known, `Radii.deployed` is False, the note says why, and the radii are about the real function alone.
+    Guarantee: for the real function of the stored weights. Its margins are evaluated in float64, and the rounding of that
+    evaluation and of every bound is covered. `deployed="float32"` adds radii for the network as it runs in float32, whose
+    rounding at every point of the ball is bounded and taken off the margins (`lipschitz.rounding` says in which model of
+    arithmetic); these are smaller, and 0 where a float32 pass may be off by more than the margin.
 
     Args:
         model: a classifier in evaluation mode whose output has shape (batch, classes).
         x: a batch of inputs.
         labels: (batch,), by default the network's own decisions. A sample that is not classified as labelled has radius 0.
-        norm: of the ball: `l2`, `linf` or `l1`. What is proved in ℓ2 counts in the others as far as the norms compare.
-        effort: `fast` (global and pairs), `relaxation`, `integral`, or `auto`: all that the network's size allows, and a
-            note about the rest.
-        seconds: budget per sample; when it ends, the best radius proved so far is returned.
+        norm: of the ball: `l2`, `linf` or `l1`. What is proved in one norm counts in the others as far as the norms compare.
+        effort: `fast` (constants of the whole space), `relaxation`, `integral`, or `auto`: all that the network's size allows.
+            What is left out is said in the note.
+        seconds: budget per sample, in seconds of processor time; when it ends, the best radius proved so far is returned.
         rtol: relative gap asked of every operator norm.
-        deployed: whether to cover the rounding of the forward pass on the whole ball.
+        deployed: `"float32"` also bounds the radius of the network evaluated in float32.
         progress: called with (done, total) after every sample.
+
+    Returns:
+        Radii of all samples, with labels, rivals, methods and the note.
 
     >>> net = nn.Sequential(nn.Linear(2, 2, bias=False))
     >>> _ = net[0].weight.data.copy_(torch.eye(2))
@@ -108,183 +136,317 @@ def certified_radius(
 
     References: Tsuzuku et al. 2018 (global, pairs); Zhang et al. 2018 (relaxation); Fazlyab et al. 2019 (multipliers).
     """
-    (x,) = as_examples(x)
-    if x.dim() < 2 or not bool(torch.isfinite(x).all()):
-        raise InputError(f"x needs a batch dimension and finite values, got shape {tuple(x.shape)}")
-    require_one_of(get_args(Norm), norm=norm)
-    require_one_of(get_args(Effort), effort=effort)
-    if seconds is not None and not seconds > 0:
-        raise InputError(f"seconds must be positive, got {seconds}")
-    program = capture(model, x[:1])
-    shapes = [tuple(o.meta["val"].shape) for o in program.outputs]
-    if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][1] < 2:
-        raise InputError(f"a classifier has one output (batch, classes ≥ 2), this model's output has shape {shapes}")
-    if labels is not None and (labels.shape != x.shape[:1] or bool(((labels < 0) | (labels >= shapes[0][1])).any())):
-        raise InputError(f"labels must be {len(x)} integers from 0 to {shapes[0][1] - 1}")
-    with torch.no_grad(), full_precision():
-        run = propagate(program, None, rtol, cache := Cache(rtol))
-        certifier = Certifier.of(run, cache, norm, effort, deployed)
-        found = []
-        for i, sample in enumerate(x):
-            began = time.monotonic()
-            label = None if labels is None else int(labels[i])
-            deadline = math.inf if seconds is None else began + seconds
-            found.append((*certifier.certify(sample[None], label, deadline), time.monotonic() - began))
-            if progress is not None:
-                progress(i + 1, len(x))
-    radius, label_, rival, margin, methods, took = zip(*found, strict=True)
-    numbers = {"radius": radius, "margins": margin}
-    return Radii(
-        **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()},
-        labels=torch.tensor(label_),
-        rivals=torch.tensor(rival),
-        methods=tuple(methods),
-        norm=norm,
-        seconds=tuple(took),
-        note=certifier.note,
-        deployed=deployed and certifier.rounding is not None,
-    )
-
-
-Found = tuple[float, int, int, float, str]
+    x = checked_batch(model, x, "certified_radius")
+    certifier = Certifier.of(model, x[:1], norm=norm, effort=effort, rtol=rtol, deployed=deployed)
+    return certifier.radii(x, labels, seconds=seconds, progress=progress)
 
 
 @dataclass
 class Certifier:
-    """What is the same for all samples: the global constants per pair of classes, and the network if it can be read."""
+    """A network, captured and bounded once: `radii` certifies batch after batch of inputs.
+
+    `constants` holds, by method, upper bounds of the constants of `f_i − f_j` (classes, classes) in the norm of the ball.
+    """
 
     run: Propagation
     cache: Cache
     norm: Norm
     effort: Effort
-    network: Network | None
-    whole: float
-    pairs: Tensor | None
-    note: str
+    classes: int
+    constants: dict[str, Tensor]
+    network: Network | None = None
     rounding: Rounding | None = None
-    deployed: bool = True
+    deployed: Deployed | None = None
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, run: Propagation, cache: Cache, norm: Norm, effort: Effort, deployed: bool = True) -> Certifier:
-        """Read the network and take its global constants."""
-        network, note, rounding = None, "", None
-        try:
-            network = read_network(run, cache)
-        except Unsupported as reason:
-            note = f"global bounds only: {reason}"
-        if network is not None and effort == "auto" and network.neurons > NEURONS:
-            note = (
-                f"global bounds only: {network.neurons:,} neurons are too many for the relaxation to be tried "
-                "unasked; effort='relaxation' tries"
+    def of(
+        cls,
+        model: nn.Module | ExportedProgram,
+        example: Tensor,
+        *,
+        norm: Norm = "l2",
+        effort: Effort = "auto",
+        rtol: float = 1e-3,
+        deployed: Deployed | None = None,
+    ) -> Certifier:
+        """Capture the network on one input, read it, and take its constants.
+
+        Args:
+            model: as for `certified_radius`.
+            example: a batch of one input.
+            norm: of the balls.
+            effort: which methods to try.
+            rtol: relative gap asked of every operator norm.
+            deployed: `"float32"`: also radii of the network evaluated in float32.
+        """
+        require_one_of(get_args(Norm), norm=norm)
+        require_one_of(get_args(Effort), effort=effort)
+        if deployed is not None:
+            require_one_of(get_args(Deployed), deployed=deployed)
+        program = capture(model, example)
+        shapes = [tuple(o.meta["val"].shape) for o in program.outputs]
+        if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][1] < 2:
+            raise InputError(
+                f"a classifier has one output (batch, classes ≥ 2), this model's output has shape {shapes}"
             )
-            effort = "fast"
+
+        with torch.no_grad(), full_precision():
+            cache = Cache(rtol)
+            run = propagate(program, None, rtol, cache)
+            certifier = cls(run, cache, norm, effort, shapes[0][1], {}, deployed=deployed)
+            certifier._take_constants()
+            certifier._read_network()
+            certifier._bound_rounding()
+        return certifier
+
+    @property
+    def note(self) -> str:
+        """What the radii are about, and what was left out, and why."""
+        about = "about the real function of the stored weights, evaluated in float64"
+        if self.deployed is not None:
+            about += f"; `deployed`: as evaluated in {self.deployed}"
+        return "; ".join([about, *self.notes])
+
+    def _say(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _take_constants(self) -> None:
+        """Constants of the whole space, turned into the norm of the ball by `‖δ‖_∞ ≤ ‖δ‖₂ ≤ ‖δ‖₁ ≤ √d‖δ‖₂ ≤ d‖δ‖_∞`."""
+        d = self.run.program.inputs[0].meta["val"].numel()
+        root = math.sqrt(d) * (1 + 2.0**-50)
+        factors = {
+            "l2": {"l2": 1.0, "linf": 1.0, "l1": root},
+            "linf": {"l2": root, "linf": 1.0, "l1": float(d)},
+            "l1": {"l2": 1.0, "linf": 1.0, "l1": 1.0},
+        }[self.norm]
+
+        chain = chain_total(self.run)
+        whole = exp_up(min(self.run.fused, math.inf if chain is None else chain))
+        both = inflate(math.sqrt(2) * whole * factors["l2"])
+        self.constants["global"] = torch.full((self.classes, self.classes), both, dtype=torch.float64)
+
+        pairs = pair_constants(self.run)
+        if pairs is None:
+            self._say("no constants by pairs: the network does not end in a linear layer")
+        else:
+            self.constants["pairs"] = inflate(pairs * factors["l2"])
+
+        for order in ("linf", "l1"):
+            try:
+                self.constants[order] = inflate(induced_pairs(self.run, order) * factors[order])
+            except Refused as reason:
+                if order == self.norm:
+                    self._say(f"no product bound in {order}: {reason}")
+
+    def _read_network(self) -> None:
+        """The network for the relaxation, or a note why there is none."""
+        if self.effort == "fast":
+            return
         try:
-            rounding = Rounding.of(run, cache)
+            network = read_network(self.run, self.cache)
+        except Unsupported as reason:
+            return self._say(f"global bounds only: {reason}")
+        if self.effort == "auto" and network.neurons > NEURONS:
+            return self._say(
+                f"global bounds only: {network.neurons:,} neurons are too many for the relaxation to be tried unasked; "
+                "effort='relaxation' tries"
+            )
+        self.network = network
+        if self.norm != "l2" and self.effort != "relaxation":
+            self._say("no integral and no multipliers: they are for ℓ2")
+
+    def _bound_rounding(self) -> None:
+        """The rounding of forward passes; without it, boxes bound that of the float64 evaluation."""
+        try:
+            self.rounding = Rounding.of(self.run, self.cache)
+            if self.deployed is not None:
+                self.rounding.require(torch.float32)
         except Refused as reason:
-            if deployed:
-                note = f"{note}; " * bool(note) + f"about the real function alone, its evaluation may round: {reason}"
-        chain = chain_total(run)
-        whole = exp_up(min(run.fused, math.inf if chain is None else chain))
-        return cls(run, cache, norm, effort, network, whole, pair_constants(run), note, rounding, deployed)
+            if self.deployed is not None:
+                raise Refused(f"there are no radii for a pass in {self.deployed}: {reason}") from reason
 
-    def certify(self, x: Tensor, label: int | None, deadline: float) -> Found:
-        """Radius, label, rival, margin and method of one sample."""
-        logits, slip = self.logits(x)
-        label = int(logits.argmax()) if label is None else label
-        others = [k for k in range(len(logits)) if k != label]
-        gap = logits[label] - logits[others] - inflate(slip[label] + slip[others])
-        gap = gap - 2.0**-50 * (gap.abs() + logits.abs().max() * 2)
-        first = int(gap.argmin())
-        if not float(gap[first]) > 0:
-            return 0.0, label, others[first], float(gap[first]), "not classified as labelled"
-        radius, at, method = self._global(gap, label, others, x.numel())
-        if self.rounding is not None and self.deployed:
-            radius, at, method = self._evaluated(x, gap, label, others, radius)
-        if self.network is not None and self.effort != "fast" and 0 < radius < LARGEST:
-            better = self._local(x, gap, label, others, deadline, radius)
-            if better[0] > radius:
-                radius, at, method = better
-        return radius, label, others[at], float(gap[at]), method
+    def radii(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        *,
+        seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Radii:
+        """Radii of a batch of inputs.
 
-    def _lost(self, x: Tensor, radius: float, label: int, others: list[int]) -> Tensor:
-        """What a forward pass may take off every margin at inputs within `radius`; 0 where only real functions are meant."""
-        if self.rounding is None or not self.deployed:
-            return torch.zeros(len(others), dtype=torch.float64)
-        off = self.rounding.deployed(x, inflate(radius * self._share(x.numel())))[0]
-        return inflate(off[label] + off[others])
+        Args:
+            x: inputs of the shape the network was captured with.
+            labels: (batch,), by default the network's own decisions.
+            seconds: budget per sample, in seconds of processor time.
+            progress: called with (done, total) after every sample.
+        """
+        if seconds is not None:
+            require_positive(seconds=seconds)
+        expected = tuple(self.run.program.inputs[0].meta["val"].shape[1:])
+        if tuple(x.shape[1:]) != expected:
+            raise InputError(f"expected inputs of shape {expected}, got {tuple(x.shape[1:])}")
+        y = self._labels(labels, len(x))
 
-    def _share(self, entries: int) -> float:
-        """ℓ2 length of what is 1 long in the norm of the ball, at most."""
-        return math.sqrt(entries) * (1 + 2.0**-50) if self.norm == "linf" else 1.0
+        rows: list[dict[str, Any]] = []
+        with torch.no_grad(), full_precision():
+            for first in range(0, len(x), _CHUNK):
+                part = slice(first, first + _CHUNK)
+                for row in self._chunk(x[part], None if y is None else y[part], seconds):
+                    rows.append(row)
+                    if progress is not None:
+                        progress(len(rows), len(x))
 
-    def _evaluated(
-        self, x: Tensor, gap: Tensor, label: int, others: list[int], radius: float
-    ) -> tuple[float, int, str]:
-        """By global constants, with margins that outlast the rounding of a forward pass anywhere in the ball."""
-        best = (0.0, int(gap.argmin()), "rounding exceeds the margin")
-        cap = radius
-        for _ in range(8):
-            left = _less(gap, self._lost(x, cap, label, others))
-            if float(left.min()) > 0:
-                found = self._global(left, label, others, x.numel())
-                best = max(best, (min(found[0], cap), *found[1:]))
-            if best[0] >= cap / 2:
-                break
-            cap /= 16  # the rounding grows with the ball: a smaller one may keep more
-        return best
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([row[name] for row in rows], dtype=dtype)
+
+        return Radii(
+            radius=column("radius", torch.float64),
+            labels=column("label", torch.long),
+            predictions=column("prediction", torch.long),
+            rivals=column("rival", torch.long),
+            margins=column("margin", torch.float64),
+            methods=tuple(row["method"] for row in rows),
+            norm=self.norm,
+            seconds=tuple(row["seconds"] for row in rows),
+            note=self.note,
+            deployed=None if self.deployed is None else column("deployed", torch.float64),
+        )
+
+    def _labels(self, labels: Any, count: int) -> Tensor | None:
+        if labels is None:
+            return None
+        if not isinstance(labels, Tensor):
+            raise InputError(f"labels must be a tensor of {count} integers, got {type(labels).__name__}")
+        whole = not labels.is_floating_point() and not labels.is_complex() and labels.dtype != torch.bool
+        if not whole or labels.shape != (count,) or bool(((labels < 0) | (labels >= self.classes)).any()):
+            raise InputError(
+                f"labels must be {count} integers from 0 to {self.classes - 1}, got shape {tuple(labels.shape)} of "
+                f"{labels.dtype}"
+            )
+        return labels.detach().long().cpu()
+
+    def _chunk(self, x: Tensor, labels: Tensor | None, seconds: float | None) -> Any:
+        """The rows of some samples, one by one."""
+        began = time.process_time()
+        values, error = self.logits(x)
+        predictions = values.argmax(1)
+        y = predictions if labels is None else labels
+
+        # margins[n, k] = f_y − f_k, proved from below; the label's own column never limits
+        own = torch.nn.functional.one_hot(y, self.classes).bool()
+        evaluated = (values.gather(1, y[:, None]) - values).masked_fill(own, math.inf)
+        margins = evaluated - inflate(error.gather(1, y[:, None]) + error)
+        margins = margins - 2.0**-50 * (margins.abs() + 2 * values.abs().amax(1, keepdim=True))
+        margins = margins.masked_fill(own, math.inf).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+        stacked = torch.stack(list(self.constants.values()))
+        best = stacked.amin(0)[y]  # (samples, classes)
+        radii = torch.where(margins > 0, deflate(margins / best), 0.0).nan_to_num(nan=0.0, posinf=LARGEST)
+        radii = radii.masked_fill(own, math.inf).clamp_max(LARGEST)
+        known = radii.amin(1)
+        deployed = self._deployed(x, y, margins, best, known) if self.deployed is not None else known
+        each = (time.process_time() - began) / len(x)
+
+        for n in range(len(x)):
+            began = time.process_time()
+            label = int(y[n])
+            k = int(radii[n].argmin()) if float(known[n]) > 0 else int(evaluated[n].argmin())
+            method = list(self.constants)[int(stacked[:, label, k].argmin())]
+            row: dict[str, Any] = {
+                "radius": float(known[n]), "deployed": float(deployed[n]), "label": label, "prediction": int(predictions[n]),
+                "rival": k, "margin": float(margins[n, k]), "method": method,
+            }  # fmt: skip
+            if float(margins[n].min()) > 0:
+                self._improve(x[n : n + 1], margins[n], row, math.inf if seconds is None else began + seconds)
+            if not row["radius"] > 0:
+                row["method"] = UNPROVED if row["prediction"] == label else WRONG
+                row["margin"] = float(evaluated[n, k])
+            if row["method"] == UNPROVED:
+                self._say(
+                    "some inputs are classified as labelled with nothing proved: the rounding of a float64 pass may exceed their "
+                    "margins, or the network has no finite bound"
+                )
+            row["seconds"] = time.process_time() - began + each
+            yield row
 
     def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The exact logits lie within the second tensor of the first."""
-        if self.network is not None:
-            ball = enclose_ball(self.network, x, 0.0, "l1", most_rows=0)
-            if ball is not None:
-                return ball.centre[-1], ball.slip[-1]
+        """Logits (batch, classes) in float64, and bounds of how far the real ones may be from them."""
         if self.rounding is not None:
-            found = self.rounding(x)
-            return found.values[0], found.error[0]
-        box = enclose(self.run, x, 1e-300, self.cache)[self.run.program.outputs[0]]
-        if box.mid is None or not math.isfinite(box.rho):
+            return self.rounding.evaluate(x)
+
+        boxes = [enclose(self.run, one[None], 1e-300, self.cache)[self.run.program.outputs[0]] for one in x]
+        if any(box.mid is None or not math.isfinite(box.rho) for box in boxes):
             raise Refused(
                 "the rounding of this network's forward pass is not bounded, so its margins are not known; bound the network "
-                "with lipschitz_bound and use equipoise.nn.certified_radius(logits, labels, bound, tolerance=…)"
+                "with lipschitz_bound and use equipoise.smoothing.margins.margin_radius(logits, labels, bound, error=…)"
             )
-        return box.mid.flatten(), torch.full_like(box.mid.flatten(), box.rho)
+        values = torch.stack([box.mid.flatten() for box in boxes if box.mid is not None])
+        error = torch.tensor([box.rho for box in boxes], dtype=torch.float64)
+        return values, error[:, None].expand_as(values)
 
-    def _global(self, gap: Tensor, label: int, others: list[int], entries: int) -> tuple[float, int, str]:
-        """By constants of the whole space, in ℓ2, and what they say in the norm asked for."""
-        share = self._share(entries)
-        constants = {"global": torch.full_like(gap, inflate(math.sqrt(2) * self.whole))}
-        if self.pairs is not None:
-            constants["pairs"] = self.pairs[label][others]
-        best = (-1.0, 0, "")
-        for method, constant in constants.items():
-            radii = torch.where(constant > 0, deflate(gap / inflate(constant * share)), math.inf).clamp_max(LARGEST)
-            if float(radii.min()) > best[0]:
-                best = float(radii.min()), int(radii.argmin()), method
-        return best
+    def _lost(self, x: Tensor, labels: Tensor, radius: Tensor) -> Tensor:
+        """What a deployed pass may take off every margin at inputs within `radius` of x, (samples, classes)."""
+        assert self.rounding is not None
+        root = math.sqrt(x[0].numel()) * (1 + 2.0**-50) if self.norm == "linf" else 1.0
+        off = self.rounding.deployed(x, inflate(radius * root))
+        return inflate(off.gather(1, labels[:, None]) + off)
 
-    def _local(
-        self, x: Tensor, gap: Tensor, label: int, others: list[int], deadline: float, known: float
-    ) -> tuple[float, int, str]:
-        """By the relaxation, and in ℓ2 by the integral."""
-        assert self.network is not None
-        eye = torch.eye(len(gap) + 1, dtype=torch.float64)
-        covers = self.rounding is not None and self.deployed
-        lost = (lambda radius: self._lost(x, radius, label, others)) if covers else None
-        case = Case(self.network, x, eye[label] - eye[others], gap, self.norm, deadline=deadline, lost=lost)
+    def _deployed(self, x: Tensor, labels: Tensor, margins: Tensor, constants: Tensor, known: Tensor) -> Tensor:
+        """The largest radii, up to `known`, at which the margins outlast the rounding of a pass anywhere in the ball."""
+        low, high = torch.zeros_like(known), known.clone()
+        own = torch.nn.functional.one_hot(labels, self.classes).bool()
+        for _ in range(_BISECTIONS):
+            middle = torch.where(high > 4 * low, torch.maximum(high / 16, 2 * low), (low + high) / 2)
+            left = _less(margins, self._lost(x, labels, middle))
+            holds = ((left > inflate(constants * middle[:, None])) | own).all(1) & (middle > 0)
+            low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+        return low
+
+    def _improve(self, x: Tensor, margins: Tensor, row: dict[str, Any], deadline: float) -> None:
+        """Larger radii by the relaxation and by multipliers, where there are any."""
+        if self.network is None or row["radius"] >= LARGEST:
+            return
+        label = row["label"]
+        others = [k for k in range(self.classes) if k != label]
+        eye = torch.eye(self.classes, dtype=torch.float64)
+        case = Case(self.network, x, eye[label] - eye[others], margins[others], self.norm, deadline=deadline)
+        radius, limiting, method = self._local(case, row["radius"])
+        if radius > row["radius"]:
+            row.update(radius=radius, rival=others[limiting], margin=float(margins[others[limiting]]), method=method)
+
+        if self.deployed is not None:
+            y = torch.tensor([label])
+
+            def lost(radius: float) -> Tensor:
+                return self._lost(x, y, torch.tensor([radius], dtype=torch.float64))[0][others]
+
+            row["deployed"] = max(row["deployed"], self._local(replace(case, lost=lost), row["deployed"])[0])
+
+    def _local(self, case: Case, known: float) -> tuple[float, int, str]:
+        """By the relaxation, and in ℓ2 by the integral or one constant of all margins."""
         radius = relaxed_radius(case, max(known, 1e-12) * 2)
-        worst = int(case.relaxed(radius).argmin()) if radius > 0 else int(gap.argmin())
-        found = radius, worst, "relaxation"
+        worst = int(case.relaxed(radius).argmin()) if radius > 0 else int(case.margins.argmin())
+        best = radius, worst, "relaxation"
+        if radius == 0:
+            self._say("the relaxation proved nothing for some inputs")
+
         base = max(radius, known)
-        if self.norm == "l2" and self.effort != "relaxation" and time.monotonic() < deadline:
+        if self.norm == "l2" and self.effort != "relaxation" and base > 0 and time.process_time() < case.deadline:
             more, limiting = integral_radius(case, base)
             if more > base:
-                found = more, limiting, "integral"
+                best = more, limiting, "integral"
             elif (more := together_radius(case, base)) > base:
-                found = more, worst, "multipliers"
-        return found
+                best = more, worst, "multipliers"
+        for note in case.notes:
+            self._say(note)
+        if time.process_time() >= case.deadline:
+            self._say("the time was up for some inputs")
+        return best
 
 
-def _less(gap: Tensor, lost: Tensor) -> Tensor:
-    """`gap − lost`, rounded down."""
-    return torch.where(lost > 0, gap - lost - 2.0**-50 * (gap.abs() + lost), gap)
+def _less(margins: Tensor, lost: Tensor) -> Tensor:
+    """`margins − lost`, rounded down."""
+    return torch.where(lost > 0, margins - lost - 2.0**-50 * (margins.abs() + lost), margins)

@@ -12,7 +12,6 @@ from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, inflate
 from equipoise.lipschitz.operations import Map, Own, Product, Scaled, Sum, Weighted
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, norm_of, rule
-from equipoise.lipschitz.values import functional
 from equipoise.maps import linear as linear_maps
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix
 from equipoise.norms import spectral_norm
@@ -86,19 +85,8 @@ def convolution(call: Call) -> Step:
         amount = tuple((p, p) for p in _numbers(padding, dims))
     size = _spatial(call, x, weight)
     form = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount, size)
-    found = call.bracket(form, _factors_ahead(call))
+    found = call.bracket(form)
     return _conv_step(call, x, found, form if len(x.shape) == dims + 2 else None, -1 - dims, "convolution")
-
-
-def _factors_ahead(call: Call) -> Tensor | None:
-    """The factors of a batch norm that alone reads this convolution: both norms are then proved together."""
-    users = list(call.node.users)
-    if len(users) != 1 or users[0].target is not torch.ops.aten.batch_norm.default or users[0].kwargs:
-        return None
-    weight, var = (None if n is None else call.lookup(n) for n in (users[0].args[1], users[0].args[4]))  # type: ignore[arg-type]
-    if not isinstance(var, Tensor) or users[0].args[5]:
-        return None
-    return normalising(weight, var, float(users[0].args[7]))  # type: ignore[arg-type]
 
 
 def normalising(weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
@@ -244,17 +232,13 @@ def _interpolation(call: Call) -> Step | None:
     if call.get("alpha", 1) != 1:
         return None
     for mixed, n in ((call["self"], call["other"]), (call["other"], call["self"])):
-        if (
-            not isinstance(mixed, Signal)
-            or not isinstance(n, Signal)
-            or functional(mixed.node.target) is not _aten.mul.Tensor
-        ):
+        if not isinstance(mixed, Signal) or not isinstance(n, Signal) or mixed.node.target is not _aten.mul.Tensor:
             continue
         factors = [call.lookup(a) for a in mixed.node.args if isinstance(a, fx.Node)]
         for gap, z in (factors, factors[::-1]) if len(factors) == 2 else ():
             if not isinstance(gap, Signal) or not isinstance(z, Signal) or z.low < 0 or z.peak > 1 or gap.node.kwargs:
                 continue
-            if functional(gap.node.target) is _aten.sub.Tensor and gap.node.args[1] is n.node:
+            if gap.node.target is _aten.sub.Tensor and gap.node.args[1] is n.node:
                 h = call.lookup(gap.node.args[0]) if isinstance(gap.node.args[0], fx.Node) else None
                 if h is None or not h.shape == n.shape == z.shape == call.shape:
                     continue

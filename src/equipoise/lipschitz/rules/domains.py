@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.rules.pointwise import pointwise
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, rule
-from equipoise.lipschitz.values import functional
 from equipoise.maps.pointwise import TABLE, Pointwise
 
 _aten = torch.ops.aten
@@ -64,7 +63,7 @@ def _above(step: Step, low: float) -> Step:
 @rule("aten.exp.default", "aten.expm1.default", "aten.exp2.default")
 def exponential(call: Call) -> Step:
     """`e^x` or `2^x` where x stays below some t: slope e^t."""
-    match functional(call.node.target):
+    match call.node.target:
         case _aten.expm1.default:
             return _growth(call, call.signal("self"), 1.0, -1.0, "expm1")
         case _aten.exp2.default:
@@ -100,7 +99,7 @@ def _growth(call: Call, x: Signal, rate: float, shift: float, label: str) -> Ste
 
 def _highest(call: Call, x: Signal) -> float:
     """Above which no entry lies, where x is a negative multiple of something that is bounded from below."""
-    target, args = functional(x.node.target), x.node.args
+    target, args = x.node.target, x.node.args
     if target is _aten.neg.default:
         factor, source = -1.0, args[0]
     elif target is _aten.mul.Tensor and isinstance(args[1], int | float):

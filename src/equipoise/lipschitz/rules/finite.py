@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.lipschitz.rules.registry import Call
-from equipoise.lipschitz.values import functional
 
 _aten = torch.ops.aten
 #: a constant −∞ may enter here …
@@ -55,14 +54,14 @@ def _wrong(value: Any) -> float | None:
 
 
 def _masks(node: fx.Node, name: str) -> bool:
-    target = functional(node.target)
+    target = node.target
     return (target is _ATTENTION and name == "attn_mask") or (target in _MASKING and _absorbed(node))
 
 
 def _absorbed(node: fx.Node) -> bool:
     """Whether everything that reads this node turns −∞ into a weight of 0."""
     for user in node.users:
-        target = functional(user.target) if user.op == "call_function" else None
+        target = user.target if user.op == "call_function" else None
         if target not in _ABSORBING and not (target in _MASKING | _CARRYING and _absorbed(user)):
             return False
     return bool(node.users)

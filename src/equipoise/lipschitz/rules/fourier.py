@@ -45,7 +45,8 @@ def backward(call: Call) -> Step:
 
 
 @complex_rule("aten.view_as_real.default", "aten.view_as_complex.default", "aten._conj.default", "aten.neg.default",
-              "aten.conj_physical.default", "aten._to_copy.default", "aten.to.dtype", "aten.resolve_conj.default",
+              "aten._neg_view.default", "aten.conj_physical.default",
+              "aten._to_copy.default", "aten.to.dtype", "aten.resolve_conj.default",
               "aten.view_as_real_copy.default", "aten.clone.default")  # fmt: skip
 def isometry(call: Call) -> Step:
     """The same numbers, as pairs or as one, turned or reflected."""
@@ -54,7 +55,11 @@ def isometry(call: Call) -> Step:
         call.refuse("a cast to a narrow type rounds", "keep complex64 or complex128")
     if x.dtype.is_complex and not value.dtype.is_complex and math.prod(call.shape) == x.numel:
         call.refuse("a cast that drops imaginary parts", "take .real")
-    return Step(((x, 1.0),), "complex numbers", offset=0.0, norm=x.norm, peak=x.peak)
+    pairs = (
+        value.dtype.is_complex and not x.dtype.is_complex
+    )  # a complex number is as large as both of its parts together
+    peak = inflate(math.sqrt(2) * x.peak) if pairs else x.peak
+    return Step(((x, 1.0),), "complex numbers", offset=0.0, norm=x.norm, peak=peak)
 
 
 @complex_rule("aten.abs.default")
@@ -67,7 +72,7 @@ def modulus(call: Call) -> Step:
 for _name in (*shapes.VIEWS, *shapes.RESHAPES):
     if _name != "clone.default":
         complex_rule(f"aten.{_name}")(shapes.view)
-complex_rule("aten.transpose.int", "aten.transpose_.default", "aten.permute.default")(shapes.view)
+complex_rule("aten.transpose.int", "aten.permute.default")(shapes.view)
 complex_rule("aten.slice.Tensor", "aten.narrow.default", "aten.select.int", "aten.diagonal.default")(shapes.diagonal)
 complex_rule(*(f"aten.{name}" for name in shapes.PIECES), "aten.unbind.int")(shapes.pieces)
 complex_rule("aten.expand.default", "aten.repeat.default")(shapes.repetition)

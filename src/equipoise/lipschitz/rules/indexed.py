@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, inflate
-from equipoise.lipschitz.operations import Average, Constant, Copy, Own
+from equipoise.lipschitz.operations import Average, Copy, Own
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule
 from equipoise.lipschitz.rules.shapes import entries
 from equipoise.norms import spectral_norm
@@ -154,9 +154,6 @@ def overwritten(call: Call) -> Step:
 @rule("aten.copy.default")
 def overwrite(call: Call) -> Step:
     """One tensor in the place of another, with broadcasting."""
-    if not isinstance(call["src"], Signal):
-        size = inflate(norm_of(torch.broadcast_to(call["src"], call.shape)))
-        return Step((), "constant", offset=size, map=Constant())
     x = call.signal("src")
     return Step(((x, copies(x, call.shape)),), "copy", offset=0.0, peak=x.peak, low=x.low)
 

@@ -57,7 +57,7 @@ for _name, _made in _CURVES.items():
     rule(f"aten.{_name}.default")(functools.partial(_row, curve=_made, label=_name))
 
 
-@rule("aten.neg.default")
+@rule("aten.neg.default", "aten._neg_view.default")
 def negative(call: Call) -> Step:
     """`−x`: an isometry."""
     x, minus = call.signal("self"), torch.tensor(-1.0, dtype=torch.float64)

@@ -13,7 +13,6 @@ from torch import fx
 from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.operations import Product
 from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, rule
-from equipoise.lipschitz.values import functional
 from equipoise.maps.pointwise import TABLE
 
 _aten = torch.ops.aten
@@ -83,13 +82,13 @@ _LENGTHS = {_aten.linalg_vector_norm.default, _aten.norm.ScalarOpt_dim}
 
 def _length(bottom: fx.Node) -> tuple[fx.Node, float] | None:
     """The node of ‖x‖ and the ε in `max(‖x‖, ε)` or `‖x‖ + ε`, repeated or not."""
-    while functional(bottom.target) in (_aten.expand.default, _aten.expand_as.default, _aten.clone.default):
+    while bottom.target in (_aten.expand.default, _aten.expand_as.default, _aten.clone.default):
         bottom = bottom.args[0]  # type: ignore[assignment]
     kinds = (_aten.clamp_min.default, _aten.clamp.default, _aten.add.Tensor, _aten.add.Scalar)
-    if functional(bottom.target) not in kinds or len(bottom.args) != 2 or bottom.kwargs:
+    if bottom.target not in kinds or len(bottom.args) != 2 or bottom.kwargs:
         return None
     node, eps = bottom.args
-    if not isinstance(node, fx.Node) or not isinstance(eps, int | float) or functional(node.target) not in _LENGTHS:
+    if not isinstance(node, fx.Node) or not isinstance(eps, int | float) or node.target not in _LENGTHS:
         return None
     return node, float(eps)
 

@@ -120,9 +120,18 @@ def _max_pool(call: Call, *, d: int) -> Step:
     k = _per_axis(call["kernel_size"], d)
     s = _per_axis(call["stride"], d, k)
     dil = _per_axis(call["dilation"], d)
-    out = call.shape[-d:]
+    out, sizes = call.shape[-d:], call.signal("self").shape[-d:]
+    for axis in zip(sizes, out, k, s, _per_axis(call["padding"], d), dil, strict=True):
+        if _has_empty_window(*axis):
+            call.refuse("a window holds nothing but padding, so its maximum is −∞", "pad less, or dilate less")
     windows = math.prod(min(o, -(-a * math.gcd(b, c) // b)) for a, b, c, o in zip(k, s, dil, out, strict=True))
     return _pooled(call, windows, d)
+
+
+def _has_empty_window(n: int, out: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
+    """Whether a window along one axis reads no pixel."""
+    starts = (j * stride - padding for j in range(out))
+    return any(not any(0 <= start + i * dilation < n for i in range(kernel)) for start in starts)
 
 
 def _adaptive_max_pool(call: Call, *, d: int) -> Step:
@@ -133,7 +142,7 @@ def _adaptive_max_pool(call: Call, *, d: int) -> Step:
         for i in range(o):
             for j in range(i * n // o, -(-(i + 1) * n // o)):
                 cover[j] += 1
-        windows *= max(cover)
+        windows *= max(cover, default=0)
     return _pooled(call, windows, d)
 
 

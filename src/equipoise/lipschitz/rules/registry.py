@@ -16,11 +16,10 @@ from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.precision import deflate, frobenius, inflate
 from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.operations import Copy, Map, Opaque, Padded, Scaled, Sum, Weighted
-from equipoise.lipschitz.places import module_path, where
-from equipoise.lipschitz.values import functional
+from equipoise.lipschitz.values import module_path, where
 from equipoise.maps.linear import Linear
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.bracket import Cache, bracket
+from equipoise.norms.spectral import Cache, bracket
 
 #: what to try where an operation has a constant on bounded inputs only
 BALL = "state an input ball: lipschitz_bound(..., ball=R), or audit --ball R"
@@ -105,11 +104,6 @@ class Step:
         """Whether the slopes hold for all numbers, not only for those of the domain."""
         return not isinstance(self.map, Pointwise) or self.map.everywhere
 
-    @property
-    def kind(self) -> str:
-        """The label (earlier name)."""
-        return self.label
-
 
 def unchanged(x: Signal) -> Step:
     """The step of an operation that is the identity here: a cast, dropout in evaluation."""
@@ -136,9 +130,9 @@ class Call:
         """Relative gap asked of every operator norm."""
         return self.cache.rtol
 
-    def bracket(self, form: Linear, factors: Tensor | None = None) -> Bracket:
-        """Bracket of the norm of a linear form, computed once for shared weights; `factors` will scale it next."""
-        return bracket(form, self.cache, factors)
+    def bracket(self, form: Linear) -> Bracket:
+        """Bracket of the norm of a linear form, computed once for shared weights."""
+        return bracket(form, self.cache)
 
     @property
     def path(self) -> str:
@@ -221,7 +215,7 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
 
 
 def find_rule(node: fx.Node) -> Rule:
-    """The rule of a node's operation, in place or not; refused where there is none."""
+    """The rule of a node's operation; refused where there is none."""
     found = _found(node)
     if found is not None:
         return found
@@ -234,18 +228,15 @@ def find_rule(node: fx.Node) -> Rule:
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether a node's operation, in place or not, has a rule."""
+    """Whether a node's operation has a rule."""
     return _found(node) is not None
 
 
 def _found(node: fx.Node) -> Rule | None:
-    table = _COMPLEX if _is_complex(node) else _RULES
-    for known in (_name(node.target), _name(functional(node.target))):
-        if known not in table:
-            _load_installed()
-        if known in table:
-            return table[known]
-    return None
+    table, name = _COMPLEX if _is_complex(node) else _RULES, _name(node.target)
+    if name not in table:
+        _load_installed()
+    return table.get(name)
 
 
 def _is_complex(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.operations import Constant, Copy, Map, Padded, Piece, Pieces, Product
+from equipoise.lipschitz.operations import Copy, Map, Padded, Piece, Pieces, Product
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule, unchanged
 from equipoise.maps.linear import Padding
 
@@ -59,7 +59,7 @@ def reshape(call: Call) -> Step:
     return _view(x, rows)
 
 
-@rule("aten.transpose.int", "aten.transpose_.default")
+@rule("aten.transpose.int")
 def transpose(call: Call) -> Step:
     """Two dimensions exchanged."""
     x = _first(call)
@@ -146,18 +146,6 @@ def triangle(call: Call) -> Step:
     """Entries set to zero: a contraction."""
     x = _first(call)
     return Step(((x, 1.0),), "selection", offset=0.0, peak=x.peak, row=x.row, map=Copy())
-
-
-@rule("aten.zeros_like.default", "aten.new_zeros.default")
-def zeros(call: Call) -> Step:
-    """Takes the shape of the input only: constant."""
-    return Step((), "constant", offset=0.0, peak=0.0, map=Constant())
-
-
-@rule("aten.ones_like.default", "aten.new_ones.default")
-def ones(call: Call) -> Step:
-    """Takes the shape of the input only: constant."""
-    return Step((), "constant", offset=inflate(math.sqrt(math.prod(call.shape))), peak=1.0, low=1.0, map=Constant())
 
 
 @rule(

@@ -135,7 +135,7 @@ TEXT_CLAIMS = (
 def tagger(limit: int | None, epochs: int, test: int | None, lr: float = 2e-4, batch: int = 32) -> Plain:
     """MiniLM with two linear heads."""
     return {
-        "model": {"factory": "equipoise.train.text:minilm_tagger", "arguments": {"dropout": 0.0}},
+        "model": {"factory": "equipoise_lab.text:minilm_tagger", "arguments": {"dropout": 0.0}},
         "data": {"path": "snips:/snips", "limit": limit, "test_limit": test},
         "loss": "intent-slots",
         "optimizer": {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from equipoise.curvature import trace
+from equipoise.curvature import LossHessian, trace
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, intervals, legend
 from equipoise_lab.experiments.generalisation.activation_decay import SCALE, decay
@@ -52,7 +52,7 @@ def measured(settings: Settings, path: Path, sigma: float, seed: int, context: C
     part = build_data(result.recipe.data).train
     x, y = part.batch(torch.arange(min(settings.inputs, len(part))))
     products = max(6, context.steps_of(settings.products))
-    found = trace(result.model.eval(), "ce", (x, y), products=products, seed=seed)
+    found = trace(LossHessian(result.model.eval(), "ce", (x, y)), products=products, seed=seed)
     context.tell(f"σ = {sigma:g}, seed {seed}: {result.final['accuracy']:.4f}, trace {found.value:.1f}")
     yield {"sigma": sigma, "seed": seed, "accuracy": result.final["accuracy"], "trace": found.value}
 

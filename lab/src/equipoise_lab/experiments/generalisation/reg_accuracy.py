@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,6 @@ from equipoise_lab.experiments.intervals import gain_label, mean_of, parity_labe
 from equipoise_lab.experiments.shared import training
 from equipoise_lab.experiments.shared.training import STANDARD, Plain, Settings, Variants, by_variant, paired, recipe
 from equipoise_lab.peers import reshapings
-
-if TYPE_CHECKING:
-    from equipoise.train.terms import Context as Terms
-    from equipoise.train.terms import Penalty
 
 
 def singla(kernel: Tensor) -> Tensor:
@@ -42,18 +38,16 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _penalty(
-    norm: Callable[[Tensor], Tensor], context: Terms, weight: float = 1.0, penalty: str = "squares"
-) -> Penalty:
+def _penalty(norm: Callable[[Tensor], Tensor], context: Any, weight: float = 1.0, penalty: str = "squares") -> Any:
     """`weight · penalty(σ)` over the convolutions, σ as the norm has it."""
-    from equipoise.train.terms import Penalty
+    from equipoise.train.terms import Term
 
     layers = [m for m in context.model.modules() if isinstance(m, nn.Conv2d)]
 
     def term() -> Tensor:
         return weight * FORMULAS[penalty](torch.stack([norm(m.weight) for m in layers]))
 
-    return Penalty(lambda x, y: term(), term)
+    return Term(lambda x, y: term(), term)
 
 
 @contextlib.contextmanager

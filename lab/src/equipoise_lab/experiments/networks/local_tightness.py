@@ -118,17 +118,18 @@ def mnist_row(i: int, *, linf: bool, context: Context) -> Iterator[Row]:
     """One image."""
     net, images, labels = mnist(context)
     x, label, dry = images[i : i + 1], labels[i : i + 1], context.dry
-    crown = certified_radius(net, x, label, effort="fast" if dry else "relaxation", deployed=False)
+    crown = certified_radius(net, x, label, effort="fast" if dry else "relaxation")
     start = time.process_time()
-    best = certified_radius(net, x, label, effort="fast" if dry else "auto", deployed=False)
+    best = certified_radius(net, x, label, effort="fast" if dry else "auto")
     row: Row = {
         "part": "mnist", "image": i, "crown": float(crown.radius), "radius": float(best.radius), "method": best.methods[0],
         "rival": int(best.rivals), "cpu seconds": round(time.process_time() - start, 2),
     }  # fmt: skip
     if linf:
-        both = (certified_radius(net, x, label, norm="linf", effort=e, deployed=False) for e in ("relaxation", "auto"))
+        both = (certified_radius(net, x, label, norm="linf", effort=e) for e in ("relaxation", "auto"))
         row["linf crown"], row["linf radius"] = (float(found.radius) for found in both)
-        row["crown as evaluated"] = float(certified_radius(net, x, label, effort="relaxation").radius)
+        evaluated = certified_radius(net, x, label, effort="relaxation", deployed="float32").deployed
+        row["crown as evaluated"] = None if evaluated is None else float(evaluated)
     yield row
 
 
@@ -157,13 +158,9 @@ def fashion_network(settings: Settings, context: Context) -> tuple[nn.Module, fl
 def fashion_row(net: nn.Module, x: Tensor, label: Tensor, i: int, settings: Settings, context: Context) -> Row:
     """One image."""
     start, dry = time.process_time(), context.dry
-    best = certified_radius(net, x, label, effort="fast" if dry else "auto", seconds=FASHION_SECONDS, deployed=False)
+    best = certified_radius(net, x, label, effort="fast" if dry else "auto", seconds=FASHION_SECONDS)
     took, right = time.process_time() - start, bool(net(x).argmax() == label)
-    crown = (
-        float(certified_radius(net, x, label, effort="fast" if dry else "relaxation", deployed=False).radius)
-        if right
-        else 0.0
-    )
+    crown = float(certified_radius(net, x, label, effort="fast" if dry else "relaxation").radius) if right else 0.0
     smooth = SmoothedClassifier(net, settings.sigma, 10, seed=0).certify(x, n=context.steps_of(settings.draws), ids=[i])
     return {
         "part": "fashion", "image": i, "epsilon": settings.epsilon, "right": right, "crown": crown, "radius": float(best.radius),

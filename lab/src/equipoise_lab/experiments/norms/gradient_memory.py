@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from equipoise.functional import conv_norm
 from equipoise.nn.models import build
-from equipoise.norms.functional import conv_norm
 from equipoise.regularizers.selection import input_shapes
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import COLOURS, Figure, canvas, legend

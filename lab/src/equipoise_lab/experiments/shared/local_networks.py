@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from equipoise.core.precision import full_precision
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.enclose import Box, enclose
-from equipoise.lipschitz.local.measure import certified
+from equipoise.lipschitz.local.measure import LocalBound
 from equipoise.lipschitz.propagate import propagate
-from equipoise.lipschitz.zonotope import zonotope_bound
-from equipoise.norms.bracket import Cache
+from equipoise.norms.spectral import Cache
 from equipoise_lab.experiments.experiment import Context, Row
+from equipoise_lab.peers_zonotope import zonotope_bound
 
 Layers = list[tuple[Tensor, Tensor]]
 
@@ -90,16 +90,17 @@ class Margin(nn.Module):
 
 
 def zonotope_radius(net: nn.Module, x: Tensor, largest: float, steps: int = 7) -> float:
-    """The largest R with `L(R)·R ≤ margin` against the runner-up, L by `effort="zonotope"`: the certificate before this one."""
+    """The largest R with `L(R)·R ≤ margin` against the runner-up, L the least of boxes, gradient and zonotope."""
     first, second = (int(k) for k in net(x)[0].topk(2).indices)
     margin = Margin(net, first, second)
     m, cache = float(margin(x)), Cache()
     with torch.no_grad(), full_precision():
         run = propagate(capture(margin, x), float(x.norm()) + largest, 1e-3, cache)
-        low, high = 0.0, largest
+        fast, low, high = LocalBound.of(run, cache, "fast"), 0.0, largest
         for _ in range(steps):
             middle = (low + high) / 2
-            if certified(run, x, middle, cache, "zonotope") * middle <= m:
+            enclosed = zonotope_bound(run, enclose(run, x, middle, cache), x, middle, cache)[0]
+            if min(fast.upper(x, middle), enclosed) * middle <= m:
                 low = middle
             else:
                 high = middle

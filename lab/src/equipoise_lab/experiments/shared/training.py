@@ -62,6 +62,10 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Plain:
     return result
 
 
+#: losses of the text experiments
+TEXT_LOSSES = {"intent-slots": "equipoise_lab.text:intent_slots", "next-token": "equipoise_lab.text:next_token"}
+
+
 def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
     """`run_recipe` with `data.path` looked up in the data folder; a dry run trains for two small steps and proves no bound."""
     from equipoise.train import run_recipe
@@ -69,10 +73,15 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
     path = str(recipe["data"]["path"])
     if "." in path and ":" not in path:
         path = str(_file(path, context))
-    elif ":" in path and "/" in path:  # reader:/name, as the text recipes have it
+    data: Plain = {"path": path}
+    if ":" in path and "/" in path:  # reader:/name, as the text experiments have it
         reader, _, name = path.rpartition(":")
-        path = f"{reader}:{context.file(name.lstrip('/'))}"
-    chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": {"path": path}})
+        kind, _, prefix = reader.partition(":")
+        file = context.file(name.lstrip("/"))
+        data = {"reader": f"equipoise_lab.text:load_{kind}", "path": f"{prefix}:{file}" if prefix else str(file)}
+    chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": data})
+    if chosen.get("loss") in TEXT_LOSSES:
+        chosen["loss"] = TEXT_LOSSES[chosen["loss"]]
     if context.dry:
         batch = min(16, int(chosen.get("batch_size", 128)))
         few: Plain = {"limit": 2 * batch, "test_limit": 64}

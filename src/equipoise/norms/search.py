@@ -1,0 +1,309 @@
+"""`max ‖E(ω)‖₂` over a grid or over all frequencies: proved from above, at the cost of the frequencies that matter.
+
+Over all frequencies the torus is cut into cells. For fixed unit u, v the function `Re e^{iφ}u*E(ω)v` is, along each axis and
+after centring, of exponential type `D_j = (k_j − 1)/2`, so with M its supremum `arccos(f/M)` is D_j-Lipschitz along axis j
+(Bernstein–Szegő; Duffin–Schaeffer for half-integer D_j). Hence if the supremum M of ‖E‖₂ is attained in a cell of half-widths h,
+
+    ‖E(centre)‖₂ ≥ M·cos(Σ_j D_j h_j).
+
+Contrapositive: a cell whose centre is proved below `T·cos(Σ D_j h_j)` cannot hold a maximum above T. Where the symbol hardly
+varies (orthogonal convolutions) `‖E*E(ω) − E*E(centre)‖ ≤ Σ_b 2‖C_b‖·2|sin(b·(ω − centre)/2)|` is sharper; either may prove a
+cell. Cells that are not proved are split along every axis that matters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equipoise.core.precision import deflate, inflate
+from equipoise.norms.cholesky import below, expected_loss
+from equipoise.norms.lanczos import lanczos, perturb, random_start
+from equipoise.norms.symbol import Symbol
+
+#: bytes the Gram matrices of all first cells may have together
+MOST_BYTES = 2**32
+#: bytes of matrices held at once on the CPU, where they should stay in the cache, and elsewhere, where every batch waits
+CHUNK_BYTES, DEVICE_BYTES = 8 * 2**20, 2**28
+#: what a proof in single precision may lose, as a multiple of the tolerance; the target lies twice that above the best square
+MOST_LOSS = 1.4
+
+
+@dataclass
+class Cells:
+    """Cells of one level: group and centre of each, common half-widths (all zero: a grid of points)."""
+
+    groups: Tensor  # (F,)
+    omega: Tensor  # (F, dims)
+    half: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def index(self) -> Tensor:
+        """All of them."""
+        return torch.arange(len(self), device=self.groups.device)
+
+    def take(self, index: Tensor) -> Cells:
+        """The cells of an index or mask."""
+        return Cells(self.groups[index], self.omega[index], self.half)
+
+
+@dataclass(frozen=True)
+class SymbolBound:
+    """`upper` bounds the maximum asked for; the maximiser found is `(group, omega)`; `evaluated` counts frequencies.
+
+    `vector` is where Lanczos steps on the Gram matrix of the maximiser may start.
+    """
+
+    upper: float
+    group: int
+    omega: Tensor
+    evaluated: int
+    proved: bool
+    vector: Tensor | None = None
+
+
+def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> Cells:
+    """All points `2πj/n` of a grid (half of them for a real kernel, by symmetry), for every group.
+
+    As `points` one of each pair ±ω is left out everywhere; cells that will be split, of which only children in the upper half
+    are kept, need the planes that are their own mirror image whole.
+    """
+    dims, real = len(sizes), not symbol.kernel.is_complex()
+    counts = [n // 2 + 1 if real and j == 0 else n for j, n in enumerate(sizes)]
+    index = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, dims)
+    grid = torch.tensor(sizes)
+    if real and points:
+        mirrored = (-index) % grid
+        place = torch.cumprod(torch.tensor([1, *sizes[:0:-1]]), 0).flip(0)
+        index = index[(mirrored[:, 0] != index[:, 0]) | (index @ place <= mirrored @ place)]
+    omega = index * (2 * math.pi / grid.double())
+    groups = symbol.kernel.shape[0]
+    device = symbol.kernel.device
+    repeated = omega.repeat(groups, 1).to(device)
+    return Cells(torch.arange(groups, device=device).repeat_interleave(len(omega)), repeated, (0.0,) * dims)
+
+
+class Search:
+    """Branch and bound for `max ‖E(ω)‖₂`.
+
+    Args:
+        symbol: the symbol E.
+        tol: relative excess allowed over the best value met.
+        budget: how many frequencies may be evaluated; beyond that the bound is widened.
+        enough: an upper bound that suffices, where it is true.
+    """
+
+    def __init__(self, symbol: Symbol, tol: float, budget: int, enough: float = 0.0) -> None:
+        self.symbol, self.tol, self.budget = symbol, tol, budget
+        self.enough = enough
+        self.c = symbol.kernel.shape[2]
+        self.degrees = [(n - 1) / 2 for n in symbol.lengths]
+        self.evaluated = 0
+        self.best = 0.0  # largest ‖E‖₂² met, an estimate that only steers
+        self.target = deflate(enough * enough)  # T²: what is proved so far is proved below this
+        self.where: tuple[int, Tensor] = (0, symbol.offsets.new_zeros(len(symbol.lengths)))
+        self.vector: Tensor | None = None
+        self.dtype, self.proof_dtype = torch.float32, torch.complex128
+
+    def over_grid(self, sizes: tuple[int, ...]) -> SymbolBound:
+        """Maximum over the points of a grid."""
+        cells = grid_cells(self.symbol, sizes)
+        self._scout(cells)
+        self._choose_dtype()
+        step = tuple(1.5 * 2 * math.pi / n if n > 1 else 0.0 for n in sizes)
+        for _ in range(6):  # uphill on the grid: a good first target saves proving everything twice
+            before = self.best
+            if len(cells) > 12:
+                self._probe(_split(self._here(step), real=False))
+            if self.best <= before * (1 + self.tol / 4):
+                break
+        return self._finish(cells)
+
+    def near(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
+        """An estimate of the maximum over a grid, and where it is: at the best of its points around the maximiser found."""
+        step = [2 * math.pi / n for n in sizes]
+        nearest = [
+            [math.floor(float(w) / h), math.ceil(float(w) / h)] for w, h in zip(self.where[1], step, strict=True)
+        ]
+        points = [[j * h for j, h in zip(index, step, strict=True)] for index in itertools.product(*nearest)]
+        omega = torch.tensor(points, dtype=torch.float64, device=self.symbol.kernel.device)
+        groups = torch.full((len(points),), self.where[0], device=omega.device)
+        best = self._values(Cells(groups, omega, (0.0,) * len(sizes)))[0].max(0)
+        return max(best.values.item(), 0.0) ** 0.5, omega[best.indices]
+
+    def over_all(self) -> SymbolBound:
+        """Supremum over all frequencies."""
+        reach = 0.8 / max(1, sum(d > 0 for d in self.degrees))
+        sizes = tuple(max(1, 2 * math.ceil(math.pi * d / reach / 2)) for d in self.degrees)
+        cells = grid_cells(self.symbol, sizes, points=False)
+        cells.half = tuple(math.pi / n if n > 1 else 0.0 for n in sizes)
+        if len(cells) * self.c**2 * 8 > MOST_BYTES or len(cells) > 8 * self.budget:
+            return SymbolBound(math.inf, 0, self.where[1], 0, False)
+        self._scout(cells)
+        self._choose_dtype()
+        self._climb(cells.half)
+        while True:
+            left = self._prove(cells, self._threshold(cells))
+            if not len(left) or not any(left.half):
+                return self._finish(left)
+            # three parts keep the centre, which often is the maximum; two are cheaper where many cells are left
+            children = _split(left, not self.symbol.kernel.is_complex(), 3 if len(left) <= 12 else 2)
+            if self.evaluated + len(children) > self.budget:
+                return self._finish(left, proved=False)
+            cells = children
+
+    def _choose_dtype(self) -> None:
+        """Float32 where its rounding costs less than a third of the tolerance, else float64."""
+        best = max(self.best, 1e-300)
+        error = float(self.symbol.gram_error(torch.float32).max()) / best
+        if error >= self.tol * 2 / 3:
+            self._in_double()
+            return
+        here = self._here(())
+        G = self.symbol.gram(here.groups, here.omega, torch.float32)[0]
+        loss = expected_loss(G, self.target) + error
+        self.proof_dtype = torch.complex64 if loss < self.tol * MOST_LOSS else torch.complex128
+
+    def _in_double(self) -> None:
+        """Compute in float64 from now on, with a target and a tolerance above its rounding: below that nothing is proved."""
+        self.dtype, self.proof_dtype = torch.float64, torch.complex128
+        error = float(self.symbol.gram_error(torch.float64).max())
+        self.tol = max(self.tol, min(1.0, error / max(self.best, 1e-300)))
+        self.target = max(self.target, self.best * (1 + self.tol) ** 2, 4 * error)
+
+    def _chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        width = 1 if self.proof_dtype is torch.complex64 else 2
+        most = CHUNK_BYTES if rows.device.type == "cpu" else DEVICE_BYTES
+        return rows.split(max(1, most // (width * self.symbol.bytes_per_frequency)))
+
+    def _raise(self, value: float, group: int, omega: Tensor, v: Tensor) -> None:
+        if value > self.best:
+            self.best, self.where, self.vector = value, (group, omega.clone()), v.clone()
+        self.target = max(self.target, self.best * (1 + self.tol) ** 2)
+
+    def _threshold(self, cells: Cells) -> Tensor:
+        """What the centre of each cell must be proved below (squared) so that the cell is proved for the target."""
+        turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
+        by_angle = self.target * math.cos(min(turn * (1 + 1e-12), math.pi / 2)) ** 2 * (1 - 1e-14)
+        thresholds = torch.full((len(cells),), by_angle, dtype=torch.float64, device=cells.groups.device)
+        variation = self.symbol.variation
+        if variation is not None and any(cells.half):
+            half = torch.tensor(cells.half, dtype=torch.float64, device=variation.device)
+            angle = (self.symbol.offsets.abs() @ half / 2).clamp_max(math.pi / 2)
+            moved = inflate(variation @ (2 * angle.sin() * (1 + 1e-12)))[cells.groups]
+            thresholds = torch.maximum(thresholds, (self.target - moved) * (1 - 1e-14))
+        return thresholds
+
+    def _scout(self, cells: Cells) -> None:
+        """Raise the best value at the cells with the largest Gram matrices."""
+        sizes = self._sizes(cells)
+        self._probe(cells.take(sizes.topk(min(12, len(cells))).indices))
+
+    def _sizes(self, cells: Cells) -> Tensor:
+        """Bounds of the Frobenius norms of the Gram matrices."""
+        if self.symbol.correlations is not None:
+            return self.symbol.gram_sizes(cells.groups, cells.omega, self.dtype)
+        chunks = (cells.take(rows) for rows in self._chunks(cells.index))
+        return torch.cat([self.symbol.gram_sizes(part.groups, part.omega, self.dtype) for part in chunks])
+
+    def _here(self, half: tuple[float, ...]) -> Cells:
+        """One cell around the best point."""
+        return Cells(torch.tensor([self.where[0]], device=self.where[1].device), self.where[1][None], half)
+
+    def _climb(self, half: tuple[float, ...]) -> None:
+        """Raise the best value by looking around it at finer and finer scales."""
+        for _ in range(5):
+            around = _split(self._here(half), real=False)
+            self._probe(around)
+            half = around.half
+
+    def _probe(self, cells: Cells) -> None:
+        """Raise the best value by the values at the given centres."""
+        value, v = self._values(cells)
+        i = int(value.argmax())
+        self._raise(float(value[i]) * (1 - min(1e-6, self.tol / 8)), int(cells.groups[i]), cells.omega[i], v[i])
+
+    def _values(self, cells: Cells) -> tuple[Tensor, Tensor]:
+        """‖E‖₂² at the given centres (few of them) and vectors that come near it: estimates that only steer."""
+        G = self.symbol.gram(cells.groups, cells.omega, self.dtype)
+        if self.c <= 96:
+            return torch.linalg.eigvalsh(G)[:, -1], random_start(self.c, G).expand(len(G), -1)
+        value, v = _powers(G, 8) if self.vector is None else _powers(G, 4, perturb(self.vector.to(G.dtype)))
+        for i in value.topk(min(2, len(value))).indices:
+            v[i] = lanczos(G[i].matmul, v[i], steps=20, converged=self.tol / 64)
+            value[i] = torch.linalg.vector_norm(G[i] @ v[i]) / torch.linalg.vector_norm(v[i])
+        return value, v
+
+    def _prove(self, cells: Cells, threshold: Tensor) -> Cells:
+        """Prove as many centres as possible below their thresholds; the others are returned."""
+        self.evaluated += len(cells)
+        tau = threshold - self.symbol.gram_error(self.dtype)[cells.groups]
+        large = (self._sizes(cells) > tau).nonzero()[:, 0]
+        left, scores = [large[:0]], [tau[:0]]
+        for rows in self._chunks(large):
+            part, limit = cells.take(rows), tau[rows]
+            G = self.symbol.gram(part.groups, part.omega, self.dtype)
+            open_ = ~below(G.to(self.proof_dtype), limit, torch.zeros_like(limit))
+            if bool(open_.any()):
+                left.append(rows[open_])
+                scores.append(_powers(G[open_])[0])
+        index = torch.cat(left)
+        if len(index):  # a centre that could not be proved may be higher than the best value so far
+            top = torch.cat(scores).topk(min(12, len(index))).indices
+            before = self.best
+            self._probe(cells.take(index[top]))
+            if any(cells.half) and self.best > before:
+                self._climb(cells.half)
+        return cells.take(index)
+
+    def _finish(self, cells: Cells, proved: bool = True) -> SymbolBound:
+        """Raise the target until every given centre is proved (with its cell), switching to float64 if that is needed."""
+        stubborn = 0
+        while len(cells):
+            if stubborn:
+                if self.dtype is torch.float32:
+                    self._in_double()
+                else:
+                    self.target *= 1 + min(self.tol * 2.0**stubborn, max(32 * self.tol, 0.05))
+            if not proved:  # out of budget: widen the target to what the centres allow
+                turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
+                self.target = max(self.target, self.best * (1 + self.tol) / math.cos(min(turn, 1.5)) ** 2)
+            before = self.target
+            cells = self._prove(cells, self._threshold(cells))
+            stubborn = 0 if self.target > before else stubborn + 1
+        reached = 0 < self.target <= deflate(self.enough * self.enough)
+        upper = self.enough if reached else inflate(inflate(self.target) ** 0.5)
+        return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, proved, self.vector)
+
+
+def _powers(G: Tensor, steps: int = 4, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rough values of `λ_max(G)` of Hermitian matrices and their vectors, by a few power steps: they only rank."""
+    first = random_start(G.shape[-1], G) if start is None else start.conj()
+    P = first.expand(len(G), 1, -1)  # rows: batched products like them better
+    value = torch.zeros(len(G), dtype=torch.float64, device=G.device)
+    for _ in range(steps):
+        P = P @ G
+        value = torch.linalg.vector_norm(P, dim=(-2, -1)).clamp_min(1e-30)
+        P = P / value[:, None, None]
+    return value.double(), P[:, 0].conj().resolve_conj()
+
+
+def _split(cells: Cells, real: bool, parts: int = 3) -> Cells:
+    """Two or three children along every axis with a width; for real kernels only one of each pair ±ω is kept."""
+    places = [(2 * i + 1) / parts - 1 for i in range(parts)]
+    steps = [[x * h for x in places] if h else [0.0] for h in cells.half]
+    moves = torch.tensor(list(itertools.product(*steps)), dtype=torch.float64, device=cells.omega.device)
+    omega = (cells.omega[:, None] + moves).flatten(0, 1)
+    groups = cells.groups.repeat_interleave(len(moves))
+    if real:
+        keep = (omega[:, 0] >= -1e-9) & (omega[:, 0] <= math.pi + 1e-9)
+        omega, groups = omega[keep], groups[keep]
+    slack = 1 + 1e-9  # cells overlap a little, so that rounding of the centres leaves no gap
+    return Cells(groups, omega, tuple(h / parts * slack for h in cells.half))

@@ -1,0 +1,283 @@
+"""Norms of weights while they train: a proof made at one step is carried to the next ones, or made again.
+
+Two bounds are tried, the first that suffices is taken. With S the weight at the last proof, κ the factor by which it was scaled
+since, and W the weight of today,
+
+    ‖W‖ ≤ κ·upper(S) + ‖W − κS‖,        ‖W‖ ≥ κ·lower(S) − ‖W − κS‖                              (Weyl)
+
+where the distance is bounded by the Frobenius norm for a matrix, and by `sup_ω ‖E_{W−κS}(ω)‖_F` times the norm of the padding
+map for a convolution. Otherwise the norm of W is proved directly: that it lies below the number that suffices, by one Cholesky
+factorisation (per frequency), or a tight bracket if it does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.core.errors import InputError
+from equipoise.core.precision import (
+    deflate,
+    frobenius,
+    full_precision,
+    gamma,
+    inflate,
+    require_finite,
+    unit_roundoff,
+    working_dtype,
+)
+from equipoise.maps.geometry import circular_lattice, padding_norm
+from equipoise.maps.linear import Convolution
+from equipoise.maps.reading import read
+from equipoise.norms.cholesky import cholesky_bracket
+from equipoise.norms.convolution import conv_bracket
+from equipoise.norms.gram import small_side
+from equipoise.norms.lanczos import perturb
+
+
+def tap_drift(kernel: Tensor) -> float:
+    """`sup_ω ‖E(ω)‖_F`, rounded up: a bound on the norm of the convolution with `kernel (groups, co, ci, *k)`, zeros around it.
+
+    `‖E(ω)‖_F² = Σ_b c_b e^{ib·ω}` with `c_b = Σ_a ⟨K_a, K_{a+b}⟩` the autocorrelation of the taps, so `Σ_b |c_b|` bounds it for
+    all frequencies at the price of one small Gram matrix; strides and borders can only lower the norm.
+
+    >>> tap_drift(torch.ones(1, 1, 1, 3)) >= 3
+    True
+    """
+    sizes = kernel.shape[3:]
+    taps = kernel.flatten(3).flatten(1, 2).mT.contiguous()  # groups, taps, co·ci
+    if taps.shape[-1] * unit_roundoff(taps.dtype) > 1e-2:
+        taps = taps.double()
+    products = (taps @ taps.mT).double()
+
+    # the offset of every pair of taps, as one number
+    where = torch.cartesian_prod(*(torch.arange(n) for n in sizes)).reshape(-1, len(sizes))
+    places = torch.zeros(len(where), dtype=torch.long)
+    for axis, n in enumerate(sizes):
+        places = places * (2 * n - 1) + where[:, axis]
+    offsets = (places[:, None] - places + int(places.max())).flatten().to(kernel.device)
+    sums = products.new_zeros(len(products), int(offsets.max()) + 1).index_add_(1, offsets, products.flatten(1))
+
+    # every product of taps is off by γ times the product of their lengths
+    lengths = inflate(frobenius(taps[:, :, None]).sum(-1))
+    rounding = gamma(taps.shape[-1] + 8, taps.dtype) + gamma(taps.shape[1] ** 2 + 8, torch.float64)
+    return float(inflate((sums.abs().sum(-1) + 2 * rounding * lengths**2).sqrt()).max())
+
+
+@dataclass(frozen=True)
+class Proof:
+    """`lower ≤ ‖S‖ ≤ upper`, proved at the weight S. `settings` are what the proof was made with, `v` a vector near the top."""
+
+    S: Tensor
+    lower: float
+    upper: float
+    settings: tuple[float, ...] = ()
+    v: Tensor | None = None
+
+
+class TrackedNorm:
+    """What a matrix and a convolution have in common: the ladder of two bounds, and storing the proof."""
+
+    def __init__(self) -> None:
+        self.proof: Proof | None = None
+        self.kappa = 1.0
+        self.used: Counter[str] = Counter()
+
+    @torch.no_grad()
+    def bracket(
+        self, W: Tensor, enough: float = 0.0, rtol: float = 1e-3, what: str = "weight", renew: bool = True
+    ) -> tuple[float, float]:
+        """`(lower, upper)` of the norm, with `upper ≤ enough` or, where that is not true, `upper ≤ (1 + rtol)·lower`.
+
+        Args:
+            W: the weight as it is now.
+            enough: an upper end that suffices.
+            rtol: relative gap to reach otherwise (a convolution's borders may keep its norm below any such gap).
+            what: how to call the weight in an error.
+            renew: False allows only the carried proof, where there is one: cheap, true, and looser.
+        """
+        with full_precision():
+            A = self._prepared(W, what)
+            if self.proof is not None and self._comparable(A):
+                lower, upper = self._carried(A, self.proof)
+                self.used["weyl"] += 1
+                if not math.isfinite(upper):
+                    require_finite(A, what)
+                if not renew or upper <= enough or upper <= (1 + rtol) * lower:
+                    return min(lower, upper), upper
+            require_finite(A, what)
+            self.used["direct"] += 1
+            lower, upper = self._direct(A, enough, rtol)
+            self.kappa = 1.0
+            return min(lower, upper), upper
+
+    def scaled(self, factor: float) -> None:
+        """The weight was multiplied by `factor` (up to rounding, which the next bracket measures)."""
+        self.kappa *= factor
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What exact resuming needs, as tensors."""
+        if self.proof is None:
+            return {}
+        p = self.proof
+        numbers = torch.tensor([self.kappa, p.lower, p.upper, *p.settings], dtype=torch.float64)
+        state = {"S": p.S.clone(), "numbers": numbers}
+        return state if p.v is None else {**state, "v": p.v.clone()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`: its claims are proved again, and claims that cannot be are dropped."""
+        self.proof, self.kappa = None, 1.0
+        if "S" not in state:
+            return
+        S = require_finite(state["S"], "stored weight").clone()
+        v = state.get("v")
+        kappa, lower, upper, *settings = state["numbers"].tolist() if len(state["numbers"]) >= 3 else (math.nan,) * 3
+        if not all(0 <= x < math.inf for x in (kappa, lower, upper, *settings)):
+            return
+        claim = Proof(S, lower, upper, tuple(settings), None if v is None else require_finite(v).clone())
+        with full_precision():
+            if self._holds(claim):
+                self.proof, self.kappa = claim, kappa
+
+    def _comparable(self, A: Tensor) -> bool:
+        S = None if self.proof is None else self.proof.S
+        return S is not None and S.shape == A.shape and S.dtype == A.dtype and S.device == A.device
+
+    def _carried(self, A: Tensor, proof: Proof) -> tuple[float, float]:
+        """What the last proof says of A, by Weyl's inequality."""
+        kappa = float(torch.tensor(self.kappa, dtype=A.dtype))
+        difference = torch.sub(A, proof.S, alpha=kappa)
+        distance = inflate(self._distance(difference) + self._lost(A, proof, kappa))
+        lower = max(0.0, deflate(kappa * proof.lower) - distance)
+        return lower, inflate(inflate(kappa * proof.upper) + distance)
+
+    def _prepared(self, W: Tensor, what: str) -> Tensor:
+        raise NotImplementedError
+
+    def _distance(self, difference: Tensor) -> float:
+        """An upper bound of the norm of a difference of weights."""
+        raise NotImplementedError
+
+    def _lost(self, A: Tensor, proof: Proof, kappa: float) -> float:
+        """Norm of what rounding may have changed in the difference `A − κS`."""
+        raise NotImplementedError
+
+    def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
+        """A new proof at A."""
+        raise NotImplementedError
+
+    def _holds(self, claim: Proof) -> bool:
+        """Whether everything a stored proof claims can be proved again."""
+        raise NotImplementedError
+
+
+def _difference_rounding(A: Tensor, S: Tensor, kappa: float) -> float:
+    """`‖fl(A − κS) − (A − κS)‖_F`: two roundings of each entry, and underflow."""
+    u, tiny = unit_roundoff(A.dtype), torch.finfo(A.dtype).tiny
+    a, s = (float(frobenius(x.reshape(len(x), -1))) for x in (A, S))
+    return inflate(2 * u * (a + 2 * kappa * s) + 4 * math.sqrt(A.numel()) * tiny)
+
+
+class TrackedMatrix(TrackedNorm):
+    """The norm of one real matrix while it trains: `bracket(W)` is proved at every call, and cheap where little changed.
+
+    >>> W = torch.diag(torch.tensor([3.0, 1.0, 0.5]))
+    >>> tracked = TrackedMatrix()
+    >>> lower, upper = tracked.bracket(W)
+    >>> lower <= 3 <= upper <= 3.003
+    True
+    >>> tracked.bracket(W + 1e-3, enough=3.1)[1] >= 3
+    True
+    """
+
+    def _prepared(self, W: Tensor, what: str) -> Tensor:
+        if W.dim() != 2 or W.is_complex():
+            raise InputError(f"expected a real matrix, got {what} of shape {tuple(W.shape)} in {W.dtype}")
+        A = W.detach().to(working_dtype(W.dtype))
+        if A.numel() == 0:
+            return require_finite(A, what)
+        return small_side(A.cpu() if A.device.type == "mps" else A)
+
+    def _distance(self, difference: Tensor) -> float:
+        return float(frobenius(_by_rows(difference)))
+
+    def _lost(self, A: Tensor, proof: Proof, kappa: float) -> float:
+        return _difference_rounding(_by_rows(A), _by_rows(proof.S), kappa)
+
+    def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
+        start = self.proof.v if self.proof is not None and self._comparable(A) else None
+        lower, upper, v = cholesky_bracket(A, rtol / 2, start=None if start is None else perturb(start), enough=enough)
+        # a margin to prove both ends again when the state is loaded
+        self.proof = Proof(A.clone(), deflate(lower * (1 - 1e-6)), inflate(upper * (1 + 1e-9)), v=v)
+        return lower, upper
+
+    def _holds(self, claim: Proof) -> bool:
+        S, v = claim.S, claim.v
+        if S.dim() != 2 or v is None or v.shape != S.shape[1:] or S.shape[0] < S.shape[1]:
+            raise InputError(f"a stored weight of shape {tuple(S.shape)} and its vector do not belong together")
+        lower, upper, _ = cholesky_bracket(S.double(), 1e-3, start=v, enough=claim.upper)
+        return lower >= claim.lower and upper <= claim.upper
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The matrix or its transpose, whichever lies row by row in memory: sums over it are several times faster."""
+    return x.mT if x.mT.is_contiguous() else x
+
+
+class TrackedConvolution(TrackedNorm):
+    """The norm of one convolution while it trains, on the input size it sees or over all sizes.
+
+    Args:
+        layer: the layer; padding, stride, groups and dilation are read off it.
+        input_size: spatial size of its input; None: the supremum over all sizes.
+    """
+
+    def __init__(self, layer: nn.Module, input_size: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        form = read(layer, input_size)
+        conv = form if isinstance(form, Convolution) else form.adjoint()
+        if not isinstance(conv, Convolution):
+            raise InputError(f"expected a convolution, got {type(layer).__name__}")
+        self.conv = conv
+        self.factor = _padding_factor(conv)
+
+    def _prepared(self, W: Tensor, what: str) -> Tensor:
+        return W.detach().to(working_dtype(W.dtype))
+
+    def _distance(self, difference: Tensor) -> float:
+        return inflate(self.factor * tap_drift(self.conv.geometry.grouped(difference)))
+
+    def _lost(self, A: Tensor, proof: Proof, kappa: float) -> float:
+        taps = math.sqrt(math.prod(A.shape[2:]))  # ‖E(ω)‖_F ≤ √taps·‖K‖_F
+        return inflate(self.factor * taps * _difference_rounding(A, proof.S, kappa))
+
+    def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
+        result = conv_bracket(self.conv.with_weight(A), rtol / 2, enough)
+        lower, upper = float(result.lower), float(result.upper)
+        self.proof = Proof(A.clone(), lower, upper, (enough, rtol / 2))
+        return lower, upper
+
+    def _holds(self, claim: Proof) -> bool:
+        if claim.S.shape != self.conv.weight.shape or len(claim.settings) != 2:
+            shapes = f"{tuple(claim.S.shape)} does not fit a layer of shape {tuple(self.conv.weight.shape)}"
+            raise InputError(f"a stored weight of shape {shapes}")
+        enough, rtol = claim.settings
+        if not 0 < rtol < 1:
+            return False
+        result = conv_bracket(self.conv.with_weight(claim.S), rtol, enough)
+        return float(result.lower) >= claim.lower and float(result.upper) <= claim.upper
+
+
+def _padding_factor(conv: Convolution) -> float:
+    """How much larger than its symbol the operator can be because of padding, rounded up; 1 for zeros."""
+    if conv.padding == "circular":
+        lattices = [circular_lattice(axis) for axis in conv.axes]
+        if all(found is not None for found in lattices):
+            return inflate(math.prod(found[1] for found in lattices if found is not None))
+    return inflate(math.prod(padding_norm(axis, conv.padding) for axis in conv.axes))

@@ -1,0 +1,231 @@
+"""Before a long run: does the network answer at all, does it under the noise, and what will the run cost?
+
+Nothing here is a guarantee: shares of a few inputs, on noise of their own that no certificate uses.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equipoise.core import EquipoiseError, fresh_strides
+from equipoise.runs.inputs import in_turn
+from equipoise.runs.jobs import Job
+from equipoise.smoothing.noise import Stream, noise_key
+
+#: inputs looked at, and how many at a time
+INPUTS = 200
+BATCH = 50
+#: mean and deviation per channel that pictures in [0, 1] are commonly trained with
+SCALINGS = (
+    ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)),
+    ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    ((0.1307,), (0.3081,)),
+    ((0.5,), (0.5,)),
+)
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """Shares of a few inputs (estimates), the cost of the run, and the most likely thing that is wrong.
+
+    Args:
+        inputs: how many were looked at.
+        clean: share of right answers without noise; None: no labels.
+        noisy: share of right answers under one draw of the noise.
+        unchanged: share of answers that the noise does not change.
+        sigma: the noise level, 0 for proved runs.
+        forward_passes: of the whole run, in chunks; 0 for proved runs.
+        seconds: estimated time of the run with one worker; 0 for proved runs.
+        warning: what is likely wrong and what to do, empty if nothing is.
+    """
+
+    inputs: int
+    clean: float | None
+    noisy: float | None
+    unchanged: float
+    sigma: float
+    forward_passes: int
+    seconds: float
+    warning: str = ""
+
+    def lines(self) -> list[str]:
+        """What a user should know before waiting."""
+        shares = [] if self.clean is None else [f"clean accuracy {self.clean:.1%}"]
+        if self.sigma:
+            shares += [] if self.noisy is None else [f"under noise {self.noisy:.1%}"]
+            shares.append(f"unchanged {self.unchanged:.1%}")
+        lines = [f"{', '.join(shares)} ({self.inputs} inputs, estimates)"] if shares else []
+        if self.seconds:
+            lines.append(f"about {clock(self.seconds)} with one worker: {self.forward_passes:,} forward passes")
+        return lines + ([f"warning: {self.warning}"] if self.warning else [])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def preflight(job: Job) -> PreflightReport:
+    """Look at up to 200 inputs of a job, some of every class; unreadable ones are left out.
+
+    Args:
+        job: what `prepare` returned.
+
+    Returns:
+        Estimates; certificates do not depend on any of it.
+    """
+    settings, model = job.settings, job.model.network(job.device)
+    sigma = settings.sigma or 0.0
+    key = noise_key(settings.seed or 0, "preflight", Stream.CALIBRATION, 0)
+    generator = torch.Generator().manual_seed(key % 2**63)
+
+    batches = list(_batches(job))
+    labels = np.array([label for _, part in batches for label in part], dtype=np.int64)
+    if not len(labels):
+        return PreflightReport(0, None, None, 1.0, sigma, 0, 0.0)
+    clean = np.concatenate([_answers(model, x) for x, _ in batches])
+    noisy = clean
+    if sigma:
+        noisy = np.concatenate([_answers(model, _disturbed(x, sigma, generator)) for x, _ in batches])
+
+    labelled = job.inputs.labelled
+    right = float((clean == labels).mean()) if labelled else None
+    unchanged = float((clean == noisy).mean())
+    passes, seconds = _cost(job) if sigma else (0, 0.0)
+    warning = _warning(model, batches, labels, clean, right, unchanged, sigma)
+    under = float((noisy == labels).mean()) if labelled else None
+    return PreflightReport(len(labels), right, under, unchanged, sigma, passes, seconds, warning)
+
+
+def _warning(
+    model: torch.nn.Module,
+    batches: list[tuple[Tensor, list[int]]],
+    labels: np.ndarray[Any, Any],
+    clean: np.ndarray[Any, Any],
+    right: float | None,
+    unchanged: float,
+    sigma: float,
+) -> str:
+    """The most likely thing that is wrong: scaling, order of classes, no training, no training under the noise."""
+    count = len(labels)
+    if right is not None and right < 0.85:
+        scaling = _better_scaling(model, batches, labels, right)
+        if scaling:
+            return scaling
+
+        # a permutation of the classes: for every label its commonest answer, all of them different
+        names = np.unique(labels)
+        commonest = {int(k): int(np.bincount(clean[labels == k] + 1).argmax()) - 1 for k in names}
+        mapped = float(np.mean([commonest[int(y)] == a for y, a in zip(labels, clean, strict=True)]))
+        moved = [f"{a} as {b}" for a, b in commonest.items() if a != b]
+        if len(set(commonest.values())) == len(names) and len(moved) > 1 and mapped > max(0.5, right + 0.1):
+            return (
+                f"the labels seem to be in another order than the model's: with classes exchanged "
+                f"({', '.join(moved[:6])}) {mapped:.1%} would be right instead of {right:.1%}; folders are numbered by "
+                "sorted name: give --classes, a file with the class names in the order of the model's logits"
+            )
+
+        chance = float(np.bincount(labels).max() / count)
+        spread = math.sqrt(chance * (1 - chance) / count)
+        if count >= 10 and right <= chance + 3 * spread and right < 0.7:
+            return (
+                f"{right:.1%} right without noise is about chance ({chance:.1%}): are these trained weights, and is the "
+                "input scaled and normalised as in training (--mean and --std, or inside the model)?"
+            )
+    if sigma and unchanged < 0.8:
+        return (
+            f"the network does not withstand noise of sigma {sigma:g}: train it under the noise "
+            f"(eq.regularizers.add_noise(x, {sigma:g}), or noise: of a recipe), put a --denoiser before it, or certify at "
+            "a smaller --sigma"
+        )
+    return ""
+
+
+def _better_scaling(
+    model: torch.nn.Module, batches: list[tuple[Tensor, list[int]]], labels: np.ndarray[Any, Any], right: float
+) -> str:
+    """A usual scaling of pictures with which many more inputs are right."""
+    first = batches[0][0]
+    if first.dim() != 4 or float(first.min()) < 0 or float(first.max()) > 1:
+        return ""
+    for mean, std in SCALINGS:
+        if len(mean) != first.shape[1]:
+            continue
+        centre, spread = (first.new_tensor(v).reshape(-1, 1, 1) for v in (mean, std))
+        answers = np.concatenate([_answers(model, fresh_strides((x - centre) / spread)) for x, _ in batches])
+        share = float((answers == labels).mean())
+        if share > max(0.5, right + 0.15):
+            options = " ".join(f"--{k} {','.join(f'{v:g}' for v in vs)}" for k, vs in (("mean", mean), ("std", std)))
+            return (
+                f"the network seems to have been trained on scaled pictures: with {options} {share:.1%} would be right "
+                f"without noise instead of {right:.1%}"
+            )
+    return ""
+
+
+def _cost(job: Job, timed: int = 3) -> tuple[int, float]:
+    """Chunks of the whole run, and their time: the median of a few on a stream that no certificate uses."""
+    settings, classifier = job.settings, job.spec().classifier()
+    chunk = settings.chunk_size
+    passes = job.manifest.total * (math.ceil(settings.n0 / chunk) + math.ceil(settings.n / chunk))
+    items = job.inputs.some(job.positions, 1)
+    times = []
+    try:
+        began = time.perf_counter()
+        x = items[0].x.to(job.device)
+        for out in classifier.logits(x, (timed + 1) * chunk, input_id=items[0].id, stream=Stream.PREDICTION):
+            out.argmax(dim=1).cpu()
+            times.append(time.perf_counter() - began)
+            began = time.perf_counter()
+    except EquipoiseError:
+        return passes, 0.0  # such an input will be a failed row
+    return passes, passes * float(np.median(times[1:]))
+
+
+def _batches(job: Job) -> Iterator[tuple[Tensor, list[int]]]:
+    """Inputs of every class in turn where labels are known, else evenly spread; those of one shape."""
+    positions = job.positions
+    if len(positions) > INPUTS and job.inputs.labelled and job.inputs.labels is not None:
+        positions = np.sort(positions[in_turn(np.asarray(job.inputs.labels)[positions])[:INPUTS]])
+    items = job.inputs.some(positions, INPUTS)
+    items = [item for item in items if item.x.shape == items[0].x.shape]
+    for first in range(0, len(items), BATCH):
+        part = items[first : first + BATCH]
+        yield fresh_strides(torch.stack([i.x for i in part])).to(job.device), [i.label for i in part]
+
+
+def _answers(model: torch.nn.Module, x: Tensor) -> np.ndarray[Any, Any]:
+    """The largest logit, −1 where one is not finite."""
+    with torch.inference_mode():
+        out = model(x).detach().double().cpu()
+    answers = torch.where(torch.isfinite(out).all(dim=1), out.argmax(dim=1), -1)
+    return np.asarray(answers.numpy())
+
+
+def _disturbed(x: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(x.shape, generator=generator, dtype=torch.float32)
+    return fresh_strides(x + (sigma * noise).to(x.dtype).to(x.device))
+
+
+def clock(seconds: float) -> str:
+    """Readable time, rounded.
+
+    >>> clock(42.4), clock(3700), clock(200_000)
+    ('42 s', '62 min', '2.3 days')
+    """
+    for size, unit in ((86_400.0, "days"), (7200.0, "h"), (120.0, "min")):
+        if (seconds >= 2 * size and unit == "days") or (seconds >= size and unit != "days"):
+            break
+    else:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    divisor = {"days": 86_400, "h": 3600, "min": 60}[unit]
+    value = seconds / divisor
+    return f"{value:.0f} {unit}" if unit == "min" else f"{value:.1f} {unit}"

@@ -1,0 +1,452 @@
+"""Recipes: a training run as data, typed models read from YAML, with overrides `key.key=value`.
+
+Every part is a small pydantic model with defaults and bounded sizes. An unknown key, a wrong type or a value out of range is
+one `InputError` that names the key. Parts that choose from a table (`loss`, `regularizers`, `projections`, `augment`, `noise`)
+take a `kind` and the arguments of that kind, or just the name of the kind; `from_table` checks the arguments by the
+annotations of the chosen function.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator, validate_call
+
+from equipoise.checkpoints.builders import registered
+from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
+from equipoise.core.files import read_bounded
+from equipoise.core.imports import SPEC, resolve
+
+_FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_LARGEST = 1_000_000  # bytes of a recipe
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+AtLeastOne = Annotated[int, Field(ge=1, le=10**9)]
+Few = Annotated[int, Field(ge=1, le=100)]  # noisy copies, steps of an attack: each costs a pass through the network
+
+
+class Part(BaseModel):
+    """A part of a recipe: unknown keys are errors, values cannot change afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Choice(BaseModel):
+    """A row of a table by its `kind`; every other key is an argument of that row."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="strings")
+    kind: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments beside `kind`."""
+        return dict(self.model_extra or {})
+
+
+Named = Annotated[Choice, BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)]
+
+
+class Model(Part):
+    """`factory(**arguments)` makes the network; `weights` (safetensors) start it."""
+
+    factory: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    arguments: dict[str, Any] = {}
+    weights: str | None = None
+
+
+class Extra(Part):
+    """More examples to learn from (generated ones, say): `ratio` of them to every one of the training split, per epoch."""
+
+    path: str
+    train: str = "train"
+    ratio: Annotated[float, Field(gt=0, le=1000)] = 1.0
+
+
+class Data(Part):
+    """What is learnt from: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
+
+    `reader` (`package.module:function`) is called as `reader(path, split)` instead of `load_dataset`. `validation` is the part
+    of the training split held out and measured every epoch (0: the test split is measured instead); `limit` keeps the first so
+    many examples of a seeded shuffle. `examples` is their number for `--plan` where the data are not on this machine.
+    """
+
+    path: str
+    reader: str | None = None
+    train: str = "train"
+    test: str | None = "test"
+    validation: Fraction = 0.0
+    limit: AtLeastOne | None = None
+    test_limit: AtLeastOne | None = None
+    augment: list[Named] = []
+    extra: Extra | None = None
+    examples: AtLeastOne | None = None
+
+
+class Optimizer(Part):
+    """`sgd`, `adam`, `adamw`, `nadam`, `muon`, or `sam`/`asam` around a `base` with radius `rho`.
+
+    `muon` takes orthogonalized updates for matrices and kernels, and Adam at a tenth of the rate for the rest. `lookahead: k`
+    moves the weights halfway back after every k steps.
+    """
+
+    kind: Literal["sgd", "adam", "adamw", "nadam", "muon", "sam", "asam"] = "sgd"
+    lr: Positive = 0.1
+    weight_decay: NonNegative = 0.0
+    momentum: Fraction = 0.9
+    nesterov: bool = False
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    base: Literal["sgd", "adam", "adamw"] = "sgd"
+    rho: Positive = 0.05
+    decay: Literal["all", "matrices"] = "all"
+    clip: Positive | None = None
+    lookahead: AtLeastOne | None = None
+
+    @model_validator(mode="after")
+    def _combination(self) -> Optimizer:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        if self.lookahead is not None and self.kind in ("sam", "asam"):
+            raise ValueError(f"lookahead does not go with {self.kind}, which takes two steps in one")
+        return self
+
+
+class Schedule(Part):
+    """The factor of the learning rate over the run; `warmup` and `milestones` are fractions of all steps.
+
+    `one-cycle` rises to 1 at `warmup` (default 0.3) and falls to `final` on a cosine; `piecewise` is linear between
+    `points` of (fraction, factor); `step` multiplies by `gamma` at each milestone.
+    """
+
+    kind: Literal["constant", "cosine", "linear", "one-cycle", "piecewise", "step"] = "constant"
+    warmup: Fraction = 0.0
+    final: NonNegative = 0.0
+    points: list[tuple[Share, NonNegative]] = []
+    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = []
+    gamma: Positive = 0.1
+
+    @model_validator(mode="after")
+    def _complete(self) -> Schedule:
+        if self.kind == "piecewise" and len(self.points) < 2:
+            raise ValueError("a piecewise schedule needs at least two points (fraction, factor)")
+        fractions = [fraction for fraction, _ in self.points]
+        if fractions != sorted(set(fractions)):
+            raise ValueError("the fractions of a piecewise schedule must increase")
+        if self.kind == "step" and not self.milestones:
+            raise ValueError("a step schedule needs milestones, fractions of the run like [0.5, 0.75]")
+        return self
+
+
+class Metrics(Part):
+    """What is measured: certified accuracy at each ε (ℓ2, inputs in [0, 1]) and the network's bound every `bound_every` epochs.
+
+    The last epoch is always measured in full; `bound_every: 0` means only then. `bound: false` leaves the bound out.
+    """
+
+    epsilons: list[NonNegative] = [0.1, 0.2]
+    every: AtLeastOne = 1
+    bound: bool = True
+    bound_every: Count = 0
+    rtol: Positive = 1e-3
+    batch_size: AtLeastOne = 500
+
+
+class Recipe(Part):
+    """A whole training run. Two runs with equal recipes and data on one machine give equal networks, bit by bit on a CPU.
+
+    >>> recipe = Recipe(model={"factory": "torch.nn:Flatten"}, data={"path": "digits"}, epochs=1)
+    >>> recipe.optimizer.kind, recipe.batch_size
+    ('sgd', 128)
+    """
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100)] = "run"
+    description: str = ""
+    published: str = ""
+    model: Model
+    data: Data
+    loss: Named = Choice(kind="ce")
+    regularizers: list[Named] = []
+    projections: list[Named] = []
+    noise: Named | None = None
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    epochs: Annotated[int, Field(ge=1, le=10**6)]
+    batch_size: Annotated[int, Field(ge=1, le=10**6)] = 128
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    metrics: Metrics = Metrics()
+    checkpoint_every: AtLeastOne = 1
+    checkpoint_steps: AtLeastOne | None = None
+    tensorboard: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data, defaults included; infinite numbers are the text "Infinity", which is read as a number again."""
+        plain: dict[str, Any] = json.loads(self.model_dump_json())
+        return plain
+
+
+_PARTS: dict[str, type[Part]] = {
+    "model": Model,
+    "data": Data,
+    "optimizer": Optimizer,
+    "schedule": Schedule,
+    "metrics": Metrics,
+}
+
+
+def describe(error: ValidationError, where: str, known: Iterable[str] | None = None) -> str:
+    """The first problem as one sentence: the key's path, what was expected, what came.
+
+    Unknown keys come first: a misspelt key is often also a missing one.
+
+    Args:
+        error: of pydantic.
+        where: what was read.
+        known: keys to suggest in place of an unknown one; without them those of the recipe.
+    """
+    unknown = ("extra_forbidden", "unexpected_keyword_argument")
+    problems = sorted(error.errors(include_url=False), key=lambda p: p["type"] not in unknown)
+    problem = problems[0]
+    location = [str(p) for p in problem["loc"] if not str(p).startswith("function-")]
+    key = ".".join(location)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if problem["type"] in unknown:
+        part: type[Part] = _PARTS.get(location[0], Recipe) if len(location) > 1 else Recipe
+        hint = did_you_mean(location[-1], part.model_fields if known is None else known, 0.5)
+        return f"{where}: unknown key {key!r}{hint}{more}"
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{where}: {key!r} is missing{more}"
+    expected = re.sub(r"^(Value error, |(Input|String|Tuple|List) should )", "", problem["msg"])
+    if problem["type"] == "value_error":
+        return f"{where}: {key}: {expected}{more}"
+    value = repr(problem["input"])
+    return f"{where}: {key!r} must {expected}, got {value if len(value) <= 80 else value[:80] + ' …'}{more}"
+
+
+def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: str, *first: Any) -> Any:
+    """The chosen row of a table, called with `first` and the choice's arguments.
+
+    The arguments are converted and checked by the row's annotations. A kind `package.module:function` is imported.
+
+    Args:
+        table: functions by kind.
+        choice: the kind and its arguments.
+        where: the key of the recipe, for messages.
+        first: positional arguments that do not come from the recipe.
+    """
+    row = resolve(choice.kind) if SPEC.match(choice.kind) else table.get(choice.kind)
+    if row is None:
+        hint = did_you_mean(choice.kind, table, 0.5) or f"; the kinds are {', '.join(sorted(table))}"
+        raise InputError(f"{where}: no kind {choice.kind!r}{hint}")
+    checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(functools.partial(row, *first))
+    try:
+        return checked(**choice.arguments)
+    except ValidationError as error:
+        known = row.__code__.co_varnames if hasattr(row, "__code__") else ()
+        raise InputError(describe(error, f"{where} ({choice.kind})", known)) from error
+    except TypeError as error:  # options that the row hands on
+        raise InputError(f"{where} ({choice.kind}): {one_line(error)}") from error
+
+
+def bundled() -> dict[str, str]:
+    """The recipes that come with the package: name → text.
+
+    >>> "sll-sr-digits" in bundled()
+    True
+    """
+    folder = resources.files("equipoise.train") / "recipes"
+    files = sorted((item for item in folder.iterdir() if item.name.endswith(".yaml")), key=lambda item: item.name)
+    return {item.name.removesuffix(".yaml"): item.read_text(encoding="utf-8") for item in files}
+
+
+def read_recipe(
+    source: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = (), *, allow_code: bool = False
+) -> Recipe:
+    """A checked recipe from a bundled name, a YAML file, plain data or a recipe, with overrides on top.
+
+    `extends: NAME` starts from a bundled recipe: what is given is put over it, key by key.
+
+    Args:
+        source: where the recipe comes from.
+        overrides: `"optimizer.lr=0.1"` and the like; the values are YAML.
+        allow_code: let a file name `package.module:factory` of your own, which is run. Otherwise it names registered models only.
+
+    >>> read_recipe("sll-sr-digits", ["epochs=2", "optimizer.lr=1e-2"]).epochs
+    2
+    """
+    where = "the recipe"
+    if isinstance(source, Recipe):
+        document: Any = source.model_dump(exclude_unset=True)
+    elif isinstance(source, Mapping):
+        document = dict(source)
+    else:
+        where, document = _read(str(source), allow_code)
+    if not isinstance(document, dict):
+        raise InputError(f"{where} must hold `key: value` pairs, got {type(document).__name__}")
+    document = _extend(document, where)
+    for item in overrides:
+        document = _override(document, item)
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        raise InputError(describe(error, where)) from error
+
+
+def _read(source: str, allow_code: bool) -> tuple[str, Any]:
+    """The document of a YAML file or a bundled recipe, and its name for messages."""
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+        known = bundled()
+        if source not in known:
+            hint = did_you_mean(source, known, 0.5)
+            raise InputError(f"no bundled recipe {source!r}{hint}; `equipoise train --list` shows them")
+        return source, {"name": source, **parse(known[source], source)}
+    try:
+        document = parse(read_bounded(path, _LARGEST).decode("utf-8"), source)
+    except UnicodeDecodeError as error:
+        raise InputError(f"the recipe {path} is not UTF-8 text") from error
+    if isinstance(document, dict):
+        if not allow_code:
+            _require_no_code(document, source)
+        document.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem) or "run")
+    return source, document
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML where `1e-3` is a number; aliases (a few lines of them expand to gigabytes) and repeated keys are errors."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """The next node, refused where it is an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not read: write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys differ."""
+        names = [key.value for key, _ in node.value]
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise yaml.YAMLError(f"{repeated[0]!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("+-.0123456789"))
+
+
+def parse(text: str, where: str) -> Any:
+    """The plain data of a YAML text.
+
+    Args:
+        text: at most a few kilobytes of YAML.
+        where: its name, for messages.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}, line {mark.line + 1}" if mark else where
+        reason = getattr(error, "problem", None) or one_line(error)
+        raise InputError(f"{place} is not YAML: {reason[:160]}") from error
+
+
+def _extend(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """A recipe that `extends` a bundled one, written out; description and published figures are not inherited."""
+    if "extends" not in document:
+        return document
+    name, known = document["extends"], bundled()
+    if not isinstance(name, str) or name not in known:
+        raise InputError(
+            f"{where}: extends takes the name of a bundled recipe, got {name!r}{did_you_mean(str(name), known)}"
+        )
+    base = _extend(parse(known[name], name), name)
+    kept = {key: value for key, value in base.items() if key not in ("description", "published", "name")}
+    return _merge(kept, {key: value for key, value in document.items() if key != "extends"})
+
+
+def _merge(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Parts are merged key by key; a part of another `kind` replaces the old one."""
+    merged = dict(base)
+    for key, value in new.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("kind", old.get("kind")) == old.get("kind"):
+            value = _merge(old, value)
+        merged[key] = value
+    return merged
+
+
+def _require_no_code(document: dict[str, Any], where: str) -> None:
+    """Refuse a file that names code: a model that is not registered, a reader, data or a kind of its own."""
+    named = next(_code_names(document), None)
+    if named is not None:
+        raise Refused(
+            f"{where} names {named[:100]!r}, code that would be run: if you trust it, allow it (--allow-code, "
+            "allow_code=True), or name it yourself (--set model.factory=…)"
+        )
+
+
+def _code_names(value: Any, key: str = "") -> Any:
+    """Every text of the document at a key that may be imported, with variables filled in."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name != "arguments":
+                yield from _code_names(item, str(name))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _code_names(item, key)
+    elif isinstance(value, str) and key not in ("description", "published", "weights", "teacher"):
+        text = _VARIABLE.sub(lambda match: os.environ.get(match[1], ""), value).split("#")[0]
+        if SPEC.match(text) and not (key == "factory" and registered(text)):
+            yield text
+
+
+def _override(document: dict[str, Any], item: str) -> dict[str, Any]:
+    """A copy of the document with `a.b=value` (or `list.0.key=value`) set; the value is YAML."""
+    key, equals, text = item.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise InputError(f"--set takes key=value like optimizer.lr=0.1, got {item!r}")
+    result: dict[str, Any] = _put(document, path, parse(text, f"--set {key}: the value"), key)
+    return result
+
+
+def _put(current: Any, path: list[str], value: Any, key: str) -> Any:
+    if not path:
+        return value
+    head, rest = path[0], path[1:]
+    if isinstance(current, list):
+        if not head.isdigit() or int(head) > len(current):
+            raise InputError(f"--set {key}: {head!r} is no position in a list of {len(current)} (0 is the first)")
+        items = [*current, {}]
+        items[int(head)] = _put(items[int(head)], rest, value, key)
+        return items if int(head) == len(current) else items[:-1]
+    if current is None and head == "0":  # the first entry of a list that is not there yet
+        return [_put(None, rest, value, key)]
+    inner = {"kind": current} if isinstance(current, str) else dict(current or {})
+    return {**inner, head: _put(inner.get(head), rest, value, key)}
+
+
+def fill_in(path: str) -> str:
+    """`${NAME}` from the environment; an unset one is an error that says so.
+
+    >>> fill_in("digits")
+    'digits'
+    """
+    for name in _VARIABLE.findall(path):
+        if not os.environ.get(name):
+            raise InputError(
+                f"data.path is {path!r}, but {name} is not set: export {name}=FOLDER, or --set data.path=FILE"
+            )
+    return _VARIABLE.sub(lambda match: os.environ[match[1]], path)

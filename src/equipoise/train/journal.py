@@ -1,0 +1,153 @@
+"""The folder of a run: what it was asked, how far it came, and everything needed to go on bit by bit.
+
+```
+recipe.json          the recipe and the data's fingerprint, compared at every start
+metrics.jsonl        one line per epoch
+state/state.safetensors   weights, average, optimizer, generators; its header holds the position and the metrics so far
+model.safetensors, config.json, certificate.json, README.md   the finished network
+```
+
+Each file is written whole or not at all; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from equipoise.core.digests import Digest
+from equipoise.core.errors import InputError
+from equipoise.core.files import atomic_write, locked, open_regular, read_json
+
+STATE = "state/state.safetensors"
+_Count = Annotated[int, Field(ge=0, le=10**15)]
+
+
+#: what is stored of every part of a run (`model`, `optimizer/0`, …), by name: tensors and plain values
+State = dict[str, dict[str, Any]]
+
+
+class Position(BaseModel):
+    """Where a run is: finished epochs, batches of the current one, steps; a row per epoch; the state's plain values."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    epoch: _Count
+    batch: _Count
+    step: _Count
+    history: list[dict[str, Any]]
+    plain: dict[str, bool | int | float | str | None] = {}
+
+
+class Journal:
+    """A folder that belongs to one recipe; only one process at a time trains in it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._lock = contextlib.ExitStack()
+
+    def open(self, document: Mapping[str, Any]) -> tuple[State, Position] | None:
+        """Claim the folder for this recipe and its data, and read the last state if there is one."""
+        path = self.folder / "recipe.json"
+        document = json.loads(json.dumps(document))
+        busy = f"another process trains in {self.folder}: wait for it, or choose another --run-dir"
+        try:
+            # what a killed start left (the state's folder, locks, temporary files) is no reason to refuse
+            others = [] if path.exists() or not self.folder.exists() else list(self.folder.iterdir())
+            others = [item for item in others if not item.name.startswith(".") and item.name != "state"]
+            if others:
+                raise InputError(
+                    f"{self.folder} is not empty and no training run (it holds {others[0].name!r}): "
+                    "choose another --run-dir"
+                )
+            (self.folder / "state").mkdir(parents=True, exist_ok=True)
+            self._lock.enter_context(locked(self.folder / ".lock", busy))
+        except OSError as error:
+            raise InputError(f"cannot train in {self.folder}: {error.strerror}") from error
+        if path.exists():
+            changes = differences(read_json(path), document)
+            if changes:
+                raise InputError(
+                    f"{self.folder} belongs to another recipe ({'; '.join(changes)}): "
+                    "choose another --run-dir, or remove this one"
+                )
+        else:
+            atomic_write(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        return read_state(self.folder / STATE) if (self.folder / STATE).exists() else None
+
+    def save(self, state: State, position: Position) -> None:
+        """Replace the stored state.
+
+        Args:
+            state: tensors and plain values.
+            position: where the run is.
+        """
+        from safetensors.torch import save
+
+        flat = {f"{part}|{name}": value for part, named in state.items() for name, value in named.items()}
+        tensors = {name: v.detach().cpu().contiguous().clone() for name, v in flat.items() if isinstance(v, Tensor)}
+        plain = {name: value for name, value in flat.items() if name not in tensors}
+        text = position.model_copy(update={"plain": plain}).model_dump_json()
+        content = save(tensors, metadata={"position": text, "digest": _digest(tensors, text)})
+        atomic_write(self.folder / STATE, content)
+
+    def write_metrics(self, history: list[dict[str, Any]]) -> None:
+        """Replace `metrics.jsonl`."""
+        lines = [json.dumps(row, allow_nan=False) + "\n" for row in history]
+        atomic_write(self.folder / "metrics.jsonl", "".join(lines))
+
+    def close(self) -> None:
+        """Let others train here."""
+        self._lock.close()
+
+
+def read_state(path: Path) -> tuple[State, Position]:
+    """A state and its position; nothing in it is executed, and one that was changed is refused."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with open_regular(path), safe_open(path, framework="pt") as file:
+            header = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if header["digest"] != _digest(tensors, header["position"]):
+            raise ValueError("its digest does not fit")
+        position = Position.model_validate_json(header["position"])
+        state: State = {}
+        for key, value in {**tensors, **position.plain}.items():
+            part, _, name = key.partition("|")
+            state.setdefault(part, {})[name] = value
+        return state, position
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, ValidationError) as error:
+        raise InputError(f"the state {path} is damaged: remove it and the run starts over") from error
+
+
+def _digest(tensors: Mapping[str, Tensor], position: str) -> str:
+    digest = Digest("training state").add("position", position)
+    for name in sorted(tensors):
+        digest.add(name, tensors[name])
+    return str(digest)
+
+
+def differences(before: Any, after: Any, path: str = "") -> list[str]:
+    """What changed between two documents, `key: before → after`.
+
+    Args:
+        before: plain data.
+        after: plain data.
+        path: of both, for the messages.
+
+    >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "d": 4})
+    ['a.b: 1 → 3', 'c: 2 → nothing', 'd: nothing → 4']
+    """
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return [] if before == after else [f"{path}: {before} → {after}"]
+    changes = []
+    for key in {**before, **after}:
+        name = f"{path}.{key}" if path else str(key)
+        changes += differences(before.get(key, "nothing"), after.get(key, "nothing"), name)
+    return changes

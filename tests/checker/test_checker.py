@@ -1,0 +1,358 @@
+"""The lone checker: it accepts what the writer writes, rejects what is false, and never crashes."""
+
+import copy
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load as read_tensors
+from safetensors.numpy import save as write_tensors
+from torch import nn
+from torch.nn import functional
+
+import equipoise as eq
+from equipoise import certificates
+from equipoise.checker import check as checker
+from equipoise.checker import check_smoothing as smoothing_checker
+
+torch.manual_seed(0)
+
+
+def _conv(*args, **kwargs):
+    return nn.Conv2d(*args, **kwargs)
+
+
+#: every operation that the writer knows, in networks small enough for a dense reference
+NETWORKS = {
+    "dense": lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 12), nn.ReLU(), nn.Linear(12, 5)),
+    "stride": lambda: nn.Sequential(_conv(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5)),
+    "groups": lambda: nn.Sequential(_conv(2, 4, 3, groups=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 5)),
+    "dilation": lambda: nn.Sequential(_conv(2, 3, 2, dilation=2), nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(12, 5)),
+    "pooling": lambda: nn.Sequential(
+        _conv(2, 4, 3, padding=1), eq.nn.MaxMin(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)
+    ),
+    "max pooling": lambda: nn.Sequential(_conv(2, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5)),
+    "sorted": lambda: nn.Sequential(
+        nn.PixelUnshuffle(2), _conv(8, 6, 1), eq.nn.GroupSort(3), nn.Flatten(), nn.Linear(24, 5), nn.Sigmoid()
+    ),
+    "own layers": lambda: nn.Sequential(
+        eq.nn.BCOPConv2d(2, 4, 3, padding=1), eq.nn.BetaAbs(0.5), nn.Flatten(), eq.nn.SRLinear(64, 5)
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def bundle(request, tmp_path_factory):
+    torch.manual_seed(sum(map(ord, request.param)))
+    model = NETWORKS[request.param]().eval()
+    x = torch.rand(6, 2, 4, 4)
+    with torch.no_grad():
+        labels = model(x).argmax(1)
+    folder = tmp_path_factory.mktemp("bundle")
+    certificates.write(model, x, labels, folder, epsilons=(0.01,))
+    return folder
+
+
+def reference(document, tensors, x):
+    """The network of a bundle by PyTorch in float64, without the checker's code; and its constant by dense SVDs."""
+    values = {"input": (x, 1.0)}
+    for node in document["nodes"]:
+        a = node["attributes"]
+        weights = {key: torch.from_numpy(tensors[name].astype(np.float64)) for key, name in node["weights"].items()}
+        inputs = [values[name] for name in node["inputs"]]
+        v, constant = inputs[0]
+        if node["op"] == "linear":
+            layer = _layer(a, weights)
+            rows = layer(torch.eye(v[0].numel()).double().reshape(-1, *v.shape[1:])) - layer(torch.zeros_like(v[:1]))
+            factor = float(torch.linalg.matrix_norm(rows.flatten(1), ord=2))
+            v = layer(v)
+        else:
+            v, factor = _other(node["op"], a, weights, v)
+        values[node["name"]] = v, factor * constant
+    return values[document["nodes"][-1]["name"]]
+
+
+def _layer(a, weights):
+    weight, bias = weights["weight"], weights.get("bias", torch.zeros(1).double())
+    if weight.dim() == 2:
+        return lambda x: x @ weight.T + bias
+    keys = {key: a[key] for key in ("stride", "padding", "dilation", "groups")}
+    return lambda x: functional.conv2d(x, weight, **keys) + bias
+
+
+def _other(op, a, weights, x):
+    if op == "scale":
+        value = 1 / weights["value"] if a.get("inverse") else weights["value"]
+        return x * value, float(value.abs().max())
+    if op == "shift":
+        return x + weights["value"], 1.0
+    if op == "leaky_relu":
+        return torch.where(x > 0, x, a["slope"] * x), max(1.0, abs(a["slope"]))
+    if op == "curve":
+        return (torch.tanh(x), 1.0) if a["kind"] == "tanh" else (torch.sigmoid(x), 0.25)
+    if op == "average_pool":
+        assert a["kernel"] == a["stride"], "the reference knows windows that do not overlap"
+        return functional.avg_pool2d(x, a["kernel"], a["stride"], a["padding"]), float(np.prod(a["kernel"])) ** -0.5
+    if op == "max_pool":
+        overlap = np.prod([-(-k // s) for k, s in zip(a["kernel"], a["stride"], strict=True)])
+        kernel = a["kernel"]
+        padded = functional.pad(x, [p for pad in reversed(a["padding"]) for p in (pad, pad)], value=-torch.inf)
+        return functional.max_pool2d(padded, kernel, a["stride"]), float(overlap) ** 0.5
+    kind, axis = a["kind"], a.get("axis", 1)
+    if kind == "relu":
+        return x.relu(), 1.0
+    if kind == "abs":
+        y = x.clone()
+        y.movedim(axis, 0)[a["start"] : a["stop"]].abs_()
+        return y, 1.0
+    if kind == "maxmin":
+        first, second = x.chunk(2, axis)
+        return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], axis), 1.0
+    if kind == "groupsort":
+        y = x.movedim(axis, -1)
+        return y.reshape(*y.shape[:-1], -1, a["size"]).sort(-1).values.reshape(y.shape).movedim(-1, axis), 1.0
+    if kind == "reshape":
+        return x.reshape(len(x), *a["shape"]), 1.0
+    if kind == "permute":
+        return x.permute(a["axes"]), 1.0
+    raise AssertionError(kind)
+
+
+def is_true(folder):
+    """Whether the claims of a bundle hold, up to the rounding of the reference."""
+    document = json.loads((folder / "certificate.json").read_text())
+    tensors = read_tensors((folder / "weights.safetensors").read_bytes())
+    inputs = read_tensors((folder / "inputs.safetensors").read_bytes())
+    claim = document["claims"]["radii"]
+    x = torch.from_numpy(inputs[claim["x"]].astype(np.float64)) / claim.get("divisor", 1)
+    labels, radii = inputs[claim["labels"]], inputs[claim["radii"]]
+    logits, constant = reference(document, tensors, x)
+    if constant > document["claims"]["lipschitz"] * (1 + 1e-9):
+        return False
+    last = document["nodes"][-1]
+    for z, label, radius in zip(logits, labels, radii, strict=True):
+        if radius == 0:
+            continue
+        for rival in range(len(z)):
+            pair = 2**0.5 * constant
+            if last["op"] == "linear":
+                weight = tensors[last["weights"]["weight"]].astype(np.float64)
+                pair = min(pair, np.linalg.norm(weight[label] - weight[rival]) * constant / np.linalg.norm(weight, 2))
+            if rival != label and float(z[label] - z[rival]) < radius * pair * (1 - 1e-9):
+                return False
+    return all(
+        count <= int((radii >= float(epsilon)).sum()) and float(epsilon) > 0
+        for epsilon, count in claim.get("certified", {}).items()
+    )
+
+
+def verdict(folder):
+    """True: accepted; False: rejected. Anything else than a rejection in a sentence is a crash."""
+    try:
+        certificates.check(folder)
+    except eq.Refused:
+        return False
+    return True
+
+
+def test_the_writer_is_accepted_and_its_claims_are_true(bundle):
+    assert verdict(bundle)
+    assert is_true(bundle)
+
+
+def _leaves(value, path=()):
+    if isinstance(value, dict):
+        for key in value:
+            yield from _leaves(value[key], (*path, key))
+    elif isinstance(value, list):
+        for index in range(len(value)):
+            yield from _leaves(value[index], (*path, index))
+        yield path
+    else:
+        yield path
+
+
+def _edit(value, rng):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return rng.choice([value + 1, value - 1, -value, 0, 2 * value, value + 0.5, None, "1", [value]])
+    if isinstance(value, float):
+        return rng.choice([value * 0.999, value * (1 - 1e-6), -value, 0.0, 1e300, 1e-300, None, "x", value * 2])
+    if isinstance(value, str):
+        return rng.choice(["", "input", "linear", "rearrange", "scale", "relu", "maxmin", value + "0", None, 3])
+    if isinstance(value, list) and value:
+        changed = copy.copy(value)
+        index = rng.randrange(len(changed))
+        action = rng.randrange(4)
+        if action == 0:
+            del changed[index]
+        elif action == 1:
+            changed.append(changed[index])
+        elif action == 2:
+            changed[index], changed[0] = changed[0], changed[index]
+        else:
+            changed[index] = {}
+        return changed
+    return {}
+
+
+def mutate(source, folder, rng):
+    """A copy of a bundle with one random change, its digests made right again."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    document = json.loads((folder / "certificate.json").read_text())
+    which = rng.choice(["certificate", "certificate", "weights", "inputs", "claims"])
+    if which in ("certificate", "claims"):
+        part = document["claims"] if which == "claims" else document
+        path = rng.choice([path for path in _leaves(part) if path and path[0] != "digests"])
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = _edit(part[path[-1]], rng)
+    else:
+        name = f"{which}.safetensors"
+        tensors = {key: value.copy() for key, value in read_tensors((folder / name).read_bytes()).items()}
+        key = rng.choice(sorted(tensors))
+        flat = tensors[key].reshape(-1)
+        index = rng.randrange(flat.size)
+        if flat.dtype == np.int64:
+            flat[index] = rng.choice([flat[index] + 1, -1, 7])
+        else:
+            flat[index] = rng.choice([flat[index] * 1.001, flat[index] + 0.05, -flat[index], 3.0])
+        content = write_tensors(tensors)
+        (folder / name).write_bytes(content)
+        document["digests"][name] = hashlib.sha256(content).hexdigest()
+    (folder / "certificate.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_false_claim_is_accepted_and_nothing_crashes(bundle, tmp_path, seed):
+    rng = random.Random(f"{bundle.name} {seed}")
+    accepted = 0
+    for _ in range(42):
+        mutate(bundle, tmp_path / "edited", rng)
+        if verdict(tmp_path / "edited"):
+            accepted += 1
+            assert is_true(tmp_path / "edited")
+    assert accepted < 30
+
+
+BYTES = (b"", b"\0", b"{}", b"[" * 100_000, b'{"a": NaN}', b"\xff" * 64, b"\xff" * 7 + b"\x7f" + b"{}")
+
+
+@pytest.mark.parametrize("name", ["certificate.json", "weights.safetensors", "inputs.safetensors"])
+@pytest.mark.parametrize("content", BYTES, ids=range(len(BYTES)))
+def test_malformed_files_are_rejected_in_a_sentence(tmp_path, name, content):
+    model = NETWORKS["dense"]()
+    certificates.write(model, torch.rand(2, 2, 4, 4), torch.tensor([0, 1]), tmp_path)
+    (tmp_path / name).write_bytes(content)
+    document = json.loads((tmp_path / "certificate.json").read_text()) if name != "certificate.json" else None
+    if document is not None:
+        document["digests"][name] = hashlib.sha256(content).hexdigest()
+        (tmp_path / "certificate.json").write_text(json.dumps(document))
+    assert not verdict(tmp_path)
+
+
+def test_an_unknown_operation_is_refused_by_name():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Softmax(dim=1))
+    with pytest.raises(eq.Refused, match="softmax"):
+        certificates.describe(model, torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("change", [-1e-3, -1e-6, -1e-8])
+def test_norms_are_proved_to_the_last_digits(change):
+    weight = np.linalg.qr(np.random.default_rng(0).standard_normal((20, 20)))[0]
+    checker.check_matrix(weight, 1 + 1e-8)
+    with pytest.raises(checker.Rejected):
+        checker.check_matrix(weight, 1 + change)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions_against_the_materialised_operator(dims):
+    rng = np.random.default_rng(dims)
+    conv = (functional.conv1d, functional.conv2d, functional.conv3d)[dims - 1]
+    for _ in range(30):
+        stride, dilation, padding = (rng.integers(1, 3), rng.integers(1, 3), rng.integers(0, 3))
+        groups, size = rng.integers(1, 3), [int(n) for n in rng.integers(5, 8, dims)]
+        kernel = rng.standard_normal((2 * groups, rng.integers(1, 3), *rng.integers(1, 3, dims)))
+        keys = {"stride": int(stride), "padding": int(padding), "dilation": int(dilation), "groups": int(groups)}
+        image = (kernel.shape[1] * groups, *size)
+        basis = torch.eye(int(np.prod(image))).double().reshape(-1, *image)
+        columns = conv(basis, torch.from_numpy(kernel), **keys).flatten(1)
+        truth = float(torch.linalg.matrix_norm(columns, ord=2))
+        geometry = {k: v if k == "groups" else [v] * dims for k, v in keys.items()}
+        layer = checker.Linear(kernel, geometry)
+        with pytest.raises(checker.Rejected):
+            layer.check(truth * (1 - 1e-9), size)
+        layer.check(truth * 3 + 1e-9, size)
+        x = rng.standard_normal((2, *image))
+        expected = conv(torch.from_numpy(x), torch.from_numpy(kernel), **keys).numpy()
+        np.testing.assert_allclose(layer.apply(x), expected, rtol=1e-10, atol=1e-12)
+        y = rng.standard_normal(expected.shape)
+        np.testing.assert_allclose(np.vdot(layer.adjoint(y, size), x), np.vdot(y, expected), rtol=1e-9)
+
+
+def smoothing_claim(**changes):
+    from scipy.stats import beta, norm
+
+    n, k, alpha, sigma = 1000, 990, 0.001, 0.5
+    p = float(beta.ppf(alpha, k, n - k + 1)) * (1 - 1e-9)
+    quantile = float(norm.ppf(p)) - 1e-9
+    row = {"k": k, "p": p, "quantile": quantile, "radius": sigma * quantile * (1 - 1e-9)}
+    claim = {"sigma": sigma, "alpha": alpha, "n": n, "procedure": "cohen", "rows": [row]}
+    for key, value in changes.items():
+        (row if key in row else claim)[key] = value
+    return claim
+
+
+def test_smoothing_radii_follow_from_their_counts():
+    smoothing_checker.check_smoothing(smoothing_claim())
+    row = smoothing_claim()["rows"][0]
+    for changes in (
+        {"k": 989}, {"n": 1001}, {"alpha": 0.00099}, {"p": row["p"] * (1 + 1e-6)}, {"sigma": 0.4999},
+        {"radius": row["radius"] * (1 + 1e-6)}, {"quantile": row["quantile"] + 1e-6}, {"radius": -1.0},
+    ):  # fmt: skip
+        with pytest.raises(smoothing_checker.Rejected):
+            smoothing_checker.check_smoothing(smoothing_claim(**changes))
+
+
+def test_the_lone_file_runs_without_the_library(tmp_path):
+    certificates.write(NETWORKS["dense"](), torch.rand(2, 2, 4, 4), torch.tensor([0, 1]), tmp_path / "bundle")
+    shutil.copy(checker.__file__, tmp_path / "check.py")
+    command = [sys.executable, "-I", str(tmp_path / "check.py"), str(tmp_path / "bundle")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("ACCEPTED")
+
+
+def test_exact_arithmetic_agrees_on_a_dense_network_and_sees_the_last_digit(tmp_path):
+    torch.manual_seed(3)
+    model = NETWORKS["dense"]().double()
+    x = torch.rand(5, 2, 4, 4)
+    with torch.no_grad():
+        labels = model(x.double()).argmax(1)
+    certificates.write(model, x, labels, tmp_path, epsilons=(0.01,))
+    assert len(certificates.check(tmp_path, exact=True)) == len(certificates.check(tmp_path))
+    rng = random.Random(0)
+    for _ in range(100):
+        mutate(tmp_path, tmp_path.parent / "edited", rng)
+        try:
+            certificates.check(tmp_path.parent / "edited", exact=True)
+        except eq.Refused:
+            continue
+        assert is_true(tmp_path.parent / "edited")
+
+
+def test_exact_norms_are_proved_without_slack():
+    from equipoise.checker import check_exact
+
+    weight = np.diag([1.0, 0.5, 0.25])
+    check_exact.check_norm(weight, 1 + 2.0**-20)
+    with pytest.raises(checker.Rejected):
+        check_exact.check_norm(weight, 1 - 2.0**-52)

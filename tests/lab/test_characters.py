@@ -1,0 +1,137 @@
+"""The character recipe on a short text: the same trainer, the same promises, and a constant that is proved."""
+
+import pytest
+import torch
+
+from equipoise.core.errors import InputError
+from equipoise.lipschitz import lipschitz_bound
+from equipoise.models import load
+from equipoise.nn.models import lipschitz_gpt
+from equipoise.train import read_recipe, run_recipe
+from equipoise_lab.text import NextToken, load_characters
+
+TINY = {
+    "model.arguments.width": 8,
+    "model.arguments.depth": 1,
+    "model.arguments.heads": 2,
+    "data.limit": 8,
+    "data.test_limit": 4,
+    "batch_size": 4,
+    "model.arguments.constant": 2.0,
+    "optimizer.lr": 0.3,
+    "epochs": 2,
+}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "tinyshakespeare.txt"
+    path.write_text("to be or not to be, that is the question; " * 6, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def small(text, monkeypatch):
+    monkeypatch.setenv("EQUIPOISE_DATA", str(text.parent))
+    path = f"data.path=6:{text}"
+    return [path, *(f"{key}={value}" for key, value in TINY.items())]
+
+
+def test_stretches_and_what_follows(text):
+    whole = text.read_text()
+    train, test = (load_characters(f"5:{text}", split) for split in ("train", "test"))
+    cut = len(whole) * 9 // 10
+    assert train.alphabet == test.alphabet == "".join(sorted(set(whole)))
+    assert len(train) == cut - 5
+    x, y = train.batch([0, len(train) - 1])
+    for row, start in enumerate((0, cut - 6)):
+        assert "".join(train.alphabet[i] for i in x[row]) == whole[start : start + 5]
+        assert "".join(train.alphabet[i] for i in y[row]) == whole[start + 1 : start + 6]
+    assert test.batch([1])[0].tolist() == [[test.alphabet.index(c) for c in whole[cut + 5 : cut + 10]]]
+    assert len({train.fingerprint(), test.fingerprint(), load_characters(f"4:{text}", "train").fingerprint()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "split", "said"),
+    [
+        ("FILE", "train", "expected N:FILE"),
+        ("0:FILE", "train", "expected N:FILE"),
+        ("²:FILE", "train", "expected N:FILE"),
+        ("5:FILE", "valid", "splits train and test"),
+        ("500:FILE", "train", "too few"),
+        ("5:FILE.none", "train", "FILE.none|tinyshakespeare.txt.none"),
+    ],
+)
+def test_what_is_no_text_is_refused(where, split, said, text):
+    with pytest.raises(InputError, match=said):
+        load_characters(where.replace("FILE", str(text)), split)
+
+
+def test_bits_and_hits():
+    y = torch.tensor([[0, 1], [1, 1]])
+    logits = torch.zeros(2, 2, 2)
+    logits[0, 1, 1] = 1.0
+    counts = NextToken().counts(logits, y)
+    assert (int(counts["accuracy"][0]), counts["accuracy"][1]) == (2, 4)
+    assert float(NextToken().loss(torch.zeros(2, 2, 2), y)) == pytest.approx(0.6931, abs=1e-4)
+    assert float(NextToken().counts(torch.zeros(2, 2, 2), y)["bits"][0]) == pytest.approx(4.0)
+    assert "bits" not in NextToken().counts(logits, y, quick=True)
+
+
+def test_the_loss_needs_a_text():
+    with pytest.raises(InputError, match="needs a text"):
+        run_recipe(
+            {
+                "model": {"factory": "equipoise.nn.models:mlp"},
+                "data": {"path": "digits"},
+                "loss": "equipoise_lab.text:next_token",
+                "epochs": 1,
+            }
+        )
+
+
+def test_a_guard_needs_a_radius_or_a_model_that_has_one():
+    plain = {"model": {"factory": "equipoise.nn.models:mlp"}, "data": {"path": "digits", "limit": 128}, "epochs": 1}
+    with pytest.raises(InputError, match="say the radius"):
+        run_recipe({**plain, "projections": ["guard"]})
+
+
+def test_trained_killed_and_resumed_it_is_held_and_proved(small, tmp_path):
+    whole = run_recipe("gpt-shakespeare", tmp_path / "whole", overrides=small, cpu=True)
+    model = whole.model
+    report = lipschitz_bound(model.body, torch.zeros(1, 6, 8))
+    assert 1.8 <= report.upper <= model.constant == 2.0  # held at it, and not above
+
+    class Killed(Exception):
+        pass
+
+    def stop(progress):
+        if progress.step == 3:
+            raise Killed
+
+    resumed = [*small, "checkpoint_steps=1", "metrics.bound=false"]
+    with pytest.raises(Killed):
+        run_recipe("gpt-shakespeare", tmp_path / "part", overrides=resumed, cpu=True, progress=stop)
+    again = run_recipe("gpt-shakespeare", tmp_path / "part", overrides=resumed, cpu=True)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.model.state_dict().values(), strict=True)
+    )
+    found = load(tmp_path / "whole")
+    assert found.input_shape == (6, model.embedding.num_embeddings)
+    assert found.prove()[0] == pytest.approx(whole.final["bound"], rel=1e-2)
+
+
+def test_the_bundled_recipe_reads():
+    recipe = read_recipe("gpt-shakespeare")
+    assert recipe.projections[0].kind == "guard"
+
+
+def test_moved_tokens_keep_the_past_only():
+    torch.manual_seed(0)
+    model = lipschitz_gpt(vocabulary=5, context=6, width=8, depth=1, heads=2, reach=3).eval()
+    x = torch.randint(5, (1, 6))
+    y = x.clone()
+    y[0, 4:] = (y[0, 4:] + 1) % 5
+    assert torch.equal(model(x)[:, :4], model(y)[:, :4])
+    with pytest.raises(InputError, match="reach"):
+        lipschitz_gpt(width=4, heads=1, reach=5)

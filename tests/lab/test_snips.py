@@ -1,0 +1,131 @@
+"""The text recipe on a handful of sentences: the same trainer, the same promises."""
+
+import pytest
+import torch
+
+from equipoise.core.errors import InputError
+from equipoise.train import read_recipe, run_recipe
+from equipoise_lab.text import IntentSlots, Snips, load_snips, spans
+
+TINY = ["data.limit=8", "data.test_limit=4", "epochs=2", "batch_size=4"]
+
+
+def write(folder, split, rows):
+    (folder / split).mkdir(parents=True)
+    for name, column in zip(("seq.in", "seq.out", "label"), zip(*rows, strict=True), strict=True):
+        (folder / split / name).write_text("\n".join(column) + "\n")
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    rows = [
+        ("play some jazz", "O O B-genre", "PlayMusic"),
+        ("book a table in new york", "O O O O B-city I-city", "Book"),
+    ]
+    for split in ("train", "valid", "test"):
+        write(tmp_path / "snips", split, rows * 4)
+    return tmp_path / "snips"
+
+
+TAGS = ["O", "B-city", "I-city", "B-genre", "I-genre"]
+
+
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [
+        ([], set()),
+        ([0, 0], set()),
+        ([1, 2, 2], {(0, 3, "city")}),
+        ([1, 1], {(0, 1, "city"), (1, 2, "city")}),
+        ([2, 4], {(0, 1, "city"), (1, 2, "genre")}),
+        ([1, 0, 2], {(0, 1, "city"), (2, 3, "city")}),
+        ([1, 4], {(0, 1, "city"), (1, 2, "genre")}),
+    ],
+)
+def test_spans_are_read_as_conlleval_reads_them(tags, found):
+    assert spans(tags, TAGS) == found
+
+
+def test_counts_and_f1():
+    y = torch.tensor([[1, -100, 1, 2, 0], [0, -100, 3, -100, 0]])
+    slots = torch.nn.functional.one_hot(torch.tensor([[0, 1, 2, 0], [4, 1, 2, 0]]), 5).float()
+    intent = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    task = IntentSlots(tags=tuple(TAGS))
+    counts = {name: tuple(int(v) for v in pair) for name, pair in task.counts((intent, slots), y).items()}
+    assert counts == {"accuracy": (1, 2), "slot_accuracy": (4, 5), "sentence_accuracy": (1, 2), "slot_f1": (2, 4)}
+    assert "slot_f1" not in task.counts((intent, slots), y, quick=True)
+
+
+def test_slots_need_sentences():
+    with pytest.raises(InputError, match="needs sentences"):
+        run_recipe("sll-sr-digits", overrides=["loss=equipoise_lab.text:intent_slots"])
+
+
+@pytest.mark.text
+def test_sentences_are_encoded_with_the_slot_of_each_words_first_piece(sentences):
+    data = load_snips(sentences, "test")
+    assert data.intents == ("Book", "PlayMusic")
+    assert data.slots == ("O", "B-city", "B-genre", "I-city")
+    x, y = data.batch([0])
+    words = int((y[0, 1:] != -100).sum())
+    assert words == 3
+    assert y[0, 0] == 1
+    assert x.shape[1] == 2
+    assert x.shape[2] == int(x[0, 1].sum())  # cut to the longest sentence
+    assert isinstance(data, Snips)
+    assert data.fingerprint() == load_snips(sentences, "valid").fingerprint()
+
+
+@pytest.mark.text
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("label", "PlayMusic\n", "8 sentences, 8 rows of slots, 1 intents"),
+        ("seq.out", "O O\n" * 8, "line 1: 3 words, 2 slots"),
+        ("label", "Sing\n" * 8, "holds the intent 'Sing'"),
+        ("seq.out", "O O B-mood\nO O O O O O\n" * 4, "holds the slot 'B-mood'"),
+    ],
+)
+def test_damaged_files_are_named(sentences, file, content, said):
+    (sentences / "test" / file).write_text(content)
+    with pytest.raises(InputError, match=said):
+        load_snips(sentences, "test")
+
+
+@pytest.mark.text
+def test_the_real_sentences_fit(data_dir):
+    data = load_snips(data_dir / "snips", "test")
+    assert (len(data), data.num_classes, data.facts["num_slots"]) == (700, 7, 72)
+    x, y = data.batch(range(0, 700, 50))
+    assert bool(((y[:, 1:] != -100).sum(1) > 0).all())
+    assert x.shape[2] == y.shape[1] - 1
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"cannot read .*seq\.in: No such file"):
+        load_snips(tmp_path, "train")
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("variant", [[], ["regularizers=[]", "optimizer.kind=sam", "model.arguments.dropout=0.1"]])
+def test_the_text_recipe_trains_and_resumes(sentences, monkeypatch, tmp_path, variant):
+    monkeypatch.setenv("EQUIPOISE_DATA", str(sentences.parent))
+    recipe = read_recipe("text-snips", [*TINY, *variant])
+    whole = run_recipe(recipe)
+    assert {"accuracy", "slot_f1", "slot_accuracy", "sentence_accuracy"} <= set(whole.final)
+    if not variant:
+        return  # resuming has more to keep with dropout and two passes a step
+
+    class Stop(BaseException):
+        pass
+
+    def stop(event):
+        if event.step == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run_recipe(recipe, tmp_path / "run", progress=stop)
+    again = run_recipe(recipe, tmp_path / "run")
+    assert again.final["train_loss"] == whole.final["train_loss"]
+    a, b = whole.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)

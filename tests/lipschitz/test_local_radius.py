@@ -1,0 +1,157 @@
+"""Certified radii by default: useful, honest about what was left out, and refused in one sentence where the call is wrong."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import equipoise as eq
+from equipoise.core import EquipoiseError, InputError
+
+DATA = Path(os.environ.get("EQUIPOISE_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+@pytest.mark.parametrize(("name", "file", "count"), [("cifar10", "cifar10.npz", 60)])
+def test_the_packaged_figures_come_out_of_the_plain_call(name, file, count):
+    if not (DATA / file).exists():
+        pytest.skip(f"{file} is not there")
+    trained = eq.models.load(name)
+    with np.load(DATA / file) as stored:
+        x = torch.from_numpy(stored["x_test"][:count]).permute(0, 3, 1, 2).float() / 255
+        y = torch.from_numpy(stored["y_test"][:count]).long()
+    found = eq.certified_radius(trained.model, x, y)
+    advertised = trained.certificate["figures"]["certified_accuracy"]
+    for epsilon, share in advertised.items():
+        error = (share * (1 - share) / count) ** 0.5
+        assert found.accuracy(float(epsilon)) == pytest.approx(share, abs=3 * error + 1 / count)
+    assert float(found.right.double().mean()) > 0.6
+    assert "float64" in found.note
+
+
+def test_rounding_leaves_one_lipschitz_networks_their_radii():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(m for _ in range(12) for m in (eq.nn.SRLinear(24, 24), eq.nn.MaxMin())), eq.nn.SRLinear(24, 3)
+    ).eval()
+    found = eq.certified_radius(net, torch.randn(4, 24), effort="fast", deployed="float32")
+    assert (found.radius > 0).all()
+    assert (found.deployed > 0.9 * found.radius).all()
+    assert (found.deployed < found.radius).all()
+
+
+@pytest.mark.parametrize(("norm", "factor"), [("linf", 2.0), ("l1", 1.0), ("l2", 2.0)])
+def test_bounds_in_the_norm_of_the_ball_are_used(norm, factor):
+    """Rows of ℓ1 norm 1 (or columns, for ℓ1): the product bound is 1, the ℓ2 bound far above it."""
+    torch.manual_seed(1)
+    layers = []
+    for _ in range(6):
+        layer = nn.Linear(40, 40, bias=False)
+        order = 1 if norm != "l1" else 0
+        weight = torch.randn(40, 40).abs()
+        layer.weight.data = weight / weight.sum(order, keepdim=True)
+        layers += [layer, nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Flatten()).double().eval()
+    x = torch.rand(2, 40, dtype=torch.float64)
+    found = eq.certified_radius(net, x, norm=norm, effort="fast")
+    assert (found.radius >= found.margins / factor * (1 - 1e-3)).all()
+
+
+def normalised():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.LayerNorm(64, eps=0.5), nn.Linear(64, 3)).eval()
+
+
+def wide():
+    """More neurons may switch than the integral and the common multipliers take."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 40, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(40 * 64, 3)).eval()
+
+
+#: name: (network, keywords, what the note must say)
+LEFT_OUT = {
+    "integral of a wide network": (wide, {"effort": "integral"}, "neurons may switch"),
+    "integral in linf": (wide, {"effort": "integral", "norm": "linf"}, "they are for ℓ2"),
+    "layer norm": (normalised, {"effort": "integral"}, "global bounds only"),
+    "no last layer": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.LeakyReLU()).eval(), {}, "by pairs"),
+    "out of time": (wide, {"seconds": 1e-9}, "time was up"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_is_left_out_is_said(name):
+    make, keywords, text = LEFT_OUT[name]
+    x = 5 * torch.ones(1, 1, 8, 8)
+    x[..., ::2] *= -1
+    found = eq.certified_radius(make(), x, **keywords)
+    assert text in found.note
+    assert float(found.radius) > 0
+
+
+def test_right_without_a_proof_is_not_wrong():
+    """A deep network whose float64 rounding cannot be bounded below its margin."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(30) for part in (nn.Linear(50, 50), nn.ReLU())]
+    net = nn.Sequential(*layers, nn.Linear(50, 2)).eval().requires_grad_(False)
+    for part in net[:-1:2]:
+        part.weight.normal_(std=0.4)
+        part.weight.sub_(part.weight.mean(1, keepdim=True))
+        part.bias.fill_(1.0)
+    x = torch.full((1, 50), 1e-3)
+    y = net.double()(x.double()).argmax(1)
+    net[-1].weight.mul_(1e-3)
+    found = eq.certified_radius(net, x.double(), y, effort="fast")
+    if float(found.radius) == 0:
+        assert found.methods == ("classified as labelled, nothing proved",)
+        assert "nothing proved" in found.note
+    assert bool(found.right)
+    assert float(found.margins) > 0
+    wrong = eq.certified_radius(net, x.double(), 1 - y, effort="fast")
+    assert wrong.methods == ("not classified as labelled",)
+    assert not bool(wrong.right)
+
+
+NET = nn.Sequential(nn.Linear(2, 3)).eval()
+ONE = torch.zeros(1, 2)
+#: calls that are wrong, and a word of the sentence
+BAD = {
+    "no model": (lambda f: f(None, ONE), "NoneType"),
+    "a tensor as model": (lambda f: f(ONE, ONE), "Tensor"),
+    "no inputs": (lambda f: f(NET, None), "NoneType"),
+    "two inputs": (lambda f: f(NET, (ONE, ONE)), "one input"),
+    "integer images": (lambda f: f(NET, torch.zeros(1, 2, dtype=torch.uint8)), "uint8"),
+    "no batch": (lambda f: f(NET, torch.zeros(2)), "batch dimension"),
+    "empty": (lambda f: f(NET, torch.zeros(0, 2)), "batch dimension"),
+    "NaN": (lambda f: f(NET, torch.full((1, 2), float("nan"))), "finite"),
+    "wrong shape": (lambda f: f(NET, torch.zeros(1, 5)), ""),
+    "seconds": (lambda f: f(NET, ONE, seconds="soon"), "seconds"),
+}
+LABELS = {
+    "out of range": torch.tensor([3]), "negative": torch.tensor([-1]), "too many": torch.tensor([0, 1]),
+    "floats": torch.tensor([0.5]), "booleans": torch.tensor([True]), "a list": [0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("function", ["certified_radius", "local_lipschitz"])
+def test_bad_calls_are_refused_in_a_sentence(name, function):
+    call, text = BAD[name]
+    extra = (0.1,) if function == "local_lipschitz" else ()
+    with pytest.raises(EquipoiseError, match=text):
+        call(lambda model, x, **keywords: getattr(eq, function)(model, x, *extra, **keywords))
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_bad_labels_are_refused_in_a_sentence(name):
+    with pytest.raises(InputError, match="labels must be"):
+        eq.certified_radius(NET, ONE, LABELS[name])
+
+
+@pytest.mark.parametrize("radius", [None, "1", float("nan"), float("inf"), -1.0, True])
+def test_bad_radii_are_refused_in_a_sentence(radius):
+    with pytest.raises(InputError, match="radius"):
+        eq.local_lipschitz(NET, ONE, radius)

@@ -1,0 +1,109 @@
+"""Proofs of a matrix at a target, in float32 where that suffices, against float64 SVD; headroom of the guard."""
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.core import InputError
+from equipoise.core.precision import full_precision
+from equipoise.norms.cholesky import PIECE, cholesky_bracket
+from equipoise.norms.tracking import TrackedMatrix
+from equipoise.optim import SpectralGuard
+
+
+def orthogonal(m, n):
+    return torch.linalg.qr(torch.randn(m, n, dtype=torch.float64))[0].float()
+
+
+#: matrices with no more columns than rows
+MATRICES = {
+    "random": lambda: torch.randn(90, 70),
+    "pieces": lambda: torch.randn(2 * PIECE + 37, 64),
+    "transposed": lambda: torch.randn(65, PIECE + 20).mT,
+    "flat": lambda: orthogonal(120, 100),
+    "rank one": lambda: torch.outer(torch.randn(80), torch.randn(30)),
+    "all one": lambda: torch.ones(300, 200),
+    "one column": lambda: torch.randn(20, 1),
+    "columns of zeros": lambda: torch.randn(50, 40) * (torch.arange(40) < 3),
+    "large and small": lambda: torch.randn(60, 60) * torch.logspace(-12, 3, 60),
+    "tiny": lambda: 1e-6 * torch.randn(40, 40),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_brackets_hold_and_nothing_false_is_proved(name):
+    torch.manual_seed(0)
+    A = MATRICES[name]()
+    sigma = float(torch.linalg.svdvals(A.double())[0])
+    start = torch.ones(A.shape[1])
+    with full_precision():
+        for enough in (0.5 * sigma, sigma * (1 - 1e-9), sigma * (1 + 1e-9), 1.1 * sigma, 1e12):
+            lower, upper, start = cholesky_bracket(A, 1e-3, start=start, enough=enough)
+            assert lower <= sigma * (1 + 1e-12)
+            assert sigma <= upper * (1 + 1e-12)
+            assert upper <= max(enough, sigma * 1.002)
+        assert cholesky_bracket(A, 1e-3, start=start, enough=1.1 * sigma)[1] == 1.1 * sigma
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-43, 1e-41, 1e-38, 1e-30, 1e18])
+@pytest.mark.parametrize(
+    "module", [nn.Linear(30, 40, bias=False), nn.Conv2d(3, 4, 1, bias=False)], ids=["dense", "conv"]
+)
+def test_brackets_of_weights_at_the_ends_of_the_range_hold(module, size):
+    """Scaling a weight rounds what underflows by more than its last digit."""
+
+    def norm():
+        return float(torch.linalg.svdvals(module.weight.detach().double().flatten(1) / size)[0]) * size
+
+    torch.manual_seed(1)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(module.weight.shape).double() * size)
+    guard = SpectralGuard(module, radius=0.7 * norm())
+    for change in (0.0, 1e-2, 1e-5):
+        with torch.no_grad():
+            module.weight.add_(torch.randn(module.weight.shape).double().mul(change * size).float())
+        guard.step()
+        (bracket,) = guard.bounds().values()
+        assert bracket.lower <= norm() * (1 + 1e-12)
+        assert norm() <= bracket.upper * (1 + 1e-12)
+
+
+def test_a_start_that_is_no_help_is_replaced():
+    A = torch.diag(torch.tensor([3.0, 1.0, 2.0]))
+    for start in (torch.zeros(3), torch.tensor([0.0, 1.0, 0.0])):
+        lower, upper, _ = cholesky_bracket(A, 1e-3, start=start, enough=2.5)
+        assert lower <= 3 <= upper
+
+
+def test_a_tracked_matrix_is_compared_before_it_is_proved_again():
+    torch.manual_seed(0)
+    W = torch.randn(90, 70)
+    tracked = TrackedMatrix()
+    lower, upper = tracked.bracket(W)
+    assert upper <= 1.001 * lower
+    assert tracked.bracket(W + 1e-5, enough=1.01 * upper)[1] <= 1.01 * upper
+    assert tracked.used == {"direct": 1, "weyl": 1}
+    tracked.bracket(W + 1e-5, enough=0.9 * upper, rtol=1e-6)
+    assert tracked.used["direct"] == 2
+
+
+@pytest.mark.parametrize("headroom", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize("how", ["cap", "clip", "hammer"])
+def test_headroom_says_how_far_below_the_radius_a_weight_is_put(how, headroom):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Linear(30, 90, bias=False))
+    guard = SpectralGuard(model, radius=0.3, how=how, headroom=headroom)
+    for _ in range(4):
+        for layer in model:
+            sigma = float(torch.linalg.svdvals(layer.weight.detach().double())[0])
+            assert 0.3 * (1 - headroom) * (1 - 2e-3) <= sigma <= 0.3 * (1 + 1e-3)
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.mul_(1.3)
+        guard.step()
+
+
+@pytest.mark.parametrize("headroom", [-0.1, 1.0, float("nan")])
+def test_a_headroom_that_is_no_share_is_refused(headroom):
+    with pytest.raises(InputError, match="headroom"):
+        SpectralGuard(nn.Sequential(nn.Linear(3, 3)), headroom=headroom)

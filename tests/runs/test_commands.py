@@ -1,0 +1,182 @@
+"""certify, prove, derive, merge, export, attack, predict, report on the bundled digits: no two outputs contradict each other."""
+
+import csv
+import importlib.util
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from equipoise.cli.app import build
+from equipoise.data import load_dataset
+from equipoise.report.collect import as_document, collect
+from equipoise.runs import open_run
+
+COMMANDS = ("certify", "prove", "derive", "merge", "export", "attack", "predict")
+
+
+def call(*words, code=0):
+    words = [str(word) for word in words]
+    done = CliRunner().invoke(build(wanted=words[0]), words, prog_name="equipoise")
+    assert done.exit_code == code, (words, done.output, repr(done.exception))
+    return done.stdout
+
+
+def shown(text):
+    """ε → share, from the printed table."""
+    return {float(e): float(a) for e, a in re.findall(r"│ +([\d.e-]+) │ +([\d.]+) %", text)}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A network trained for a moment on scaled digits, saved as a program with a dynamic batch; its runs."""
+    folder = tmp_path_factory.mktemp("commands")
+    data = load_dataset("digits", "train")
+    x, y = data.batch(np.arange(600))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(150):
+        scaled = (x + 0.2 * torch.randn_like(x) - 0.5) / 0.25
+        loss = nn.functional.cross_entropy(net(scaled), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    net.eval()
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.export.save(torch.export.export(net, (x[:2],), dynamic_shapes=shapes), folder / "net.pt2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        common = ("net.pt2", "--data", "digits", "--mean", 0.5, "--std", 0.25, "--limit", 12)
+        call("certify", *common, "--sigma", 0.25, "--n", 300, "--set", "seed=0", "--run", "sampled")
+        call("prove", *common, "--run", "proved")
+        yield folder
+
+
+@pytest.mark.parametrize("kind", ["sampled", "proved"])
+def test_every_output_says_the_same(place, kind):
+    printed = call("derive", kind)
+    document = json.loads(call("derive", kind, "--json"))
+    run = open_run(kind)
+    results, summary = run.results(), run.summary()
+    exact = {row["epsilon"]: row["certified_accuracy"] for row in document["accuracy"]}
+    assert exact == summary.accuracy
+    for (shown_epsilon, share), (epsilon, accuracy) in zip(sorted(shown(printed).items()), exact.items(), strict=True):
+        assert shown_epsilon <= epsilon  # never rounded up beside a certified share
+        assert share <= 100 * accuracy < share + 0.01
+
+    call("export", kind, f"{kind}.csv")
+    with open(f"{kind}.csv") as file:
+        table = list(csv.DictReader(file))
+    assert [row["status"] for row in table] == list(results.status)
+    for epsilon, accuracy in exact.items():
+        counted = [row["status"] == "proved" and float(row["radius"]) >= epsilon * (1 - 1e-5) for row in table]
+        assert np.mean(counted) == pytest.approx(accuracy, abs=1 / len(table))
+    assert json.loads(open_run(kind).export(f"{kind}.json").read_text())["inputs"][0]["status"] == table[0]["status"]
+
+    (series,) = [s for s in collect([kind]).series if s.own]
+    assert [float(series.accuracy(e)) for e in exact] == list(exact.values())
+    reported = as_document(collect([kind]))["series"][0]
+    assert reported["average_radius"] == pytest.approx(summary.average_radius)
+    assert reported["accuracy"] == exact[0.0]
+
+    attacked = json.loads(call("attack", kind, "--epsilon", 0.25, "--json", "--steps", 5))
+    assert attacked["broken"] == []
+    assert attacked["inside"] == sum(s == "proved" for s in results.status)
+    assert attacked["accuracy"][0]["certified"] == pytest.approx(float(results.accuracy(0.25)), abs=1 / len(table))
+    assert attacked["accuracy"][0]["attacked"] >= attacked["accuracy"][0]["certified"]
+
+    answers = json.loads(call("predict", kind, "--data", "digits", "--json", "--n", 500))["answers"]
+    for row, status, answer in zip(run.rows, results.status, results.answer, strict=True):
+        if status == "proved":
+            assert answers[row.position]["answer"] in (None, int(answer))
+
+
+def test_the_preprocessing_is_the_runs(place):
+    recipe = open_run("sampled").manifest.recipe
+    assert (recipe.mean, recipe.std) == ((0.5,), (0.25,))
+    assert open_run("sampled").summary().clean > 0.5  # it answers digits only if they are scaled
+
+
+def test_another_derivation_says_so_and_costs_nothing(place):
+    text = call("derive", "sampled", "--alpha", 0.05, "--procedure", "cohen", "--epsilon", "0.1,0.2")
+    assert list(shown(text)) == [0.1, 0.2]
+    assert "Derived again" in text
+    call("derive", "sampled", "--procedure", "lvm", code=2)
+    call("derive", "proved", "--alpha", 0.1, code=2)
+
+
+def test_shards_merge_into_the_whole(place):
+    common = (
+        "net.pt2",
+        "--data",
+        "digits",
+        "--mean",
+        0.5,
+        "--std",
+        0.25,
+        "--set",
+        "seed=0",
+        "--sigma",
+        0.25,
+        "--n",
+        100,
+    )
+    for k in (1, 2):
+        call("certify", *common, "--shard", f"{k}/60", "--run", f"part{k}")
+    document = json.loads(call("merge", "part1", "part2", "-o", "joint", "--json"))
+    assert document["done"] == document["total"] == sum(open_run(f"part{k}").total for k in (1, 2))
+    call("merge", "part1", "part1", "-o", "twice", code=2)
+
+
+def test_the_same_command_continues_and_another_is_refused(place):
+    common = ("net.pt2", "--data", "digits", "--mean", 0.5, "--std", 0.25, "--limit", 12, "--run", "sampled")
+    call("certify", *common, "--sigma", 0.25, "--n", 300, "--set", "seed=0")
+    call("certify", *common, "--sigma", 0.5, "--n", 300, "--set", "seed=0", code=2)
+
+
+def test_a_moved_model_is_named_and_another_one_refused(place):
+    shutil.copy("net.pt2", "copy.pt2")
+    assert "broke" in call("attack", "sampled", "--model", "copy.pt2", "--steps", 2, "--limit", 2)
+    call("attack", "sampled", "--model", "nowhere.pt2", code=2)
+
+
+WRONG = {
+    "no run": (("derive", "nowhere"), "not a run directory"),
+    "a model for a run": (("attack", "net.pt2"), "not a run directory"),
+    "another file": (("export", "sampled", "table.xls"), "expected an ending among .csv, .json, .tsv"),
+    "a shard": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--shard", "3/2"), "such as 2/8"),
+    "a setting": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "sed=1"), "did you mean 'seed'"),
+    "a number": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "n0=x"), "takes a int"),
+    "huge": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--n", 10**19), "n: expected"),
+    "no norm": (("prove", "net.pt2", "--data", "digits", "--norm", "l7"), "norm"),
+    "draws": (("predict", "sampled", "--data", "digits", "--n", 0), "must be positive"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_sentence(place, case):
+    words, said = WRONG[case]
+    done = CliRunner().invoke(build(wanted=words[0]), [str(w) for w in words], prog_name="equipoise")
+    assert done.exit_code == 2, repr(done.exception)
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_have_at_most_twenty_options_and_help_on_a_screen(place, command):
+    text = call(command, "--help")
+    count = len(re.findall(r"^ +(?:-o, )?--[a-z]", text, re.M)) - 1  # --help itself
+    assert count <= 20
+    assert len(text.splitlines()) <= 60
+    assert "Examples:" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("plotly") is None, reason="the page needs plotly")
+def test_the_report_is_written(place):
+    assert "page.html" in call("report", "sampled", "proved", "-o", "page.html")
