@@ -126,6 +126,8 @@ DESCRIPTIONS = {
     "a library": called("torch.ops.load_library.default", {"as_string": "x.so"}),
     "a file": called("torch.ops.aten.from_file.default", {"as_string": "x"}),
     "unsafe sparse": called("torch.ops.aten._sparse_coo_tensor_unsafe.default", {"as_int": 0}),
+    "whole numbers alone": called("torch.ops.aten.remainder.int", {"as_int": 1}, {"as_int": 0}),
+    "a number for a type": called("torch.ops.aten.softmax.int", {"as_tensor": {"name": "input"}}, {"as_int": 0}, {"as_int": -1}),
     "no operation": called("torch.ops.aten.no_such_thing.default", {"as_int": 0}),
     "a graph as an argument": called("torch.ops.aten.relu.default", {"as_graph": {"name": TOUCH, "graph": {}}}),
     "an object as an argument": called("torch.ops.aten.relu.default", {"as_custom_obj": {"name": "x", "class_fqn": "y"}}),

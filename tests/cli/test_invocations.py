@@ -58,7 +58,7 @@ VALID = [
     "audit net --at data.npz --radius 0.1 --limit 1 --seconds 1 --json",
     "audit net.onnx --chain multipliers --html out.html",
     "audit own:make --input-shape 3 --weights w.safetensors",
-    "prove net --data data.npz --norm linf --effort fast --seconds 1 --set attack_steps=2 --limit 1 --run sure",
+    "prove net --data data.npz --norm linf --effort fast --seconds 1 --limit 1 --run sure",
     "train recipe.yaml --plan --json",
     "train recipe.yaml --show",
     "train recipe.yaml --from net --method sr --distill 0.5 --run-dir further",

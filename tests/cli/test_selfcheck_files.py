@@ -66,7 +66,7 @@ def test_the_suite_runs_apart_without_violations():
 
 def test_a_script_shows_its_case(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    SUBJECTS["margins"].make(tmp_path)
-    text = files.script("margins", files._packed(tmp_path), "nothing was changed", "nothing is wrong")
+    SUBJECTS["audit"].make(tmp_path)
+    text = files.script("audit", files._packed(tmp_path), "nothing was changed", "nothing is wrong")
     exec(compile(text, "script", "exec"), {})
-    assert capsys.readouterr().out.startswith("opened: Margins(")
+    assert capsys.readouterr().out.startswith("opened: Audit(")

@@ -195,17 +195,17 @@ def test_half_widths_that_underflow_still_move(name, effort):
 
 
 class Zero(nn.Module):
-    """0 everywhere; automatic differentiation returns 1 at the kink of `relu(x) − relu(x)·[…]`."""
+    """0 everywhere; automatic differentiation returns −1 at the kink."""
 
     def forward(self, x):
         return torch.relu(x) - torch.relu(-x) - x
 
 
 class Half(nn.Module):
-    """`|x|/2 + max(x, 0)/2 − …`: a contraction whose autograd Jacobian at 0 exceeds its constant."""
+    """`x/2`: a contraction whose autograd Jacobian at 0 is 1."""
 
     def forward(self, x):
-        return 0.5 * (torch.relu(x) - torch.relu(-x))
+        return x - 0.5 * torch.relu(x) + 0.5 * torch.relu(-x)
 
 
 #: networks at a kink: (network, centre, their constant)

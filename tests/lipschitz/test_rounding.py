@@ -84,6 +84,23 @@ def test_evaluations_stay_within_the_bound(name):
     assert (forward_error(net.float(), x).deployed <= found.deployed).all()
 
 
+def test_composed_layers_carry_errors_by_their_own_norm():
+    """Convolution and batch norm with norms far above that of their composition: the bound follows the composition."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(8):
+        conv, norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        scale = torch.tensor([1e3, 1.0, 1.0, 1.0])
+        conv.weight.data.mul_(scale[:, None, None, None])
+        norm.weight.data = torch.tensor([1e-3, 1.0, 1.0, 1.0])
+        layers += [conv, norm, nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 36, 3)).eval().requires_grad_(False)
+    x = torch.randn(2, 4, 6, 6)
+    found = forward_error(net, x)
+    assert ((net.double()(x.double()) - found.values).abs() <= found.error).all()
+    assert (found.error < 1e-8).all()
+
+
 def exactly(net: nn.Sequential, x: torch.Tensor) -> list[Fraction]:
     """A network of dense layers and ReLUs in rational arithmetic."""
     v = [Fraction(float(t)) for t in x]

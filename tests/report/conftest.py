@@ -1,7 +1,10 @@
+import json
+
 import numpy as np
 import pytest
 
-from equipoise.report import Attacks, Audit, Checked, Picture, ReportData, Series, Spectrum, data_uri
+from equipoise.report import Attacks, Audit, Checked, Picture, ReportData, Series, data_uri
+from equipoise.runs import Results
 
 HOSTILE = '</script><img src=x onerror="window.pwned=1"><b>\'&amp;"@@DATA@@ =1+1'
 
@@ -12,9 +15,10 @@ def series(n=40, model="net", run="run", procedure="cpm", seed=0, ids=None, **se
     prediction = np.where(rng.random(n) < 0.8, labels, rng.integers(-1, 10, n))
     radius = np.where(prediction >= 0, rng.gamma(2.0, 0.2, n), 0.0)
     names = tuple(str(i) for i in range(n)) if ids is None else ids
-    return Series(
-        model, run, procedure, names, labels, prediction, radius, **{"sigma": 0.25, "alpha": 1e-3, **settings}
-    )
+    own = {"sigma": settings.pop("sigma", 0.25), "alpha": settings.pop("alpha", 1e-3)}
+    about = "Certifies the smoothed classifier. The rounding inside the network is not covered."
+    results = Results(labels, prediction, prediction, radius, np.zeros(n, bool), about, procedure, **own)
+    return Series(model, run, procedure, names, results, **settings)
 
 
 def bound(name="conv1", layers=4):
@@ -30,6 +34,10 @@ def bound(name="conv1", layers=4):
         "upper": 20.0, "log_upper": np.log(20.0), "product": 30.0, "log_product": np.log(30.0), "fused": 25.0,
         "log_fused": np.log(25.0), "log_chain": None, "method": "fused", "ball": None, "notes": [], "layers": rows,
     }  # fmt: skip
+
+
+def audit_of(model, bound, **parts):
+    return Audit.model_validate_json(json.dumps({"model": model, "bound": bound, **parts}))
 
 
 def whole(n=40, text="net"):
@@ -48,29 +56,17 @@ def whole(n=40, text="net"):
     image = data_uri(rng.random((8, 8)))
     pictures = [
         Picture(
-            text,
-            text,
-            "3",
-            "3" if i else "5",
-            0.123456,
-            "cpm",
-            image,
-            image if i else None,
-            0.654321 if i else None,
-            "8",
+            model=text, id=text, label="3", predicted="3" if i else "5", radius=0.123456, procedure="cpm", image=image,
+            adversarial=image if i else None, distance=0.654321 if i else None, answer="8",
         )
         for i in range(3)
-    ]
-    audit = Audit(
-        text,
-        bound(text),
-        (Spectrum(text, (2.0, 1.0, 0.5, 0.0), 4),),
-        ({"id": text, "lower": 0.51239, "upper": 0.61231},),
-        0.1,
-    )
+    ]  # fmt: skip
+    spectrum = {"layer": text, "values": [2.0, 1.0, 0.5, 0.0], "count": 4}
+    local = {"id": text, "lower": 0.51239, "upper": 0.61231}
+    audit = audit_of(text, bound(text), spectra=[spectrum], local=[local], local_radius=0.1)
     return ReportData(
         text, tuple(curves), tuple(attacks), (audit,), tuple(pictures), ({"run": text, "model": text, "seed": 7},),
-        Checked(12, 0), text, "2026-01-01", {"equipoise": "0"}, (text,),
+        Checked(12), text, "2026-01-01", {"equipoise": "0"}, (text,),
     )  # fmt: skip
 
 
@@ -83,5 +79,6 @@ def report_parts():
         series = staticmethod(series)
         whole = staticmethod(whole)
         bound = staticmethod(bound)
+        audit = staticmethod(audit_of)
 
     return Parts

@@ -1,3 +1,4 @@
+import base64
 import io
 import json
 
@@ -7,14 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import InputError
-from equipoise.report import Attacks, Audit, Series, figures, png
+from equipoise.report import Attacks, Series, data_uri, figures
+from equipoise.runs import Results
 
 RADII = st.lists(st.floats(0, 5, allow_subnormal=False), min_size=1, max_size=60)
 
 
 def certified(radii, procedure="cpm", run="r"):
     n = len(radii)
-    return Series("m", run, procedure, tuple(map(str, range(n))), np.zeros(n, int), np.zeros(n, int), np.array(radii))
+    zeros = np.zeros(n, int)
+    results = Results(zeros, zeros, zeros, np.array(radii), zeros.astype(bool), "", procedure)
+    return Series("m", run, procedure, tuple(map(str, range(n))), results)
+
+
+def png(image):
+    return base64.b64decode(data_uri(image).partition(",")[2])
 
 
 def drawn(x, y, at, first):
@@ -34,7 +42,7 @@ def test_a_thinned_curve_never_shows_more_than_was_certified(radii, points, leve
     finally:
         figures.POINTS = old
     for e in levels:
-        assert drawn(x, y, e, "v") <= s.accuracy(e)
+        assert drawn(x, y, e, "v") <= s.results.accuracy(e)
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,20 +82,21 @@ def test_radii_histogram_counts_every_input(report_parts):
 
 
 def test_bounds_point_to_the_truth(report_parts):
-    audit = Audit("m", report_parts.bound(), local=({"id": "0", "lower": 0.5, "upper": 0.7},), local_radius=0.1)
+    local = [{"id": "0", "lower": 0.5, "upper": 0.7}]
+    audit = report_parts.audit("m", report_parts.bound(), local=local, local_radius=0.1)
     figure = figures.bounds([audit])
     trace = figure["data"][0]
     shown = dict(zip(trace["y"], zip(trace["x"], trace["marker"]["symbol"], strict=True), strict=True))
     assert figure["layout"]["xaxis"]["type"] == "log"
     assert shown["product, layer by layer"][0] >= 30.0
-    assert shown["near some inputs, attacked"] == (0.5, "triangle-right")
+    assert shown["near some inputs, reached"] == (0.5, "triangle-right")
     assert shown["near some inputs, proved"] == (0.7, "triangle-left")
     assert "chain" not in shown
     json.dumps(figure, allow_nan=False)
 
 
 def test_a_bound_beyond_the_floats_is_left_out_of_the_chart(report_parts):
-    trace = figures.bounds([Audit("m", {**report_parts.bound(), "log_product": 5000.0})])["data"][0]
+    trace = figures.bounds([report_parts.audit("m", {**report_parts.bound(), "log_product": 5000.0})])["data"][0]
     assert trace["x"][trace["y"].index("product, layer by layer")] is None
 
 
@@ -106,12 +115,3 @@ def test_png_clips_and_refuses():
         png(np.zeros((2, 4, 4)))
     with pytest.raises(InputError, match="expected an image"):
         png(np.zeros((0, 4)))
-
-
-def test_series_refuse_what_is_no_certificate():
-    with pytest.raises(InputError, match="negative or no number"):
-        certified([np.nan])
-    with pytest.raises(InputError, match="negative or no number"):
-        certified([-0.1])
-    with pytest.raises(InputError, match="as many"):
-        Series("m", "r", "cpm", ("1",), np.zeros(2, int), np.zeros(2, int), np.zeros(2))

@@ -21,7 +21,7 @@ def test_sampled_runs_are_attacked_inside_and_beyond(tmp_path, net, xy, settings
     summary = attack_run(run, net, xy, epsilons=[0.2], **QUICK)
     certified = int(((run.results().radius > 0) & run.results().correct).sum())
     assert summary.kind == Attacked.SMOOTHED
-    assert (summary.inside, summary.beyond) == (certified, certified)
+    assert summary.inside == certified
     assert summary.broken == ()
     assert summary.certified[0.2] == run.results().accuracy(0.2)
     assert summary.accuracy[0.2] >= summary.certified[0.2]
@@ -29,11 +29,11 @@ def test_sampled_runs_are_attacked_inside_and_beyond(tmp_path, net, xy, settings
 
 
 def test_proved_runs_show_the_power_of_the_attack(tmp_path, net, xy):
-    run = prove(net, xy, run_dir=tmp_path / "a", attack_steps=0)
+    run = prove(net, xy, run_dir=tmp_path / "a")
     summary = attack_run(tmp_path / "a", net, xy, steps=20)
     assert summary.kind == Attacked.BASE
     assert summary.broken == ()
-    assert summary.broken_beyond == summary.beyond == len(xy[0])  # a linear network: radii are exact
+    assert summary.broken_beyond == summary.inside == len(xy[0])  # a linear network: radii are exact
     radii = {row.id: row.radius for row in run.rows}
     assert {a.epsilon for a in open_run(tmp_path / "a").attacks()} == {
         f * r for r in radii.values() for f in (INSIDE, BEYOND)
@@ -44,7 +44,7 @@ def test_a_certificate_that_is_too_large_is_reported(tmp_path, net, xy):
     """A row edited to certify three times as much: the attack says so."""
     from equipoise.runs.store import Store
 
-    run = prove(net, xy, run_dir=tmp_path / "a", attack_steps=0)
+    run = prove(net, xy, run_dir=tmp_path / "a")
     with Store(tmp_path / "a", run.manifest, writable=True) as store:
         store.put([run.rows[2].model_copy(update={"radius": 3 * run.rows[2].radius})])
     summary = attack_run(tmp_path / "a", net, xy)
@@ -61,9 +61,9 @@ def test_stopped_attacks_continue_to_the_same_rows(tmp_path, net, xy):
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            attack_run(tmp_path / "a", net, xy, batch_size=4, progress=stop, **QUICK)
+            attack_run(tmp_path / "a", net, xy, progress=stop, **QUICK)
     assert len(open_run(tmp_path / "a").attacks()) > 0
-    one, two = (attack_run(tmp_path / n, net, xy, batch_size=4, **QUICK) for n in "ab")
+    one, two = (attack_run(tmp_path / n, net, xy, **QUICK) for n in "ab")
     assert open_run(tmp_path / "a").attacks() == open_run(tmp_path / "b").attacks()
     assert (one.inside, one.broken_beyond) == (two.inside, two.broken_beyond)
 
@@ -86,7 +86,6 @@ WRONG = {
     "a radius below 0": (lambda net, xy: (net, xy), {"epsilons": [-1.0]}, InputError, "positive radii"),
     "no steps": (lambda net, xy: (net, xy), {"steps": 0}, InputError, "steps must be"),
     "huge votes": (lambda net, xy: (net, xy), {"votes": 10**15}, InputError, "votes must be"),
-    "a kind": (lambda net, xy: (net, xy), {"kind": "both"}, InputError, "base or smoothed"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Deterministic runs: the radii of `certified_radius`, statuses, attacks beside, continued after a stop."""
+"""Deterministic runs: the radii of `certified_radius`, statuses, continued after a stop."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.core import InputError, Refused
-from equipoise.runs import Attacked, certify, merge_runs, open_run, prove
+from equipoise.runs import certify, merge_runs, open_run, prove
 
 
 def small(width=8):
@@ -29,7 +29,6 @@ def test_radii_are_those_of_certified_radius_and_every_output_agrees(tmp_path):
     assert summary.accuracy[0.0] == np.mean([s == "proved" for s in results.status])
     assert summary.accuracy[0.05] == direct.accuracy(0.05)
     assert run.contradictions(results)[1] == []
-    assert {a.kind for a in run.attacks()} <= {Attacked.BASE}
 
 
 def test_right_but_nothing_proved_is_a_status_of_its_own(tmp_path):
@@ -42,7 +41,7 @@ def test_right_but_nothing_proved_is_a_status_of_its_own(tmp_path):
     x = x.double()
     y = net(x).argmax(1)
     y[0] = (y[0] + 1) % 4
-    run = prove(net, (x, y), run_dir=tmp_path / "a", attack_steps=0)
+    run = prove(net, (x, y), run_dir=tmp_path / "a")
     results, summary = run.results(), run.summary([0.0])
     assert set(results.status) <= {"wrong", "right, nothing proved", "proved"}
     assert results.status[0] == "wrong"
@@ -88,7 +87,6 @@ def test_what_a_proved_run_refuses(tmp_path):
         certify(net, data, run_dir=tmp_path / "a", sigma=0.1, limit=2)
     for settings, words in (
         ({"norm": "l3"}, "norm"), ({"effort": "much"}, "effort"), ({"seconds": 0.0}, "seconds"),
-        ({"attack_steps": -1}, "attack_steps"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             prove(net, data, run_dir=tmp_path / "b", **settings)

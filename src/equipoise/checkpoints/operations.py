@@ -54,6 +54,13 @@ _WRITTEN_OUT = frozenset({
 })  # fmt: skip
 #: operations that take as many steps as one of their dimensions is long
 _UNROLLED = frozenset({"lstm", "gru", "rnn_relu", "rnn_tanh"})
+#: arguments that PyTorch passes as whole numbers, and whose kernels trust them
+_ENUMERATIONS = {
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": torch.device,
+}
 _LONGEST_SPLIT = 65_536
 _LONGEST_SEQUENCE = 4_096
 
@@ -92,6 +99,8 @@ def find_operation(target: Any, name: str) -> torch._ops.OpOverload:
         raise Refused(f"{name} calls {target!r}, which is not an operation of this PyTorch")
 
     found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, operation), overload)
+    if not all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in found._schema.returns):
+        raise Refused(f"{name} calls {target!r}, which does not give tensors")
     return found
 
 
@@ -109,6 +118,14 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
         kwargs: its keyword arguments.
     """
     operation = target._schema.name.removeprefix("aten::")
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for argument in target._schema.arguments:
+        kind = _ENUMERATIONS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
+        value = given.get(argument.name)
+        if kind is not None and value is not None and not isinstance(value, kind):
+            raise Refused(f"{operation} has {str(value)[:40]!r} as {argument.name}, expected a {kind.__name__}")
+
     tensors = flat_tensors((args, kwargs))
     longest = max((size for tensor in tensors for size in tensor.shape), default=0)
 
@@ -123,7 +140,7 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
             raise Refused(f"{operation} takes {steps:,} steps; at most {_LONGEST_SEQUENCE:,} are read from a file")
 
     if "upsample" in operation:
-        _check_scales(operation, target, args)
+        _check_scales(operation, given)
 
     # two kernels that read as far as their arguments say
     if operation == "_fft_c2r" and args[0].shape[args[1][-1]] != args[3] // 2 + 1:
@@ -132,10 +149,10 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
         raise Refused(f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}")
 
 
-def _check_scales(operation: str, target: torch._ops.OpOverload, args: Any) -> None:
+def _check_scales(operation: str, bound: dict[str, Any]) -> None:
     """Resizing kernels compute places from the stated scales and sizes: these must fit together."""
-    bound = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False))
-    x, size = args[0], bound.get("output_size")
+    x = next(iter(bound.values()), None)
+    size = bound.get("output_size")
     scales = bound.get("scale_factors")
     if scales is None:
         scales = [value for key, value in bound.items() if key.startswith("scales")]

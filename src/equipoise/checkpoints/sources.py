@@ -105,20 +105,6 @@ def _program_shape(program: ExportedProgram) -> tuple[int, ...] | None:
     return None if value is None else tuple(int(d) for d in value.shape[1:])
 
 
-def draws_weights(source: str, model: nn.Module | ExportedProgram) -> bool:
-    """Whether a factory gives other weights each time it is called: they were drawn at random, not trained.
-
-    The factory is called once more; anything else (a file, a module in memory, a factory that fails) is False.
-    """
-    if ":" not in source or isinstance(model, ExportedProgram) or not callable(resolve(source)):
-        return False
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch.seed())
-        again = load_factory(source)
-    first, second = model.state_dict(), again.state_dict()
-    return any(k in second and v.shape == second[k].shape and not torch.equal(v, second[k]) for k, v in first.items())
-
-
 def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module:
     """`package.module:factory` as the user typed it, called with these arguments; it must return a module.
 

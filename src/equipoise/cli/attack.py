@@ -21,14 +21,12 @@ Elsewhere = Annotated[str | None, typer.Option("--model", help="the model of the
 def attack(
     run: options.RunArgument,
     epsilon: Annotated[str | None, typer.Option(help="further radii, for accuracy under attack: 0.25,0.5,1.0")] = None,
-    kind: Annotated[str | None, typer.Option(help="base or smoothed; default what the run certifies")] = None,
     steps: Annotated[int, typer.Option(help="gradient steps per start")] = 20,
     restarts: Annotated[int, typer.Option(help="random starts")] = 1,
     samples: Annotated[int, typer.Option(help="smoothed: noise draws per step")] = 16,
     votes: Annotated[int, typer.Option(help="smoothed: draws that judge an attack")] = 1000,
     seed: Annotated[int, typer.Option(help="of starts and noise")] = 0,
     limit: Annotated[int | None, typer.Option(help="the first inputs of the run only")] = None,
-    batch_size: Annotated[int, typer.Option(help="inputs attacked at once (memory)")] = 64,
     device: options.Device = "cpu",
     model: Elsewhere = None,
     data: Annotated[str | None, typer.Option(help="the data of the run, if it lies elsewhere now")] = None,
@@ -58,17 +56,15 @@ def attack(
             task = bar.add_task("attacking", total=None)
             summary = attack_run(
                 found,
-                load_network(recipe, batch=batch_size),
+                load_network(recipe, batch=1),
                 load_data(recipe),
                 epsilons=levels,
-                kind=kind,
                 steps=steps,
                 restarts=restarts,
                 samples=samples,
                 votes=votes,
                 seed=seed,
                 limit=limit,
-                batch_size=batch_size,
                 device=device,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )

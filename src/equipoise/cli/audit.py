@@ -15,8 +15,6 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from equipoise.checkpoints.sources import Loaded
     from equipoise.lipschitz.report import Report
 
@@ -134,25 +132,16 @@ def local_rows(
     dataset = load_dataset(data)
     x, labels = dataset.batch(np.arange(min(limit, len(dataset))))
     x = x.to(next(net.parameters(), torch.zeros(())).dtype)
-    rows = []
-    for i in range(len(x)):
-        messages().print(f"input {i + 1} of {len(x)} …", style="dim")
-        one: Tensor = x[i : i + 1]
-        bracket = local_lipschitz(net, one, radius, seconds=seconds, rtol=rtol)
-        radii = certified_radius(net, one, labels[i : i + 1], seconds=seconds, rtol=rtol)
-        rows.append(
-            {
-                "input": int(dataset.ids[i]),
-                "label": int(labels[i]),
-                "lower": float(bracket.lower[0]),  # type: ignore[index]
-                "upper": float(bracket.upper[0]),  # type: ignore[index]
-                "radius": float(radii.radius[0]),
-                "rival": int(radii.rivals[0]),
-                "method": radii.methods[0],
-                "note": "; ".join(note for note in (bracket.note, radii.note) if note),
-            }
-        )
-    return rows
+    messages().print(f"bounds around {len(x)} inputs …", style="dim")
+    bracket = local_lipschitz(net, x, radius, seconds=seconds, rtol=rtol)
+    radii = certified_radius(net, x, labels, seconds=seconds, rtol=rtol)
+    note = "; ".join(text for text in (bracket.note, radii.note) if text)
+    columns = zip(
+        dataset.ids[: len(x)], labels.tolist(), bracket.lower.tolist(), bracket.upper.tolist(), radii.radius.tolist(),  # type: ignore[union-attr]
+        radii.rivals.tolist(), radii.methods, strict=True,
+    )  # fmt: skip
+    names = ("input", "label", "lower", "upper", "radius", "rival", "method")
+    return [dict(zip(names, (int(row[0]), *row[1:]), strict=True), note=note) for row in columns]
 
 
 def local_table(rows: list[dict[str, Any]], radius: float, upper: float) -> str:

@@ -51,14 +51,16 @@ def lower_ends(
 
     best = torch.zeros(len(x), dtype=torch.float64)
     with torch.no_grad():
-        if bool(torch.isfinite(evaluate(x)[1]).all()):
-            for a, b in pairs:
-                best = torch.maximum(best, proved_stretch(evaluate, x, a, b, radius))
+        for a, b in pairs:
+            best = torch.maximum(best, proved_stretch(evaluate, x, a, b, radius))
+        if bool((best > 0).all()):
             return best, f"the lower end is from random pairs: {why}" if random else ""
         reached = max(float(stretch(_of_program(program), a, b).max()) for a, b in pairs)
-    return (
-        best,
-        f"no lower end: the rounding of the values is not bounded; pairs stretch by {reached:.3g} (an estimate)",
+    if reached == 0:
+        return best, ""
+    return best, (
+        "no lower end for some inputs: the rounding of the values exceeds their differences, or is not bounded; pairs stretch "
+        f"by {reached:.3g} (an estimate)"
     )
 
 
@@ -73,11 +75,14 @@ def proved_stretch(evaluate: Evaluate, x: Tensor, a: Tensor, b: Tensor, radius: 
         radius: of the balls.
     """
     slack = 1 + 1e-9  # covers the rounding of norms of up to 10⁶ entries, and of differences of inputs
-    inside = (_length(a - x) * slack <= radius) & (_length(b - x) * slack <= radius)
+    gap = _length(a - b) * slack
+    counts = (
+        (_length(a - x) * slack <= radius) & (_length(b - x) * slack <= radius) & (gap > 1e-140)
+    )  # squares may vanish
     (fa, ea), (fb, eb) = evaluate(a), evaluate(b)
-    rise = _length(fa - fb) / slack - inflate(_length(ea + eb) * slack + 2.0**-52 * (_length(fa) + _length(fb)))
-    ratio = rise / (_length(a - b) * slack)
-    return torch.where(inside & torch.isfinite(ratio), ratio, 0.0).clamp_min(0)
+    rounding = _length(ea + eb) * slack + 2.0**-52 * (_length(fa) + _length(fb)) + 1e-140
+    ratio = (_length(fa - fb) / slack - inflate(rounding)) / gap
+    return torch.where(counts & torch.isfinite(ratio), ratio, 0.0).clamp_min(0)
 
 
 def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:

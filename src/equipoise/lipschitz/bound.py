@@ -76,8 +76,13 @@ def lipschitz_bound(
             "a ball is about one input, but the program was exported with a larger batch; export it with a batch of one"
         )
     reports = [_report(p, ball, rtol, chain) for p in (program, program.single) if p is not None]
+    claims = (
+        f"module {r.name} ({r.kind}): its constant is declared by its class; attacked, not proved"
+        for r in program.regions
+        if r.declared
+    )
     largest = max(reports, key=lambda report: report.log_upper)
-    notes = [note for note in (*program.notes, stored, *largest.notes) if note]
+    notes = [note for note in (*program.notes, stored, *claims, *largest.notes) if note]
     return replace(largest, notes=tuple(dict.fromkeys(notes)), pairs=_largest(reports))
 
 

@@ -141,22 +141,6 @@ def as_examples(example_input: Any, name: str = "example_input") -> Examples:
     return tuple(examples)
 
 
-def as_example(x: Any, name: str = "x") -> Tensor:
-    """The only tensor of an example: for functions that move one input.
-
-    Args:
-        x: a tensor, or a tuple of one.
-        name: of the argument, for messages.
-    """
-    examples = as_examples(x, name)
-    if len(examples) != 1:
-        raise InputError(
-            f"{name} must be one tensor, got {len(examples)}; wrap the model so that it takes the input that moves, "
-            "with the others fixed"
-        )
-    return examples[0]
-
-
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -265,7 +249,7 @@ def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
 
 
 def _samples_mix(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
-    """Whether a NaN in the other samples reaches one, or a sample alone gives other values: a check, not a proof.
+    """Whether a sample gives other values alone than among samples of NaN, or of numbers: a check, not a proof.
 
     The first, the middle and the last sample are looked at, so that samples that read only those before them, or only
     those after them, are seen. Values that disagree are compared again in float64: large offsets cancel with rounding.
@@ -275,31 +259,27 @@ def _samples_mix(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int
         poisoned = tuple(torch.full_like(x, torch.nan) for x in batch)
         for x, bad in zip(batch, poisoned, strict=True):
             bad.narrow(dim, i, 1).copy_(x.narrow(dim, i, 1))
-        alone = _outputs(model, tuple(x.narrow(dim, i, 1).clone() for x in batch))
-        seen = _outputs(model, poisoned)
-        if alone is not None and seen is not None:
-            parts = _parts(seen, dims, i, size)
-            if any(bool((b.isnan() & ~a.isnan()).any()) for a, b in zip(alone, parts, strict=True)):
+        for others in (poisoned, batch):
+            if _same_alone(model, others, dim, dims, i, 1e-3) is not False:
+                continue
+            wide, exact = _double(model), tuple(x.double() for x in others)
+            if wide is None or not _same_alone(wide, exact, dim, dims, i, 1e-7):
                 return True
-        if not _same_alone(model, batch, dim, dims, i, 1e-3) and not _same_alone(
-            _double(model), tuple(x.double() for x in batch), dim, dims, i, 1e-7
-        ):
-            return True
     return False
 
 
 def _same_alone(
-    model: nn.Module | None, batch: Examples, dim: int, dims: Sequence[int | None], i: int, tolerance: float
-) -> bool:
-    """Whether sample i gives alone what it gives among the others."""
-    if model is None:
-        return False
-    size = batch[0].shape[dim]
-    alone, together = _outputs(model, tuple(x.narrow(dim, i, 1).clone() for x in batch)), _outputs(model, batch)
+    model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None], i: int, tolerance: float
+) -> bool | None:
+    """Whether sample i gives alone what it gives among the others; None where the model does not run on them."""
+    alone, together = _outputs(model, tuple(x.narrow(dim, i, 1) for x in batch)), _outputs(model, batch)
     if alone is None or together is None:
-        return False
-    pairs = zip(alone, _parts(together, dims, i, size), strict=True)
-    return not any(bool(((a - b).abs() > tolerance * (1 + _largest(a))).any()) for a, b in pairs if a.numel())
+        return None
+    for a, b in zip(alone, _parts(together, dims, i, batch[0].shape[dim]), strict=True):
+        far = (a - b).abs() > tolerance * (1 + _largest(a)) if a.numel() else a.new_zeros(0)
+        if bool((far.bool() | (b.isnan() & ~a.isnan())).any()):
+            return False
+    return True
 
 
 def _parts(outputs: Sequence[Tensor], dims: Sequence[int | None], i: int, size: int) -> list[Tensor]:

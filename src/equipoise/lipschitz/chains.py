@@ -70,22 +70,6 @@ def checked_chain(weights: Sequence[Tensor], slopes: Slopes) -> tuple[list[Tenso
     return [w.detach() for w in weights], [(float(low), float(high)) for low, high in each]
 
 
-def closed_multipliers(weights: Sequence[Tensor], slopes: Sequence[tuple[float, float]]) -> list[Tensor] | None:
-    """The multipliers `Λ_i = t/Π_{j≤i} a_j·I` that the closed form amounts to (estimates: nothing here is rounded)."""
-    Y, c, found = torch.eye(weights[0].shape[1], dtype=torch.float64), 1.0, []
-    for W, (alpha, beta) in zip(weights[:-1], slopes, strict=True):
-        m, t, q = (alpha + beta) / 2, 2 / (beta * (beta - alpha)), -alpha * beta
-        A = W @ torch.linalg.solve(Y, W.mT)
-        a = float(torch.linalg.eigvalsh((A + A.mT) / 2)[-1]) * (1 + 1e-6)
-        if not (a > 0 and math.isfinite(a)):
-            return None
-        B, eye = A / a, torch.eye(len(A), dtype=torch.float64)
-        Y = t * eye - m * m * t * t * torch.linalg.solve(eye - q * t * B, B)
-        found.append(torch.full((len(A),), c * t / a, dtype=torch.float64))
-        c /= a
-    return found
-
-
 def _norm(layer: Matrix) -> float:
     return inflate(float(spectral_norm(layer.matrix).upper) + layer.error)
 

@@ -61,10 +61,10 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
             moving.add(node)
             if _is_composed(node, moving):
                 composed.append(node)
-    for node in composed:
-        _write_out(node, result)
     for node in copied.nodes:
         read_scalars(node)
+    for node in composed:
+        _write_out(node, result)
     for node in list(copied.nodes):
         _recognise(node, result)
     return result
@@ -125,7 +125,7 @@ def _recognise(node: fx.Node, result: Decomposed) -> None:
     """Replace a node that ends a composition by the operation that the composition is."""
     if node.op != "call_function" or node.kwargs:
         return
-    chain = _root_mean_square(node) or _power_pooling(node) or _activation(node)
+    chain = _root_mean_square(node) or _activation(node)
     if chain is None:
         return
     made: list[fx.Node] = []
@@ -135,9 +135,6 @@ def _recognise(node: fx.Node, result: Decomposed) -> None:
                 result.graph.call_function(target, tuple(made[-1] if a is None and made else a for a in args), keywords)
             )
             made[-1].meta = dict(node.meta)
-            if target is _aten.unfold.default:
-                source: Any = made[-1].args[0]
-                made[-1].meta["val"] = source.meta["val"].unfold(*args[1:])
     node.replace_all_uses_with(made[-1])
     result.added.update(made)
 
@@ -196,59 +193,6 @@ def _mean_of_squares(mean: fx.Node, x: fx.Node) -> bool:
         return False
     squares: dict[Any, Any] = {_aten.square.default: (x,), _aten.pow.Tensor_Scalar: (x, 2), _aten.mul.Tensor: (x, x)}
     return squared.args == squares.get(squared.target)
-
-
-#: over how many dimensions they pool
-_POOLS = {_aten.avg_pool1d.default: 1, _aten.avg_pool2d.default: 2, _aten.avg_pool3d.default: 3}
-
-
-def _power_pooling(node: fx.Node) -> Chain | None:
-    """`F.lp_pool`: `(sign(a)·relu(|a|)·k)^(1/p)` of `a = avg_pool(x^p)` over k entries.
-
-    Norms of windows for an even p, sums for p = 1.
-    """
-    match node.target, node.args:
-        case _aten.pow.Tensor_Scalar, (fx.Node() as scaled, float() | int() as inverse):
-            average = _signed(scaled)
-        case _:
-            return None
-    if average is None or average.target not in _POOLS or average.kwargs:
-        return None
-    settings: Any = average.args
-    powered, sizes, *rest = settings
-    if _target(powered) is not _aten.pow.Tensor_Scalar or powered.kwargs:
-        return None
-    x, order = powered.args
-    if (order != 1 and (order < 2 or order % 2)) or abs(inverse * order - 1) > _near(node):
-        return None
-    dims = _POOLS[average.target]
-    steps = rest[0] if rest and rest[0] else sizes
-    padded = len(rest) > 1 and any(rest[1])
-    shape = x.meta["val"].shape[-dims:]
-    cut = len(rest) > 2 and rest[2] and any((n - k) % s for n, k, s in zip(shape, sizes, steps, strict=True))
-    if {len(sizes), len(steps)} != {dims} or scaled.args[1] != math.prod(sizes) or padded or cut or len(rest) > 3:
-        return None
-    first = x.meta["val"].dim() - dims
-    chain: Chain = [
-        (_aten.unfold.default, (None if i else x, first + i, size, step), {})
-        for i, (size, step) in enumerate(zip(sizes, steps, strict=True))
-    ]
-    last = list(range(-dims, 0))
-    if order == 1:
-        return [*chain, (_aten.sum.dim_IntList, (None, last), {})]
-    return [*chain, (_aten.linalg_vector_norm.default, (None, float(order), last), {})]
-
-
-def _signed(scaled: fx.Node) -> fx.Node | None:
-    """a in `sign(a)·relu(|a|)·k`."""
-    match scaled.target, scaled.args:
-        case _aten.mul.Tensor, (fx.Node() as both, int() | float()) if both.target is _aten.mul.Tensor:
-            match both.args:
-                case (fx.Node() as sign, fx.Node() as size) if sign.target is _aten.sign.default:
-                    inner: Any = size.args[0] if size.target is _aten.relu.default else None
-                    same = inner is not None and inner.target is _aten.abs.default and inner.args == sign.args
-                    return sign.args[0] if same else None  # type: ignore[return-value]
-    return None
 
 
 #: of a logarithm that is one operation with what it is taken of
@@ -405,8 +349,40 @@ def _addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 
     return beta * x + alpha * torch.bmm(a, b).sum(0)
 
 
+def _lerp(a: Tensor, b: Tensor, weight: Any) -> Tensor:
+    return a * (1 - weight) + b * weight
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`softmax(τ·QKᵀ)·V` with τ = 1/√d."""
+    if dropout_p or enable_gqa:
+        raise ValueError("attention with dropout or grouped queries; call model.eval() first")
+    scores = torch.matmul(q, k.transpose(-1, -2)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.matmul(torch.softmax(scores, -1), v)
+
+
 #: operations that PyTorch does not write out, and what they are
-_OWN: dict[Any, Callable[..., Tensor]] = {_aten.bilinear.default: _bilinear, _aten.addbmm.default: _addbmm}
+_OWN: dict[Any, Callable[..., Tensor]] = {
+    _aten.bilinear.default: _bilinear,
+    _aten.addbmm.default: _addbmm,
+    _aten.scaled_dot_product_attention.default: _attention,
+    _aten.lerp.Scalar: _lerp,
+    _aten.lerp.Tensor: _lerp,
+}
 
 
 def _is_general(node: fx.Node, moving: set[fx.Node]) -> bool:

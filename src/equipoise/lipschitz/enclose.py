@@ -30,8 +30,6 @@ from equipoise.norms.spectral import Cache, bracket
 _U = 2.0**-53
 #: more than all that underflow can take off an entry: half-widths that vanish in float64 are not 0
 _TINY = 1e-290
-#: a convolution with at most this many matrix entries is materialised, so that single positions can be dropped
-MATERIALISED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -244,16 +242,7 @@ def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache
 
 
 def _masked_conv(form: Convolution, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
-    inputs = math.prod(form.input_shape)
-    small = rows is not None and rows.numel() * inputs <= MATERIALISED and form.padding == "zeros"
-    if small and columns is not None and columns.numel() == inputs and not bool(columns.all() and rows.all()):  # type: ignore[union-attr]
-        eye = torch.eye(inputs, dtype=torch.float64)[columns.flatten()]
-        if eye.numel() == 0:
-            return 0.0
-        M = form.with_weight(form.weight.double()).apply(eye.reshape(-1, *form.input_shape)).flatten(1).mT
-        if rows is not None and rows.numel() == M.shape[0]:
-            M = M[rows.flatten()]
-        return 0.0 if M.numel() == 0 else float(bracket(Matrix(M.contiguous(), form.error), cache).upper)
+    """A convolution loses the channels that do not move anywhere."""
     weight = form.weight
     if form.groups == 1:
         if columns is not None and columns.dim() > 1 and columns.shape[1] == weight.shape[1]:

@@ -16,6 +16,7 @@ reduced products, Winograd or FFT convolutions, elementary functions that are of
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -33,8 +34,9 @@ from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.lipschitz.values import exactly, first_of, where
+from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
-from equipoise.norms.spectral import Cache
+from equipoise.norms.spectral import Cache, bracket
 
 #: units in the last place that an elementary function may be off, relative to argument and result
 _ULPS = 32
@@ -87,6 +89,28 @@ def forward_error(model: nn.Module, x: Tensor, *, radius: float | Tensor = 0.0, 
 
 
 @dataclass(frozen=True)
+class _LinearRun:
+    """Neighbouring linear operations from `source` to `output`, whose composition has norm at most `bound`."""
+
+    source: fx.Node
+    output: fx.Node
+    bound: float
+
+
+Block = Region | _LinearRun
+
+
+def _linear_run(run: Propagation, node: fx.Node, cache: Cache) -> _LinearRun | None:
+    """The linear run that ends in this node, if it is more than the node itself: its norm is below the product of norms."""
+    facts = run.facts[node]
+    if not isinstance(facts.form, Matrix | Convolution) or facts.base is None or facts.base in node.all_input_nodes:
+        return None
+    if any(user in run.facts and run.facts[user].base is facts.base for user in node.users):
+        return None  # it goes on
+    return _LinearRun(facts.base, node, float(bracket(facts.form, cache).upper))
+
+
+@dataclass(frozen=True)
 class _Slip:
     """Entry by entry and in ℓ2."""
 
@@ -105,7 +129,8 @@ class Rounding:
     run: Propagation
     calls: dict[fx.Node, Call] = field(repr=False)
     reach: dict[fx.Node, float] = field(repr=False)
-    inner: dict[Region, tuple[fx.Node, ...]] = field(repr=False)
+    blocks: dict[fx.Node, list[Block]] = field(repr=False)
+    inner: dict[Block, tuple[fx.Node, ...]] = field(repr=False)
     dtype: torch.dtype = torch.float32
 
     @classmethod
@@ -123,13 +148,17 @@ class Rounding:
         kinds = {facts.signal.dtype for facts in run.facts.values()}
         coarse = torch.float32 if torch.float32 in kinds else torch.float64
         reach = {node: exp_up(facts.fused) for node, facts in run.facts.items()}
-        inner = {}
-        for regions in run.regions.values():
-            for region in regions:
-                found = _between(region, set(program.nodes), program.inputs)
-                if found is not None:
-                    inner[region] = tuple(n for n in program.nodes if n in found)
-        return cls(run, calls, reach, inner, coarse)
+        blocks: dict[fx.Node, list[Block]] = {node: [*regions] for node, regions in run.regions.items()}
+        for node in program.nodes:
+            linear = _linear_run(run, node, cache)
+            if linear is not None:
+                blocks.setdefault(node, []).append(linear)
+        inner: dict[Block, tuple[fx.Node, ...]] = {}
+        for block in itertools.chain.from_iterable(blocks.values()):
+            between = _between(block, set(program.nodes), program.inputs)
+            if between is not None:
+                inner[block] = tuple(n for n in program.nodes if n in between)
+        return cls(run, calls, reach, blocks, inner, coarse)
 
     def __call__(self, x: Tensor, radius: float | Tensor = 0.0) -> Evaluation:
         """Values and bounds of a batch."""
@@ -162,7 +191,9 @@ class Rounding:
         parts = []
         for some, r in zip(x.double().split(_CHUNK), near.split(_CHUNK), strict=True):
             parts.append(torch.func.vmap(lambda s, r: self.walk(s, r, dtype))(some, r))
-        values, slip = (torch.cat([t.flatten(1) for t in p]) for p in zip(*parts, strict=True))
+        values, slip = (
+            torch.cat([t.reshape(len(t) if t.dim() else 1, -1) for t in p]) for p in zip(*parts, strict=True)
+        )
         return values, torch.where(slip.isnan(), math.inf, slip)
 
     def walk(self, x: Tensor, r: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -174,7 +205,7 @@ class Rounding:
         values = {start: x[None]}
         slips = {start: _Slip(torch.zeros_like(x[None]), torch.zeros_like(r))}
         local: dict[fx.Node, Tensor] = {}
-        fresh: dict[Region, _Slip] = {}
+        fresh: dict[Block, _Slip] = {}
         for node in self.run.program.nodes:
             call, step = self.calls[node], self.run.steps[node]
             # computed operands: real ones at x in float64, moved by at most reach·r, and off by slip both times
@@ -184,7 +215,7 @@ class Rounding:
             values[node] = _value(call, step, values)
             local[node] = _local(call, step, sizes, values[node], dtype)
             slips[node] = self._advance(node, slips, local, fresh)
-            for region in self.run.regions.get(node, ()):
+            for region in self.blocks.get(node, ()):
                 if region in self.inner:
                     fresh[region] = self._fresh(region, slips, local, fresh)
                     slips[node] = _through(region, slips, fresh, slips[node])
@@ -192,7 +223,7 @@ class Rounding:
         return values[out], slips[out].entry
 
     def _advance(
-        self, node: fx.Node, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Region, _Slip]
+        self, node: fx.Node, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Block, _Slip]
     ) -> _Slip:
         call, step = self.calls[node], self.run.steps[node]
         entry = _carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
@@ -201,13 +232,13 @@ class Rounding:
         norm = _grown(norm + _length(local[node]))
         found = _Slip(_grown(entry), norm)
         found = found.least(found.entry, _length(found.entry))
-        for region in self.run.regions.get(node, ()):
+        for region in self.blocks.get(node, ()):
             if region in fresh and region.source in slips:
                 found = _through(region, slips, fresh, found)
         return found
 
     def _fresh(
-        self, region: Region, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Region, _Slip]
+        self, region: Block, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Block, _Slip]
     ) -> _Slip:
         """What a block adds of its own, given inputs that are off by nothing."""
         zero = slips[region.source]
@@ -217,13 +248,13 @@ class Rounding:
         return own[region.output]
 
 
-def _through(region: Region, slips: dict[fx.Node, _Slip], fresh: dict[Region, _Slip], found: _Slip) -> _Slip:
+def _through(region: Block, slips: dict[fx.Node, _Slip], fresh: dict[Block, _Slip], found: _Slip) -> _Slip:
     """The error that enters a block leaves it at most `bound` times as large; what the block adds comes on top."""
     given, own = slips[region.source].norm * region.bound, fresh[region]
     return found.least(_grown(own.entry + given), _grown(own.norm + given))
 
 
-def _between(region: Region, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]) -> set[fx.Node] | None:
+def _between(region: Block, nodes: set[fx.Node], inputs: tuple[fx.Node, ...]) -> set[fx.Node] | None:
     """The nodes from the source to the output of a region; None where another way leads in."""
     found: set[fx.Node] = set()
     left = [region.output]

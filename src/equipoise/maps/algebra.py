@@ -32,17 +32,17 @@ def compose(first: Linear, then: Linear) -> Linear | None:
         case Diagonal(), Adjoint(
             conv=Convolution() as conv
         ):  # scaling before a transposed convolution: rows of its convolution
-            found = _scaled_rows(conv, first)
+            found = _scaled(conv, first, rows=True)
             return Adjoint(found) if isinstance(found, Convolution) else None
         case Adjoint(conv=Convolution() as conv), Diagonal():
-            found = _scaled_columns(conv, then)
+            found = _scaled(conv, then, rows=False)
             return Adjoint(found) if isinstance(found, Convolution) else None
         case Diagonal(), Diagonal():
             return _scales(first, then)
         case Diagonal(), (Matrix() | Convolution()):
-            return _scaled_columns(then, first)
+            return _scaled(then, first, rows=False)
         case ((Matrix() | Convolution()), Diagonal()):
-            return _scaled_rows(first, then)
+            return _scaled(first, then, rows=True)
         case Matrix(), Matrix():
             return _product(first, then)
         case Convolution(), Convolution():
@@ -89,14 +89,6 @@ def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
     top_a, top_b = float(a.factor.abs().max()), float(b.factor.abs().max())
     error = inflate(4 * _U * top_a * top_b + a.error * (top_b + b.error) + b.error * top_a) + _TINY
     return Diagonal(a.factor * b.factor, dim, error)
-
-
-def _scaled_rows(form: Matrix | Convolution, scale: Diagonal) -> Matrix | Convolution | None:
-    return _scaled(form, scale, rows=True)
-
-
-def _scaled_columns(form: Matrix | Convolution, scale: Diagonal) -> Matrix | Convolution | None:
-    return _scaled(form, scale, rows=False)
 
 
 def _scaled(form: Matrix | Convolution, scale: Diagonal, rows: bool) -> Matrix | Convolution | None:

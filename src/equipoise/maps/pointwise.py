@@ -10,6 +10,7 @@ for SiLU, which gives their lower ends.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -196,12 +197,20 @@ TABLE: dict[str, Pointwise] = {
     "identity": replace(hinge(1.0), curvature=0.0),
 }
 
-#: modules of PyTorch without settings that matter, by the name of their operation
-_MODULES: dict[type[nn.Module], str] = {
-    nn.Identity: "identity", nn.ReLU: "relu", nn.ReLU6: "relu6", nn.Tanh: "tanh", nn.Sigmoid: "sigmoid",
-    nn.Softsign: "softsign", nn.LogSigmoid: "log_sigmoid", nn.Hardsigmoid: "hardsigmoid", nn.SiLU: "silu",
-    nn.Mish: "mish", nn.SELU: "selu", nn.Hardswish: "hardswish", nn.Tanhshrink: "tanhshrink",
-}  # fmt: skip
+#: modules of PyTorch, and what they apply; None where a setting leaves no constant
+_MODULES: dict[type[nn.Module], Callable[[Any], Pointwise | None]] = {
+    nn.LeakyReLU: lambda m: hinge(m.negative_slope),
+    nn.ELU: lambda m: elu(float(m.alpha)),
+    nn.CELU: lambda m: celu(float(m.alpha)) if m.alpha > 0 else None,
+    nn.GELU: lambda m: gelu(m.approximate),
+    nn.Softplus: lambda m: softplus(float(m.beta)) if m.beta > 0 and m.threshold >= 20 else None,
+    nn.Hardtanh: lambda m: clamp(m.min_val, m.max_val),
+    nn.Softshrink: lambda m: softshrink(m.lambd) if m.lambd >= 0 else None,
+}
+_PLAIN = (
+    nn.Identity, nn.ReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.Softsign, nn.LogSigmoid, nn.Hardsigmoid, nn.SiLU, nn.Mish,
+    nn.SELU, nn.Hardswish, nn.Tanhshrink,
+)  # fmt: skip
 
 
 def read_activation(module: nn.Module) -> Pointwise | None:
@@ -211,20 +220,6 @@ def read_activation(module: nn.Module) -> Pointwise | None:
     ((0.1, 1.0), None)
     """
     kind = type(module)  # a subclass may have another forward
-    if kind in _MODULES:
-        return TABLE[_MODULES[kind]]
-    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
-        return hinge(module.negative_slope)
-    if isinstance(module, nn.ELU) and kind is nn.ELU:
-        return elu(float(module.alpha))
-    if isinstance(module, nn.CELU) and kind is nn.CELU:
-        return celu(float(module.alpha)) if module.alpha > 0 else None
-    if isinstance(module, nn.GELU) and kind is nn.GELU:
-        return gelu(module.approximate)
-    if isinstance(module, nn.Softplus) and kind is nn.Softplus:
-        return softplus(float(module.beta)) if module.beta > 0 and module.threshold >= 20 else None
-    if isinstance(module, nn.Hardtanh) and kind is nn.Hardtanh:
-        return clamp(module.min_val, module.max_val)
-    if isinstance(module, nn.Softshrink) and kind is nn.Softshrink:
-        return softshrink(module.lambd) if module.lambd >= 0 else None
-    return None
+    if kind in _PLAIN:
+        return TABLE["log_sigmoid" if kind is nn.LogSigmoid else kind.__name__.lower()]
+    return _MODULES[kind](module) if kind in _MODULES else None

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, unlogged
 from equipoise.core.files import read_bounded
-from equipoise.onnx import attention, indexed, layers, recurrent, signals  # noqa: F401 - they fill the table of operators
+from equipoise.onnx import indexed, layers, sequences  # noqa: F401 - they fill the table of operators
 from equipoise.onnx import shapes as moving_entries  # noqa: F401
 from equipoise.onnx.operators import PLAIN_NUMBERS, find_operator, fixed_inputs
-from equipoise.onnx.reading import LARGEST_TOTAL, Graph, Spec, parse
+from equipoise.onnx.reading import LARGEST_FILE, LARGEST_TOTAL, LARGEST_VALUE, Graph, Spec, parse
 from equipoise.onnx.runtime import LARGEST_COMPARED, require_same_results
-from equipoise.onnx.tensors import LARGEST_FILE, LARGEST_VALUE
 
 Values = dict[str, Tensor]
 Numbers = dict[str, np.ndarray]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equipoise.onnx.reading import Spec
-from equipoise.onnx.tensors import DTYPES, LARGEST_VALUE
+from equipoise.onnx.reading import DTYPES, LARGEST_VALUE, Spec
 
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 Fixed = np.ndarray | None

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from equipoise.onnx.operators import Fixed, bounded, integers, number, operator
-from equipoise.onnx.reading import Spec
-from equipoise.onnx.tensors import DTYPES
+from equipoise.onnx.reading import DTYPES, Spec
 
 
 @operator("Constant")

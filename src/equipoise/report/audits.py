@@ -1,29 +1,85 @@
 """Audits for a report: the bound of a network with its effective weights, local bounds, singular values of its layers."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.digests import sealed, unsealed
+from equipoise.core.digests import sealed
+from equipoise.core.documents import Count, Document, NonNegative, check_document, read_document
 from equipoise.core.errors import InputError, Refused, one_line
-from equipoise.core.files import as_input_error, atomic_write, read_json
+from equipoise.core.files import atomic_write
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise.nn.convert import with_effective_weights
 from equipoise.norms.reference import operator_matrix
-from equipoise.report.data import Audit, Spectrum
 
 NAME = "audit.json"
-#: operators with more inputs or outputs are not materialised for their spectrum
+#: operators with more inputs or outputs are not materialized for their spectrum
 LARGEST = 1500
 #: singular values kept per layer
 KEPT = 96
+
+
+class Layer(Document):
+    """What one operation can add to the bound; `share` is of the logarithm of the product bound."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: str = ""
+    kind: str = ""
+    shape: str = ""
+    lower: float | None = None
+    upper: float | None = None
+    share: float | None = None
+    method: str | None = None
+    note: str | None = None
+
+
+class NetworkBound(Document):
+    """Logarithms of upper bounds of a network's constant, as `lipschitz_bound(...).to_dict()` has them, and its layers."""
+
+    model_config = ConfigDict(extra="ignore")
+    log_upper: float | None
+    log_product: float | None
+    log_fused: float | None = None
+    log_chain: float | None = None
+    ball: float | None = None
+    notes: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
+
+
+class Spectrum(Document):
+    """Singular values of one layer, largest first, thinned to a drawable number; an estimate in floating point."""
+
+    layer: str
+    values: tuple[float, ...]
+    count: Count
+    note: str = ""
+
+
+class Local(Document):
+    """A bracket of the constant on a ball around one input."""
+
+    id: str
+    lower: NonNegative
+    upper: NonNegative
+
+
+class Audit(Document):
+    """Bounds of one network, for all inputs and around some of them."""
+
+    model: str
+    bound: NetworkBound
+    spectra: tuple[Spectrum, ...] = ()
+    local: tuple[Local, ...] = ()
+    local_radius: NonNegative | None = None
 
 
 def audit_network(
@@ -41,53 +97,70 @@ def audit_network(
     Guarantee: `bound` and the upper ends of `local` are upper bounds of the network with the stored weights, as
     `lipschitz_bound` and `local_lipschitz`; spectra are floating-point estimates.
 
+    Args:
+        name: of the network.
+        model: the network.
+        example: an input, where the network is not an exported program.
+        inputs: those that local bounds are computed around.
+        ids: of the inputs.
+        radius: of the balls.
+        steps: of the search for lower ends.
+
     >>> audit = audit_network("net", nn.Sequential(nn.Linear(3, 4), nn.ReLU()).eval(), torch.zeros(1, 3))
-    >>> audit.bound["upper"] > 0, audit.spectra[0].layer, audit.spectra[0].count
+    >>> audit.bound.log_upper is not None, audit.spectra[0].layer, audit.spectra[0].count
     (True, '0', 3)
     """
     if isinstance(model, ExportedProgram):
-        return Audit(name, lipschitz_bound(model).to_dict())
+        return Audit(model=name, bound=_bound(lipschitz_bound(model).to_dict(), name))
     if example is None:
         raise InputError(f"the bound of {name} depends on the input's shape: give an example input")
     model = with_effective_weights(model, example)
-    local: list[dict[str, Any]] = []
-    bound = lipschitz_bound(model, example).to_dict()
+    bound = _bound(lipschitz_bound(model, example).to_dict(), name)
+    local: tuple[Local, ...] = ()
     if inputs is not None and radius is not None:
-        found = local_lipschitz(model, inputs, radius, steps=steps)
-        names = list(ids) or list(range(len(inputs)))
-        pairs = zip(names, torch.as_tensor(found.lower).tolist(), torch.as_tensor(found.upper).tolist(), strict=True)
-        local = [{"id": str(i), "lower": low, "upper": high} for i, low, high in pairs]
-    return Audit(name, bound, spectra(model, example), tuple(local), radius if local else None)
+        bracket = local_lipschitz(model, inputs, radius, steps=steps)
+        names = [str(i) for i in (ids or range(len(inputs)))]
+        ends = zip(names, torch.as_tensor(bracket.lower).tolist(), torch.as_tensor(bracket.upper).tolist(), strict=True)
+        local = tuple(Local(id=i, lower=low, upper=high) for i, low, high in ends)
+    return Audit(
+        model=name, bound=bound, spectra=spectra(model, example), local=local, local_radius=radius if local else None
+    )
+
+
+def _bound(document: dict[str, Any], name: str) -> NetworkBound:
+    return check_document(json.loads(json.dumps(document)), NetworkBound, f"the bound of {name}")
 
 
 def spectra(model: nn.Module, example: Tensor) -> tuple[Spectrum, ...]:
-    """Singular values of every linear and convolutional layer, at the input size it sees; layers too large are left out."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    """Singular values of every linear and convolutional layer, at the input size it sees; layers too large are left out.
+
+    Args:
+        model: the network.
+        example: an input.
+    """
+    shapes: dict[nn.Module, tuple[int, ...]] = {}
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, kinds)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
-    def watch(name: str) -> Any:
-        def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            shapes.setdefault(name, tuple(args[0].shape[1:]))
+    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        shapes.setdefault(module, tuple(args[0].shape[1:]))
 
-        return look
-
-    handles = [m.register_forward_hook(watch(n)) for n, m in layers.items()]
+    handles = [module.register_forward_hook(look) for module in layers.values()]
     try:
         with torch.no_grad():
             model(example)
     finally:
         for handle in handles:
             handle.remove()
-    found = (_spectrum(n, m, shapes[n]) for n, m in layers.items() if n in shapes)
-    return tuple(s for s in found if s is not None)
+    rows = [_spectrum(name, layer, shapes[layer]) for name, layer in layers.items() if layer in shapes]
+    return tuple(row for row in rows if row is not None)
 
 
 def _spectrum(name: str, layer: nn.Module, shape: tuple[int, ...]) -> Spectrum | None:
     note = ""
     if isinstance(layer, nn.Linear):
         values = torch.linalg.svdvals(layer.weight.detach().double())
-    elif isinstance(layer, nn.Conv2d) and _simple(layer):
+    elif isinstance(layer, nn.Conv2d) and (layer.stride, layer.dilation, layer.groups) == ((1, 1), (1, 1), 1):
         values, note = _periodic(layer, shape), "periodic boundary"
     else:
         if int(np.prod(shape)) > LARGEST:
@@ -96,52 +169,43 @@ def _spectrum(name: str, layer: nn.Module, shape: tuple[int, ...]) -> Spectrum |
         if max(matrix.shape) > LARGEST:
             return None
         values = torch.linalg.svdvals(matrix)
-    kept = values.flatten().sort(descending=True).values.numpy()
-    kept = kept[np.unique(np.linspace(0, len(kept) - 1, min(KEPT, len(kept))).round().astype(int))]
-    return Spectrum(name, tuple(float(v) for v in kept), int(values.numel()), note)
-
-
-def _simple(layer: nn.Conv2d) -> bool:
-    return layer.stride == (1, 1) and layer.dilation == (1, 1) and layer.groups == 1
+    ordered = values.flatten().sort(descending=True).values
+    places = np.unique(np.linspace(0, len(ordered) - 1, min(KEPT, len(ordered))).round().astype(int))
+    return Spectrum(layer=name, values=tuple(ordered[places].tolist()), count=len(ordered), note=note)
 
 
 def _periodic(layer: nn.Conv2d, shape: tuple[int, ...]) -> Tensor:
     """Singular values with periodic boundary: those of the symbol at every frequency of the layer's input."""
-    size = [max(n, k) for n, k in zip(shape[1:], layer.kernel_size, strict=True)]
-    while size[0] * size[1] > 64 * 64:  # a coarser grid has the same shape of spectrum
-        size = [max(n // 2, k) for n, k in zip(size, layer.kernel_size, strict=True)]
+    size = [min(64, max(n, k)) for n, k in zip(shape[1:], layer.kernel_size, strict=True)]
+    size = [max(n, k) for n, k in zip(size, layer.kernel_size, strict=True)]
     symbol = torch.fft.fft2(layer.weight.detach().double(), s=size).permute(2, 3, 0, 1)
     return torch.linalg.svdvals(symbol)
 
 
 def save_audit(audit: Audit, folder: str | Path) -> None:
-    """Write `audit.json` beside the certificates it belongs to."""
-    atomic_write(Path(folder) / NAME, json.dumps(sealed(asdict(audit)), ensure_ascii=False, allow_nan=False) + "\n")
+    """Write `audit.json` beside the certificates it belongs to.
+
+    Args:
+        audit: of the network.
+        folder: of the run.
+    """
+    document = sealed(audit.model_dump(mode="json"))
+    atomic_write(Path(folder) / NAME, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def load_audit(folder: str | Path) -> Audit:
     """Read `audit.json`."""
-    path = Path(folder) / NAME
-    with as_input_error(path):
-        plain = unsealed(read_json(path, 10**9), str(path))
-        found = Audit(
-            str(plain["model"]), plain["bound"],
-            tuple(
-                Spectrum(str(s["layer"]), tuple(float(v) for v in s["values"]), int(s["count"]), str(s["note"]))
-                for s in plain["spectra"]
-            ),
-            tuple({"id": str(p["id"]), "lower": float(p["lower"]), "upper": float(p["upper"])} for p in plain["local"]),
-            plain["local_radius"],
-        )  # fmt: skip
-        for key in ("log_upper", "log_product", "log_fused"):
-            float(found.bound[key])
-        for row in found.bound["layers"]:
-            float(row["share"]), str(row["name"])
-    return found
+    return read_document(Path(folder) / NAME, Audit, sealed=True)
 
 
 def audit_source(source: str, weights: Path | None = None, shape: tuple[int, ...] | None = None) -> Audit:
-    """Audit what `source` names: a .pt2 file, a checkpoint directory or package.module:factory."""
+    """Audit what `source` names: a .pt2 file, a checkpoint directory or package.module:factory.
+
+    Args:
+        source: as for `equipoise audit`.
+        weights: of a factory.
+        shape: of one input, where the source does not say it.
+    """
     from equipoise.checkpoints import load_model
 
     loaded = load_model(source, weights)

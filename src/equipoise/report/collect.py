@@ -1,34 +1,161 @@
-"""From folders to a report: smoothing runs, margin certificates, and the audits and pictures that lie beside them."""
+"""From run directories to the data of one report: certificates, attacks, and the audits and pictures beside them."""
 
+from __future__ import annotations
+
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
 
-from equipoise.core.bounds import format_up
+from equipoise.core.documents import Document, NonNegative, read_document
 from equipoise.core.errors import InputError
+from equipoise.core.files import atomic_write
 from equipoise.report import audits as audit_file
-from equipoise.report import gallery as gallery_file
-from equipoise.report.data import (
-    MARGINS,
-    PAIRS,
-    Attacks,
-    Audit,
-    Checked,
-    Floats,
-    Ints,
-    Margins,
-    Picture,
-    ReportData,
-    Series,
-    load_margins,
-)
-from equipoise.runs import Attacked, AttackRow, Run, is_run, open_run, versions
+from equipoise.report.audits import Audit
+from equipoise.runs import AttackRow, Results, Run, is_run, open_run, versions
 from equipoise.smoothing import read_log
+
+Floats = NDArray[np.float64]
+
+GALLERY = "gallery.json"
+#: pictures that one report shows at most
+PICTURES = 36
+Image = Annotated[str, Field(pattern=r"^data:image/png;base64,[A-Za-z0-9+/]+={0,2}$", max_length=100_000)]
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Certificates of one network by one procedure: a curve of the report.
+
+    `results` are the run's own, so certified accuracy is computed by the same function as in every command. `assumption` is
+    what they rest on without proof, `data` names the data, `total` is how many inputs the run is to have, `own` whether the
+    run was made for this procedure: other curves of the run are derived beside it. `rivals` and `methods` are, for proved
+    runs, the classes that limit the radii and what proved them.
+    """
+
+    model: str
+    run: str
+    procedure: str
+    ids: tuple[str, ...]
+    results: Results
+    assumption: str = ""
+    data: str = ""
+    total: int | None = None
+    own: bool = True
+    rivals: tuple[int, ...] = ()
+    methods: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> str:
+        """What shares are shares of: "20", or "3 of 20 so far"."""
+        done = len(self.ids)
+        return str(done) if self.total is None or done >= self.total else f"{done} of {self.total} so far"
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """How many inputs are proved, right without a proof, wrong, abstained or failed."""
+        statuses = self.results.status
+        return {status: statuses.count(status) for status in dict.fromkeys(statuses)}
+
+
+@dataclass(frozen=True, eq=False)
+class Attacks:
+    """The closest misclassified point an attack found for each input: `distance` is ∞ where it found none.
+
+    Accuracy under attack is an upper bound of the true robust accuracy.
+    """
+
+    model: str
+    run: str
+    kind: str
+    ids: tuple[str, ...]
+    distance: Floats
+    settings: str = ""
+
+    def accuracy(self, epsilon: Any) -> Floats:
+        """The share of attacked inputs with no adversarial example found within ε."""
+        distances = np.sort(self.distance)
+        within = np.searchsorted(distances, np.asarray(epsilon, dtype=np.float64), side="right")
+        return np.asarray(1 - within / len(distances))
+
+
+class Picture(Document):
+    """An input of the gallery with the closest adversarial example found; images are PNG data URIs."""
+
+    model: str
+    id: str
+    label: str
+    predicted: str
+    radius: NonNegative
+    procedure: str
+    image: Image
+    adversarial: Image | None = None
+    distance: NonNegative | None = None
+    answer: str = ""
+
+
+class Gallery(Document):
+    """`gallery.json`."""
+
+    pictures: tuple[Picture, ...]
+
+
+def save_gallery(pictures: Iterable[Picture], folder: str | Path) -> None:
+    """Write `gallery.json`, whole or not at all.
+
+    Args:
+        pictures: of one network.
+        folder: of the run.
+    """
+    document = Gallery(pictures=tuple(pictures)).model_dump(mode="json")
+    atomic_write(Path(folder) / GALLERY, json.dumps(document, ensure_ascii=False) + "\n")
+
+
+def load_gallery(folder: str | Path) -> tuple[Picture, ...]:
+    """Read `gallery.json`; only PNG data addresses are accepted as images."""
+    return read_document(Path(folder) / GALLERY, Gallery).pictures
+
+
+@dataclass(frozen=True)
+class Checked:
+    """How many certificates were attacked strictly inside their radius, and which broke."""
+
+    tried: int
+    where: tuple[str, ...] = ()
+
+    @property
+    def broken(self) -> int:
+        """How many certificates broke."""
+        return len(self.where)
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything one report shows."""
+
+    title: str
+    series: tuple[Series, ...] = ()
+    attacks: tuple[Attacks, ...] = ()
+    audits: tuple[Audit, ...] = ()
+    gallery: tuple[Picture, ...] = ()
+    runs: tuple[Mapping[str, Any], ...] = ()
+    tested: Checked | None = None
+    intro: str = ""
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    versions: Mapping[str, str] = field(default_factory=versions)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The networks, in order of appearance."""
+        return tuple(dict.fromkeys(p.model for group in (self.audits, self.series, self.attacks) for p in group))
 
 
 def collect(
@@ -40,278 +167,187 @@ def collect(
     audits: Iterable[Audit] = (),
     notes: Iterable[str] = (),
 ) -> ReportData:
-    """Read run directories (and folders with `margins.json`) into the data of one report.
+    """Read run directories and certification logs into the data of one report.
 
-    Certificates are derived anew from stored counts, at the risk of each run or at `alpha`; nothing is sampled. Every folder
-    may hold `audit.json` and `gallery.json`.
+    Certificates are derived anew from stored counts, nothing is sampled. Every folder may hold `audit.json` and
+    `gallery.json`.
+
+    Args:
+        folders: run directories, or logs in Cohen's format (.tsv).
+        title: of the page.
+        intro: its first paragraph.
+        alpha: risk per input of sampled runs; default that of each run.
+        audits: further audits.
+        notes: further sentences about what is not guaranteed.
     """
-    names = _names([Path(f) for f in folders])
-    parts = _distinct([_part(name, folder, alpha) for name, folder in names.items()])
-    found, pictures = list(audits), list[Picture]()
-    for part, folder in zip(parts, names.values(), strict=True):
-        if folder.is_file():
+    names = _short_names([Path(folder) for folder in folders])
+    runs = {name: open_run(path) for name, path in names.items() if is_run(path)}
+    for name, path in names.items():
+        if name not in runs and not path.is_file():
+            raise InputError(f"{path} is not a run: it holds no run.json, and is no certification log (.tsv)")
+    titles = _distinct(runs)
+    series: list[Series] = []
+    attacks: list[Attacks] = []
+    pictures: list[Picture] = []
+    about: list[Mapping[str, Any]] = []
+    found = list(audits)
+    said = list(notes)
+    tried, broken = 0, list[str]()
+    for name, path in names.items():
+        if name not in runs:
+            series.append(_published(name, path))
+            about.append({"run": name, "model": name, "inputs": len(series[-1].ids), "source": "certification log"})
             continue
-        if (folder / audit_file.NAME).is_file():
-            found.append(replace(audit_file.load_audit(folder), model=part.model))
-        if (folder / gallery_file.NAME).is_file():
-            pictures += [replace(p, model=part.model) for p in gallery_file.load_gallery(folder)]
+        run, model = runs[name], titles[name]
+        own = _series(name, model, run, alpha)
+        series += own
+        attacks += closest(model, name, [str(i) for i in run.ids], run.attacks())
+        for s in own:
+            count, ids = run.contradictions(s.results)
+            tried += count
+            # a smoothed success is a test on a few draws, one against the network a point that anyone can evaluate
+            verdict = "broken" if run.kind == "proved" else "suspected: `equipoise attack` confirms or withdraws it"
+            broken += [f"input {i} of {name} ({s.procedure}): {verdict}" for i in ids]
+        about.append(_about(name, model, run, alpha))
+        if not run.finished:
+            left = run.total - len(run.rows)
+            said.append(f"{name} is not finished: {left} of {run.total} inputs are missing.")
+        if (path / audit_file.NAME).is_file():
+            found.append(audit_file.load_audit(path).model_copy(update={"model": model}))
+        if (path / GALLERY).is_file():
+            pictures += [p.model_copy(update={"model": model}) for p in load_gallery(path)]
+    tested = Checked(tried, tuple(broken)) if tried or broken else None
     return ReportData(
-        title, tuple(s for p in parts for s in p.series), tuple(a for p in parts for a in p.attacks), tuple(found),
-        tuple(pictures[: gallery_file.LIMIT]), tuple(p.about for p in parts), joined(p.tested for p in parts), intro,
-        datetime.now(UTC).isoformat(timespec="seconds"), versions(), (*notes, *(n for p in parts for n in p.notes)),
+        title, tuple(series), tuple(attacks), tuple(found), tuple(pictures[:PICTURES]), tuple(about), tested, intro,
+        notes=tuple(said),
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """What one folder adds; `hash` tells networks of one name apart."""
-
-    model: str
-    hash: str
-    series: tuple[Series, ...]
-    attacks: tuple[Attacks, ...]
-    about: Mapping[str, Any]
-    tested: Checked
-    notes: tuple[str, ...] = ()
-
-
-def _part(name: str, folder: Path, alpha: float | None) -> _Part:
-    if folder.is_file():
-        return _published(name, folder)
-    if is_run(folder):
-        run = open_run(folder)
-        return _proved(name, run) if run.kind == "proved" else _smoothing(name, run, alpha)
-    if (folder / MARGINS).is_file():
-        return _deterministic(name, load_margins(folder))
-    raise InputError(
-        f"{folder} is not a run: it holds neither run.json nor {MARGINS}, and is no certification log (.tsv)"
-    )
-
-
-def _distinct(parts: Sequence[_Part]) -> list[_Part]:
-    """Networks that share a name but not their weights get the beginning of their hash behind it."""
-    hashes: dict[str, set[str]] = {}
-    for part in parts:
-        hashes.setdefault(part.model, set()).add(part.hash)
-
-    def renamed(part: _Part) -> _Part:
-        if len(hashes[part.model]) == 1:
-            return part
-        model = f"{part.model} ({part.hash.removeprefix('sha256:')[:8] or 'no hash'})"
-        series = tuple(replace(s, model=model) for s in part.series)
-        attacks = tuple(replace(a, model=model) for a in part.attacks)
-        return replace(part, model=model, series=series, attacks=attacks, about={**part.about, "model": model})
-
-    return [renamed(part) for part in parts]
-
-
-def _described(name: str, run: Run, own: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What a run is, with its own settings; and a note where it is not finished."""
-    manifest, done = run.manifest, len(run.rows)
-    if not done:
-        raise InputError(f"{run.folder} has no finished inputs yet")
-    about = {
-        "run": name, "model": manifest.model.source, "model hash": manifest.model.hash,
-        "data": manifest.data.source, "data fingerprint": manifest.data.fingerprint,
-        "inputs": f"{done} of {manifest.total}", **own, "failed inputs": len(run.failures),
-        "started": manifest.created, "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
-    }  # fmt: skip
-    left = manifest.total - done
-    return about, (f"{name} is not finished: {left} of {manifest.total} inputs are missing.",) if left > 0 else ()
-
-
-def _smoothing(name: str, run: Run, alpha: float | None) -> _Part:
-    manifest, p = run.manifest, run.settings
-    model, ids = manifest.model.source, tuple(str(i) for i in run.ids)
-    constant = manifest.lipschitz
-    about, notes = _described(name, run, {
-        **{k: v for k, v in p.to_dict().items() if k not in ("kind", "inputs")}, "alpha": p.alpha if alpha is None else alpha,
-        "map": manifest.map, "lipschitz": None if constant is None else str(constant),
-    })  # fmt: skip
-    series = []
-    for position, (label, options) in enumerate(_ways(run).items()):
-        found = run.certificates(alpha, **options)
-        assumption = str(constant) if constant is not None and constant.assumed and "lipschitz" not in options else ""
-        series.append(
-            Series(
-                model, name, label, ids, run.labels, found.prediction, found.radius, p.levels.sigma, found.alpha, found.about,
-                assumption, len(run.failures), about["data"], manifest.total, position == 0,
-            )
-        )  # fmt: skip
-    rows = run.attacks()
-    key = f"{manifest.model.hash} {manifest.data.fingerprint}"
-    attacks, tested = closest(model, name, ids, rows), contradictions(series, rows, Attacked.SMOOTHED, key)
-    return _Part(model, manifest.model.hash, tuple(series), tuple(attacks), about, tested, notes)
-
-
-def _ways(run: Run) -> dict[str, dict[str, Any]]:
-    """The curves of a run by name, with how they are derived from its draws: its own, and the plainer ones beside it."""
-    p = run.settings
-    if p.adaptive:
-        return {"adaptive": {}}
-    if run.manifest.lipschitz is not None and p.soft:
-        return {f"{p.procedure} + Lipschitz": {}, p.procedure: {"lipschitz": math.inf}}
-    plainer = {} if p.soft else {"cohen": {"procedure": "cohen"}}
-    return {p.procedure: {}, **plainer}
-
-
-def _deterministic(name: str, found: Margins) -> _Part:
-    model = found.model.get("source", "network")
-    constant = format_up(found.lipschitz, 6)
-    divided = f"√2 times the Lipschitz bound {constant}"
-    if found.rule == PAIRS:
-        divided = f"proved constants of pairs of classes, or by {divided} where that is better"
-    about = f"Certifies the network itself: its margin divided by {divided}."
-    certified = (found.ids, found.labels, found.prediction, found.radius)
-    series = [Series(model, name, "deterministic", *certified, about=about, data=found.data)]
-    described = {
-        "run": name, "model": model, "model hash": found.model.get("hash", ""), "data": found.data, "inputs": len(found.ids),
-        "procedure": "deterministic margin", "lipschitz": f"{constant}, computed by equipoise.lipschitz_bound",
-    }  # fmt: skip
-    rows, key = found.attacks, f"{found.model.get('hash', name)} {found.data} network"
-    attacks, tested = closest(model, name, found.ids, rows), contradictions(series, rows, Attacked.BASE, key)
-    return _Part(model, found.model.get("hash", ""), tuple(series), tuple(attacks), described, tested)
-
-
-def _proved(name: str, run: Run) -> _Part:
-    """A deterministic run: radii with rival and method, and the attacks beside them."""
-    manifest, settings, rows = run.manifest, run.settings, run.rows
-    model, ids = manifest.model.source, tuple(str(i) for i in run.ids)
-    own = {k: v for k, v in settings.to_dict().items() if k not in ("kind", "inputs")}
-    described, notes = _described(name, run, {**own, "note": manifest.note})
-    results = run.results()
-    described["procedure"] = results.procedure
-    series = [
-        Series(
-            model, name, results.procedure, ids, run.labels, results.prediction, results.radius, about=results.about,
-            failed=len(run.failures), data=described["data"], total=manifest.total,
-            rivals=tuple(r.rival for r in rows), methods=tuple(r.failure or r.method for r in rows),
-        )
-    ]  # fmt: skip
-    attacks = closest(model, name, ids, run.attacks())
-    key = f"{manifest.model.hash} {manifest.data.fingerprint} network"
-    tested = contradictions(series if settings.norm != "l1" else (), run.attacks(), Attacked.BASE, key)
-    return _Part(model, manifest.model.hash, tuple(series), tuple(attacks), described, tested, notes)
-
-
-def _published(name: str, path: Path) -> _Part:
-    """A certification log of somebody else, or of our own export: what it says, not what was checked."""
-    log = read_log(path)
-    ids = tuple(str(i) for i in log.idx)
-    about = (
-        "Read from a certification log: noise level, risk and procedure are not in it, and nothing of it was checked."
-    )
-    prediction: Ints = np.where(log.correct, log.label, np.where(log.predict == log.label, -1, log.predict))
-    series = Series(
-        name, name, "as published", ids, log.label, prediction, np.where(prediction >= 0, log.radius, 0.0), alpha=math.nan,
-        about=about, assumption="unknown: the log does not say what it rests on",
-    )  # fmt: skip
-    about_it = {"run": name, "model": name, "data": "unknown", "inputs": len(ids), "source": "certification log"}
-    return _Part(name, "", (series,), (), about_it, Checked(0, 0))
-
-
-def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow]) -> list[Attacks]:
-    """For each kind of attack the distance of the closest misclassified point found, ∞ where none was."""
-    kinds: dict[Attacked, dict[str, float]] = {}
-    settings: dict[Attacked, set[str]] = {}
-    for row in rows:
-        best, key = kinds.setdefault(row.kind, {}), str(row.id)
-        reached = (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
-        best[key] = min(best.get(key, math.inf), reached)
-        settings.setdefault(row.kind, set()).add(f"{row.steps} steps, {row.restarts} start(s), seed {row.seed}")
-    return [
-        Attacks(model, run, kind, (kept := tuple(i for i in ids if i in best)),
-                np.array([best[i] for i in kept], dtype=np.float64), "; ".join(sorted(settings[kind])))
-        for kind, best in kinds.items() if any(i in best for i in ids)
-    ]  # fmt: skip
-
-
-def contradictions(series: Iterable[Series], rows: Iterable[AttackRow], kind: Attacked, key: str = "") -> Checked:
-    """How many inputs were attacked strictly inside a certified radius, by the kind it speaks of, and which certificates broke.
-
-    An input counts once, however many curves certify it; `key` tells inputs of other data apart.
-
-    A success is a misclassified point, so only certificates of the right label can be contradicted. A smoothed success is a
-    test on a few draws and the store does not say whether fresh draws confirmed it: it is worded as suspected, and
-    `equipoise attack` repeats it and decides. A success against the network itself is a point that anyone can evaluate.
-    """
-    tried, fallen, broken = set[tuple[str, str]](), set[tuple[str, str]](), list[str]()
-    rows = [row for row in rows if row.kind == kind]
-    for s in series:
-        radius: Floats = np.where(s.correct, s.radius, 0.0)
-        known = dict(zip(s.ids, radius.tolist(), strict=True))
-        attacked, hit = set[str](), dict[str, float]()
-        for row in rows:
-            name, reached = str(row.id), row.epsilon if row.distance is None else row.distance
-            r = known.get(name, 0.0)
-            if row.success and reached < r:
-                hit[name] = min(reached, hit.get(name, reached))
-            if row.epsilon < r or name in hit:
-                attacked.add(name)
-        tried |= {(key, name) for name in attacked}
-        fallen |= {(key, name) for name in hit}
-        broken += [
-            f"input {i} of {s.run} ({s.procedure}): radius {known[i]:.6g}, {_verdict(kind, d)}" for i, d in hit.items()
-        ]
-    return Checked(len(tried), len(fallen), tuple(broken), frozenset(tried), frozenset(fallen))
-
-
-def _verdict(kind: Attacked, distance: float) -> str:
-    if kind == Attacked.BASE:
-        return f"broken at {distance:.6g}"
-    return f"suspected at {distance:.6g}: `equipoise attack` confirms or withdraws it"
-
-
-def joined(parts: Iterable[Checked]) -> Checked | None:
-    """Several together, inputs that they share counted once; None where nothing was tried."""
-    found = list(parts)
-    tried, hit = (
-        frozenset[tuple[str, str]]().union(*sets) for sets in ((t.attacked for t in found), (t.hit for t in found))
-    )
-    whole = Checked(len(tried), len(hit), tuple(w for t in found for w in t.where), tried, hit)
-    return whole if whole.tried else None
-
-
-def _names(folders: Sequence[Path]) -> dict[str, Path]:
+def _short_names(folders: Sequence[Path]) -> dict[str, Path]:
     """Short names: the folder's own, with as many parents as tell them apart."""
     if not folders:
         raise InputError("name at least one run directory")
-    resolved = [f.resolve() for f in folders]
+    resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) != len(resolved):
         raise InputError("the same run directory was named twice")
     depth = 1
-    while True:
-        names = ["/".join(f.parts[-depth:]) for f in resolved]
-        if len(set(names)) == len(names) or depth > 20:
-            return dict(zip(names, folders, strict=True))
+    while len({f.parts[-depth:] for f in resolved}) < len(resolved):
         depth += 1
+    return {"/".join(f.parts[-depth:]): folder for f, folder in zip(resolved, folders, strict=True)}
 
 
-def audits_only(audits: Sequence[Audit], title: str) -> ReportData:
-    """A report without certificates."""
-    made = datetime.now(UTC).isoformat(timespec="seconds")
-    return ReportData(title, audits=tuple(audits), created=made, versions=versions())
+def _distinct(runs: Mapping[str, Run]) -> dict[str, str]:
+    """The title of every run's network; networks that share a name but not their weights get the start of their hash."""
+    models = {name: run.manifest.model for name, run in runs.items()}
+    hashes: dict[str, set[str]] = {}
+    for model in models.values():
+        hashes.setdefault(model.source, set()).add(model.hash)
+    return {
+        name: m.source if len(hashes[m.source]) == 1 else f"{m.source} ({m.hash.removeprefix('sha256:')[:8]})"
+        for name, m in models.items()
+    }
+
+
+def _about(name: str, model: str, run: Run, alpha: float | None) -> dict[str, Any]:
+    """Parameters, seeds and versions of a run."""
+    manifest = run.manifest
+    return {
+        "run": name, "model": model, "model hash": manifest.model.hash, "data": manifest.data.source,
+        "data fingerprint": manifest.data.fingerprint, "inputs": f"{len(run.rows)} of {run.total}",
+        **run.settings.to_dict(), **({} if alpha is None else {"alpha": alpha}), "map": manifest.map,
+        "lipschitz": None if manifest.lipschitz is None else str(manifest.lipschitz), "note": manifest.note,
+        "failed inputs": len(run.failures), "started": manifest.created,
+        "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
+    }  # fmt: skip
+
+
+def _series(name: str, model: str, run: Run, alpha: float | None) -> list[Series]:
+    """The curve of a run's own procedure, then the plainer ones that its draws give too."""
+    ids = tuple(str(i) for i in run.ids)
+    constant = run.manifest.lipschitz
+    common: dict[str, Any] = {"data": run.manifest.data.source, "total": run.total}
+    if run.kind == "proved":
+        proved = run.results()
+        methods = tuple(row.failure or row.method for row in run.rows)
+        rivals = tuple(row.rival for row in run.rows)
+        return [Series(model, name, proved.procedure, ids, proved, rivals=rivals, methods=methods, **common)]
+    settings = run.settings
+    ways: dict[str, dict[str, Any]] = {"adaptive" if settings.adaptive else str(settings.procedure): {}}
+    if not settings.adaptive and settings.soft and constant is not None:
+        ways = {f"{settings.procedure} + Lipschitz": {}, str(settings.procedure): {"lipschitz": math.inf}}
+    elif not settings.adaptive and not settings.soft:
+        ways.setdefault("cohen", {"procedure": "cohen"})
+    assumed = str(constant) if constant is not None and constant.assumed else ""
+    return [
+        Series(
+            model, name, label, ids, run.results(alpha, **options), "" if "lipschitz" in options else assumed,
+            own=not options, **common,
+        )
+        for label, options in ways.items()
+    ]  # fmt: skip
+
+
+def _published(name: str, path: Path) -> Series:
+    """A certification log of somebody else, or of our own export: what it says, not what was checked."""
+    log = read_log(path)
+    about = (
+        "Read from a certification log: noise level, risk and procedure are not in it, and nothing of it was checked."
+    )
+    prediction = np.where(log.correct, log.label, np.where(log.predict == log.label, -1, log.predict))
+    results = Results(
+        log.label, log.predict, prediction, np.where(prediction >= 0, log.radius, 0.0), np.zeros(len(log.idx), bool), about,
+        "as published", alpha=math.nan,
+    )  # fmt: skip
+    assumption = "unknown: the log does not say what it rests on"
+    return Series(name, name, "as published", tuple(str(i) for i in log.idx), results, assumption)
+
+
+def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow]) -> list[Attacks]:
+    """For each kind of attack the distance of the closest misclassified point found, ∞ where none was.
+
+    Args:
+        model: title of the network.
+        run: name of the run.
+        ids: of its inputs.
+        rows: stored attacks.
+    """
+    best: dict[str, dict[str, float]] = {}
+    settings: dict[str, set[str]] = {}
+    for row in rows:
+        distances = best.setdefault(row.kind, {})
+        reached = (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
+        distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
+        settings.setdefault(row.kind, set()).add(f"{row.steps} steps, {row.restarts} start(s), seed {row.seed}")
+    attacks = []
+    for kind, distances in best.items():
+        kept = tuple(i for i in ids if i in distances)
+        if kept:
+            distance = np.array([distances[i] for i in kept], dtype=np.float64)
+            attacks.append(Attacks(model, run, str(kind), kept, distance, "; ".join(sorted(settings[kind]))))
+    return attacks
 
 
 def as_document(data: ReportData) -> dict[str, Any]:
-    """Every number of a report as plain data, for `--json`; radii keep every digit."""
+    """The numbers of a report as plain data, for `--json`; radii keep every digit."""
+    series = []
+    for s in data.series:
+        entry = {name: getattr(s, name) for name in ("model", "run", "procedure", "data", "total", "own", "statuses")}
+        entry |= {name: getattr(s.results, name) for name in ("sigma", "alpha", "about", "labelled", "average_radius")}
+        shares = {str(e): float(s.results.accuracy(e)) for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)}
+        series.append({**entry, "inputs": len(s.ids), "certified_accuracy": shares})
+    attacks = [
+        {"model": a.model, "run": a.run, "kind": a.kind, "settings": a.settings, "inputs": len(a.ids)}
+        for a in data.attacks
+    ]
+    audits = [{**a.model_dump(exclude={"bound"}), **a.bound.model_dump()} for a in data.audits]
+    tested = data.tested
     return {
-        "title": data.title, "created": data.created, "versions": dict(data.versions),
-        "series": [
-            {
-                "model": s.model, "run": s.run, "procedure": s.procedure, "sigma": s.sigma, "alpha": s.alpha, "about": s.about,
-                "data": s.data, "inputs": len(s.ids), "total": s.total, "labelled": s.labelled, "own": s.own,
-                "accuracy": float(s.accuracy()), "average_radius": s.average_radius,
-                "certified_accuracy": [
-                    {"epsilon": e, "certified_accuracy": float(s.accuracy(e))} for e in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
-                ],
-            }
-            for s in data.series
-        ],
-        "attacks": [
-            {"model": a.model, "run": a.run, "kind": a.kind, "inputs": len(a.ids), "found": int(np.isfinite(a.distance).sum())}
-            for a in data.attacks
-        ],
-        "audits": [{"model": a.model, **a.bound, "local": list(a.local)} for a in data.audits],
-        "tested": None if data.tested is None else {k: getattr(data.tested, k) for k in ("tried", "broken", "where")},
-    }  # fmt: skip
+        "title": data.title,
+        "created": data.created,
+        "versions": dict(data.versions),
+        "runs": [dict(run) for run in data.runs],
+        "series": series,
+        "attacks": attacks,
+        "audits": audits,
+        "tested": None if tested is None else {"tried": tested.tried, "broken": tested.broken, "where": tested.where},
+    }

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from equipoise.core.accuracy import percent
 from equipoise.core.bounds import format_down, format_up
 from equipoise.lipschitz.logs import exp_up
-from equipoise.report.data import Attacks, Audit, Floats, Series
-from equipoise.runs import Attacked
+from equipoise.report.audits import Audit
+from equipoise.report.collect import Attacks, Floats, Series
 
 Figure = dict[str, Any]
 
@@ -28,7 +29,7 @@ COLOURS = {
 }
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#7A7A7A")
 DASHES = ("solid", "dash", "dot", "dashdot")
-ATTACK_DASH = {Attacked.BASE: "dot", Attacked.SMOOTHED: "dash"}
+ATTACK_DASH = {"base": "dot", "smoothed": "dash"}
 #: points of one drawn curve at most
 POINTS = 240
 
@@ -52,14 +53,10 @@ def labels(series: Sequence[Series]) -> list[str]:
     """Legend texts: the procedure, with σ and the run's name where they tell curves apart; how many inputs so far."""
     names = [s.procedure for s in series]
     if len(set(names)) < len(names):
-        sigmas = {s.sigma for s in series if s.sigma}
-        names = [
-            f"{n}, σ = {s.sigma:g}" if s.sigma and len(sigmas) > 1 else n for n, s in zip(names, series, strict=True)
-        ]
+        names = [f"{n}, σ = {s.results.sigma:g}" if s.results.sigma else n for n, s in zip(names, series, strict=True)]
     if len(set(names)) < len(names):
         names = [f"{n} ({s.run})" for n, s in zip(names, series, strict=True)]
-    partial = [s.total is not None and len(s.ids) < s.total for s in series]
-    return [f"{n}, {s.inputs}" if p else n for n, s, p in zip(names, series, partial, strict=True)]
+    return [f"{n}, {s.inputs}" if "of" in s.inputs else n for n, s in zip(names, series, strict=True)]
 
 
 def thinned(points: Floats, limit: int = POINTS) -> Floats:
@@ -74,63 +71,81 @@ def certified_curve(s: Series, end: float) -> tuple[list[float], list[float]]:
     """Points of the certified-accuracy curve for steps "vertical first": between two of them the lower one is drawn.
 
     So a thinned curve never shows more than was certified.
+
+    Args:
+        s: the curve.
+        end: of the ε-axis.
     """
-    radii = s.radius[s.correct]
+    radii = s.results.radius[s.results.correct]
     levels = np.unique(np.concatenate([[0.0], thinned(radii[radii > 0]), [end]]))
-    return (np.floor(levels * 1e6) / 1e6).tolist(), s.accuracy(levels).tolist()
+    return (np.floor(levels * 1e6) / 1e6).tolist(), s.results.accuracy(levels).tolist()
 
 
 def attack_curve(a: Attacks, end: float) -> tuple[list[float], list[float]]:
-    """Points of the accuracy under attack for steps "horizontal first": between two of them the higher one is drawn."""
+    """Points of the accuracy under attack for steps "horizontal first": between two of them the higher one is drawn.
+
+    Args:
+        a: the attacks.
+        end: of the ε-axis.
+    """
     levels = np.unique(np.concatenate([[0.0], thinned(a.distance[a.distance <= end]), [end]]))
     return (np.ceil(levels * 1e6) / 1e6).tolist(), a.accuracy(levels).tolist()
 
 
 def reach(series: Sequence[Series]) -> float:
     """Where the ε-axis ends: a little beyond the largest finite certified radius."""
-    tops = [float(s.radius[s.correct & np.isfinite(s.radius)].max(initial=0.0)) for s in series]
+    radii = [s.results.radius[s.results.correct] for s in series]
+    tops = [float(r[np.isfinite(r)].max(initial=0.0)) for r in radii]
     return 1.08 * max([*tops, 0.0]) or 1.0
 
 
 def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> Figure:
-    """Certified accuracy of every procedure, and the accuracy under attack that no sound certificate can exceed."""
+    """Certified accuracy of every procedure, and the accuracy under attack that no sound certificate can exceed.
+
+    Hover texts round towards safety: certified shares and their ε down, shares under attack and their ε up.
+
+    Args:
+        series: curves of one network.
+        attacks: on it.
+        end: of the ε-axis.
+    """
     traces: list[Figure] = []
     for s, name, (colour, dash) in zip(series, labels(series), colours(series), strict=True):
         x, y = certified_curve(s, end)
-        line = {"color": colour, "width": 2.4, "dash": dash, "shape": "vh"}
-        traces.append(_line(plot_text(name), x, y, line, "ε = %{x:.3f}<br>at least %{y:.1%} certified"))
-    merged: dict[Attacked, list[Attacks]] = {}
+        texts = [f"ε = {format_down(e, 4)}<br>at least {percent(v, 1)} % certified" for e, v in zip(x, y, strict=True)]
+        traces.append(_line(name, x, y, {"color": colour, "width": 2.4, "dash": dash, "shape": "vh"}, texts))
     for a in attacks:
-        merged.setdefault(a.kind, []).append(a)
-    for kind, found in merged.items():
-        for a in found:
-            x, y = attack_curve(a, end)
-            line = {"color": "#7A7A7A", "width": 1.6, "dash": ATTACK_DASH[kind], "shape": "hv"}
-            name = f"attacked: {'network' if kind == Attacked.BASE else kind}"
-            name += f" ({a.run})" if len(found) > 1 else ""
-            trace = _line(plot_text(name), x, y, line, "ε = %{x:.3f}<br>at most %{y:.1%} withstand")
-            traces.append({**trace, "meta": "attack"})
-    unknown = bool(series) and not any(s.labelled for s in series)
-    layout = _layout(
-        "perturbation ε (ℓ2)", "share of inputs, any answer" if unknown else "share of inputs, right answer"
-    )
+        x, y = attack_curve(a, end)
+        texts = [
+            f"ε = {format_up(e, 4)}<br>at most {format_up(100 * v, 4)} % withstand" for e, v in zip(x, y, strict=True)
+        ]
+        name = f"attacked: {'network' if a.kind == 'base' else a.kind}"
+        name += f" ({a.run})" if [other.kind for other in attacks].count(a.kind) > 1 else ""
+        line = {"color": "#7A7A7A", "width": 1.6, "dash": ATTACK_DASH[a.kind], "shape": "hv"}
+        traces.append({**_line(name, x, y, line, texts), "meta": "attack"})
+    unknown = bool(series) and not any(s.results.labelled for s in series)
+    layout = _layout("perturbation ε (ℓ2)", f"share of inputs, {'any' if unknown else 'right'} answer")
     layout["xaxis"] |= {"range": [0, end]}
     layout["yaxis"] |= {"range": [0, 1.02], "tickformat": ".0%"}
     return {"data": traces, "layout": layout}
 
 
 def histogram(series: Sequence[Series], end: float, bins: int = 28) -> Figure:
-    """How many inputs have which certified radius; wrong and uncertified answers are counted at 0."""
+    """How many inputs have which certified radius; wrong and uncertified answers are counted at 0.
+
+    Args:
+        series: curves of one network.
+        end: of the axis.
+        bins: of the histogram.
+    """
     edges = np.linspace(0, end, bins + 1)
     traces: list[Figure] = []
     for s, name, (colour, dash) in zip(series, labels(series), colours(series), strict=True):
-        radius = np.where(s.correct, np.minimum(s.radius, end), 0.0)
-        counts = np.histogram(radius, edges)[0] / len(radius)
-        x = np.repeat(edges, 2)[1:-1]
-        line = {"color": colour, "width": 1.8, "dash": dash}
-        text = "radius %{x:.3f}<br>%{y:.1%} of the inputs"
-        traces.append(_line(plot_text(name), x.tolist(), np.repeat(counts, 2).tolist(), line, text))
-        traces[-1] |= {"fill": "tozeroy", "fillcolor": _faint(colour)} if len(series) < 3 else {}
+        radius = np.where(s.results.correct, np.minimum(s.results.radius, end), 0.0)
+        counts = np.repeat(np.histogram(radius, edges)[0] / len(radius), 2).tolist()
+        x = np.repeat(edges, 2)[1:-1].tolist()
+        texts = [f"radius {format_down(e, 4)}<br>{100 * v:.1f} % of the inputs" for e, v in zip(x, counts, strict=True)]
+        traces.append(_line(name, x, counts, {"color": colour, "width": 1.8, "dash": dash}, texts))
     layout = _layout("certified radius (ℓ2)", "share of inputs")
     layout["xaxis"] |= {"range": [0, end]}
     layout["yaxis"] |= {"tickformat": ".0%", "rangemode": "tozero"}
@@ -149,12 +164,11 @@ def bounds(audits: Sequence[Audit]) -> Figure:
     """Upper bounds of each network (pointing left: the truth is to the left) and what an attack really reached."""
     traces: list[Figure] = []
     for audit, colour in zip(audits, _cycle(len(audits)), strict=True):
-        rows = [
-            (name, exp_up(float(audit.bound[key])), True) for name, key in _BOUNDS if audit.bound.get(key) is not None
-        ]
+        logs = {name: getattr(audit.bound, key) for name, key in _BOUNDS}
+        rows = [(name, exp_up(log), True) for name, log in logs.items() if log is not None]
         if audit.local:
-            rows.append(("near some inputs, proved", max(p["upper"] for p in audit.local), True))
-            rows.append(("near some inputs, attacked", max(p["lower"] for p in audit.local), False))
+            rows.append(("near some inputs, proved", max(p.upper for p in audit.local), True))
+            rows.append(("near some inputs, reached", max(p.lower for p in audit.local), False))
         traces.append(
             {
                 "type": "scatter", "mode": "markers", "name": plot_text(audit.model),
@@ -168,33 +182,30 @@ def bounds(audits: Sequence[Audit]) -> Figure:
         )  # fmt: skip
     layout = _layout("Lipschitz constant (ℓ2), logarithmic", "")
     layout["xaxis"] |= _log_axis([v for t in traces for v in t["x"] if v])
-    shown = {name for t in traces for name in t["y"]}
-    rows_in_order = [*(n for n, _ in _BOUNDS if n in shown), *sorted(shown - {n for n, _ in _BOUNDS}, reverse=True)]
-    layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows_in_order[::-1]}
+    order = list(dict.fromkeys(name for t in traces for name in t["y"]))
+    layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": order[::-1]}
     return {"data": traces, "layout": layout}
 
 
 def spectrum(audit: Audit) -> Figure:
     """Singular values of every layer against their rank, on a logarithmic axis."""
     traces: list[Figure] = []
-    dashes = [DASHES[(i // len(PALETTE)) % len(DASHES)] for i in range(len(audit.spectra))]
-    for s, colour, dash in zip(audit.spectra, _cycle(len(audit.spectra)), dashes, strict=True):
-        count = len(s.values)
-        floor = max(s.values, default=1.0) * 1e-6
-        x = [100.0 * i / max(count - 1, 1) for i in range(count)]
-        y = [v if v > floor else None for v in s.values]
-        line = {"color": colour, "width": 1.8, "dash": dash}
-        text = "σ = %{y:.4g}<br>%{x:.0f} % of " + str(s.count)
-        traces.append(_line(plot_text(s.layer), x, y, line, text))
+    for i, (s, colour) in enumerate(zip(audit.spectra, _cycle(len(audit.spectra)), strict=True)):
+        smallest = max(s.values, default=1.0) * 1e-6
+        x = [100.0 * place / max(len(s.values) - 1, 1) for place in range(len(s.values))]
+        y = [v if v > smallest else None for v in s.values]
+        texts = [f"σ ≈ {v:.4g}<br>{p:.0f} % of {s.count}" for p, v in zip(x, s.values, strict=True)]
+        dash = DASHES[(i // len(PALETTE)) % len(DASHES)]
+        traces.append(_line(s.layer, x, y, {"color": colour, "width": 1.8, "dash": dash}, texts))
     layout = _layout("rank, in percent of all singular values", "singular value")
     layout["yaxis"] |= _log_axis([v for t in traces for v in t["y"] if v])
     return {"data": traces, "layout": layout}
 
 
-def _line(name: str, x: list[Any], y: list[Any], line: Figure, text: str) -> Figure:
+def _line(name: str, x: list[Any], y: list[Any], line: Figure, texts: list[str]) -> Figure:
     return {
-        "type": "scatter", "mode": "lines", "name": name, "x": x, "y": y,
-        "line": line, "hovertemplate": f"{text}<extra>%{{fullData.name}}</extra>",
+        "type": "scatter", "mode": "lines", "name": plot_text(name), "x": x, "y": y, "line": line, "customdata": texts,
+        "hovertemplate": "%{customdata}<extra>%{fullData.name}</extra>",
     }  # fmt: skip
 
 
@@ -216,8 +227,3 @@ def _log_axis(values: Sequence[float]) -> Figure:
 
 def _cycle(count: int) -> list[str]:
     return [PALETTE[i % len(PALETTE)] for i in range(count)]
-
-
-def _faint(colour: str) -> str:
-    r, g, b = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({r},{g},{b},0.10)"

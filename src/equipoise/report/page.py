@@ -1,23 +1,38 @@
-"""The page: one file of HTML with its style, its script, plotly and every number inside; nothing is loaded from anywhere."""
+"""The page: one file of HTML with its style, its script, plotly and every number inside; nothing is loaded from anywhere.
+
+Norms are shown rounded up, radii and certified shares rounded down. The templates escape every text.
+"""
+
+from __future__ import annotations
 
 import base64
 import json
 import math
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from equipoise.core.accuracy import percent
+from equipoise.core.bounds import format_down, format_up
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
+from equipoise.lipschitz.logs import show_log
 from equipoise.report import figures
-from equipoise.report import sections as parts
-from equipoise.report.data import ReportData
-from equipoise.report.sections import Charts, esc
+from equipoise.report.audits import Layer
+from equipoise.report.collect import Attacks, ReportData, Series, as_document
+from equipoise.smoothing.certificates import NOT_COVERED
 
-#: panels of one chart at most: more networks than this are better compared in several reports
-PANELS = 6
+#: panels of one chart, cards of bounds and of runs, and listed inputs of a proved run at most
+PANELS, AUDITS, RUNS, LISTED = 6, 3, 8, 1000
+
+#: cells (text, value to sort by)
+Cell = tuple[str, float | str]
 
 
 def plotly_source() -> str:
@@ -29,86 +44,214 @@ def plotly_source() -> str:
     return str(get_plotlyjs())
 
 
-def write_report(data: ReportData, path: str | Path) -> Path:
-    """Render and write the page, whole or not at all."""
+def write_report(data: ReportData, path: str | Path, refresh: int | None = None) -> Path:
+    """Render and write the page, whole or not at all.
+
+    Args:
+        data: what it shows.
+        path: ends in .html.
+        refresh: the page reloads itself after so many seconds.
+    """
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"a report is an HTML file: give a name that ends in .html, got {path.name!r}")
     if path.parent != Path() and not path.parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
-    atomic_write(path, render(data))
+    atomic_write(path, render(data, refresh=refresh))
     return path
 
 
 def render(data: ReportData, plotly: str | None = None, refresh: int | None = None) -> str:
-    """The whole page as text; `plotly` is the source of plotly.js, by default that of the installed package.
+    """The whole page as text.
 
-    `refresh` makes the page load itself again after so many seconds.
+    Args:
+        data: what it shows.
+        plotly: source of plotly.js, by default that of the installed package.
+        refresh: the page reloads itself after so many seconds.
 
     >>> page = render(ReportData("<Nothing> yet"), plotly="")
     >>> "&lt;Nothing&gt; yet" in page and "<Nothing>" not in page
     True
     """
-    charts: Charts = {}
-    body = "".join(
-        [
-            _curves(data, charts), _bounds(data, charts), _layers(data), _spectra(data, charts), _histograms(data, charts),
-            _gallery(data), _proofs(data), _inputs(data),
-            parts.section("limits", "What is not guaranteed", "Read this before quoting a number.", parts.limits(data)),
-            parts.section(
-                "provenance", "Parameters, seeds and versions", "What was run; the same settings give the same numbers.",
-                parts.provenance(data),
-            ),
-        ]
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise InputError("a report needs jinja2: pip install 'equipoise[report]'") from error
+    environment = Environment(
+        loader=PackageLoader("equipoise.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )  # fmt: skip
+    environment.filters |= {"up": format_up, "down": format_down, "log": show_log}
+    charts = _charts(data)
     source = plotly_source() if plotly is None else plotly
-    payload = {"charts": charts, **numbers(data)}
     assets = resources.files("equipoise.report").joinpath("assets")
-    style, script = (assets.joinpath(n).read_text(encoding="utf-8") for n in ("report.css", "report.js"))
-    pieces = {
-        "REFRESH": refreshing(refresh), "TITLE": esc(data.title), "STYLE": style, "INTRO": esc(data.intro),
-        "CARDS": parts.cards(data),
-        "ALARM": _alarm(data), "NAVIGATION": _navigation(body), "BODY": body, "DATA": in_script(payload),
-        "PLOTLY": source.replace("</script", "<\\/script"), "SCRIPT": script,
-    }  # fmt: skip
-    head, *rest = _PAGE.split("@@")  # one pass: text that happens to look like a mark is never filled in
-    return head + "".join(pieces[mark] if i % 2 == 0 else mark for i, mark in enumerate(rest))
+    return environment.get_template("report.html.j2").render(
+        data=data,
+        refresh=refresh,
+        charts=charts,
+        models=list(enumerate(data.models[:PANELS])),
+        cards=list(_cards(data)),
+        curves=_summary(data.series),
+        audits=[(n, a, [_layer(i, row) for i, row in enumerate(a.bound.layers)]) for n, a in enumerate(data.audits)],
+        proofs=[(s, _proofs(s)) for s in data.series if s.methods],
+        limits=limits(data),
+        scales={m: _scale(data, m) for m in dict.fromkeys(p.model for p in data.gallery)},
+        payload=in_script({"charts": charts, **numbers(data)}),
+        plotly=source.replace("</script", "<\\/script"),
+        style=assets.joinpath("report.css").read_text(encoding="utf-8"),
+        script=assets.joinpath("report.js").read_text(encoding="utf-8"),
+    )
 
 
-def refreshing(seconds: int | None) -> str:
-    """The mark that lets a browser load the page again."""
-    return "" if seconds is None else f'<meta http-equiv="refresh" content="{int(seconds)}">'
+def _charts(data: ReportData) -> dict[str, figures.Figure]:
+    """Every plotly figure by the id of its place on the page."""
+    charts: dict[str, figures.Figure] = {}
+    end = figures.reach(data.series)
+    for i, model in enumerate(data.models[:PANELS]):
+        own = [s for s in data.series if s.model == model]
+        if own:
+            charts[f"curves-{i}"] = figures.curves(own, _strongest(data.attacks, model), end)
+            charts[f"radii-{i}"] = figures.histogram(own, end)
+    if data.audits:
+        charts["bounds"] = figures.bounds(data.audits)
+    for i, audit in enumerate(data.audits[:PANELS]):
+        if audit.spectra:
+            charts[f"spectra-{i}"] = figures.spectrum(audit)
+    return charts
+
+
+def _strongest(attacks: Sequence[Attacks], model: str) -> list[Attacks]:
+    """One curve per kind of attack on a network: the strongest, on the most inputs."""
+    best: dict[str, Attacks] = {}
+    for a in sorted(attacks, key=lambda a: (len(a.ids), -float(np.minimum(a.distance, 1e9).sum()))):
+        if a.model == model:
+            best[a.kind] = a
+    return list(best.values())
+
+
+def _cards(data: ReportData) -> Iterator[tuple[str, str, str, str]]:
+    """Headline numbers (title, number, below, tone): contradictions, bounds, and for each run its own procedure.
+
+    Other curves of a run are not picked for the headline: choosing the best after looking is not covered by the risk.
+    """
+    if data.tested is not None:
+        below = f"of {data.tested.tried:,} certificates attacked inside their radius"
+        yield "contradicted by an attack", str(data.tested.broken), below, "bad" if data.tested.broken else "good"
+    for audit in data.audits[:AUDITS]:
+        log = audit.bound.log_upper
+        yield "Lipschitz constant at most", "unknown" if log is None else show_log(log), audit.model, ""
+    own = [s for s in data.series if s.own]
+    for s in own[:RUNS]:
+        title = "average certified radius" + ("" if s.results.labelled else ", any answer")
+        below = f"{s.model}, {s.procedure}, run {s.run}: mean of {s.inputs} inputs" + (
+            f" of {s.data}" if s.data else ""
+        )
+        yield title, format_down(s.results.average_radius, 3), below, ""
+    left = max(0, len(own) - RUNS) + max(0, len(data.audits) - AUDITS)
+    if left:
+        yield "more", str(left), "further bounds and runs are in the tables below", ""
+
+
+def levels(end: float) -> tuple[float, ...]:
+    """0 and four round radii that cover the curves.
+
+    >>> levels(1.3), levels(0.45)
+    ((0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.1, 0.2, 0.3, 0.4))
+    """
+    wanted = max(end, 1e-9) / 4.5
+    scale = 10.0 ** math.floor(math.log10(wanted))
+    step = max(m * scale for m in (1.0, 2.0, 2.5, 5.0) if m * scale <= wanted * (1 + 1e-9))
+    return tuple(float(f"{k * step:.6g}") for k in range(5))
+
+
+def _summary(series: Sequence[Series]) -> tuple[list[str], list[list[Cell]]]:
+    """A row per curve: certified accuracy at a few radii, average radius, inputs by status, risk."""
+    chosen = levels(figures.reach(series))
+    head = ["network", "procedure", *(f"ε = {e}" for e in chosen)]
+    head += ["average radius", "inputs", "by status", "risk α", "σ", "data", "run"]
+    rows: list[list[Cell]] = []
+    for s in series:
+        results = s.results
+        shares = [percent(float(results.accuracy(e)), 1) for e in chosen]
+        statuses = ", ".join(f"{count} {status}" for status, count in s.statuses.items())
+        risk = "unknown" if math.isnan(results.alpha) else f"{results.alpha:g}" if results.alpha else "none"
+        rows.append([
+            (s.model, s.model), (s.procedure + ("" if results.labelled else " (no labels: any answer)"), s.procedure),
+            *((f"{share} %", float(share)) for share in shares),
+            (format_down(results.average_radius, 4), results.average_radius), (s.inputs, float(len(s.ids))),
+            (statuses, statuses), (risk, "" if math.isnan(results.alpha) else results.alpha),
+            (f"{results.sigma:g}" if results.sigma else "none", results.sigma), (s.data, s.data), (s.run, s.run),
+        ])  # fmt: skip
+    return head, rows
+
+
+def _proofs(s: Series) -> list[list[Cell]]:
+    """Every input of a proved run: its status, its radius, the class that limits it, and what proved it."""
+    results = s.results
+    columns = (s.ids, results.labels.tolist(), results.status, results.radius.tolist(), s.rivals, s.methods)
+    return [
+        [
+            (name, name), (str(label), float(label)), (status, status), (format_down(radius, 5), radius),
+            (str(rival) if rival >= 0 else "", float(rival)), (method, method),
+        ]
+        for name, label, status, radius, rival, method in list(zip(*columns, strict=True))[:LISTED]
+    ]  # fmt: skip
+
+
+def _layer(i: int, row: Layer) -> list[Cell]:
+    unbounded = row.upper is None or math.isinf(row.upper)
+    return [
+        (str(i + 1), float(i)), (row.name, row.name), (row.kind, row.kind), (row.shape, row.shape),
+        ("", "") if row.lower is None else (format_down(row.lower, 5), row.lower),
+        ("∞", math.inf) if unbounded else (format_up(row.upper or 0.0, 5), row.upper or 0.0),
+        ("", "") if row.share is None else (f"{100 * row.share:.1f} %", row.share),
+        (row.method or row.note or "", row.method or ""),
+    ]  # fmt: skip
+
+
+def _scale(data: ReportData, model: str) -> float:
+    """The length of the rulers of a network's pictures."""
+    lengths = [max(p.radius, p.distance or 0.0) for p in data.gallery if p.model == model]
+    return 1.05 * max(lengths) or 1.0
+
+
+def limits(data: ReportData) -> list[str]:
+    """What is not guaranteed, plainly."""
+    results = [s.results for s in data.series]
+    said = list(dict.fromkeys(rest for r in results if (rest := r.about.partition(". ")[2]))) or [NOT_COVERED]
+    for alpha in sorted({r.alpha for r in results if r.alpha > 0}):
+        count = max(len(r) for r in results if r.alpha == alpha)
+        said.append(
+            f"Certificates by sampling hold with probability at least 1 − {alpha:g} for each input and each curve on its own: of "
+            f"{count:,} certificates up to {alpha * count:g} may be wrong on average. Choosing the best of several curves after "
+            "looking at them is not covered."
+        )
+    if any(not r.alpha for r in results):
+        said.append(
+            "Deterministic certificates hold always, for the network with the stored weights in real arithmetic."
+        )
+    said += [f"{s.model}, {s.procedure}: Lipschitz constant {s.assumption}." for s in data.series if s.assumption]
+    if data.series:
+        said.append("Accuracy is that of the inputs listed here; it says nothing about other data.")
+    if data.attacks:
+        said.append("Accuracy under attack is no guarantee: a stronger attack may find more.")
+    if any(a.spectra for a in data.audits):
+        said.append(
+            "Singular values are estimates, those of convolutions with a periodic boundary; the norms are bounds."
+        )
+    return [*said, *data.notes]
 
 
 def numbers(data: ReportData) -> dict[str, Any]:
     """Every number behind the page, compact: columns of doubles and integers as base64, little-endian."""
+    document = as_document(data)
     ids: dict[tuple[str, ...], int] = {}
-    series = [
-        {
-            "model": s.model, "run": s.run, "procedure": s.procedure, "sigma": s.sigma, "alpha": s.alpha, "about": s.about,
-            "ids": ids.setdefault(s.ids, len(ids)), "label": packed(s.labels), "prediction": packed(s.prediction),
-            "radius": packed(s.radius),
-        }
-        for s in data.series
-    ]  # fmt: skip
-    attacks = [
-        {
-            "model": a.model, "run": a.run, "kind": a.kind, "settings": a.settings, "ids": ids.setdefault(a.ids, len(ids)),
-            "distance": packed(a.distance),
-        }
-        for a in data.attacks
-    ]  # fmt: skip
-    audits = [
-        {"model": a.model, **a.bound, "local": list(a.local), "local_radius": a.local_radius} for a in data.audits
-    ]
-    spectra = [
-        {"model": a.model, "layer": s.layer, "count": s.count, "note": s.note, "values": list(s.values)}
-        for a in data.audits for s in a.spectra
-    ]  # fmt: skip
-    return {
-        "title": data.title, "created": data.created, "versions": dict(data.versions), "runs": [dict(r) for r in data.runs],
-        "ids": [list(i) for i in ids], "series": series, "attacks": attacks, "audits": audits, "spectra": spectra,
-    }  # fmt: skip
+    for entry, s in zip(document["series"], data.series, strict=True):
+        columns = {"label": s.results.labels, "prediction": s.results.prediction, "radius": s.results.radius}
+        entry |= {"ids": ids.setdefault(s.ids, len(ids)), "status": s.results.status}
+        entry |= {name: packed(column) for name, column in columns.items()}
+    for entry, a in zip(document["attacks"], data.attacks, strict=True):
+        entry |= {"ids": ids.setdefault(a.ids, len(ids)), "distance": packed(a.distance)}
+    return {**document, "ids": list(ids)}
 
 
 def packed(column: Any) -> str:
@@ -138,172 +281,24 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value.item() if isinstance(value, np.generic) else value
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-# ---- sections with charts -----------------------------------------------------------------------------------------------
+def data_uri(image: ArrayLike) -> str:
+    """An image (H, W), (1, H, W) or (3, H, W) with values in [0, 1], clipped, as a PNG `data:` address.
 
-
-def _curves(data: ReportData, charts: Charts) -> str:
-    if not data.series:
-        return ""
-    end, panels = figures.reach(data.series), []
-    for i, model in enumerate(data.models[:PANELS]):
-        own = [s for s in data.series if s.model == model]
-        if own:
-            attacks = [a for a in data.attacks if a.model == model]
-            charts[f"curves-{i}"] = figures.curves(own, _distinct(attacks), end)
-            panels.append(parts.chart(f"curves-{i}", model, 430))
-    switch = ""
-    if data.attacks:
-        switch = (
-            '<label class="switch"><input type="checkbox" id="show-attacks" checked> show accuracy under attack</label>'
-        )
-    text = (
-        "The share of inputs that are answered right and keep that answer under every perturbation of ℓ2 size up to ε. Higher is "
-        "better. Grey lines are what attacks left standing: the truth lies between a curve and the attack on the same classifier."
-    )
-    body = f'{switch}<div class="panels">{"".join(panels)}</div>{parts.summary_table(data.series, end)}'
-    return parts.section("curves-section", "Certified accuracy", text, body)
-
-
-def _distinct(attacks: list[Any]) -> list[Any]:
-    """One curve per kind of attack where runs of one network share it: the strongest, on the most inputs."""
-    best: dict[str, Any] = {}
-    for a in attacks:
-        old = best.get(a.kind)
-        rank = (len(a.ids), -float(np.minimum(a.distance, 1e9).sum()))
-        if old is None or rank > (len(old.ids), -float(np.minimum(old.distance, 1e9).sum())):
-            best[a.kind] = a
-    return list(best.values())
-
-
-def _bounds(data: ReportData, charts: Charts) -> str:
-    if not data.audits:
-        return ""
-    charts["bounds"] = figures.bounds(data.audits)
-    text = (
-        "How much the whole network can stretch a distance, on a logarithmic scale. A mark pointing left is a proved upper "
-        "bound: the truth lies to its left; a mark pointing right was reached by an attack."
-    )
-    return parts.section("bounds-section", "Network bounds", text, parts.chart("bounds", "Lipschitz constant", 340))
-
-
-def _layers(data: ReportData) -> str:
-    text = (
-        "What each operation can add: its norm lies between the two numbers, and its share says how much of the logarithm of the "
-        "product bound it is responsible for (negative: it shrinks distances). Click a header to sort."
-    )
-    body = "".join(parts.audit_block(a, i) for i, a in enumerate(data.audits))
-    return parts.section("layers-section", "Layers", text, body)
-
-
-def _spectra(data: ReportData, charts: Charts) -> str:
-    panels = []
-    for i, audit in enumerate(data.audits[:PANELS]):
-        if audit.spectra:
-            charts[f"spectra-{i}"] = figures.spectrum(audit)
-            panels.append(parts.chart(f"spectra-{i}", audit.model, 420))
-    text = (
-        "Singular values of the linear layers, largest first. A flat line is a layer that treats all directions alike; the "
-        "height at the left is the norm."
-    )
-    return parts.section(
-        "spectra-section", "Spectra", text, f'<div class="panels">{"".join(panels)}</div>' if panels else ""
-    )
-
-
-def _histograms(data: ReportData, charts: Charts) -> str:
-    end, panels = figures.reach(data.series), []
-    for i, model in enumerate(data.models[:PANELS]):
-        own = [s for s in data.series if s.model == model]
-        if own:
-            charts[f"radii-{i}"] = figures.histogram(own, end)
-            panels.append(parts.chart(f"radii-{i}", model, 380))
-    text = "How the certified radii are spread over the inputs; wrong answers and abstentions count as radius 0."
-    return parts.section(
-        "radii-section", "Certified radii", text, f'<div class="panels">{"".join(panels)}</div>' if panels else ""
-    )
-
-
-def _gallery(data: ReportData) -> str:
-    text = (
-        "Inputs beside the closest adversarial example found. The ruler shows the certified distance (filled) and where the "
-        "attack got through (line); between the two nobody knows."
-    )
-    return parts.section("gallery-section", "Gallery", text, parts.gallery(data.gallery) if data.gallery else "")
-
-
-def _inputs(data: ReportData) -> str:
-    if not data.series:
-        return ""
-    options = "".join(
-        f'<option value="{i}">{esc(f"{s.model} · {s.procedure} · {s.run}")}</option>' for i, s in enumerate(data.series)
-    )
-    body = (
-        f'<div class="tools"><label>certificates <select id="which">{options}</select></label>'
-        '<button type="button" id="back">‹ previous</button><span id="place"></span><button type="button" id="on">next ›</button>'
-        '</div><div class="scroll"><table id="inputs"><thead></thead><tbody></tbody></table></div>'
-    )
-    text = "Every input with its certificate and the closest attack; radii are rounded down. Click a header to sort."
-    return parts.section("inputs-section", "Inputs", text, body)
-
-
-def _proofs(data: ReportData) -> str:
-    text = (
-        "Deterministic radii: which class is the first that the proof cannot exclude, and which method proved the most. "
-        "Click a header to sort."
-    )
-    found = [s for s in data.series if s.methods]
-    body = "".join(parts.proofs_table(s, i) for i, s in enumerate(found))
-    return parts.section("proofs-section", "Rivals and methods", text, body)
-
-
-def _alarm(data: ReportData) -> str:
-    if data.tested is None or not data.tested.broken:
-        return ""
-    found = "".join(f"<li>{esc(w)}</li>" for w in data.tested.where[:20])
-    said = f"{data.tested.broken} certificates were contradicted by an attack inside their radius."
-    why = "Either the attacked classifier was another one, the risk α struck, or this is a bug of equipoise."
-    return f'<div class="alarm" role="alert"><strong>{said}</strong> {why}<ul>{found}</ul></div>'
-
-
-_LINKS = (
-    ("curves-section", "Curves"), ("bounds-section", "Bounds"), ("layers-section", "Layers"), ("spectra-section", "Spectra"),
-    ("radii-section", "Radii"), ("gallery-section", "Gallery"), ("proofs-section", "Rivals"), ("inputs-section", "Inputs"),
-    ("limits", "Not guaranteed"), ("provenance", "Parameters"),
-)  # fmt: skip
-
-
-def _navigation(body: str) -> str:
-    return "".join(f'<a href="#{i}">{name}</a>' for i, name in _LINKS if f'<section id="{i}"' in body)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:">
-@@REFRESH@@<title>@@TITLE@@</title>
-<style>@@STYLE@@</style></head>
-<body>
-<header><div class="bar"><span class="mark" aria-hidden="true"></span><span class="brand">equipoise</span>
-<nav>@@NAVIGATION@@</nav>
-<button type="button" id="theme" aria-label="light or dark">◐</button></div>
-<h1>@@TITLE@@</h1><p class="intro">@@INTRO@@</p>
-@@CARDS@@
-@@ALARM@@
-<div class="tools"><button type="button" id="save-json">all numbers, JSON</button>
-<button type="button" id="save-csv">inputs, CSV</button><button type="button" id="save-layers">layers, CSV</button></div>
-</header>
-<main>
-<noscript><p class="alarm">The charts need JavaScript; the tables and the statements below do not.</p></noscript>
-@@BODY@@</main>
-<script type="application/json" id="data">@@DATA@@</script>
-<script>@@PLOTLY@@</script>
-<script>@@SCRIPT@@</script>
-</body></html>
-"""
+    >>> data_uri([[0.0, 1.0]])[:27]
+    'data:image/png;base64,iVBOR'
+    """
+    pixels = np.asarray(image, dtype=np.float64)
+    pixels = pixels[None] if pixels.ndim == 2 else pixels
+    if pixels.ndim != 3 or len(pixels) not in (1, 3) or pixels.size == 0:
+        raise InputError(f"expected an image (H, W), (1, H, W) or (3, H, W), got shape {np.shape(image)}")
+    rows = np.nan_to_num(pixels.clip(0, 1) * 255).round().astype(np.uint8).transpose(1, 2, 0)
+    height, width, channels = rows.shape
+    lines = b"".join(b"\0" + row.tobytes() for row in rows)
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")):
+        content += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return "data:image/png;base64," + base64.b64encode(content).decode()

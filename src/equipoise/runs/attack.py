@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.inputs import InputId, Inputs, Item
 from equipoise.runs.jobs import usable_device
 from equipoise.runs.models import Portable, portable
-from equipoise.runs.run import Results, Run, open_run
+from equipoise.runs.run import Run, open_run
 from equipoise.runs.settings import parse_map
 from equipoise.runs.store import Attacked, AttackRow, Row, Store, locked
 from equipoise.runs.workers import TaskSpec
@@ -32,7 +32,7 @@ INSIDE, BEYOND = 0.99, 1.5
 #: level of the test that confirms a break of a certificate of a smoothed classifier
 CONFIRMED = 1e-6
 
-#: called after every block of inputs with the number of attacked inputs and of all inputs
+#: called after every input with the number of attacked inputs and of all inputs
 Progress = Callable[[int, int], None]
 
 
@@ -55,8 +55,7 @@ class AttackSummary:
         inputs: how many were attacked.
         inside: how many were attacked inside their certified radius.
         broken: certificates that broke there; any one is a bug, or the risk alpha.
-        beyond: how many of them were attacked at 1.5 times their radius.
-        broken_beyond: how many broke there: the power of the attack.
+        broken_beyond: how many of them broke at 1.5 times their radius: the power of the attack.
         accuracy: ε → share of the inputs that no attack broke, an upper bound of the robust accuracy.
         certified: ε → certified accuracy of the same inputs.
         failures: why inputs could not be attacked.
@@ -67,7 +66,6 @@ class AttackSummary:
     inputs: int
     inside: int
     broken: tuple[Violation, ...]
-    beyond: int
     broken_beyond: int
     accuracy: dict[float, float]
     certified: dict[float, float]
@@ -88,7 +86,7 @@ class AttackSummary:
         lines = [
             f"{self.inputs} inputs of {self.folder} attacked, {what}",
             f"inside certified radii: {len(self.broken)} of {self.inside} broke (0 may)",
-            f"at {BEYOND:g} times the radius: {self.broken_beyond} of {self.beyond} broke (the power of the attack)",
+            f"at {BEYOND:g} times the radius: {self.broken_beyond} of {self.inside} broke (the power of the attack)",
         ]
         for violation in self.broken:
             radius, distance = format_down(violation.radius, 6), format_down(violation.distance, 6)
@@ -105,7 +103,6 @@ def attack_run(
     dataset: Any,
     *,
     epsilons: Sequence[float] = (),
-    kind: str | None = None,
     steps: int = 20,
     restarts: int = 1,
     samples: int = 16,
@@ -113,7 +110,6 @@ def attack_run(
     alpha: float = 1e-3,
     seed: int = 0,
     limit: int | None = None,
-    batch_size: int = 64,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> AttackSummary:
@@ -121,15 +117,14 @@ def attack_run(
 
     The attack is on what the certificates speak of: the smoothed classifier of a sampled run, the network of a proved one.
     A smoothed success is a test at level alpha on `votes` draws; inside a certified radius it counts only if ten times as many
-    fresh draws confirm it at a level of one in a million. Results go into the run, a block of inputs at a time; what was
-    stored with the same settings is not attacked again. They depend on `batch_size`, not on interruptions.
+    fresh draws confirm it at a level of one in a million. Results go into the run, one input at a time; what was stored with
+    the same settings is not attacked again.
 
     Args:
         run: a run, or its directory.
         model: the model of the run.
         dataset: the data of the run.
         epsilons: further radii, for accuracy under attack beside certified accuracy.
-        kind: "base" or "smoothed"; default what the run certifies.
         steps: gradient steps per start.
         restarts: random starts.
         samples: noise draws per step of the smoothed attack.
@@ -137,9 +132,8 @@ def attack_run(
         alpha: risk of calling a smoothed attack successful when it is not.
         seed: of starts and noise.
         limit: attack the first inputs of the run only.
-        batch_size: inputs attacked at once.
         device: where the network runs.
-        progress: called after every block with (done, total).
+        progress: called after every input with (done, total).
 
     Returns:
         How many certificates broke inside their radius (none may), how many at 1.5 times it, and the accuracies.
@@ -148,33 +142,27 @@ def attack_run(
     levels = sorted({float(e) for e in epsilons})
     if not all(np.isfinite(e) and e > 0 for e in levels):
         raise InputError(f"expected positive radii to attack at, e.g. 0.25,0.5,1.0, got {list(epsilons)}")
-    counts = {"steps": steps, "restarts": restarts, "samples": samples, "votes": votes, "batch_size": batch_size}
+    counts = {"steps": steps, "restarts": restarts, "samples": samples, "votes": votes}
     for name, value in counts.items():
         if not isinstance(value, int) or not 1 <= value <= 10**7:
             raise InputError(f"{name} must be a whole number from 1 to 10,000,000, got {value!r}")
-
-    speaks = Attacked.BASE if run.kind == "proved" else Attacked.SMOOTHED
-    chosen = speaks if kind is None else Attacked(kind) if kind in tuple(Attacked) else None
-    if chosen is None or (chosen == Attacked.SMOOTHED and run.kind == "proved"):
-        raise InputError(f"a {run.kind} run is attacked as {'base' if run.kind == 'proved' else 'base or smoothed'}")
 
     network, inputs = portable(model), Inputs.of(dataset)
     require_same_inputs(run, network, inputs)
     if run.settings.num_classes and not inputs.labelled:
         raise InputError(f"{inputs.name} has no labels: an attack needs them")
-    attacker = _Attacker(run, network, chosen, usable_device(device), steps, restarts, samples, votes, alpha, seed)
+    attacker = _Attacker(run, network, usable_device(device), steps, restarts, samples, votes, alpha, seed)
 
     rows = run.rows[:limit]
     with locked(run.folder), Store(run.folder, run.manifest, writable=True) as store:
         stored = {(r.id, r.epsilon): r for r in store.attacks() if attacker.made(r)}
-        for first in range(0, len(rows), batch_size):
-            block = rows[first : first + batch_size]
-            if any((row.id, e) not in stored for row in block for e in attacker.radii(row, levels)):
-                fresh = attacker.attack(inputs, block, levels)
+        for count, row in enumerate(rows, 1):
+            if any((row.id, e) not in stored for e in attacker.radii(row, levels)):
+                fresh = attacker.attack(inputs.attempt(row.position, run.settings.num_classes), row, levels)
                 store.put_attacks(fresh)
                 stored |= {(r.id, r.epsilon): r for r in fresh}
             if progress is not None:
-                progress(min(first + batch_size, len(rows)), len(rows))
+                progress(count, len(rows))
     return attacker.summary(rows, levels, stored)
 
 
@@ -199,24 +187,29 @@ def require_same_inputs(run: Run, model: Portable, inputs: Inputs) -> None:
         raise Refused(f"{run.folder} is a run of another model or other data ({'; '.join(found)})")
 
 
+@dataclass
 class _Attacker:
-    """Attacks blocks of inputs and counts what broke."""
+    """Attacks inputs one by one and counts what broke."""
 
-    def __init__(
-        self, run: Run, model: Portable, kind: Attacked, device: str, steps: int, restarts: int, samples: int, votes: int,
-        alpha: float, seed: int,
-    ) -> None:  # fmt: skip
-        self.run, self.kind, self.device = run, kind, device
-        self.model, self.module = model, model.network(device)
-        self.steps, self.restarts, self.samples, self.votes = steps, restarts, samples, votes
-        self.alpha, self.seed = alpha, seed
-        self.results: Results = run.results()
-        self.certified = dict(
-            zip(run.ids, np.where(self.results.correct, self.results.radius, 0.0).tolist(), strict=True)
-        )
-        self.speaks = kind == (Attacked.BASE if run.kind == "proved" else Attacked.SMOOTHED)
-        self.comparable = self.speaks and not (run.kind == "proved" and run.settings.norm == "l1")
-        self.failures: dict[str, str] = {}
+    run: Run
+    model: Portable
+    device: str
+    steps: int
+    restarts: int
+    samples: int
+    votes: int
+    alpha: float
+    seed: int
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        run, results = self.run, self.run.results()
+        self.kind = Attacked.BASE if run.kind == "proved" else Attacked.SMOOTHED
+        self.module = self.model.network(self.device)
+        radii = np.where(results.correct, results.radius, 0.0).tolist()
+        self.certified = dict(zip(run.ids, radii, strict=True))
+        # ℓ2 balls lie in ℓ∞ balls of the same radius, but not in ℓ1 balls
+        self.comparable = not (run.kind == "proved" and run.settings.norm == "l1")
 
     def made(self, row: AttackRow) -> bool:
         """Whether a stored attack was made with these settings."""
@@ -228,125 +221,75 @@ class _Attacker:
         own = [radius * INSIDE, radius * BEYOND] if 0 < radius < 1e30 else []
         return [] if row.failure is not None or str(row.id) in self.failures else [*own, *levels]
 
-    def attack(self, inputs: Inputs, block: Sequence[Row], levels: Sequence[float]) -> list[AttackRow]:
-        """One row for each input of the block and each of its radii."""
-        items = []
-        for row in block:
-            if not self.radii(row, levels):
-                continue
-            item, problem = inputs.attempt(row.position, self.run.settings.num_classes)
-            if problem is None:
-                items.append((item, row))
-            else:
-                self.failures[str(item.id)] = problem
-
-        found: list[AttackRow] = []
-        for text in {self._map(row) for _, row in items}:
-            group = [pair for pair in items if self._map(pair[1]) == text]
-            found += self._group(group, levels, parse_map(text))
-        return found
-
-    def _map(self, row: Row) -> str | None:
-        """The map that the certificate of this input speaks of; None: the majority vote."""
-        if self.kind == Attacked.BASE:
-            return None
-        return self.run.manifest.map or (None if row.soft is None else row.soft.map)
-
-    def _group(
-        self, pairs: list[tuple[Item, Row]], levels: Sequence[float], chosen: SimplexMap | None
-    ) -> list[AttackRow]:
-        """All at once; if the network refuses one of them (NaN logits), one by one."""
+    def attack(self, item: Item, row: Row, levels: Sequence[float]) -> list[AttackRow]:
+        """One row for each radius of an input, from the smallest on; what cannot be attacked is a failure."""
         try:
-            return self._rows(pairs, levels, chosen)
+            if item.problem is not None:
+                raise Refused(item.problem)
+            return self._attack(item, row, levels)
         except Refused as error:
-            if len(pairs) == 1:
-                self.failures[str(pairs[0][0].id)] = str(error)
-                return []
+            self.failures[str(item.id)] = str(error)
+            return []
         except EquipoiseError:
             raise
         except Exception as error:  # whatever the user's own code raises
-            shape = tuple(pairs[0][0].x.shape)
+            shape = tuple(item.x.shape)
             raise InputError(f"the network cannot be attacked at inputs of shape {shape}: {one_line(error)}") from error
-        return [row for pair in pairs for row in self._group([pair], levels, chosen)]
 
-    def _rows(
-        self, pairs: list[tuple[Item, Row]], levels: Sequence[float], chosen: SimplexMap | None
-    ) -> list[AttackRow]:
-        items = [item for item, _ in pairs]
-        x = torch.stack([item.x for item in items]).to(self.device)
-        y = torch.tensor([item.label for item in items], device=self.device)
-        plans = [sorted(self.radii(row, levels)) for _, row in pairs]
-        reached = np.where(self._wrong(x, y, chosen).cpu().numpy(), 0.0, np.inf)
-        self._withdraw(items, x, reached, np.flatnonzero(reached == 0), chosen)
+    def _attack(self, item: Item, row: Row, levels: Sequence[float]) -> list[AttackRow]:
+        x, y = item.x[None].to(self.device), torch.tensor([item.label], device=self.device)
+        chosen = self._map(row)
+        reached = 0.0 if self._wrong(x, y, chosen) and self._counts(item, x[0], 0.0, chosen) else np.inf
 
         rows = []
-        for place in range(max(len(plan) for plan in plans)):
-            at = [i for i, plan in enumerate(plans) if place < len(plan)]
-            epsilon = {i: plans[i][place] for i in at}
-            left = [i for i in at if reached[i] > epsilon[i]]
-            if left:
-                radius = torch.tensor([epsilon[i] for i in left], dtype=torch.float64, device=self.device)
-                result = self._search(x[left], y[left], radius, chosen)
-                hit = np.array(left)[result.success.cpu().numpy()]
-                reached[hit] = result.distance.cpu().numpy()[result.success.cpu().numpy()]
-                points = x.clone()
-                points[left] = result.adversarial.to(x.dtype)
-                self._withdraw(items, points, reached, hit, chosen)
-            rows += [self._row(items[i], epsilon[i], float(reached[i])) for i in at]
+        for epsilon in sorted(self.radii(row, levels)):
+            if reached > epsilon:
+                result = self._search(x, y, epsilon, chosen)
+                distance = float(result.distance[0])
+                if bool(result.success[0]) and self._counts(item, result.adversarial[0].to(x.dtype), distance, chosen):
+                    reached = distance
+            success = reached <= epsilon
+            distance_ = reached if success else None
+            rows.append(
+                AttackRow(item.id, self.kind, epsilon, success, distance_, self.steps, self.restarts, self.seed)
+            )
         return rows
 
-    def _row(self, item: Item, epsilon: float, reached: float) -> AttackRow:
-        success = reached <= epsilon
-        distance = reached if success else None
-        return AttackRow(item.id, self.kind, epsilon, success, distance, self.steps, self.restarts, self.seed)
+    def _map(self, row: Row) -> SimplexMap | None:
+        """The map that the certificate of this input speaks of; None: the majority vote."""
+        if self.kind == Attacked.BASE:
+            return None
+        return parse_map(self.run.manifest.map or (None if row.soft is None else row.soft.map))
 
-    def _wrong(self, x: Tensor, y: Tensor, chosen: SimplexMap | None) -> Tensor:
-        """Which inputs are misclassified as they are."""
+    def _wrong(self, x: Tensor, y: Tensor, chosen: SimplexMap | None) -> bool:
+        """Whether an input is misclassified as it is."""
         if self.kind == Attacked.BASE:
             with torch.no_grad():
                 out: Tensor = self.module(x)
             if not bool(torch.isfinite(out).all()):
                 raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
-            return out.argmax(dim=1) != y
+            return bool(out.argmax(dim=1) != y)
         judge = self._classifier(chosen, self.seed + 2)
         if chosen is not None and not chosen.votes:
-            return overtaken(judge, x, y, chosen, self.votes, self.alpha)
-        answer = torch.from_numpy(judge.predict(x, self.votes, self.alpha))
-        return (answer >= 0) & (answer != y.cpu())
+            return bool(overtaken(judge, x, y, chosen, self.votes, self.alpha)[0])
+        answer = int(judge.predict(x, self.votes, self.alpha)[0])
+        return answer >= 0 and answer != int(y)
 
-    def _search(self, x: Tensor, y: Tensor, epsilon: Tensor, chosen: SimplexMap | None) -> AttackResult:
+    def _search(self, x: Tensor, y: Tensor, epsilon: float, chosen: SimplexMap | None) -> AttackResult:
+        how: dict[str, Any] = {"restarts": self.restarts, "seed": self.seed}
         if self.kind == Attacked.BASE:
-            return pgd(self.module, x, y, epsilon, self.steps, restarts=self.restarts, seed=self.seed)
-        return smooth_pgd(
-            self._classifier(chosen, self.seed),
-            x,
-            y,
-            epsilon,
-            self.steps,
-            restarts=self.restarts,
-            draws=self.samples,
-            check_draws=self.votes,
-            alpha=self.alpha,
-            seed=self.seed,
-        )
+            return pgd(self.module, x, y, epsilon, self.steps, **how)
+        how |= {"draws": self.samples, "check_draws": self.votes, "alpha": self.alpha}
+        return smooth_pgd(self._classifier(chosen, self.seed), x, y, epsilon, self.steps, **how)
 
     def _classifier(self, chosen: SimplexMap | None, seed: int) -> SmoothedClassifier:
         settings = self.run.settings.model_copy(update={"seed": seed % 2**64})
         return TaskSpec(self.model, settings, chosen, device=self.device).classifier()
 
-    def _withdraw(
-        self, items: Sequence[Item], points: Tensor, reached: Any, which: Iterable[Any], chosen: SimplexMap | None
-    ) -> None:
-        """Smoothed successes inside a certificate count only if fresh draws confirm them."""
-        if self.kind == Attacked.BASE:
-            return
-        for i in which:
-            item = items[int(i)]
-            if reached[i] < self.certified[item.id] and not self._confirmed(item, points[int(i)], chosen):
-                reached[i] = np.inf
-
-    def _confirmed(self, item: Item, z: Tensor, chosen: SimplexMap | None) -> bool:
-        """Whether fresh draws show, at level `CONFIRMED`, a class above the label at z."""
+    def _counts(self, item: Item, z: Tensor, distance: float, chosen: SimplexMap | None) -> bool:
+        """Whether a success counts: a smoothed one inside a certificate only if fresh draws confirm it."""
+        if self.kind == Attacked.BASE or distance >= self.certified[item.id]:
+            return True
         fresh = noise_key(self.seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
         judge, draws = self._classifier(chosen, fresh), 10 * self.votes
         if chosen is not None and not chosen.votes:
@@ -363,15 +306,14 @@ class _Attacker:
             row for row in rows
             if self.radii(row, levels) and all((row.id, e) in stored for e in self.radii(row, levels))
         ]  # fmt: skip
-        inside = beyond = 0
-        broken, broken_beyond = list[Violation](), 0
+        inside, broken, broken_beyond = 0, list[Violation](), 0
         for row in whole:
             radius = self.certified[row.id]
             if not self.comparable or not 0 < radius < 1e30:
                 continue
             own = [stored[row.id, e] for e in self.radii(row, levels)]
             hits = [r.distance for r in own if r.success and r.distance is not None]
-            inside, beyond = inside + 1, beyond + 1
+            inside += 1
             if any(d * (1 + 1e-12) < radius for d in hits):
                 broken.append(Violation(row.id, min(hits), radius))
             broken_beyond += stored[row.id, radius * BEYOND].success
@@ -380,7 +322,7 @@ class _Attacker:
         accuracy = {e: sum(not stored[row.id, e].success for row in whole) / count for e in levels}
         certified = {e: sum(self.certified[row.id] >= e for row in whole) / count for e in levels}
         return AttackSummary(
-            self.run.folder, self.kind, len(whole), inside, tuple(broken), beyond, broken_beyond, accuracy, certified,
+            self.run.folder, self.kind, len(whole), inside, tuple(broken), broken_beyond, accuracy, certified,
             self.failures,
         )  # fmt: skip
 

@@ -22,10 +22,9 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line,
 from equipoise.runs.inputs import Item
 from equipoise.runs.models import hash_module
 from equipoise.runs.settings import versions
-from equipoise.runs.store import AttackRow, Row
+from equipoise.runs.store import Row
 from equipoise.runs.workers import TaskSpec
 
-Result = tuple[Row, list[AttackRow]]
 #: inputs in flight per worker: memory does not grow with the data
 AHEAD = 2
 
@@ -53,7 +52,7 @@ class Execution:
         if self.engine == "local" and (self.workers > 1 or self.address is not None):
             raise InputError("the local engine works in this process alone: for several workers use --engine ray")
 
-    def run(self, spec: TaskSpec, items: Iterator[Item]) -> Iterator[Result]:
+    def run(self, spec: TaskSpec, items: Iterator[Item]) -> Iterator[Row]:
         """Yield a row for every item, in any order; closing the generator stops the work.
 
         Args:
@@ -90,12 +89,12 @@ class RayWorker:
         if hash_module(payload) != spec.model.code:
             raise Refused(f"a worker's code of {spec.model.source} differs: put the same files on every machine")
 
-    def row(self, item: Item) -> Result:
+    def row(self, item: Item) -> Row:
         """The row of one input."""
         return self.worker(item)
 
 
-def _run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> Iterator[Result]:
+def _run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> Iterator[Row]:
     try:
         import ray
         from ray.exceptions import RayError, RayTaskError

@@ -23,12 +23,16 @@ InputId = int | str
 
 @dataclass(frozen=True)
 class Item:
-    """One input on its way to a worker; `position` is its place in the data, `id` the key of its noise."""
+    """One input on its way to a worker; `position` is its place in the data, `id` the key of its noise.
+
+    `problem` says why it could not be read.
+    """
 
     position: int
     id: InputId
     label: int
     x: Tensor
+    problem: str | None = None
 
 
 class Selection(Document):
@@ -136,16 +140,16 @@ class Inputs:
             raise InputError(f"input {self.ids[position]!r} holds NaN or infinity")
         return Item(position, self.ids[position], y, fresh_strides(x))
 
-    def attempt(self, position: int, classes: int | None) -> tuple[Item, str | None]:
-        """The input; or a blank in its place, and why it could not be read. A label of no class is refused."""
+    def attempt(self, position: int, classes: int | None) -> Item:
+        """The input, or a blank with why it could not be read. A label of no class is refused."""
         try:
             item = self.item(position)
         except (EquipoiseError, OSError) as error:
             label = -1 if self.labels is None else self.labels[position]
-            return Item(position, self.ids[position], label, torch.empty(0)), f"it could not be read: {error}"
+            return Item(position, self.ids[position], label, torch.empty(0), f"it could not be read: {error}")
         if self.labelled and classes is not None:
             check_label(item.id, item.label, classes)
-        return item, None
+        return item
 
     def some(self, positions: Ints, count: int) -> list[Item]:
         """A few inputs spread over these positions; those that cannot be read are left out (they will be failed rows)."""

@@ -17,7 +17,7 @@ import torch
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import make_folder
-from equipoise.runs.engines import Execution, Result
+from equipoise.runs.engines import Execution
 from equipoise.runs.inputs import Inputs, Item
 from equipoise.runs.models import Portable, denoised, portable
 from equipoise.runs.run import Run, open_run
@@ -37,8 +37,8 @@ from equipoise.runs.settings import (
     versions,
 )
 from equipoise.runs.store import NAME as STORE
-from equipoise.runs.store import Row, Session, Store, locked, pending
-from equipoise.runs.workers import ProvedWorker, TaskSpec, failed_row
+from equipoise.runs.store import Row, Session, Store, locked
+from equipoise.runs.workers import ProvedWorker, TaskSpec
 from equipoise.smoothing import Stream, choose_map
 from equipoise.smoothing.grid import is_image, power_of_two
 from equipoise.smoothing.moments import Ints
@@ -153,7 +153,7 @@ def prove(
     retry_failed: bool = False,
     **settings: Any,
 ) -> Run:
-    """The proved radius of every input of a dataset, with its limiting rival, its method and attacks beside it.
+    """The proved radius of every input of a dataset, with its limiting rival and its method.
 
     `f_y(x') > f_k(x')` for all k ≠ y and all `‖x' − x‖ < R`, y the label (the network's own answer where the data has none),
     with certainty, as `eq.certified_radius`. A killed run is continued by the same call.
@@ -165,7 +165,7 @@ def prove(
         name: of the data, for the record.
         progress: called after every input with (row, done, total).
         retry_failed: try the failed inputs again.
-        **settings: `norm`, `effort`, `seconds`, `deployed`, `attack_steps` (see `Settings`), and skip, limit, stride, balanced.
+        **settings: `norm`, `effort`, `seconds`, `deployed` (see `Settings`), and skip, limit, stride, balanced.
 
     Returns:
         The finished run.
@@ -292,17 +292,17 @@ def start(
     """
     execution, folder = execution or Execution(), make_folder(run_dir)
     with locked(folder):
-        manifest, rows = _open(job, folder), list[Row]()
+        manifest = _open(job, folder)
         with Store(folder, manifest, writable=True) as store:
             if retry_failed:
                 store.forget_failures()
-            rows = store.rows()
-            waiting = pending(rows, job.positions, job.inputs.ids)
+            done = {row.id for row in store.rows()}
+            waiting = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
             if waiting:
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 engine, device = execution.engine, job.device
                 store.add_session(Session(started=now, engine=engine, device=device, versions=versions()))
-                _work(job, manifest, store, waiting, len(rows), execution, progress)
+                _work(job, manifest, store, waiting, len(done), execution, progress)
     return open_run(folder)
 
 
@@ -315,42 +315,19 @@ def _work(
     execution: Execution,
     progress: Progress | None,
 ) -> None:
-    """Store every row as it comes, one transaction each; unreadable inputs as failed rows."""
-    unreadable: list[Row] = []
-
-    def items() -> Iterator[Item]:
-        for position in waiting:
-            item, problem = job.inputs.attempt(position, manifest.settings.num_classes)
-            if problem is None:
-                yield item
-            else:
-                unreadable.append(failed_row(item, problem))
-
-    def flush() -> Iterator[Row]:
-        while unreadable:
-            row = unreadable.pop(0)
-            store.put([row])
-            yield row
-
-    def stored() -> Iterator[Row]:
-        for row, attacks in results:
-            if attacks:
-                store.put_attacks(attacks)
-            store.put([row])
-            yield row
-            yield from flush()
-        yield from flush()
-
+    """Store every row as it comes, one transaction each."""
+    items = (job.inputs.attempt(position, manifest.settings.num_classes) for position in waiting)
     if execution.engine == "local" and manifest.settings.kind == "proved":
-        results: Iterator[Result] = map(job.prover, items())
+        rows: Iterator[Row] = map(job.prover, items)
     else:
-        results = execution.run(job.spec(manifest), items())
+        rows = execution.run(job.spec(manifest), items)
     try:
-        for count, row in enumerate(stored(), done + 1):
+        for count, row in enumerate(rows, done + 1):
+            store.put([row])
             if progress is not None:
                 progress(row, count, manifest.total)
     finally:
-        close = getattr(results, "close", None)
+        close = getattr(rows, "close", None)
         if close is not None:
             close()
 

@@ -59,7 +59,7 @@ class Portable:
     def network(self, device: str | torch.device = "cpu") -> nn.Module:
         """The module for batches of any size."""
         module = self.build(device)
-        return module if self.batch is None else in_batches(module, self.batch)
+        return module if self.batch is None else Batched(module, self.batch)
 
     def program(self) -> ExportedProgram:
         """The exported program again, from the bytes this process wrote."""
@@ -83,11 +83,6 @@ class Batched(nn.Module):
             filling = piece[:1].expand(self.size - rows, *piece.shape[1:])
             parts.append(self.model(torch.cat([piece, filling]))[:rows])
         return torch.cat(parts)
-
-
-def in_batches(module: nn.Module, size: int) -> nn.Module:
-    """The module, evaluated in batches of exactly this size."""
-    return Batched(module, size)
 
 
 def portable(model: Any, source: str | None = None) -> Portable:
@@ -223,19 +218,15 @@ def hash_module(model: nn.Module) -> str:
     return str(digest)
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Public attributes as text."""
     for key, value in sorted(vars(module).items()):
         if key.startswith("_") or key == "training":
             continue
-        if isinstance(value, Tensor | np.ndarray):
-            yield key, value
-        elif callable(value) and hasattr(value, "__qualname__"):
-            yield key, f"{value.__module__}.{value.__qualname__}"
-        else:
-            try:
-                yield key, json.dumps(value, sort_keys=True, default=_describe, skipkeys=True)
-            except (TypeError, ValueError):  # keys that cannot be sorted, or a cycle
-                yield key, _kind(value)
+        try:
+            yield key, json.dumps(value, sort_keys=True, default=_describe, skipkeys=True)
+        except (TypeError, ValueError):  # keys that cannot be sorted, or a cycle
+            yield key, _kind(value)
 
 
 def _describe(value: Any) -> Any:
@@ -248,10 +239,8 @@ def _describe(value: Any) -> Any:
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, types.SimpleNamespace):
+    if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
         return [_kind(value), vars(value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [_kind(value), {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}]
     return _kind(value)
 
 
@@ -265,8 +254,4 @@ def _code(kind: type) -> str:
         return inspect.getsource(kind)
     except (OSError, TypeError):
         functions = [f for _, f in sorted(vars(kind).items()) if inspect.isfunction(f)]
-        return repr([(f.__name__, f.__code__.co_code, f.__code__.co_names, _constants(f.__code__)) for f in functions])
-
-
-def _constants(code: Any) -> list[Any]:
-    return [_constants(c) if inspect.iscode(c) else repr(c) for c in code.co_consts]
+        return repr([(f.__name__, f.__code__.co_code, f.__code__.co_names) for f in functions])

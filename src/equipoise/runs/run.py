@@ -325,9 +325,6 @@ class Run:
         """
         results = self.results() if results is None else results
         levels = self._levels(results) if epsilons is None else [float(e) for e in epsilons]
-        if not all(e >= 0 for e in levels):
-            raise InputError(f"epsilon must be non-negative, got {levels}")
-
         status = Counter(results.status)
         methods = Counter(row.method for row in self.rows if row.radius > 0 and row.method)
         deployed = {}

@@ -70,7 +70,6 @@ class Settings(Document):
         effort: proved: as in `eq.certified_radius`.
         seconds: proved: budget of processor time per input; the best radius so far counts when it ends.
         deployed: proved: "float32" adds radii of the forward pass in float32.
-        attack_steps: proved: of the attack beside each radius; 0: none.
     """
 
     kind: Kind = "sampled"
@@ -103,7 +102,6 @@ class Settings(Document):
     effort: Literal["auto", "fast", "relaxation", "integral"] = "auto"
     seconds: Positive | None = None
     deployed: Literal["float32"] | None = None
-    attack_steps: Annotated[int, Field(ge=0, le=10**6)] = 40
 
     @classmethod
     def of(cls, kind: Kind, keywords: Mapping[str, Any], others: Iterable[str] = ()) -> Self:
@@ -211,7 +209,7 @@ class Settings(Document):
         return {name: value for name, value in plain.items() if value is not None}
 
 
-_PROVED = {"norm", "effort", "seconds", "deployed", "attack_steps"}
+_PROVED = {"norm", "effort", "seconds", "deployed"}
 _SAMPLED = set(Settings.model_fields) - _PROVED - {"kind", "inputs", "num_classes", "device"}
 
 
@@ -346,7 +344,7 @@ class Manifest(Document):
         """
         plain = self.identity()
         if not any_seed:
-            plain |= {"map": self.map, "constant": None if self.lipschitz is None else self.lipschitz.value}
+            plain |= {"fixed map": self.map, "constant": str(self.lipschitz)}
         elif self.settings.seed_source == "system":
             plain.pop("seed", None)
         return digest_document(plain)
@@ -385,34 +383,16 @@ def read_manifest(folder: str | Path) -> Manifest:
     manifest = check_document(plain, Manifest, str(path))
     try:
         manifest.settings.check()
-        _check_fixed(manifest)
     except InputError as error:
         raise InputError(f"{path} is damaged: {error}") from error
 
-    if stored != manifest.digest():
+    settings = manifest.settings
+    unset = settings.num_classes is None
+    if settings.kind == "sampled":
+        unset = unset or settings.seed is None or settings.dimension is None
+    if unset or stored != manifest.digest():
         raise InputError(f"{path} was changed after it was written (its digest does not fit): restore it")
     return manifest
-
-
-def _check_fixed(manifest: Manifest) -> None:
-    """The map and the constant must be those that the settings ask for, whatever the digest says."""
-    settings, constant = manifest.settings, manifest.lipschitz
-    if settings.num_classes is None or (settings.kind == "sampled" and settings.seed is None):
-        raise InputError("the number of classes or the seed is missing")
-    if settings.kind == "proved":
-        return
-    if (settings.noise == "grid") != (settings.cells is not None and settings.dimension is not None):
-        raise InputError("noise on a grid has cells and a dimension, other noise has no cells")
-
-    wanted = settings.lipschitz
-    fits = (wanted is None) == (constant is None)
-    if constant is not None:
-        fits = fits and (constant.source == "computed" if wanted == "auto" else constant.value == wanted)
-    if not fits:
-        raise InputError(f"it holds the Lipschitz constant {constant}, but {wanted!r} was asked for")
-    fixed = parse_map(settings.map)
-    if fixed is not None and settings.soft and parse_map(manifest.map) != fixed:
-        raise InputError(f"it holds the map {manifest.map}, but {settings.map!r} was asked for")
 
 
 def differences(old: Manifest, new: Manifest, ignore: Sequence[str] = ()) -> list[str]:

@@ -8,10 +8,9 @@ must be the one written here (no views or triggers), and every payload is read b
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -357,20 +356,3 @@ class Store:
 def _key(name: InputId) -> str:
     """Keeps 1 and "1" apart."""
     return json.dumps(name)
-
-
-def pending(rows: Sequence[Row], positions: Iterable[int], ids: Sequence[InputId]) -> list[int]:
-    """Positions of the data whose inputs are not stored yet.
-
-    Args:
-        rows: the stored ones.
-        positions: of the run's inputs.
-        ids: of all inputs of the data.
-    """
-    done = {row.id for row in rows}
-    return [int(p) for p in positions if ids[int(p)] not in done]
-
-
-def infinite_to_none(value: float) -> float | None:
-    """A number that a document can hold, None for NaN and infinity."""
-    return value if math.isfinite(value) else None

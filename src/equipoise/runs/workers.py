@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.attacks import pgd
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
-from equipoise.lipschitz.local.radius import LARGEST, Certifier
+from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.inputs import Item
-from equipoise.runs.models import Portable, in_batches
+from equipoise.runs.models import Batched, Portable
 from equipoise.runs.settings import Settings, map_text
-from equipoise.runs.store import Attacked, AttackRow, Row, SoftVotes
+from equipoise.runs.store import Row, SoftVotes
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map
 from equipoise.smoothing.classifier import count_votes
 from equipoise.smoothing.moments import Ints
@@ -29,8 +28,6 @@ from equipoise.smoothing.simplex import plan_map
 
 #: relative gap of every operator norm
 RTOL = 1e-3
-#: radii that are attacked beside a proof, as multiples of the proved one: nothing may be found at the first
-ATTACKED_AT = (0.99, 2.0, 4.0, 8.0, 16.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +62,7 @@ class TaskSpec:
         module = self.model.build(self.device)
         size = self.model.batch or self.batch_size
         if size is not None and (size < settings.chunk_size or (self.model.batch and size != settings.chunk_size)):
-            module = in_batches(module, size)
+            module = Batched(module, size)
         dtype = None if settings.noise_dtype is None else getattr(torch, settings.noise_dtype)
         made = SmoothedClassifier(
             module,
@@ -83,16 +80,18 @@ class TaskSpec:
 
 
 class Worker:
-    """Turns inputs into rows: `worker(item)` gives the row and the attacks beside it."""
+    """Turns inputs into rows."""
 
     def __init__(self, spec: TaskSpec) -> None:
         self.spec = spec
 
-    def __call__(self, item: Item) -> tuple[Row, list[AttackRow]]:
+    def __call__(self, item: Item) -> Row:
         """The row of one input; NaN logits give a failed row, a model that cannot run at all raises."""
         start = time.process_time()
         values: dict[str, Any]
         try:
+            if item.problem is not None:
+                raise Refused(item.problem)
             values = self.measure(item, item.x.to(self.spec.device))
         except Refused as error:
             values = {"failure": str(error)}
@@ -101,25 +100,12 @@ class Worker:
         except Exception as error:  # whatever the user's own code raises
             shape = tuple(item.x.shape)
             raise InputError(f"the model failed on input {item.id!r} of shape {shape}: {one_line(error)}") from error
-        row = Row(**_head(item), seconds=max(0.0, time.process_time() - start), **values)
-        return row, self.attack(item, row)
+        spent = max(0.0, time.process_time() - start)
+        return Row(id=item.id, position=item.position, label=item.label, seconds=spent, **values)
 
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
         """The fields of the row."""
         raise NotImplementedError
-
-    def attack(self, item: Item, row: Row) -> list[AttackRow]:
-        """Attacks that go with the row."""
-        return []
-
-
-def _head(item: Item) -> dict[str, Any]:
-    return {"id": item.id, "position": item.position, "label": item.label}
-
-
-def failed_row(item: Item, reason: str) -> Row:
-    """The row of an input that could not be read: it certifies nothing, and says why."""
-    return Row(**_head(item), failure=reason)
 
 
 class SampledWorker(Worker):
@@ -249,22 +235,3 @@ class ProvedWorker(Worker):
             "method": radii.methods[0] if radius > 0 else "",
             "deployed": None if radii.deployed is None else float(radii.deployed[0]),
         }
-
-    def attack(self, item: Item, row: Row) -> list[AttackRow]:
-        """ℓ2 attacks at growing multiples of the radius, until one succeeds."""
-        steps, rows = self.spec.settings.attack_steps, list[AttackRow]()
-        if not steps or not 0 < row.radius < LARGEST:
-            return rows
-        x, y = item.x.to(self.dtype)[None], torch.tensor([row.answer])
-        for factor in ATTACKED_AT:
-            epsilon = row.radius * factor
-            try:
-                result = pgd(self.module, x, y, epsilon, steps=steps, seed=0)
-            except (EquipoiseError, RuntimeError, NotImplementedError):
-                return rows  # a network that cannot be differentiated has no attacks beside its proofs
-            success = bool(result.success[0])
-            distance = float(result.distance[0]) if success else None
-            rows.append(AttackRow(item.id, Attacked.BASE, epsilon, success, distance, steps, 1, 0))
-            if success:
-                break
-        return rows

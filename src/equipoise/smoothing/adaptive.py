@@ -101,7 +101,7 @@ def target_probability(epsilon: float, sigma: float, lipschitz: Any = np.inf) ->
     """
     if not (np.isfinite(epsilon) and epsilon >= 0):
         raise InputError(f"the target radius must be a non-negative number, got {epsilon}")
-    constant = radius_argument(lipschitz)
+    constant = as_upper(lipschitz)
     width = 0.0 if np.isinf(constant) else 1 / (max(constant, 1e-300) * sigma)
     p0 = float(ramp_mean(epsilon / sigma, max(width, 1e-9))[1])
     for k in range(50):
@@ -112,33 +112,6 @@ def target_probability(epsilon: float, sigma: float, lipschitz: Any = np.inf) ->
             return max(p0, 0.5)
         p0 = min(p0 + 2.0 ** (k - 50) * (1 - p0), 1.0)
     raise InputError(f"the target radius {epsilon} cannot be certified at noise level {sigma}: it would need p = 1")
-
-
-def radius_argument(lipschitz: Any) -> float:
-    """A Lipschitz constant for a radius, ∞ where none is known."""
-    return np.inf if lipschitz is None else as_upper(lipschitz)
-
-
-def first_crossing(hits: ArrayLike, draws: ArrayLike, p0: float, alpha: float, hopeless: float = 0.05) -> Floats:
-    """Where a target test stops: for cumulative hits (..., K) at K checkpoints, the index of the first decision and
-    its sign.
-
-    Returns an array (..., 2): the index (K if none) and +1 certified, −1 hopeless, 0 undecided. Certified: the
-    e-process for
-    p ≤ p0 reached 1/alpha. Hopeless: its mirror image for p ≥ p0 reached 1/hopeless, which can only cause an
-    abstention.
-
-    >>> first_crossing([[100, 200, 300]], [100, 200, 300], 0.9, 0.001).tolist()
-    [[0.0, 1.0]]
-    """
-    a, t = np.asarray(hits, dtype=np.float64), np.asarray(draws, dtype=np.float64)
-    yes = log_e_value(a, t, p0) >= np.log(1 / alpha)
-    no = log_e_value(t - a, np.broadcast_to(t, a.shape), 1 - p0) >= np.log(1 / hopeless)
-    either = yes | no
-    index = np.where(either.any(axis=-1), either.argmax(axis=-1), a.shape[-1])
-    at = np.minimum(index, a.shape[-1] - 1)[..., None]
-    verdict = np.where(np.take_along_axis(yes, at, -1), 1, np.where(np.take_along_axis(no, at, -1), -1, 0))[..., 0]
-    return np.stack([index, np.where(either.any(axis=-1), verdict, 0)], axis=-1).astype(np.float64)
 
 
 class ScoreTest:

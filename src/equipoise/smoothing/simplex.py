@@ -5,16 +5,18 @@ temperature T certifies exactly what mass 1 at temperature r·T does; the mass m
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
-from equipoise.core.checks import describe
+from equipoise.core.checks import describe, require_number
+from equipoise.core.errors import require_one_of
 from equipoise.smoothing.bounds import UNKNOWN, Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
 from equipoise.smoothing.procedures import DEFAULT, find_procedure
@@ -24,39 +26,27 @@ MapName = Literal["softmax", "sparsemax", "hardmax"]
 _UP = 1 + 2.0**-50
 
 
-def softmax(z: Tensor, temperature: float = 1.0, mass: float = 1.0) -> Tensor:
-    """`r·softmax(z/(r·T))` over the last axis.
+def sparsemax(z: Tensor) -> Tensor:
+    """The Euclidean projection on the simplex: `max(z_k − θ, 0)` with θ such that the entries sum to 1, over the last axis.
 
-    >>> softmax(torch.tensor([0.0, 0.0])).tolist()
-    [0.5, 0.5]
-    """
-    _check(temperature, mass)
-    return mass * torch.softmax(z / (mass * temperature), dim=-1)
-
-
-def sparsemax(z: Tensor, temperature: float = 1.0, mass: float = 1.0) -> Tensor:
-    """`r·sparsemax(z/(r·T))`: the Euclidean projection of z/T on the simplex of mass r.
-
-    `sparsemax_k(z) = max(z_k − θ, 0)` with θ such that the entries sum to 1. Its gradient is exact wherever it exists:
-    on the support S, `J = I − 11ᵀ/|S|`. Reference: Martins & Astudillo (2016); Held, Wolfe, Crowder (1974).
+    Its gradient is exact wherever it exists: on the support S, `J = I − 11ᵀ/|S|`. Reference: Martins & Astudillo (2016);
+    Held, Wolfe, Crowder (1974).
 
     >>> sparsemax(torch.tensor([1.0, 0.5, -1.0])).tolist()
     [0.75, 0.25, 0.0]
     """
-    _check(temperature, mass)
-    result: Tensor = mass * _Sparsemax.apply(z / (mass * temperature))
-    return result
+    p: Tensor = _Sparsemax.apply(z)
+    return p
 
 
-def hardmax(z: Tensor, temperature: float = 1.0, mass: float = 1.0) -> Tensor:
-    """r on the (first) largest entry, 0 elsewhere; piecewise constant, so it passes no gradient.
+def hardmax(z: Tensor) -> Tensor:
+    """1 on the (first) largest entry, 0 elsewhere; piecewise constant, so it passes no gradient.
 
     >>> hardmax(torch.tensor([1.0, 3.0, 3.0])).tolist()
     [0.0, 1.0, 0.0]
     """
-    _check(temperature, mass)
     z = z.detach()
-    return torch.zeros_like(z).scatter_(-1, z.argmax(dim=-1, keepdim=True), mass)
+    return torch.zeros_like(z).scatter_(-1, z.argmax(dim=-1, keepdim=True), 1.0)
 
 
 class _Sparsemax(torch.autograd.Function):
@@ -80,27 +70,20 @@ class _Sparsemax(torch.autograd.Function):
         return torch.where(support, inside - mean, torch.zeros_like(grad))
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     """What a map is at T = 1 and r = 1, with the sharp constants of a component, of a difference of two, and of the whole."""
 
-    run: Callable[[Tensor, float, float], Tensor]
+    run: Callable[[Tensor], Tensor]
     component: Callable[[int], float]
     pair: float
     vector: float
 
 
 _MAPS = {
-    "softmax": _Row(softmax, lambda classes: 1 / (2 * math.sqrt(2)), math.sqrt(2) / 2, 0.5),
-    "sparsemax": _Row(sparsemax, lambda classes: math.sqrt((classes - 1) / classes), math.sqrt(2), 1.0),
-    "hardmax": _Row(hardmax, lambda classes: math.inf, math.inf, math.inf),
+    "softmax": _Row(lambda z: z.softmax(-1), lambda c: 1 / (2 * math.sqrt(2)), math.sqrt(2) / 2, 0.5),
+    "sparsemax": _Row(sparsemax, lambda c: math.sqrt((c - 1) / c), math.sqrt(2), 1.0),
+    "hardmax": _Row(hardmax, lambda c: math.inf, math.inf, math.inf),
 }
-
-
-def _find(name: str) -> _Row:
-    if name not in _MAPS:
-        raise InputError(f"unknown simplex map {name!r}: expected one of {', '.join(_MAPS)}")
-    return _MAPS[name]
 
 
 @dataclass(frozen=True)
@@ -117,17 +100,18 @@ class SimplexMap:
     mass: float = 1.0
 
     def __post_init__(self) -> None:
-        _find(self.name)
-        _check(self.temperature, self.mass)
+        require_one_of(_MAPS, name=self.name)
+        for what in ("temperature", "mass"):
+            require_number(getattr(self, what), what, least=sys.float_info.min)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Scores of mass `mass` over the last axis."""
-        return _find(self.name).run(logits, self.temperature, self.mass)
+        return self.mass * _MAPS[self.name].run(logits / (self.mass * self.temperature))
 
     @property
     def votes(self) -> bool:
         """Whether every draw is one vote: scores are 0 or the mass, and counts say all about a sample."""
-        return _find(self.name).run is hardmax
+        return self.name == "hardmax"
 
     def __str__(self) -> str:
         if self.votes:
@@ -137,11 +121,16 @@ class SimplexMap:
 
     def constant(self, classes: int) -> float:
         """Upper bound of `Lip(z → τ_k(z))` for one component: `c_τ/T`, whatever the mass."""
-        return component_constant(self.name, classes) / self.temperature * _UP
+        require_number(classes, "classes", least=2, whole=True)
+        return _MAPS[self.name].component(classes) / self.temperature * _UP * _UP
 
     def pair_constant(self) -> float:
         """Upper bound of `Lip(z → τ_y(z) − τ_k(z))`: softmax √2/(2T), sparsemax √2/T, hardmax ∞."""
-        return _find(self.name).pair / self.temperature * _UP
+        return _MAPS[self.name].pair / self.temperature * _UP
+
+    def vector_constant(self) -> float:
+        """Upper bound of the constant of the whole map: softmax 1/(2T) (errata 15), sparsemax 1/T, hardmax ∞."""
+        return _MAPS[self.name].vector / self.temperature * _UP
 
     def component_lipschitz(self, network: Any, classes: int) -> float:
         """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need."""
@@ -152,33 +141,8 @@ class SimplexMap:
         return _product(as_upper(network), self.pair_constant() / self.mass)
 
 
-def component_constant(name: str, classes: int) -> float:
-    """`c_τ`, the sharp Lipschitz constant of one component at T = 1: softmax 1/(2√2), sparsemax √((c−1)/c), hardmax ∞.
-
-    >>> round(component_constant("softmax", 10), 6), round(component_constant("sparsemax", 4), 6)
-    (0.353553, 0.866025)
-    """
-    if classes < 2:
-        raise InputError(f"a classifier has at least two classes, got {classes}")
-    return _find(name).component(classes) * _UP
-
-
-def vector_constant(name: str) -> float:
-    """The sharp Lipschitz constant of the whole map at T = 1: softmax 1/2 (errata 15), sparsemax 1, hardmax ∞.
-
-    >>> vector_constant("softmax")
-    0.5
-    """
-    return _find(name).vector
-
-
 def _product(network: float, constant: float) -> float:
     return 0.0 if network == 0 else network * constant * _UP
-
-
-def _check(temperature: float, mass: float) -> None:
-    if not (math.isfinite(temperature) and temperature > 0 and math.isfinite(mass) and mass > 0):
-        raise InputError(f"temperature and mass must be positive numbers, got T={temperature}, r={mass}")
 
 
 _BLOCK = 2_000_000  # scores held at a time during the search

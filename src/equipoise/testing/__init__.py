@@ -6,6 +6,7 @@ without arguments that returns a tuple of `Check`.
 
 from importlib.metadata import entry_points
 
+from equipoise.core.attack import attack
 from equipoise.core.errors import InputError
 from equipoise.testing import convolutions, layers, matrices, networks
 from equipoise.testing.facts import check_facts
@@ -40,4 +41,15 @@ def find_suite(name: str) -> tuple[Check, ...]:
     return checks
 
 
-__all__ = ["CHECKS", "REFERENCE_ROUNDING", "SUITES", "Check", "Report", "Tally", "check_facts", "find_suite", "run"]
+__all__ = [
+    "CHECKS",
+    "REFERENCE_ROUNDING",
+    "SUITES",
+    "Check",
+    "Report",
+    "Tally",
+    "attack",
+    "check_facts",
+    "find_suite",
+    "run",
+]

@@ -160,7 +160,7 @@ def _attention(b: Bench, v: str, t: Tensor) -> str:
     mask = f".masked_fill(torch.ones({n}, {n}).triu(1).bool(), float('-inf'))" if causal else ""
     return b.choose(
         f"F.scaled_dot_product_attention({z} @ {q}, {z} @ {k}, {z} @ {w}, is_causal={causal})",
-        f"torch.softmax((({z} @ {q}) @ ({z} @ {k}).transpose(-1, -2) / {d**0.5:.3f}){mask}, -1) @ ({z} @ {w})",
+        f"torch.softmax((({z} @ {q}) @ ({z} @ {k}).transpose(-1, -2) / {round(8 * d**0.5) / 8}){mask}, -1) @ ({z} @ {w})",
         f"({z} @ {q}) @ ({z} @ {k}).transpose(-1, -2)",
         f"torch.einsum('bij,bkj->bik', {z}, torch.tanh({v}))",
     )

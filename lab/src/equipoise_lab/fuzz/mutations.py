@@ -27,7 +27,9 @@ class _Bomb:
 HOSTILE: tuple[Any, ...] = (
     _TOUCH, f"x={_TOUCH}", f"x\n    {_TOUCH}\n    y", f'"+{_TOUCH}+"', f"'] + [{_TOUCH}] + ['", f"{_TOUCH} is None",
     f"touch {CANARY}", "os:system", "equipoise.checkpoints:load_factory", "equipoise.core.files:atomic_write",
-    "torch.os.system", "_operator.call", "torch.ops.aten.from_file.default", "__class__", "../../../etc/passwd", "/dev/zero",
+    "torch.os.system", "_operator.call", "torch.ops.aten.from_file.default", "torch.ops.aten.remainder.int",
+    "torch.ops.aten.max_pool2d_with_indices_backward.default", "torch.ops.aten.softmax.int", "torch.ops.aten.repeat.default",
+    "torch.ops.aten.arange.default", "__class__", "../../../etc/passwd", "/dev/zero",
     "", "x" * 100_000, "ｎame", "\x00", "\ud800", 10**400, -1, 2**63, 1e308, 0, None, True, [], {}, [[[]]], {"a": {}},
     {"as_operator": "torch.os.system"}, {"expr_str": _TOUCH}, [_TOUCH], {_TOUCH: 1},
 )  # fmt: skip

@@ -18,8 +18,9 @@ from torch import Tensor
 from equipoise.core.errors import EquipoiseError
 from equipoise.lipschitz import induced_bound, lipschitz_bound, local_lipschitz
 from equipoise.lipschitz.local import Effort
-from equipoise.testing.attack import Findings, Norm, Target, Witness, assault, confirmed
+from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import REFERENCE_ROUNDING, Batch
+from equipoise_lab.fuzz.adversary import Findings, Norm, Target, Witness, assault, confirmed
 from equipoise_lab.fuzz.programs import PREAMBLE, Program, shrunk
 from equipoise_lab.fuzz.statements import expressions, random_program
 
@@ -159,6 +160,18 @@ class Trial:
 
         return project
 
+    def judge_facts(self, ball: float) -> Verdict:
+        """What every rule says of every node on a ball, held against values."""
+        question = Question(f"check_facts(network, example, ball={ball})", radius=ball)
+        try:
+            wrong = check_facts(self.network, _unpacked(self.example), ball=ball, seed=self.seed)
+        except EquipoiseError:
+            return Verdict()
+        except Exception as error:  # noqa: BLE001 – whatever it is, it should have been a refusal
+            wrong = [f"{type(error).__name__}: {error}"]
+        found = Violation(self.program, question, math.nan, None, "; ".join(wrong[:2])) if wrong else None
+        return Verdict(violation=found)
+
     def judge(self, question: Question) -> Verdict:
         """The bound against the attack; what exceeds it counts once rounding is taken off."""
         try:
@@ -217,20 +230,24 @@ def examine(program: Program, rng: random.Random, seed: int) -> list[Verdict]:
     for question in questions(program, rng):
         verdicts.append(trial.judge(question))
         if verdicts[-1].violation is not None:
-            break
-    return verdicts
+            return verdicts
+    return [*verdicts, trial.judge_facts(rng.choice((0.5, 2.0, 10.0)))]
 
 
 def minimised(violation: Violation, seed: int) -> Violation:
     """The same kind of violation by a smaller program."""
     found = violation
 
+    facts = violation.question.text.startswith("check_facts")
+
     def still(program: Program) -> bool:
         nonlocal found
-        new = Trial(program, seed).judge(violation.question).violation
+        trial = Trial(program, seed)
+        ball = violation.question.radius
+        new = (trial.judge_facts(ball) if facts and ball else trial.judge(violation.question)).violation
         if new is None or (new.witness is None) != (violation.witness is None):
             return False
-        if new.error.split(":")[0] != violation.error.split(":")[0]:
+        if not facts and new.error.split(":")[0] != violation.error.split(":")[0]:
             return False
         found = new
         return True
@@ -249,6 +266,8 @@ def script(violation: Violation, seed: int, label: str = "") -> str:
     lines.append(f"example = {_text(trial.example, program.dtype)}")
     if question.scale is not None:
         lines.append(f"centre = {_text((trial.centre(question.scale),), program.dtype)}")
+    if question.text.startswith("check_facts"):
+        return "\n".join([*lines, "from equipoise.testing import check_facts", f"print({question.text})"]) + "\n"
     lines.append(f"upper = float({question.text})")
     lines.append('print("upper bound", upper)')
     if witness is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from equipoise_lab.fuzz import vocabulary
 from equipoise_lab.fuzz.layers import LAYERS
 from equipoise_lab.fuzz.programs import Program
-from equipoise_lab.fuzz.writing import MOST, Bench, Row
+from equipoise_lab.fuzz.writing import MOST, Bench, Row, in_float32
 
 
 def _lines(text: str, weight: float, in_place: bool = False, bounded: bool = False) -> list[Row]:
@@ -24,7 +24,7 @@ def _lines(text: str, weight: float, in_place: bool = False, bounded: bool = Fal
             w = b.other(t) if "{w}" in line else v
             if "{w}" in line and (w is None or (in_place and w == v)):
                 return None
-            return line.format(v=v, w=w, c=b.number(), p=round(b.rng.uniform(0.1, 2.0), 2))
+            return line.format(v=v, w=w, c=b.number(), p=in_float32(b.rng.uniform(0.1, 2.0)))
 
         return Row(make, weight=weight / len(formats), in_place=in_place, bounded=bounded)
 

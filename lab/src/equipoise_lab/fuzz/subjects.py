@@ -21,7 +21,7 @@ from equipoise.core.errors import EquipoiseError
 from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
 from equipoise.norms.files import weight_norms
-from equipoise.report.data import Margins, load_margins
+from equipoise.report import audit_network, load_audit, save_audit
 from equipoise.runs import Attacked, AttackRow, certify, open_run
 from equipoise.smoothing import read_log
 from equipoise.train.journal import STATE, Journal, Position, read_state
@@ -47,7 +47,7 @@ def _network() -> nn.Module:
 
 
 def _answer(source: str) -> str:
-    loaded = load_model(source)
+    loaded = load_model(source, batch=len(PROBE))
     with torch.no_grad():
         found = guarded(lambda: loaded.module()(PROBE), "the network")
     return f"{Digest('answer').add('logits', found)} {loaded.input_shape}"
@@ -62,6 +62,13 @@ def make_checkpoint(folder: Path) -> None:
 def make_program(folder: Path) -> None:
     """An exported program."""
     torch.export.save(torch.export.export(_network(), (PROBE,)), str(folder / "net.pt2"))
+
+
+def make_dynamic(folder: Path) -> None:
+    """An exported program whose batch is dynamic."""
+    shapes = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(_network(), (torch.cat([PROBE, PROBE]),), dynamic_shapes=shapes)
+    torch.export.save(program, str(folder / "net.pt2"))
 
 
 def make_run(folder: Path) -> None:
@@ -109,10 +116,9 @@ def open_state(folder: Path) -> str:
     return f"{digest} {position}"
 
 
-def make_margins(folder: Path) -> None:
-    """Deterministic certificates."""
-    rows = (np.array([0, 1]), np.array([0, 1]), np.array([0.5, 0.25]))
-    Margins({"hash": "x"}, "digits", 2.0, ("0", "1"), *rows, ()).save(folder)
+def make_audit(folder: Path) -> None:
+    """Bounds of a network."""
+    save_audit(audit_network("net", torch.nn.Linear(3, 2), torch.zeros(1, 3)), folder)
 
 
 def make_data(folder: Path) -> None:
@@ -193,9 +199,10 @@ def make_onnx(folder: Path) -> None:
 SUBJECTS: dict[str, Subject] = {
     "checkpoint": Subject(make_checkpoint, lambda folder: _answer(str(folder / "net"))),
     "program": Subject(make_program, lambda folder: _answer(str(folder / "net.pt2"))),
+    "dynamic program": Subject(make_dynamic, lambda folder: _answer(str(folder / "net.pt2"))),
     "run": Subject(make_run, open_run_of, guarded=False),
     "state": Subject(make_state, open_state),
-    "margins": Subject(make_margins, lambda folder: repr(load_margins(folder))),
+    "audit": Subject(make_audit, lambda folder: repr(load_audit(folder))),
     "data": Subject(make_data, open_data, guarded=False),
     "texts": Subject(make_texts, open_texts, guarded=False),
     "onnx": Subject(make_onnx, lambda folder: _answer(str(folder / "net.onnx")), guarded=False),

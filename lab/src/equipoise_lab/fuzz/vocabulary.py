@@ -24,12 +24,12 @@ torch.asinh({v})
 F.gelu({v})
 F.gelu({v}, approximate='tanh')
 F.leaky_relu({v}, {c})
-F.rrelu({v}, 0.1, 0.4)
+F.rrelu({v}, 0.125, 0.375)
 F.elu({v}, {p})
 F.celu({v}, {p})
 F.softplus({v}, {p})
 F.hardtanh({v}, -{p}, {p})
-{v}.clamp(-{p}, 0.3)
+{v}.clamp(-{p}, 0.25)
 {v}.clamp(min={c})
 {v}.clamp_max({c})
 {v}.clamp_min({c})
@@ -84,7 +84,7 @@ THROUGH_VIEWS = """
 
 REFUSED = """
 F.hardshrink({v}, {p})
-F.threshold({v}, 0.1, 0.0)
+F.threshold({v}, 0.125, 0.0)
 {v}.sign() * {v}
 {v}.round()
 {v}.floor()
@@ -94,7 +94,7 @@ F.softplus({v}, 1, 3)
 {v}.reciprocal()
 {v}.log()
 ({v} if {v}.sum() > 0 else 2 * {v})
-{v} / ({v}.abs() + 1e-3)
+{v} / ({v}.abs() + 0.0009765625)
 torch.where({v} > 0, {v}, {c})
 """
 
@@ -118,6 +118,13 @@ F.glu(torch.cat([{v}, {v}], -1), -1)
 torch.tanh({v}) * torch.sigmoid({v})
 {v} * torch.softmax({v}, -1)
 torch.pow({v}, 3)
+{v}.tanh().pow_(2)
+{v}.sigmoid().float_power_(3)
+torch.tanh({v}).unbind(-1)[0] * {v}[..., 0]
+torch.softmax({v}, -1).unbind(-1)[0] @ {v}.unbind(-1)[0].mT
+torch.view_as_real((lambda z: z * z)(torch.complex({v}.tanh(), {v}.sin())))
+torch.view_as_real((lambda z: z * z)(torch.view_as_complex(torch.stack([{v}, {v}.tanh()], -1))))
+torch.fft.fft({v}).conj().imag
 """
 
 SHAPES = """
@@ -199,6 +206,7 @@ F.unfold({v}, 2, padding=1)
 F.fold(F.unfold({v}, 2), {v}.shape[-2:], 2)
 {v}.rot90(1, (-2, -1))
 {v}.gather(-1, torch.zeros({v}.shape, dtype=torch.int64))
+{v}.gather(-1, torch.zeros([1] * {v}.dim(), dtype=torch.int64).expand_as({v}))
 {v}.take_along_dim(torch.zeros([1] * {v}.dim(), dtype=torch.int64), -1)
 {v}.scatter(-1, torch.zeros({v}.shape, dtype=torch.int64)[..., :1], {c} * {v})
 {v}.scatter_add(-1, torch.zeros({v}.shape, dtype=torch.int64), {c} * {v})

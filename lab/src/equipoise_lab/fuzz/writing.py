@@ -19,6 +19,19 @@ MOST = 160
 EXTREMES = (1e-30, 1e30, 1e-10, 1e10, 1e-3, 1e3)
 
 
+def in_float32(value: float) -> float:
+    """A number that float32 holds: a float64 copy of a program then computes with the same one.
+
+    >>> in_float32(0.1) == 0.1, in_float32(0.25)
+    (False, 0.25)
+    """
+    return (
+        float(torch.tensor(round(value, 2), dtype=torch.float32))
+        if abs(value) >= 0.01
+        else float(torch.tensor(value, dtype=torch.float32))
+    )
+
+
 class Bench:
     """A program being written: its names with live float64 values, and the parameters it has so far."""
 
@@ -72,7 +85,7 @@ class Bench:
 
     def number(self) -> float:
         """A factor."""
-        return round(self.rng.uniform(-2.5, 2.5), 2) * (1.0 if self.rng.random() < 0.95 else self.scale())
+        return in_float32(self.rng.uniform(-2.5, 2.5) * (1.0 if self.rng.random() < 0.95 else self.scale()))
 
     def other(self, t: Tensor) -> str | None:
         """The name of another tensor of the same shape."""

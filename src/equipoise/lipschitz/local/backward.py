@@ -57,7 +57,6 @@ class Ball:
     total: list[float] = field(default_factory=list, repr=False)
     lines: dict[int, Lines] = field(default_factory=dict, repr=False)
     spread: list[Tensor | None] = field(default_factory=list, repr=False)
-    rows: int = 0
 
     def add(
         self, centre: Tensor, slip: Tensor, low: Tensor, high: Tensor, lip: Tensor, total: float, spread: Tensor | None
@@ -205,7 +204,6 @@ def _refine(ball: Ball, k: int, most_rows: int | None, deadline: float) -> None:
     wanted = ((low < 0) & (high > 0) if hinges else high > low).nonzero().flatten()
     if not len(wanted) or (most_rows is not None and len(wanted) > most_rows):
         return
-    ball.rows += 2 * len(wanted)
     largest = ENTRIES if deadline == math.inf else ENTRIES // 8  # smaller batches end sooner
     for part in wanted.split(max(1, largest // (2 * ball.network.widest))):
         if time.process_time() > deadline:

@@ -5,10 +5,9 @@ activations. Max pooling becomes affine maps and ReLUs, `max(a, b) = b + relu(a 
 not fit is named in `Unsupported`.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -176,8 +175,7 @@ def _renumbered(node: Affine | Activation | None, place: dict[int, int]) -> Affi
         return Activation(place[node.source], node.curve)
     if node is None:
         return None
-    fields = {name: getattr(node, name) for name in node.__dataclass_fields__}
-    return Affine(**{**fields, "sources": tuple(place[k] for k in node.sources)})
+    return replace(node, sources=tuple(place[k] for k in node.sources))
 
 
 def _read(builder: _Builder, call: Call, step: Step) -> None:
@@ -283,23 +281,19 @@ def _windows(call: Call, shape: tuple[int, ...], d: int) -> Tensor:
         values = list(value) if isinstance(value, list | tuple) else [value]
         return default if not values or value is None else values * d if len(values) == 1 else values
 
-    k = per_axis(call["kernel_size"], [])
-    s, p, dil = per_axis(call["stride"], k), per_axis(call["padding"], [0] * d), per_axis(call["dilation"], [1] * d)
-    spatial, out = shape[-d:], call.shape[-d:]
-    lead = math.prod(shape[:-d])
-    axes = [
-        torch.arange(o)[None] * s[i] + torch.arange(k[i])[:, None] * dil[i] - p[i] for i, o in enumerate(out)
-    ]  # (k, out) places along each axis
-    entries = []
-    for taps in itertools.product(*(range(n) for n in k)):
-        places = torch.meshgrid(*(axes[i][t] for i, t in enumerate(taps)), indexing="ij")
-        valid = torch.ones(tuple(out), dtype=torch.bool)
-        flat = torch.zeros(tuple(out), dtype=torch.long)
-        for place, n in zip(places, spatial, strict=True):
-            valid &= (place >= 0) & (place < n)
-            flat = flat * n + place
-        entries.append(torch.where(valid, flat, -1).flatten())
-    index = torch.stack(entries)
-    index = torch.where(index < 0, index.amax(0), index)
-    offsets = torch.arange(lead) * math.prod(spatial)
-    return (index[:, None, :] + offsets[None, :, None]).reshape(len(index), -1)
+    kernel = per_axis(call["kernel_size"], [])
+    stride = per_axis(call["stride"], kernel)
+    padding = per_axis(call["padding"], [0] * d)
+    dilation = per_axis(call["dilation"], [1] * d)
+
+    index = torch.arange(math.prod(shape)).reshape(-1, *shape[-d:])
+    for axis, out in enumerate(call.shape[-d:]):
+        width = (kernel[axis] - 1) * dilation[axis] + 1
+        # the last window may reach beyond the padding, or not reach the end
+        right = max(0, (out - 1) * stride[axis] + width - index.shape[1] - padding[axis])
+        around = [0] * (2 * index.dim() - 4) + [padding[axis], right]
+        index = torch.nn.functional.pad(index, around, value=-1)
+        index = index.unfold(1, width, stride[axis])[:, :out, ..., :: dilation[axis]]
+        index = index.movedim(1, d)  # the next axis comes first, its taps last
+    entries = index.reshape(-1, math.prod(kernel)).T
+    return torch.where(entries < 0, entries.amax(0), entries)

@@ -148,6 +148,8 @@ def checked_batch(model: Any, x: Any, what: str) -> Tensor:
         raise InputError(
             f"{what} expects float32 or float64 inputs, got {x.dtype}: convert them first, e.g. x.float() / 255"
         )
+    if x.is_meta or x.layout is not torch.strided:
+        raise InputError(f"{what} expects a dense tensor with values, got one on the meta device or a sparse one")
     if x.dim() < 2 or x.numel() == 0:
         raise InputError(f"{what} expects inputs with a batch dimension, got shape {tuple(x.shape)}")
     if not bool(torch.isfinite(x).all()):
@@ -245,27 +247,31 @@ class LocalBound:
         return min(best, found.bound)
 
     def evaluate(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of all outputs, a row per sample, and a bound of their rounding, entry by entry.
+        """See `evaluate`."""
+        return evaluate(self.run, self.cache, self.rounding, x)
 
-        Where the rounding is known in ℓ2 only, it stands in the first entry of an output.
-        """
-        with torch.no_grad(), full_precision():
-            if self.rounding is not None:
-                return self.rounding.evaluate(x)
-            rows = [self._boxed(sample[None]) for sample in x]
-        return torch.stack([values for values, _ in rows]), torch.stack([error for _, error in rows])
 
-    def _boxed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        boxes = enclose(self.run, x, 1e-300, self.cache)
+def evaluate(run: Propagation, cache: Cache, rounding: Rounding | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of all outputs in float64, a row per sample, and bounds, entry by entry, of how far the real ones may be off.
+
+    Args:
+        run: of the network.
+        cache: of operator norms.
+        rounding: of its forward pass; without it boxes bound the rounding, by infinity where they do not know it.
+        x: a batch.
+    """
+    with torch.no_grad(), full_precision():
+        if rounding is not None:
+            return rounding.evaluate(x)
         values, errors = [], []
-        for output in self.run.program.outputs:
-            box = boxes[output]
-            mid = torch.zeros(self.run.facts[output].signal.numel, dtype=torch.float64)
-            error = torch.zeros_like(mid)
-            error[:1] = math.inf if box.mid is None else box.rho
-            values.append(mid if box.mid is None else box.mid.flatten())
-            errors.append(error)
-        return torch.cat(values), torch.cat(errors)
+        for sample in x:
+            boxes = enclose(run, sample[None], 1e-300, cache)
+            for output in run.program.outputs:
+                box = boxes[output]
+                unknown = torch.zeros(run.facts[output].signal.numel, dtype=torch.float64)
+                values.append(unknown if box.mid is None else box.mid.flatten())
+                errors.append(torch.full_like(values[-1], math.inf if box.mid is None else box.rho))
+    return torch.cat(values).reshape(len(x), -1), torch.cat(errors).reshape(len(x), -1)
 
 
 def gradient_bound(ball: Ball, slopes: Slopes) -> float:

@@ -20,12 +20,11 @@ from equipoise.core.errors import InputError, Refused, require_one_of, require_p
 from equipoise.core.precision import deflate, full_precision, inflate
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.chains import chain_total
-from equipoise.lipschitz.enclose import enclose
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius, together_radius
-from equipoise.lipschitz.local.measure import checked_batch
+from equipoise.lipschitz.local.measure import checked_batch, evaluate
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
@@ -374,18 +373,13 @@ class Certifier:
 
     def logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (batch, classes) in float64, and bounds of how far the real ones may be from them."""
-        if self.rounding is not None:
-            return self.rounding.evaluate(x)
-
-        boxes = [enclose(self.run, one[None], 1e-300, self.cache)[self.run.program.outputs[0]] for one in x]
-        if any(box.mid is None or not math.isfinite(box.rho) for box in boxes):
+        values, error = evaluate(self.run, self.cache, self.rounding, x)
+        if self.rounding is None and not bool(torch.isfinite(error).all()):
             raise Refused(
                 "the rounding of this network's forward pass is not bounded, so its margins are not known; bound the network "
-                "with lipschitz_bound and use equipoise.smoothing.margins.margin_radius(logits, labels, bound, error=…)"
+                "with lipschitz_bound and use equipoise.smoothing.margin_radius(logits, labels, bound, error=…)"
             )
-        values = torch.stack([box.mid.flatten() for box in boxes if box.mid is not None])
-        error = torch.tensor([box.rho for box in boxes], dtype=torch.float64)
-        return values, error[:, None].expand_as(values)
+        return values, error
 
     def _lost(self, x: Tensor, labels: Tensor, radius: Tensor) -> Tensor:
         """What a deployed pass may take off every margin at inputs within `radius` of x, (samples, classes)."""

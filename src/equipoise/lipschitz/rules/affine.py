@@ -262,28 +262,6 @@ def reverse_subtraction(call: Call) -> Step:
     return sum_of(call, ((call["self"], -float(call.get("alpha", 1))), (call["other"], 1.0)))
 
 
-@rule("aten.lerp.Scalar")
-def lerp(call: Call) -> Step:
-    """`a + w·(b − a)` with a constant w."""
-    w = float(call["weight"])
-    return sum_of(call, ((call["self"], 1 - w), (call["end"], w)))
-
-
-@rule("aten.lerp.Tensor")
-def lerp_by(call: Call) -> Step:
-    """`a + w·(b − a)` with a constant tensor w: max|1 − w| and max|w|."""
-    w = float64(call.constant("weight"))
-    gains, offset, peak = [], 0.0, 0.0
-    for value, factor in ((call["self"], inflate(float((1 - w).abs().max()))), (call["end"], float(w.abs().max()))):
-        if isinstance(value, Signal):
-            gains.append((value, inflate(factor * copies(value, call.shape))))
-            peak = inflate(peak + factor * value.peak)
-        else:
-            offset = inflate(offset + factor * norm_of(torch.broadcast_to(value, call.shape)))
-            peak = inflate(peak + factor * float(value.abs().max()))
-    return Step(tuple(gains), "interpolation", offset=offset, peak=peak)
-
-
 def sum_of(call: Call, terms: Sequence[tuple[Any, float]]) -> Step:
     """`Σ factor·value` with broadcasting; values that are constant shift."""
     gains, weights, shift = [], [], None
@@ -329,10 +307,15 @@ def matmul(call: Call) -> Step:
     if isinstance(a, Signal) and b.dim() <= 2:
         return matrix_step(call, a, b.mT if b.dim() == 2 else b, None, "matmul")
     x, constant = (a, b) if isinstance(a, Signal) else (b, a)
+    return by_matrices(call, x, constant)
+
+
+def by_matrices(call: Call, x: Signal, constant: Tensor) -> Step:
+    """Products with constant matrices, real or complex: the largest spectral norm."""
     if len(x.shape) < 2 or constant.dim() < 2:
         return Step(((x, norm_of(constant)),), "matmul", offset=0.0, map=Own())
     with torch.no_grad(), full_precision():
-        found = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
+        norms = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
     grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
-    top = inflate(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))
+    top = inflate(float(torch.as_tensor(norms.upper).max()) * math.sqrt(max(1, grown)))
     return Step(((x, top),), "matmul", offset=0.0, map=Own())

@@ -21,7 +21,6 @@ _CARRYING = {
 }  # fmt: skip
 #: … and must end in one of these, where it is a weight of 0
 _ABSORBING = {_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default, _aten.logsumexp.default}
-_ATTENTION = _aten.scaled_dot_product_attention.default
 #: limits that may be open on this side, and orders of norms
 _OPEN = {"min": -1, "min_val": -1, "max": 1, "max_val": 1, "ord": 1, "p": 1}
 
@@ -33,7 +32,7 @@ def refuse_nonfinite(call: Call) -> None:
             wrong = _wrong(one)
             if wrong is None or (math.isinf(wrong) and _OPEN.get(name) == math.copysign(1, wrong)):
                 continue
-            if wrong == -math.inf and _masks(call.node, name):
+            if wrong == -math.inf and call.node.target in _MASKING and _absorbed(call.node):
                 continue
             call.refuse(
                 f"its constant argument {name!r} holds a non-finite number ({wrong})",
@@ -51,11 +50,6 @@ def _wrong(value: Any) -> float | None:
         rest = value[~torch.isfinite(value)]
         return math.nan if bool(rest.isnan().any()) else float(rest.max())
     return value if isinstance(value, float) and not math.isfinite(value) else None
-
-
-def _masks(node: fx.Node, name: str) -> bool:
-    target = node.target
-    return (target is _ATTENTION and name == "attn_mask") or (target in _MASKING and _absorbed(node))
 
 
 def _absorbed(node: fx.Node) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equipoise.core.precision import frobenius, full_precision, inflate
+from equipoise.core.precision import inflate
 from equipoise.lipschitz.rules import reduce, shapes
+from equipoise.lipschitz.rules.affine import by_matrices
 from equipoise.lipschitz.rules.products import branch_product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, root
-from equipoise.norms import spectral_norm
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, norm_of, root
 
 
 def _first(call: Call) -> Signal:
@@ -95,7 +95,7 @@ complex_rule("aten.mean.dim", "aten.mean.default")(reduce.mean)
 def joined(call: Call) -> Step:
     """Root of the sum of squares."""
     parts = [t for t in call["tensors"] if isinstance(t, Signal)]
-    fixed = math.hypot(*(_size(t) for t in call["tensors"] if isinstance(t, Tensor)))
+    fixed = math.hypot(*(norm_of(t) for t in call["tensors"] if isinstance(t, Tensor)))
     return Step(tuple((p, 1.0) for p in parts), "concatenation", "root", offset=inflate(fixed))
 
 
@@ -111,13 +111,8 @@ def padded(call: Call) -> Step:
 def overwritten(call: Call) -> Step:
     """Some entries of one tensor, some of another: root of the sum of squares."""
     values = (call["self"], call["src"])
-    fixed = math.hypot(*(_size(t) for t in values if isinstance(t, Tensor)))
+    fixed = math.hypot(*(norm_of(t) for t in values if isinstance(t, Tensor)))
     return Step(tuple((v, 1.0) for v in values if isinstance(v, Signal)), "overwritten", "root", offset=inflate(fixed))
-
-
-def _size(values: Tensor) -> float:
-    """Upper bound of the ℓ2 norm of a constant, real or complex."""
-    return float(frobenius(values.detach().reshape(1, -1))) if values.numel() else 0.0
 
 
 def _largest(value: Any) -> float:
@@ -163,12 +158,4 @@ def matrices(call: Call) -> Step:
     a, b = call["self"], call.get("other", call.get("mat2"))
     if isinstance(a, Signal) and isinstance(b, Signal):
         call.refuse("a product of two spectra that depend on the input", "bound the parts separately")
-    x, constant = (a, b) if isinstance(a, Signal) else (b, a)
-    if constant.dim() < 2 or len(x.shape) < 2:
-        return Step(((x, _size(constant)),), "matmul", offset=0.0)
-    with torch.no_grad(), full_precision():
-        found = spectral_norm(constant.detach().reshape(-1, *constant.shape[-2:]), rtol=call.rtol)
-    grown = math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))
-    return Step(
-        ((x, inflate(float(torch.as_tensor(found.upper).max()) * math.sqrt(max(1, grown)))),), "matmul", offset=0.0
-    )
+    return by_matrices(call, a, b) if isinstance(a, Signal) else by_matrices(call, b, a)

@@ -42,16 +42,6 @@ def windows(call: Call) -> Step:
     return entries(x, flat.unfold(call["dimension"], call["size"], call["step"]))
 
 
-@rule("aten.as_strided.default")
-def strided(call: Call) -> Step:
-    """Entries of a tensor stored in order, by their strides."""
-    x, stored = call.signal("self"), call.node.all_input_nodes[0].meta["val"]
-    if not stored.is_contiguous() or stored.storage_offset() or stored.untyped_storage().nbytes() != stored.nbytes:
-        call.refuse("strides over a tensor that is a view of another", "call .contiguous() before, or use unfold")
-    flat = torch.arange(x.numel)
-    return entries(x, flat.as_strided(call["size"], call["stride"], call["storage_offset"] or 0))
-
-
 @rule("aten.im2col.default")
 def patches(call: Call) -> Step:
     """Patches of an image, with zeros around: √ of how many hold one pixel."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.operations import Average, Join, Sorted
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule, unchanged
+from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Sorted
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, norm_of, repeated, root, rule, unchanged
 
 _aten = torch.ops.aten
 
@@ -61,22 +61,28 @@ def running_maximum(call: Call) -> Step:
     return Step(((x, root(n)),), "running maximum", offset=offset, peak=inflate(x.peak + more), low=x.low)
 
 
-@rule(
-    "aten.logaddexp.default", "aten.logaddexp2.default", "aten.hypot.default", "aten.fmax.default", "aten.fmin.default"
-)
+#: functions of two entries whose gradient has norm at most 1, and how far they may exceed the larger of both
+_OF_TWO = {
+    **dict.fromkeys(
+        ("maximum.default", "minimum.default", "max.other", "min.other", "fmax.default", "fmin.default"), 0.0
+    ),
+    "logaddexp.default": math.log(2),
+    "logaddexp2.default": 1.0,
+}
+
+
+@rule(*(f"aten.{name}" for name in _OF_TWO), "aten.hypot.default")
 def two_to_one(call: Call) -> Step:
     """Functions of two entries whose gradient has norm at most 1: root of the sum of squares."""
-    values = [call["self"], call["other"]]
-    signals = [v for v in values if isinstance(v, Signal)]
-    fixed = max((float(v.abs().max()) for v in values if isinstance(v, Tensor)), default=0.0)
-    most = inflate(max(fixed, *(s.peak for s in signals)))
-    positive = call.node.target is _aten.hypot.default
-    at_zero = inflate(fixed if positive else fixed + 1)
-    return Step(
-        tuple((s, copies(s, call.shape)) for s in signals), "function of two", "root",
-        offset=inflate(at_zero * math.sqrt(math.prod(call.shape))), peak=inflate(1.5 * most + (0 if positive else 1)),
-        low=0.0 if positive else -math.inf,
-    )  # fmt: skip
+    gains, fixed, peak = repeated(call, (call["self"], call["other"]))
+    name = str(call.node.target).removeprefix("aten.")
+    root_size = math.sqrt(math.prod(call.shape))
+    if name not in _OF_TWO:
+        return Step(gains, "hypot", "root", offset=inflate(fixed * root_size), peak=inflate(1.5 * peak), low=0.0)
+    more = _OF_TWO[name]
+    found: Map = Opaque() if more else Largest()
+    offset, label = inflate(inflate(fixed + more) * root_size), "logaddexp" if more else "maximum"
+    return Step(gains, label, "root", offset=offset, peak=inflate(peak + more) if more else peak, map=found)
 
 
 @rule("aten._cdist_forward.default")

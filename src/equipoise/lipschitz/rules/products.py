@@ -167,32 +167,6 @@ def attention_read(call: Call, scores: Signal, v: Signal, temperature: float = 1
     )  # fmt: skip
 
 
-@rule("aten.scaled_dot_product_attention.default")
-def attention(call: Call) -> Step:
-    """`softmax(τ·QKᵀ)·V` with τ = 1/√d: gains τ·R_V·√m·R_K for Q, τ·R_V·√n·R_Q for K, √n for V (n queries, m keys)."""
-    q, k, v = call["query"], call["key"], call["value"]
-    if not all(isinstance(t, Signal) for t in (q, k, v)):
-        call.refuse("attention with a constant query, key or value", "write it as matmul and softmax")
-    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-        call.refuse("attention with broadcasting", "expand query, key and value to the same batch dimensions")
-    if float(call["dropout_p"]) != 0 or isinstance(call["attn_mask"], Signal) or call["enable_gqa"]:
-        call.refuse(
-            "attention with dropout, grouped queries or a mask that depends on the input", "call model.eval() first"
-        )
-    if not all(math.isfinite(t.row) for t in (q, k, v)):
-        _unbounded(call, "attention")
-    scale = float(call["scale"]) if call["scale"] is not None else 1 / math.sqrt(q.shape[-1])
-    n, m = q.shape[-2], k.shape[-2]
-    tau = inflate(abs(scale))
-    rows = math.prod(call.shape[:-1])
-    gains = (
-        (q, inflate(inflate(tau * v.row) * inflate(math.sqrt(m) * k.row))),
-        (k, inflate(inflate(tau * v.row) * inflate(math.sqrt(n) * q.row))),
-        (v, inflate(math.sqrt(n))),
-    )
-    return Step(gains, "attention", row=v.row, peak=v.peak, norm=inflate(math.sqrt(rows) * v.row), map=Product())
-
-
 @rule("aten.glu.default")
 def glu(call: Call) -> Step:
     """`a·σ(b)`: √(1 + (|a|_∞/4)²) on a bounded domain."""
@@ -204,52 +178,15 @@ def glu(call: Call) -> Step:
     )
 
 
-def _within(x: Signal, n: int, along_last: bool) -> float:
-    """The largest size of n numbers of equal size in one group: by the largest entry, or by the length of the group."""
-    length = min(x.norm, x.row if along_last else math.inf)
-    return min(x.peak, inflate(length / math.sqrt(max(1, n))))
-
-
 @rule("aten.prod.dim_int", "aten.prod.default")
 def product(call: Call) -> Step:
-    """`∏ x_i` over n entries: √n·m^(n−1) where every |x_i| ≤ m, or with m = R/√n where ‖x‖ ≤ R.
-
-    The gradient has entries `∏_{j≠i} x_j`; the sum of their squares is the elementary symmetric polynomial of degree n − 1 in
-    the squares, at most n·(R²/n)^(n−1) by Maclaurin's inequality.
-    """
-    x = call.signal("self")
-    dim = call.get("dim")
+    """`∏ x_i` over n entries: √n·m^(n−1) where every |x_i| ≤ m, or with m = R/√n where ‖x‖ ≤ R (Maclaurin's inequality)."""
+    x, dim = call.signal("self"), call.get("dim")
     n = x.numel if dim is None else x.shape[dim]
-    size = _within(x, n, dim is not None and dim % max(1, len(x.shape)) == len(x.shape) - 1)
-    if n > 1 and not math.isfinite(size):
+    size = min(x.peak, inflate(x.norm / math.sqrt(max(1, n))))
+    if n > 1 and not n * math.log(max(1.0, size)) < 600:
         _unbounded(call, "a product of entries")
-    gain = 1.0 if n <= 1 else _power(call, size, n - 1, math.sqrt(n))
-    peak = x.peak if n == 1 else _power(call, size, n, 1.0)
+    gain = 1.0 if n <= 1 else inflate(inflate(math.sqrt(n) * size ** (n - 1)) * (1 + 1e-12))
+    peak = inflate(size**n * (1 + 1e-12)) if n > 1 else x.peak
     low = 0.0 if x.low >= 0 else -math.inf
     return Step(((x, gain),), "product of entries", offset=0.0 if n else math.inf, peak=peak, low=low, map=Product())
-
-
-@rule("aten.cumprod.default")
-def running_product(call: Call) -> Step:
-    """Running products: √(Σ_k k·m_k^(2(k−1))), the k-th as in `product`."""
-    x = call.signal("self")
-    dim = call["dim"] % max(1, len(x.shape))
-    n = x.shape[dim] if x.shape else 1
-    if n > 1 and not math.isfinite(x.peak):
-        _unbounded(call, "a running product")
-    sizes = [_within(x, k, dim == len(x.shape) - 1) for k in range(1, n + 1)]
-    parts = [_power(call, size, k - 1, math.sqrt(k)) for k, size in enumerate(sizes, 1)]
-    peak = max((_power(call, size, k, 1.0) if k > 1 else x.peak for k, size in enumerate(sizes, 1)), default=0.0)
-    low = 0.0 if x.low >= 0 else -math.inf
-    return Step(
-        ((x, inflate(math.hypot(*parts))),), "running product", offset=0.0, peak=peak, low=low, map=Product()
-    )  # fmt: skip
-
-
-def _power(call: Call, size: float, exponent: int, factor: float) -> float:
-    """`factor·size^exponent`, rounded up."""
-    if exponent * math.log(max(1.0, size)) > 600:
-        call.refuse(
-            f"a product of {exponent + 1} numbers up to {size:.3g} does not fit a float", "state a smaller ball"
-        )
-    return inflate(factor * size**exponent * (1 + 1e-12))

@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.operations import Average, Largest, Map, Own
-from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, copies, lower, root, rule
+from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, lower, root, rule
 from equipoise.norms import spectral_norm
 
 
@@ -54,17 +54,6 @@ def maximum_over(call: Call) -> Step:
     """The maximum over disjoint sets of entries: 1."""
     x = call.signal("self")
     return Step(((x, 1.0),), "maximum", offset=0.0, peak=x.peak, low=x.low, map=Largest())
-
-
-@rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
-def larger_of(call: Call) -> Step:
-    """`|max(a, b) − max(a', b')| ≤ max(|a − a'|, |b − b'|)`: root of the sum of squares."""
-    values = [call["self"], call["other"]]
-    signals = [v for v in values if isinstance(v, Signal)]
-    fixed = max((float(v.abs().max()) for v in values if isinstance(v, Tensor)), default=0.0)
-    gains = tuple((v, copies(v, call.shape)) for v in signals)
-    offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
-    return Step(gains, "maximum", "root", offset=offset, peak=max(fixed, *(v.peak for v in signals)), map=Largest())
 
 
 @rule("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar")
@@ -162,19 +151,6 @@ def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
     return Bracket(lower, upper, method="1-D matrices")
 
 
-def averaging(n: int, out: int, k: int, s: int, p: int, include: bool, divide: bool) -> Tensor:
-    """1-D matrix of average pooling along one axis as PyTorch computes it (ceil_mode windows included)."""
-    A = torch.zeros(out, n, dtype=torch.float64)
-    for j in range(out):
-        start = j * s - p
-        end = min(start + k, n + p)
-        size = end - start
-        lo, hi = max(start, 0), min(end, n)
-        if hi > lo:
-            A[j, lo:hi] = 1.0 / ((size if include else hi - lo) if divide else 1)
-    return A
-
-
 def _avg_pool(call: Call, *, d: int) -> Step:
     """Average pooling, exactly: overlap, `ceil_mode`, `count_include_pad` and `divisor_override` change its norm."""
     x = call.signal("self")
@@ -182,8 +158,12 @@ def _avg_pool(call: Call, *, d: int) -> Step:
     s = _per_axis(call["stride"], d, k)
     p = _per_axis(call["padding"], d)
     divisor = call.get("divisor_override")
-    axes = zip(x.shape[-d:], call.shape[-d:], k, s, p, strict=True)
-    matrices = [averaging(*axis, bool(call["count_include_pad"]), divisor is None) for axis in axes]
+    matrices = []
+    for size, *axis in zip(x.shape[-d:], k, s, p, strict=True):
+        eye = torch.eye(size, dtype=torch.float64)[:, None]
+        settings: Any = (*axis, bool(call["ceil_mode"]), bool(call["count_include_pad"]))
+        one = torch.nn.functional.avg_pool1d(eye, *settings)
+        matrices.append((one if divisor is None else (one > 0).double())[:, 0].mT)
     found = separable(matrices, 1.0 if divisor is None else 1.0 / divisor)
     row_sum = math.prod(float(m.sum(1).max()) for m in matrices) / (divisor or 1)
     return Step(

@@ -4,7 +4,7 @@ import functools
 import importlib.metadata
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -287,7 +287,8 @@ def norm_of(values: Tensor | None) -> float:
     """Upper bound of the ℓ2 norm of a constant tensor."""
     if values is None or values.numel() == 0:
         return 0.0
-    return float(frobenius(values.detach().double().reshape(1, -1)))
+    wide = values.detach() if values.is_complex() else values.detach().double()
+    return float(frobenius(wide.reshape(1, -1)))
 
 
 def lower(x: float) -> float:
@@ -309,6 +310,17 @@ def copies(signal: Signal, shape: tuple[int, ...]) -> float:
     """√ of how often broadcasting to `shape` repeats every entry, rounded up."""
     times = math.prod(shape) // max(1, signal.numel)
     return root(max(1, times))
+
+
+def repeated(call: "Call", values: Iterable[Any]) -> tuple[tuple[tuple[Signal, float], ...], float, float]:
+    """Tensors and numbers that broadcast to the output: the gains of the signals, the largest constant and the largest entry."""
+    gains, fixed = [], 0.0
+    for value in values:
+        if isinstance(value, Signal):
+            gains.append((value, copies(value, call.shape)))
+        elif not isinstance(value, Tensor) or value.numel():
+            fixed = max(fixed, float(torch.as_tensor(value).abs().max()))
+    return tuple(gains), fixed, max([fixed, *(s.peak for s, _ in gains)])
 
 
 def _bind(node: fx.Node, lookup: Callable[[fx.Node], Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Copy, Map, Padded, Piece, Pieces, Product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, root, rule, unchanged
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, repeated, root, rule, unchanged
 from equipoise.maps.linear import Padding
 
 #: the same entries in another order of dimensions
@@ -284,13 +284,6 @@ def where_(call: Call) -> Step:
     mask = call.get("condition") if "condition" in call.arguments else call.get("mask")
     if isinstance(mask, Signal):
         call.refuse("the mask depends on the input, so the choice jumps", "use relu, clamp or maximum")
-    branches = [v for k, v in call.arguments.items() if k not in ("condition", "mask")]
-    signals = [v for v in branches if isinstance(v, Signal)]
-    fixed = [
-        float(v.abs().max()) if isinstance(v, Tensor) else abs(float(v)) for v in branches if not isinstance(v, Signal)
-    ]
-    peak = max([s.peak for s in signals] + fixed)
-    gains = tuple((s, copies(s, call.shape)) for s in signals)
-    finite = max(fixed, default=0.0)
-    offset = inflate(finite * math.sqrt(math.prod(call.shape))) if math.isfinite(finite) else math.inf
+    gains, fixed, peak = repeated(call, (v for k, v in call.arguments.items() if k not in ("condition", "mask")))
+    offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
     return Step(gains, "mask", "root", offset=offset, peak=peak)

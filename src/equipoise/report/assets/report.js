@@ -130,8 +130,8 @@
     return [
       { name: "input", value: (i) => ids[i], text: (i) => ids[i] },
       { name: "label", num: true, value: (i) => s.label[i], text: (i) => String(s.label[i]) },
-      { name: "certified answer", num: true, value: (i) => s.prediction[i], text: (i) => (s.prediction[i] < 0 ? "abstains" : String(s.prediction[i])) },
-      { name: "right", value: (i) => Number(s.prediction[i] === s.label[i]), text: (i) => (s.prediction[i] === s.label[i] ? "yes" : "no") },
+      { name: "certified answer", num: true, value: (i) => s.prediction[i], text: (i) => (s.prediction[i] < 0 ? "none" : String(s.prediction[i])) },
+      { name: "status", value: (i) => s.status[i], text: (i) => s.status[i] },
       { name: "certified radius", num: true, value: (i) => s.radius[i], text: (i) => floor(s.radius[i]) },
       ...attacksOf(s).map((a) => ({
         name: `closest attack, ${a.kind}`, num: true,
@@ -206,9 +206,9 @@
     }, null, 1);
   };
   const inputsCsv = () => {
-    const rows = [["network", "run", "procedure", "sigma", "alpha", "input", "label", "certified answer", "certified radius"]];
+    const rows = [["network", "run", "procedure", "sigma", "alpha", "input", "label", "certified answer", "certified radius", "status"]];
     for (const s of data.series) data.ids[s.ids].forEach((id, i) => {
-      rows.push([s.model, s.run, s.procedure, s.sigma, s.alpha, id, s.label[i], s.prediction[i], s.radius[i]]);
+      rows.push([s.model, s.run, s.procedure, s.sigma, s.alpha, id, s.label[i], s.prediction[i], s.radius[i], s.status[i]]);
     });
     return csv(rows);
   };
