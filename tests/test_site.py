@@ -40,7 +40,7 @@ def value_of(package, name):
 
 
 def rendered(text):
-    return markdown.markdown(text, extensions=[markup.HouseMarkup(), "fenced_code", "tables"])
+    return markdown.markdown(text, extensions=[markup.SiteMarkup(), "fenced_code", "tables"])
 
 
 PAGES = {

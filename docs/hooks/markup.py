@@ -77,7 +77,7 @@ class Typeset(Treeprocessor):
                     parent[place] = made
 
 
-class HouseMarkup(Extension):
+class SiteMarkup(Extension):
     """Both of them."""
 
     def extendMarkdown(self, md: Markdown) -> None:
@@ -86,6 +86,6 @@ class HouseMarkup(Extension):
         md.treeprocessors.register(Typeset(md), "house-formulas", 5)
 
 
-def makeExtension(**options: Any) -> HouseMarkup:
+def makeExtension(**options: Any) -> SiteMarkup:
     """What `markdown_extensions: - markup` loads."""
-    return HouseMarkup(**options)
+    return SiteMarkup(**options)

@@ -8,14 +8,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from markup import HouseMarkup
+from markup import SiteMarkup
 from mkdocs.structure.files import File, Files
 from reference import pages
 
 
 def on_config(config: Any) -> Any:
     """Formulas and doctests, in pages and docstrings."""
-    config.markdown_extensions.append(HouseMarkup())
+    config.markdown_extensions.append(SiteMarkup())
     return config
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from equipoise.norms import spectral_norm
     from equipoise.runs import certify, open_run
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __all__ = [
     "Bound", "Bracket", "EquipoiseError", "InputError", "Kind", "Refused", "attacks",
     "certificates", "certified_radius", "certify", "curvature", "data", "export", "functional", "lipschitz", "lipschitz_bound",

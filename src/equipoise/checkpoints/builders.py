@@ -6,9 +6,7 @@ Third parties add rows through the entry point group `equipoise.models`: an entr
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -98,29 +96,22 @@ def find_builder(name: str, where: str) -> Builder:
 def build_registered(
     name: str, arguments: Any, where: str, elements: int | None = None, tensors: int = 2000
 ) -> nn.Module:
-    """The registered model, in evaluation mode, within what its weights file holds: so many numbers in so many tensors."""
+    """The registered model, in evaluation mode, within what its weights file holds.
+
+    Args:
+        name: of the builder.
+        arguments: plain JSON.
+        where: what error messages call the file.
+        elements: how many numbers the weights file holds; None: no limit.
+        tensors: in how many tensors.
+    """
     builder = find_builder(name, where)
     given = check_arguments(arguments, where)
-    _check_names(builder, given, name, where)
     with Budget(elements, where, _CALLS * (tensors + 20)):
         made = guarded(lambda: builder(**given), f"{where}: {name!r} with these arguments")
     if not isinstance(made, nn.Module):
         raise InputError(f"{name!r} gave a {type(made).__name__}, not an nn.Module")
     return made.eval()
-
-
-def _check_names(builder: Builder, given: Mapping[str, Any], name: str, where: str) -> None:
-    try:
-        parameters = inspect.signature(builder).parameters
-    except (TypeError, ValueError):
-        return
-    preset = builder.keywords if isinstance(builder, functools.partial) else {}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    known = [key for key in parameters if key not in preset]
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise InputError(f"{where}: {name!r} takes no argument {unknown[0][:60]!r}; it takes {', '.join(known)}")
 
 
 def check_arguments(arguments: Any, where: str, most: int = _INTEGER) -> dict[str, Any]:
@@ -183,22 +174,13 @@ class Budget(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: factory functions that make up to n·m numbers of arguments n and m
-_SQUARE = (torch.ops.aten.eye, torch.ops.aten.tril_indices, torch.ops.aten.triu_indices)
-
-
 def _requested(func: Any, args: Any) -> int:
-    """How many numbers a factory function is asked for; 0 for operations on tensors that are there."""
+    """How many numbers a factory function is asked for, squares such as `eye(n)` included; 0 for operations on tensors."""
     if any(isinstance(a, torch.Tensor) for a in args):
         return 0
-    first = args[0] if args else 0
-    if isinstance(first, list | tuple) and all(isinstance(n, int) for n in first):
-        return math.prod(first)
-    numbers = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
-    square = getattr(func, "overloadpacket", None) in _SQUARE
-    return max((abs(n) for n in numbers), default=0) ** (2 if square else 1)
-
-
-__all__ = [
-    "BUILDERS", "Budget", "build_registered", "check_arguments", "find_builder", "register_model", "registered",
-]  # fmt: skip
+    sizes = args[0] if args and isinstance(args[0], list | tuple) else args
+    whole = [abs(n) for n in sizes if isinstance(n, int) and not isinstance(n, bool)]
+    if sizes is not args:
+        return math.prod(whole)
+    square = any(word in str(func) for word in ("eye", "tril_indices", "triu_indices"))
+    return max(whole, default=0) ** (2 if square else 1)

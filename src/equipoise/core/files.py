@@ -17,8 +17,6 @@ from torch import Tensor
 
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 
-#: how the names of temporary files end
-PART = ".part"
 #: a description (JSON, YAML) longer than this is not read
 LARGEST_TEXT = 16_000_000
 
@@ -123,7 +121,7 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
     """
     path = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}{PART}")
+    temporary = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         with open(temporary, "wb") as file:
             file.write(data)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket, format_up
+from equipoise.core.checks import require_module
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, frobenius, inflate, unit_roundoff, working_dtype
 from equipoise.maps.geometry import Geometry
@@ -187,6 +188,7 @@ class SpectralGuard:
         example_input: Tensor | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        require_module(model)
         if not 1e-6 <= tolerance <= 1:
             raise InputError(f"tolerance must lie between 1e-6 and 1, got {tolerance}")
         if how not in get_args(How):
