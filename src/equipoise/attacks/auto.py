@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from equipoise.attacks.pgd import AttackResult, inside_ball
 from equipoise.core import Refused, fresh_strides
+from equipoise.core.checks import require_type
 
 #: packages that have it, the authors' own first
 PACKAGES = ("autoattack", "torchattacks")
@@ -32,6 +33,7 @@ def autoattack(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, *, batch_
 
     Taken from the authors' package `autoattack` where it is installed, else from `torchattacks`.
     """
+    require_type(x, Tensor, "x")
     found = _found(model, fresh_strides(x), y, epsilon, batch_size).detach()
     radius = torch.full((len(x),), float(epsilon), dtype=torch.float64, device=x.device)
     stored = inside_ball(x, found.double(), radius)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from equipoise.core.checks import require_type
 from equipoise.core.errors import EquipoiseError, InputError, one_line
 from equipoise.core.modules import fresh_strides
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, empirical_bernstein
@@ -47,6 +48,9 @@ def inside_ball(x: Tensor, z: Tensor, radius: Tensor) -> Tensor:
     >>> bool((z.double() - x.double()).norm() <= 1.0), bool(z.norm() > 0.9999)
     (True, True)
     """
+    require_type(x, Tensor, "x")
+    if getattr(z, "shape", None) != x.shape or getattr(radius, "shape", None) not in ((), x.shape[:1]):
+        raise InputError("expected a point of x's shape and one radius, or one per input")
     centre = x.double()
     delta = z - centre
     rounding = 1 + (delta[0].numel() + 4) * 2.0**-52
@@ -152,6 +156,7 @@ def smooth_pgd(
     an interval of each margin. "Success" is wrong with probability at most alpha; an undecided test is no success.
     Reference: Salman et al. (2019), SmoothAdv.
     """
+    require_type(classifier, SmoothedClassifier, "classifier")
     y = _labels(x, y)
     generator = torch.Generator(device=x.device).manual_seed(seed + 1)
     chosen = classifier.map or SimplexMap("hardmax")

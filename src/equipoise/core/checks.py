@@ -21,6 +21,19 @@ def describe(value: object) -> str:
     return f"an object of type {type(value).__name__}"
 
 
+def require_type(value: Any, kind: type | tuple[type, ...], name: str) -> None:
+    """Refuse a value that is not of one of these types.
+
+    Args:
+        value: what the caller gave.
+        kind: the type, or several.
+        name: of the argument, for the message.
+    """
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise InputError(f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}, got {describe(value)}")
+
+
 def require_module(model: Any, name: str = "model") -> nn.Module:
     """The model, if it is a PyTorch module.
 

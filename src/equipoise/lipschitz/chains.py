@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, gamma, inflate, rescaled
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
@@ -50,6 +51,7 @@ def chain_bound(weights: Sequence[Tensor], slopes: Slopes = (0.0, 1.0)) -> float
     >>> chain_bound(W) <= product
     True
     """
+    require_type(weights, (list, tuple), "weights")
     weights, each = checked_chain(weights, slopes)
     layers = [Matrix(w.detach()) for w in weights]
     with torch.no_grad(), full_precision():

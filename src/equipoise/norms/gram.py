@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from equipoise.core.checks import require_tensor, require_type
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, gamma, inflate, power_of_two_scale, require_finite, unit_roundoff
 
@@ -90,6 +91,7 @@ def gram_norm_plain(W: Tensor, iterations: int = 6, readout: Readout = "fro") ->
     >>> round(float(gram_norm_plain(W, 4)), 4)
     3.0
     """
+    require_type(W, Tensor, "W")
     _check(W, iterations)
     A, log2 = gram_iterate(W, iterations)
     if readout not in get_args(Readout):
@@ -170,6 +172,7 @@ def dominant_pair(W: Tensor, rtol: float = 1e-6) -> tuple[Tensor, Tensor, Tensor
     >>> round(float(s), 4), bool(torch.allclose(v.abs(), torch.tensor([1.0, 0.0])))
     (3.0, True)
     """
+    require_tensor(W, "W")
     require_finite(W)
     return complete_pair(W, gram_bracket(W, rtol)[2])
 
@@ -195,6 +198,7 @@ def dominant_eigenpair(A: Tensor, iterations: int = 12) -> tuple[Tensor, Tensor,
     >>> round(float(r), 3), round(float(value), 3)
     (2.0, 2.0)
     """
+    require_type(A, Tensor, "A")
     require_finite(A, "matrix")
     if A.dim() < 2 or A.shape[-1] != A.shape[-2]:
         raise InputError(f"expected square matrices (..., n, n), got shape {tuple(A.shape)}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import frobenius, full_precision, gamma, inflate, ldexp_up, require_finite, rescaled
 
@@ -31,6 +32,7 @@ def operator_matrix(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
     >>> operator_matrix(nn.Linear(2, 1, bias=False).requires_grad_(False), (2,)).shape
     torch.Size([1, 2])
     """
+    require_type(input_shape, (tuple, list), "input_shape")
     size = math.prod(input_shape)
     if size > 20_000:
         raise InputError(f"the reference materialises the operator; {size} inputs are too many (at most 20000)")
@@ -87,6 +89,7 @@ def norm2_toep(K: Tensor, iterations: int = 3, readout: Literal["inf", "fro"] = 
 
     Reference: Delattre et al. 2024, *Spectral norm of convolutional layers with circular and zero paddings*; errata 2 and 3.
     """
+    require_type(K, Tensor, "K")
     if K.dim() != 4:
         raise InputError(f"norm2_toep takes a 2-D convolution weight (out, in, k1, k2), got shape {tuple(K.shape)}")
     if readout not in ("inf", "fro"):

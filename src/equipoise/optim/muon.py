@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError
 
 #: Keller Jordan's quintic, as in torch.optim.Muon
@@ -124,6 +125,7 @@ def add_lookahead(optimizer: torch.optim.Optimizer, steps: int = 5, alpha: float
     >>> w.item()  # two steps of −1, half of the way back
     -1.0
     """
+    require_type(optimizer, torch.optim.Optimizer, "optimizer")
     if steps < 1 or not 0 < alpha <= 1:
         raise InputError(f"lookahead needs steps ≥ 1 and alpha in (0, 1], got {steps} and {alpha}")
     start: dict[Tensor, Tensor] = {
