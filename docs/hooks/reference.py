@@ -19,7 +19,7 @@ class Page(NamedTuple):
 PAGES = {
     "norms": Page(
         "Norms, bounds and errors",
-        ("equipoise.core", "equipoise.norms", "equipoise.functional", "equipoise.norms.files"),
+        ("equipoise.core", "equipoise.norms", "equipoise.functional"),
     ),
     "lipschitz": Page("Lipschitz bounds", ("equipoise.lipschitz", "equipoise.onnx")),
     "nn": Page("1-Lipschitz layers", ("equipoise.nn", "equipoise.nn.models", "equipoise.models")),

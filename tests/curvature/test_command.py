@@ -65,7 +65,6 @@ def test_one_layer_as_a_table(run):
     ("args", "says"),
     [
         (["own_nets:linear", "--data", "digits", "--what", "slope"], "--what"),
-        (["own_nets:linear", "--data", "digits", "--loss", "mse"], "--loss"),
         (["own_nets:linear", "--data", "digits", "--layer", "fc"], "matches"),
         (["own_nets:nothing", "--data", "digits"], "nothing"),
         (["own_nets:linear", "--data", "no-such-data"], "no-such-data"),

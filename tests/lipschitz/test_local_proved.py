@@ -19,8 +19,7 @@ from equipoise.lipschitz.local import multipliers
 from equipoise.lipschitz.local.backward import enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Activation, Affine, Unsupported, read_network
 from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius, together_radius
-from equipoise.lipschitz.local.multipliers import best_multipliers, proves
-from equipoise.lipschitz.local.reduced import Reduced, reduced_maps
+from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers, proves, reduced_maps
 from equipoise.lipschitz.propagate import propagate
 from equipoise.norms.spectral import Cache
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from equipoise.core.precision import full_precision, gamma
-from equipoise.norms.cholesky import PIECE, cholesky_bracket, gram_lower, gram_lower_error
+from equipoise.norms.cholesky import PIECE, cholesky_bracket, syrk, syrk_error
 from equipoise.norms.lanczos import krylov, lanczos, random_start
 
 
@@ -76,10 +76,10 @@ def test_the_triangle_of_a_gram_matrix_is_as_near_as_it_says(shape, stored, dtyp
     W = torch.randn(shape, dtype=stored)
     for X in (W, W.mT.contiguous().mT):
         A = X.double()
-        found = torch.tril(gram_lower(X, dtype)).double()
+        found = torch.tril(syrk(X, dtype)).double()
         whole = found + torch.tril(found, -1).mT
         off = float(torch.linalg.matrix_norm(whole - A.mT @ A, 2))
-        allowed = gram_lower_error(float(whole.trace()), A.shape, dtype)
+        allowed = syrk_error(float(whole.trace()), A.shape, dtype)
         size = float(A.square().sum())
         assert off <= allowed + 1e-13 * size  # of the reference
         assert allowed <= 2 * gamma(PIECE + 20 if dtype is torch.float32 else len(A) + 20, dtype) * size

@@ -5,7 +5,7 @@ import torch
 
 from equipoise.core.precision import frobenius
 from equipoise.norms import search
-from equipoise.norms.cholesky import below, gram_lower, mirrored
+from equipoise.norms.cholesky import below, syrk
 from equipoise.norms.differentiable import conv_norm, gram_norm
 from equipoise.norms.gram import gram_error, gram_iterate, rayleigh_lower
 from equipoise.norms.symbol import Symbol, autocorrelation
@@ -29,8 +29,7 @@ WORK = {
     "frobenius": lambda: frobenius(BATCH),
     "below": lambda: below(BATCH, NUMBERS, NUMBERS),
     "below, complex": lambda: below(BATCH.to(torch.complex64), NUMBERS, NUMBERS),
-    "gram_lower": lambda: gram_lower(empty(500, 40), torch.float32),
-    "mirrored": lambda: mirrored(empty(40, 40)),
+    "syrk": lambda: syrk(empty(500, 40), torch.float32),
     "gram_iterate": lambda: gram_iterate(BATCH, 4),
     "gram_error": lambda: gram_error(BATCH),
     "rayleigh_lower": lambda: rayleigh_lower(BATCH, empty(20, 30)),

@@ -12,7 +12,7 @@ import torch
 from equipoise import Refused
 from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, format_down, format_up, full_precision
 from equipoise.core.precision import frobenius, gamma, inflate
-from equipoise.norms.cholesky import _by_residual, below, cholesky_gamma, factor
+from equipoise.norms.cholesky import _attempt, _by_residual, _shift, below, cholesky_gamma, factor
 from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
 from equipoise.norms.symbol import autocorrelation, correlation_error, half_lattice
 
@@ -140,6 +140,29 @@ def test_factors_are_off_by_no_more_than_the_theorem_says(n: int, dtype: torch.d
     allowed = cholesky_gamma(n, dtype) * torch.tril(L.abs() @ L.abs().mT)
     assert bool(((off <= allowed).flatten(1).all(1) | ~completed).all())
     assert bool(completed.any()) or kind == "graded"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("n", [20, 100])
+def test_the_bound_of_the_factor_covers_it(n: int, dtype: torch.dtype) -> None:
+    """`ρ ≥ ‖|L|‖₂²`, whatever the scale, also where the factor overwrites the matrix."""
+    torch.manual_seed(n)
+    A = torch.randn(2, n, n, dtype=dtype)
+    unit = A.mH @ A / n
+    for scale in (1e-8, 1.0, 1e8):
+        G = unit * scale
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        tau = torch.linalg.eigvalsh(G.to(wide))[:, -1] * 1.1
+        diagonal = torch.diagonal(G, dim1=-2, dim2=-1).real.double()
+        zero = torch.zeros(2, dtype=torch.float64)
+        spread = torch.full((2,), 1.01 * n, dtype=torch.float64)
+        done, needed = _attempt(G, diagonal, tau, zero, spread)
+        s, _ = _shift(diagonal, tau, zero, spread, dtype)
+        L = torch.tril(factor(torch.eye(n, dtype=dtype) * s[:, None, None].to(dtype) - G)[0]).abs().double()
+        rho = torch.linalg.matrix_norm(L, 2).square() / s.double()
+        assert bool(done.all())
+        assert bool((rho <= needed).all())
+        assert bool((needed <= 1.01 * n).all())
 
 
 def test_an_indefinite_matrix_has_no_factor() -> None:

@@ -1,5 +1,6 @@
 """The guard in other loops: Hugging Face Trainer, a Lightning-like one, TensorBoard; and Muon's polynomial."""
 
+import importlib.machinery
 import sys
 import types
 
@@ -71,7 +72,9 @@ def test_a_loop_with_lightnings_hooks(monkeypatch):
         lightning_callback(SpectralGuard(net()))
     stub = types.ModuleType("lightning.pytorch")
     stub.Callback = type("Callback", (), {})
-    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    package = types.ModuleType("lightning")
+    package.__spec__ = importlib.machinery.ModuleSpec("lightning", None)
+    monkeypatch.setitem(sys.modules, "lightning", package)
     monkeypatch.setitem(sys.modules, "lightning.pytorch", stub)
     model, logs = net(), []
     guard = SpectralGuard(model, radius=1.0)

@@ -324,3 +324,23 @@ def test_code_in_a_recipe_that_extends_is_refused(tmp_path):
     path.write_text("extends: sll-sr-digits\nmodel: {factory: 'os:system'}\n")
     with pytest.raises(EquipoiseError, match="code that would be run"):
         read_recipe(path)
+
+
+@pytest.mark.parametrize(("parts", "said"), [
+    ({"data": {"path": "digits", "augment": [{"kind": "pad-crop", "padding": 10**6}]}}, r"padding.*less than or equal to 64"),
+    ({"noise": {"kind": "soft-vote", "sigma": 0.1, "copies": 10**9}}, r"copies.*less than or equal to 100"),
+    ({"noise": {"kind": "gaussian", "sigma": "loud"}}, r"sigma.*valid number"),
+    ({"loss": {"kind": "lmt", "temperature": [1]}}, r"temperature.*valid number"),
+    ({"data": {"path": "digits", "extra": {"path": "digits", "ratio": 1e9}}}, r"data\.extra\.ratio.*1000"),
+    ({"metrics": {"epsilons": ["a"]}}, r"metrics\.epsilons\.0.*valid number"),
+    ({"model": {"factory": "equipoise.nn.models:mlp", "arguments": {"widths": [10**12]}}}, "memory"),
+])  # fmt: skip
+def test_wrong_types_and_sizes_beyond_reason_are_one_sentence(small, parts, said):
+    with pytest.raises(InputError, match=said):
+        run_recipe(small("epochs=1", **parts))
+
+
+def test_a_recipe_without_a_test_split_trains(small, tmp_path):
+    result = run_recipe(small("epochs=1", "data.test=null", "data.limit=64"), tmp_path / "run")
+    assert "accuracy" not in result.final
+    assert (tmp_path / "run" / "certificate.json").exists()

@@ -22,7 +22,6 @@ def curvature(
     weights: Weights = None,
     split: Annotated[str | None, typer.Option(help="part of the data, e.g. train or test")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="use the first so many samples")] = None,
-    loss: Annotated[str, typer.Option(help="ce; the mean over the samples")] = "ce",
     layer: Annotated[str | None, typer.Option(help="only parameters whose name matches, e.g. 'fc.*'")] = None,
     what: Annotated[str, typer.Option(help="any of top,trace,density,sharpness")] = "top,trace",
     radius: Annotated[float, typer.Option(help="radius of the ball of the sharpness")] = 0.05,
@@ -44,10 +43,10 @@ def curvature(
     """
     from equipoise.cli.consoles import emit_json, results, table
 
-    wanted = _parts(what)
-    report = measure(
-        _operator(model, weights, data, split, limit, loss, layer, double), wanted, radius=radius, seed=seed
-    )
+    wanted = tuple(part.strip() for part in what.split(",") if part.strip())
+    if not wanted or not set(wanted) <= set(WHAT):
+        raise InputError(f"--what takes any of {','.join(WHAT)}, got {what!r}")
+    report = measure(_hessian(model, weights, data, split, limit, layer, double), wanted, radius=radius, seed=seed)
     if json:
         emit_json({"model": model, "data": data, "split": split, "layer": layer, **report})
         return
@@ -65,7 +64,14 @@ def curvature(
 
 
 def measure(hessian: LossHessian, what: tuple[str, ...], *, radius: float = 0.05, seed: int = 0) -> dict[str, Any]:
-    """The numbers asked for, as plain values."""
+    """The numbers asked for, as plain values.
+
+    Args:
+        hessian: of the mean loss.
+        what: any of `WHAT`.
+        radius: of the ball of the sharpness.
+        seed: of all random vectors.
+    """
     from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
 
     report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
@@ -80,23 +86,8 @@ def measure(hessian: LossHessian, what: tuple[str, ...], *, radius: float = 0.05
     return report
 
 
-def _parts(what: str) -> tuple[str, ...]:
-    wanted = tuple(part.strip() for part in what.split(",") if part.strip())
-    unknown = [part for part in wanted if part not in WHAT]
-    if unknown or not wanted:
-        raise InputError(f"--what takes any of {','.join(WHAT)}, got {what!r}")
-    return wanted
-
-
-def _operator(
-    model: str,
-    weights: Path | None,
-    data: str,
-    split: str | None,
-    limit: int | None,
-    loss: str,
-    layer: str | None,
-    double: bool,
+def _hessian(
+    model: str, weights: Path | None, data: str, split: str | None, limit: int | None, layer: str | None, double: bool
 ) -> LossHessian:
     import torch
     from torch.export import ExportedProgram
@@ -105,17 +96,15 @@ def _operator(
     from equipoise.curvature import LossHessian
     from equipoise.data import load_dataset
 
-    if loss != "ce":
-        raise InputError(f"--loss must be ce, the loss of data with class labels; got {loss!r}")
     net = load_model(model, weights).model
     if isinstance(net, ExportedProgram):
         raise InputError(
             f"{model} is an exported program, whose loss is not differentiated twice: "
             "give a checkpoint directory, or package.module:factory with --weights"
         )
-    found = load_dataset(data, split=split)
-    count = len(found) if limit is None else min(limit, len(found))
-    batches = [found.batch(list(range(i, min(i + 256, count)))) for i in range(0, count, 256)]
+    dataset = load_dataset(data, split=split)
+    indices = range(len(dataset))[:limit]
+    batches = [dataset.batch(list(indices[i : i + 256])) for i in range(0, len(indices), 256)]
     try:
         hessian = LossHessian(net, "ce", batches, layer, dtype=torch.float64 if double else None)
         hessian.value()
@@ -128,29 +117,19 @@ def _operator(
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(what, value, ±, meaning) of everything that was measured."""
     rows = []
-    if "top" in report:
-        top = report["top"]
-        rows.append(
-            (
-                "top eigenvalue",
-                f"{top['value']:.6g}",
-                f"{top['residual']:.2g}",
-                "lower bound of the largest; ± residual",
-            )
-        )
-    if "trace" in report:
-        found = report["trace"]
-        rows.append(
-            ("trace", f"{found['value']:.6g}", f"{found['standard_error']:.2g}", f"{found['method']}; ± standard error")
-        )
-    if "density" in report:
-        nodes, weights = report["density"]["nodes"], report["density"]["weights"]
-        negative = sum(w for x, w in zip(nodes, weights, strict=True) if x < 0)
-        rows.append(
-            ("share below zero", f"{negative:.3g}", "", f"estimate; nodes from {nodes[0]:.4g} to {nodes[-1]:.4g}")
-        )
-    if "sharpness" in report:
-        sharp = report["sharpness"]
+    if top := report.get("top"):
+        meaning = "lower bound of the largest; ± residual"
+        rows.append(("top eigenvalue", f"{top['value']:.6g}", f"{top['residual']:.2g}", meaning))
+    if trace := report.get("trace"):
+        meaning = f"{trace['method']}; ± standard error"
+        rows.append(("trace", f"{trace['value']:.6g}", f"{trace['standard_error']:.2g}", meaning))
+    if density := report.get("density"):
+        nodes = density["nodes"]
+        negative = sum(weight for x, weight in zip(nodes, density["weights"], strict=True) if x < 0)
+        meaning = f"estimate; nodes from {nodes[0]:.4g} to {nodes[-1]:.4g}"
+        rows.append(("share below zero", f"{negative:.3g}", "", meaning))
+    if sharp := report.get("sharpness"):
         rows.append(("sharpness", f"{sharp['value']:.6g}", "", f"lower bound, radius {sharp['radius']:g}"))
     return rows

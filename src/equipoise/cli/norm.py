@@ -1,11 +1,24 @@
-"""`equipoise norm`: the spectral norm of every weight of a safetensors file."""
+"""`equipoise norm`: the spectral norm of every weight of a safetensors file.
+
+From a file alone, stride, dilation, groups and padding of a convolution are unknown. With unknown input size the bracket is that
+of the ungrouped stride-1 convolution over all input sizes, `sup_ω ‖E(ω)‖₂`, and its **upper** end also holds for
+
+* every stride s ≥ 1: a strided convolution computes a subset of the stride-1 outputs;
+* every amount of zero padding and every input size: a compression of the infinite convolution;
+* every dilation: the symbol is evaluated at `d·ω`, the supremum is the same;
+* every grouping of the same weight: the groups are blocks of rows, and the largest block norm is at most that of the stack;
+* the transposed convolution with the same weight, whose matrix is the adjoint.
+
+The **lower** end belongs to stride 1 and groups 1. Reflect and replicate padding copy pixels and are not covered.
+"""
 
 from __future__ import annotations
 
-import math
+import fnmatch
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +26,9 @@ from equipoise.cli.consoles import complain, emit_json, progress, results, table
 from equipoise.cli.options import sizes
 
 if TYPE_CHECKING:
-    from equipoise.norms.files import Reading, WeightRow
+    from torch import Tensor
+
+    from equipoise.core.bounds import Bracket
 
 
 class PaddingMode(StrEnum):
@@ -41,15 +56,7 @@ def norm(
     only: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Only tensors of this name, e.g. 'layer1.*'.")
     ] = None,
-    watch: Annotated[
-        bool,
-        typer.Option("--watch", help="FILE is a folder: show every weight file in it, and new ones as they appear."),
-    ] = False,
-    seconds: Annotated[float, typer.Option(help="How long to watch; default until Ctrl-C.")] = math.inf,
-    every: Annotated[float, typer.Option(help="Seconds between two looks at the folder.")] = 2.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else (with --watch one line per file).")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Spectral norm of every weight of FILE, as brackets: lower ≤ norm ≤ upper.
 
@@ -66,88 +73,138 @@ def norm(
       equipoise norm model.safetensors
       equipoise norm model.safetensors --input-size 32,32 --rtol 1e-4
       equipoise norm model.safetensors --only 'layer1.*' --json
-      equipoise norm checkpoints/ --watch --seconds 600
     """
-    from equipoise.norms.files import Reading
+    from equipoise.core.errors import InputError
 
-    known = None if input_size is None else sizes(input_size, "--input-size takes positive numbers such as 32,32")
-    reading = Reading(rtol, known, padding.value, stride)
-    if watch:
-        _watch(file, reading, only, seconds, every, as_json)
-        return
-    rows = _rows(file, reading, only)
-    refused = [row for row in rows if row.status == "refused"]
+    if not rtol > 0:
+        raise InputError(f"rtol must be positive, got {rtol}")
+    if stride < 1:
+        raise InputError(f"stride must be at least 1, got {stride}")
+    size = None if input_size is None else sizes(input_size, "--input-size takes positive numbers such as 32,32")
+
+    rows = []
+    with progress() as bar:
+        task = bar.add_task(f"norms of {file.name}", total=None)
+        for row in weight_rows(file, only, rtol, size, padding.value, stride):
+            rows.append(row)
+            bar.advance(task)
+    refused = [row for row in rows if row["status"] == "refused"]
     if as_json:
-        emit_json(_document(file, reading, rows))
+        settings = {"file": str(file), "rtol": rtol, "input_size": size and list(size), "padding": padding.value}
+        emit_json({**settings, "stride": stride, "weights": rows, "refused": len(refused)})
     else:
         _show(file, rows)
     if refused:
         first = refused[0]
-        complain(f"{len(refused)} of {len(rows)} tensors refused, the first is {first.name}: {first.note}")
+        complain(f"{len(refused)} of {len(rows)} tensors refused, the first is {first['name']}: {first['note']}")
         raise typer.Exit(2)
 
 
-def _watch(folder: Path, reading: Reading, only: str | None, seconds: float, every: float, as_json: bool) -> None:
-    """Tables, or lines of JSON, of every file that appears; one that cannot be read is named, and the watch goes on."""
-    from equipoise.core.errors import EquipoiseError, one_line
-    from equipoise.norms.files import appearing
+def weight_rows(
+    path: Path,
+    only: str | None = None,
+    rtol: float = 1e-3,
+    input_size: tuple[int, ...] | None = None,
+    padding: Any = "zeros",
+    stride: int = 1,
+) -> Iterator[dict[str, Any]]:
+    """One row per tensor of a file or of a folder of files, read and bounded one after the other.
 
-    try:
-        for path in appearing(folder, seconds, every):
-            try:
-                rows = _rows(path, reading, only)
-            except EquipoiseError as error:
-                complain(one_line(error))
-                continue
-            if as_json:
-                emit_json(_document(path, reading, rows), indent=None)
-            else:
-                _show(path, rows, str(path.relative_to(folder)))
-    except KeyboardInterrupt:
-        return
+    Args:
+        path: a safetensors file, or a folder that holds the parts of a model.
+        only: a pattern for the names of the tensors.
+        rtol: relative gap to reach.
+        input_size: spatial size of the input of every convolution; None: any size.
+        padding: padding mode of every convolution.
+        stride: stride of every convolution.
+
+    Returns:
+        Rows with plain values; the status is `bracket`, `skipped` (nothing to bound, for example a bias) or `refused` (broken, or
+        the options do not fit it), and `note` says why.
+    """
+    from equipoise.core.errors import EquipoiseError, InputError
+    from equipoise.core.files import open_weights
+
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"the folder {path} holds no .safetensors file")
+    every: list[str] = []
+    count = 0
+    for part in files:
+        with open_weights(part) as weights:
+            every += weights.names
+            for name in weights.names if only is None else fnmatch.filter(weights.names, only):
+                count += 1
+                shape, dtype = weights.shape(name), weights.dtype(name)
+                row = {"name": name, "shape": list(shape), "dtype": dtype, "kind": "", "note": ""}
+                reason = _reason_to_skip(shape, dtype)
+                if reason:
+                    yield {**row, "status": "skipped", "note": reason}
+                    continue
+                row["kind"] = "matrix" if len(shape) == 2 else "convolution"
+                try:
+                    b = weight_bracket(weights.tensor(name), rtol, input_size, padding, stride)
+                except EquipoiseError as error:
+                    yield {**row, "status": "refused", "note": str(error)}
+                    continue
+                ends = {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached, "method": b.method}
+                yield {**row, "status": "bracket", "note": b.note, **ends}
+    if not count:
+        hint = (
+            f"no tensor of {path.name} matches {only!r}; try {every[0]!r}" if every else f"{path.name} holds no tensors"
+        )
+        raise InputError(hint)
 
 
-def _rows(file: Path, reading: Reading, only: str | None) -> list[WeightRow]:
-    from equipoise.core.errors import InputError
-    from equipoise.norms.files import weight_files, weight_names, weight_norms
-
-    parts = weight_files(file)
-    names = {part: weight_names(part, only, empty=len(parts) > 1) for part in parts}
-    if not any(names.values()):
-        raise InputError(f"no tensor of {file} matches {only!r}")
-    rows = []
-    with progress() as bar:
-        task = bar.add_task(f"norms of {file.name}", total=sum(map(len, names.values())))
-        for part, wanted in names.items():
-            for row in weight_norms(part, reading, wanted) if wanted else ():
-                rows.append(row)
-                bar.advance(task)
-    return rows
+def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:
+    if not dtype.startswith(("F", "BF", "C")):
+        return f"{dtype} is not floating point"
+    if len(shape) < 2:
+        return "a vector" if shape else "a scalar"
+    if len(shape) > 5:
+        return f"{len(shape)} dimensions: neither a matrix nor a convolution kernel"
+    return ""
 
 
-def _document(file: Path, reading: Reading, rows: list[WeightRow]) -> dict[str, object]:
-    return {
-        "file": str(file),
-        "rtol": reading.rtol,
-        "input_size": None if reading.input_size is None else list(reading.input_size),
-        "padding": reading.padding,
-        "stride": reading.stride,
-        "weights": [row.to_dict() for row in rows],
-        "refused": sum(row.status == "refused" for row in rows),
-    }
+def weight_bracket(
+    weight: Tensor, rtol: float, input_size: tuple[int, ...] | None = None, padding: Any = "zeros", stride: int = 1
+) -> Bracket:
+    """Bracket of one weight: 2-D as a matrix, 3-D to 5-D as the kernel `(out, in, *k)` of a convolution.
+
+    Args:
+        weight: the weight.
+        rtol: relative gap to reach.
+        input_size: spatial size of the input, one number serves every axis; None: any size.
+        padding: padding mode.
+        stride: stride.
+    """
+    import torch
+
+    from equipoise.core.precision import full_precision, require_finite, working_dtype
+    from equipoise.maps.linear import convolution
+    from equipoise.norms.convolution import conv_bracket
+    from equipoise.norms.spectral import spectral_norm
+
+    weight = require_finite(weight.to(working_dtype(weight.dtype)))
+    if weight.dim() == 2:
+        return spectral_norm(weight, rtol=rtol)
+    size = input_size[0] if input_size is not None and len(input_size) == 1 else input_size
+    with torch.no_grad(), full_precision():
+        return conv_bracket(convolution(weight, padding, stride, input_size=size), rtol)
 
 
-def _show(file: Path, rows: list[WeightRow], title: str | None = None) -> None:
+def _show(file: Path, rows: list[dict[str, Any]]) -> None:
     from equipoise.core.bounds import format_down, format_up
 
     columns = ("weight", "shape", "dtype", "lower", "upper", "note")
-    result = table(file.name if title is None else title, *columns, right=("lower", "upper"))
+    result = table(file.name, *columns, right=("lower", "upper"))
     for row in rows:
-        shape = "×".join(map(str, row.shape))
-        if row.bracket is not None:
-            ends = format_down(float(row.bracket.lower)), format_up(float(row.bracket.upper))
-            result.add_row(row.name, shape, row.dtype, *ends, row.note)
+        shape = "×".join(map(str, row["shape"]))
+        if row["status"] == "bracket":
+            result.add_row(
+                row["name"], shape, row["dtype"], format_down(row["lower"]), format_up(row["upper"]), row["note"]
+            )
         else:
-            style = "red" if row.status == "refused" else "dim"
-            result.add_row(row.name, shape, row.dtype, "", "", f"{row.status}: {row.note}", style=style)
+            style = "red" if row["status"] == "refused" else "dim"
+            result.add_row(row["name"], shape, row["dtype"], "", "", f"{row['status']}: {row['note']}", style=style)
     results().print(result, markup=False)

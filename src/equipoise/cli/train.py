@@ -213,30 +213,27 @@ def _line(event: Progress) -> str:
 
 
 def _show(result: Result) -> None:
+    from equipoise.checkpoints import registered
     from equipoise.core.accuracy import percent
     from equipoise.core.bounds import format_up
 
     final = result.final
+    split = final.get("split", "test")
     shown = table(f"{result.recipe.name} → {result.folder}", "figure", "value", right=("value",))
     shown.add_row("epochs", str(final["epoch"]))
-    for name in ("train_loss", "train_accuracy", "loss", "accuracy"):
-        if final.get(name) is not None:
-            label = name if name.startswith("train") else f"{final.get('split', 'test')} {name}"
-            shown.add_row(label.replace("_", " "), f"{final[name]:.2%}" if "accuracy" in name else f"{final[name]:.4f}")
+    figures = {"train loss": final.get("train_loss"), "train accuracy": final.get("train_accuracy")}
+    figures |= {f"{split} loss": final.get("loss"), f"{split} accuracy": final.get("accuracy")}
+    figures |= {f"test {name}": value for name, value in (final.get("test") or {}).items()}
+    for name, value in figures.items():
+        if isinstance(value, float):
+            shown.add_row(name, f"{value:.2%}" if "accuracy" in name else f"{value:.4f}")
     for epsilon, value in final.get("certified_accuracy", {}).items():
         shown.add_row(f"certified accuracy at ε = {epsilon}", f"{percent(value)}%")
     if final.get("bound") is not None:
         shown.add_row("Lipschitz bound (ℓ2, proved)", format_up(final["bound"], 5))
     elif final.get("bound_reason"):
         shown.add_row("Lipschitz bound", f"refused: {final['bound_reason']}")
-    for name, value in (final.get("test") or {}).items():
-        if isinstance(value, float):
-            shown.add_row(f"test {name}", f"{value:.2%}" if "accuracy" in name else f"{value:.4f}")
     results().print(shown, markup=False)
-    from equipoise.checkpoints import registered
-
     factory = result.recipe.model.factory
-    if registered(factory):
-        results().print(f"Next: equipoise audit {result.folder}", markup=False)
-    else:
-        results().print(f"Next: equipoise audit {factory} --weights {result.folder}/model.safetensors", markup=False)
+    own = f"{factory} --weights {result.folder}/model.safetensors"
+    results().print(f"Next: equipoise audit {result.folder if registered(factory) else own}", markup=False)

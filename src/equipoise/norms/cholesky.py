@@ -36,18 +36,22 @@ from equipoise.core.precision import (
     unit_roundoff,
 )
 from equipoise.norms.gram import gram, gram_bracket, scaled, small_side, wide
-from equipoise.norms.lanczos import lanczos, random_start
+from equipoise.norms.lanczos import Krylov, krylov, lanczos, random_start
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster than one factorisation
 LARGE = 160
 #: columns of one block of a factorisation: MKL factorises small matrices well, and large ones slowly on other processors
-BLOCK = 48
+BLOCK, BLOCK_WIDE = 48, 32
 #: rows summed in one go in float32: rounding grows with them, the number of calls with their inverse
-PIECE = 128
+PIECE = 256
 #: up to this many multiplications threads cost more processor time than they save
 SERIAL = 2**31
 #: relative loss that is not worth a prediction
 NEGLIGIBLE = 1e-6
+#: multiplications of a Gram matrix from which it is worth splitting off the top, and the smallest tolerance that allows it
+WORK, FINEST = 2**28, 1e-5
+#: most vectors that are split off; the share left for what Ritz values miss, and largest residual of such that count
+MOST_SPLIT, MARGIN, CONVERGED = 16, 5e-3, 3e-3
 
 
 @contextlib.contextmanager
@@ -64,8 +68,8 @@ def single_thread(work: float) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def gram_lower(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Lower triangle of `A*A` (a symmetric rank-k update); what lies above the diagonal is not meaningful.
+def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """`A*A` by a symmetric rank-k update: products of blocks on and below the diagonal, and their mirror images.
 
     The rows are summed in pieces of at most p, whose sums are added, so no product goes through more than `p + m/p` roundings.
     In float64 one piece will do; in float32 short pieces keep the error small.
@@ -74,8 +78,8 @@ def gram_lower(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         A: a matrix `(m, n)` with `m ≥ n`.
         dtype: arithmetic of the products, float32 or float64; complex matrices use the complex type of that precision.
 
-    >>> torch.tril(gram_lower(torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 0.0]]))).tolist()
-    [[2.0, 0.0], [2.0, 5.0]]
+    >>> syrk(torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 0.0]])).tolist()
+    [[2.0, 2.0], [2.0, 5.0]]
     """
     if A.is_complex():
         return gram(A.to(dtype.to_complex()))
@@ -87,11 +91,13 @@ def gram_lower(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         for first in range(0, n, step):
             last = min(n, first + step)
             G[first:last, :last].addmm_(rows[:, first:last].mT, rows[:, :last])
+    for first in range(step, n, step):
+        G[:first, first : first + step] = G[first : first + step, :first].mT
     return G
 
 
-def gram_lower_error(trace: float, shape: tuple[int, ...], dtype: torch.dtype, is_complex: bool = False) -> float:
-    """A bound of `‖Ĝ − A*A‖₂` for `Ĝ = gram_lower(A, dtype)`, from its trace and the shape of A.
+def syrk_error(trace: float, shape: tuple[int, ...], dtype: torch.dtype, is_complex: bool = False) -> float:
+    """A bound of `‖Ĝ − A*A‖₂` for `Ĝ = syrk(A, dtype)`, from its trace and the shape of A.
 
     `|Ĝ − A*A|_ij ≤ γ·|a_i|ᵀ|a_j|`, so the norm is at most `γ‖A‖_F²` (√2 more for complex numbers), with γ that of the longest
     chain of roundings, a cast of A included; and what underflow may lose.
@@ -183,7 +189,7 @@ def _attempt(G: Tensor, diagonal: Tensor, tau: Tensor, error: Tensor, spread: Te
     M = -G
     shifted = torch.diagonal(M, dim1=-2, dim2=-1)
     shifted.add_(s[:, None].to(G.dtype))
-    before = shifted.real.double()
+    before = shifted.real.to(torch.float64, copy=True)  # the factor overwrites M
 
     L, completed = factor(M)
     R = torch.diagonal(L, dim1=-2, dim2=-1).real.double()
@@ -201,10 +207,10 @@ def _shift(diagonal: Tensor, tau: Tensor, error: Tensor, spread: Tensor, dtype: 
     n = diagonal.shape[-1]
     real = dtype.to_real() if dtype.is_complex else dtype
     loss = spread * cholesky_gamma(n, dtype) + 2 * unit_roundoff(dtype)
-    # rounding may leave a diagonal entry a little below 0: tr(M) ≤ n·(s + τ/1000)
     allowed = tau - error - 1e-3 * loss * tau
-    usable = (allowed > 0) & (diagonal.amin(-1) >= -1e-3 * tau)
     wanted = deflate(allowed / (1 + loss))
+    # rounding may leave diagonal entries of G below 0; those of s·I − G are off by at most u·1.5·s
+    usable = (allowed > 0) & (diagonal.amin(-1) >= -0.5 * wanted)
     s = torch.where(usable, wanted, torch.ones_like(wanted)).to(real)
     return torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s), usable
 
@@ -216,12 +222,13 @@ def factor(M: Tensor) -> tuple[Tensor, Tensor]:
     completion, L is not meaningful either.
     """
     n = M.shape[-1]
-    if n <= BLOCK + BLOCK // 2:
+    block = BLOCK_WIDE if M.dtype is torch.complex128 else BLOCK
+    if n <= block + block // 2:
         L, info = torch.linalg.cholesky_ex(M)
         return L, info == 0
     completed = torch.ones(len(M), dtype=torch.bool)
-    for first in range(0, n, BLOCK):
-        last = min(n, first + BLOCK)
+    for first in range(0, n, block):
+        last = min(n, first + block)
         if first:
             M[:, first:, first:last] -= M[:, first:, :first] @ M[:, first:last, :first].mH
         corner, info = torch.linalg.cholesky_ex(M[:, first:last, first:last])
@@ -246,11 +253,6 @@ def _by_residual(G: Tensor, diagonal: Tensor, tau: Tensor, error: Tensor, spread
     residual = frobenius(torch.tril(M - L @ L.mH)) * 2**0.5 + inflate(gamma(4 * n + 8, G.dtype) * largest)
     completed = (info == 0) & torch.isfinite(R).all(-1)
     return usable & completed & (inflate(s.double() + residual + 4 * u * s.double() + error) <= tau)
-
-
-def mirrored(G: Tensor) -> Tensor:
-    """The Hermitian matrix of which G holds the lower triangle."""
-    return torch.tril(G) + torch.tril(G, -1).mH
 
 
 def is_below(G: Tensor, tau: float, error: float) -> bool:
@@ -282,73 +284,64 @@ def cholesky_bracket(
     """
     A = small_side(W)
     with single_thread(A.numel() * A.shape[1]):
-        if enough > 0 and A.dtype is torch.float32 and A.device.type == "cpu" and start is not None:
-            proof = _proof_in_single(A, start, enough)
-            if proof is not None:
-                return proof
-        return _bracket_in_double(A, rtol, rounds, start, enough)
+        if A.device.type == "cpu" and not A.is_complex():
+            if A.dtype is torch.float32 and start is not None:
+                result = _bracket(A, torch.float32, rtol, rounds, start, enough)
+            else:
+                result = _deflated_bracket(A, rtol) if A.numel() * A.shape[1] >= WORK and rtol >= FINEST else None
+            if result is not None:
+                return result
+        result = _bracket(A, torch.float64, rtol, rounds, start, enough)
+        assert result is not None
+        return result
 
 
-def _proof_in_single(A: Tensor, start: Tensor, enough: float) -> tuple[float, float, Tensor] | None:
-    """`(lower, enough, v)` by a Gram matrix and a factorisation in float32; None where that did not succeed."""
-    G = gram_lower(A, torch.float32)
-    trace = float(torch.diagonal(G).sum(dtype=torch.float64))
-    if not 1e-15 < trace < 1e15 or not 1e-7 < enough < 1e7:
-        return None  # squares might leave the range of float32, or are not numbers
-    error = gram_lower_error(trace, tuple(A.shape), torch.float32)
-    tau = deflate(deflate(enough) ** 2)
-
-    full = mirrored(G)
-    v = full @ start.to(G)
-    size = float(torch.linalg.vector_norm(v))
-    if not 0 < size < math.inf:
-        return None
-    value = _rayleigh(full.double(), v.double(), trace) - error
-    if value > tau * (1 - expected_loss(G, tau)) or not is_below(G, tau, error):
-        return None
-    return deflate(math.sqrt(max(0.0, value))), enough, v / size
-
-
-def _bracket_in_double(
-    A: Tensor, rtol: float, rounds: int, start: Tensor | None, enough: float
-) -> tuple[float, float, Tensor]:
-    """The bracket with the Gram matrix in float64; see `cholesky_bracket`."""
-    e = 0
-    G = gram_lower(A)
-    trace = float(torch.diagonal(G).real.sum())
+def _bracket(
+    A: Tensor, dtype: torch.dtype, rtol: float, rounds: int, start: Tensor | None, enough: float
+) -> tuple[float, float, Tensor] | None:
+    """`cholesky_bracket` with the Gram matrix in `dtype`; None where float32 cannot reach the tolerance."""
+    single, e = dtype is torch.float32, 0
+    G = syrk(A, dtype)
+    trace = float(torch.diagonal(G).real.sum(dtype=torch.float64))
     if not 1e-15 < trace < 1e15:  # rescaling costs two passes: only where squares might leave the range of float32
+        if single:
+            return None
         if not bool(A.any()):
             return 0.0, 0.0, A.new_ones(len(G))
         A, exponent = scaled(wide(A))
         e = int(exponent)
-        G = gram_lower(A)
+        G = syrk(A)
         trace = float(torch.diagonal(G).real.sum())
     n = len(G)
-    error = gram_lower_error(trace, tuple(A.shape), torch.float64, A.is_complex())
+    error = syrk_error(trace, tuple(A.shape), dtype, A.is_complex())
     size = inflate(trace * (1 + gamma(n + 8, torch.float64)) + error)  # at least ‖A‖_F²
-
-    tolerance = max(rtol, 4 * verification_loss(n, G.dtype))
-    slack = tolerance * 0.9
-    full = mirrored(G)
     # float32 steers well enough, unless it could not tell the top from its neighbours
-    steering = full if tolerance < 1e-5 else full.to(torch.complex64 if G.is_complex() else torch.float32)
-    v = random_start(n, steering) if start is None or not bool(start.any()) else start.to(steering)
+    steering = G if rtol < 1e-5 else G.to(torch.complex64 if G.is_complex() else torch.float32)
+    v = random_start(n, steering) if start is None or not bool(start.any()) else steering @ start.to(steering)
 
     best = torch.zeros_like(v)
     longest = int(torch.diagonal(G).real.argmax())
     best[longest] = 1  # the longest column: a lower end that is never 0
     lower = float(G[longest, longest].real) - error
+    wider = wide(G)
 
-    if start is not None and enough > 0:
-        v = steering @ v
-        value = _rayleigh(full, wide(v), size) - error
+    if enough > 0 and start is not None:
+        value = max(lower, _rayleigh(wider, wide(v), size) - error)
         tau = deflate(deflate(ldexp_down(enough, -e)) ** 2)
-        if value < tau and is_below(G, tau, error):
-            return ldexp_down(deflate(math.sqrt(max(value, lower, 0.0))), e), enough, v
+        aim = tau if value > 0.8 * tau else math.sqrt(max(value, 0.0) * tau)  # a bound with room lasts for more steps
+        if value < aim and is_below(G, aim, error):
+            upper = enough if aim == tau else ldexp_up(inflate(math.sqrt(inflate(aim))), e)
+            return ldexp_down(deflate(math.sqrt(max(value, 0.0))), e), upper, v
 
+    slack = 0.9 * max(rtol, 4 * verification_loss(n, torch.float64))
+    if single:
+        # what rounding gives away, of the norm: both ends lose the error, the upper one also what the proof loses
+        loss = expected_loss(G, max(lower, 1e-300)) / 2 + error / max(lower, 1e-300)
+        if 1.5 * loss > slack:
+            return None
     while True:
         v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)
-        value = _rayleigh(full, wide(v), size) - error
+        value = _rayleigh(wider, wide(v), size) - error
         if value > lower:
             best, lower = v, value
         low = deflate(math.sqrt(max(lower, 0.0)))
@@ -356,14 +349,105 @@ def _bracket_in_double(
         if tau >= size or is_below(G, tau, error):
             upper = inflate(math.sqrt(inflate(min(tau, size))))
             return ldexp_down(low, e), ldexp_up(upper, e), best
+        if single:
+            return None
         rounds -= 1
         if rounds <= 0:
             slack *= 2
 
 
+def _deflated_bracket(A: Tensor, rtol: float) -> tuple[float, float, Tensor] | None:
+    """The bracket of a large real matrix in float32, off its top space; None where the spectrum falls too slowly for that.
+
+    A Gram matrix in float32 is off by up to a per cent of σ₁², too much for σ₁ but not for what is left beside the top. With V
+    the leading Ritz vectors of Ĝ, `‖Ax‖² ≤ β²‖x‖²` for all x ⟂ V is proved by a factorisation in float32: `Ĝ − VBᵀ − BVᵀ` agrees
+    with Ĝ off V whatever B. Thin products with A in float64 give `P = VᵀAᵀAV` and `R = (I − VVᵀ)AᵀAV`, and a Schur complement
+
+        P + RᵀR/(τ − β²)  ⪯  τ·VᵀV        ⟹        σ₁(A)² ≤ τ.
+    """
+    G = syrk(A, torch.float32)
+    trace = float(torch.diagonal(G).sum(dtype=torch.float64))
+    if not 1e-15 < trace < 1e15:
+        return None
+    error = syrk_error(trace, tuple(A.shape), torch.float32)
+    space, k, rest = _division(G, error, rtol)
+    if not k:
+        return None
+
+    V = torch.linalg.qr(space.Q.mT.double() @ space.ritz()[1].flip(1)[:, :k])[0].float()
+    Z = G @ V
+    B = Z - V @ (V.mT @ Z) / 2
+    H = torch.addmm(G, torch.cat([V, B], 1), torch.cat([B, V], 1).mT, alpha=-1)
+    moved = inflate(trace + 2 * error) + 2 * float(inflate(frobenius(V) * frobenius(B)))
+    if not is_below(H, rest, inflate(error + gamma(2 * k + 8, torch.float32) * moved)):
+        return None
+    return _schur_bracket(A, V, rest, rtol)
+
+
+def _division(G: Tensor, error: float, rtol: float) -> tuple[Krylov, int, float]:
+    """`(space, k, β²)`: how many Ritz vectors of G to split off (0: no number will do), and what to prove of the rest.
+
+    For `τ = θ₁(1 + 1.5 rtol)` the Schur complement holds up to `β² = τ − Σ r_i²/(τ − θ_i)`; the rest has about θ_{k+1}.
+    """
+    loss = 0.0
+    chosen: tuple[int, float] = (0, 0.0)
+
+    def stop(space: Krylov) -> bool:
+        nonlocal loss, chosen
+        if len(space.diagonal) < 32:
+            return False
+        theta, Y = (x.flip(-1) for x in space.ritz())
+        residual = (space.off_diagonal[-1] * Y[-1]).abs()
+        loss = loss or expected_loss(G, float(theta[0]))
+        tau = theta[0] * (1 + 1.5 * rtol)
+        beta = (tau - torch.cumsum(residual**2 / (tau - theta), 0))[:MOST_SPLIT]
+        following = slice(1, len(beta) + 1)
+        fits = theta[following] * (1 + MARGIN) + error <= beta * (1 - loss - MARGIN)
+        fits &= residual[following] <= CONVERGED * tau
+        if bool(fits.any()):
+            k = int(fits.int().argmax()) + 1
+            chosen = k, float(beta[k - 1])
+        return chosen[0] > 0
+
+    space = krylov(G.matmul, random_start(len(G), G), 112, stop, every=8)
+    return space, *chosen
+
+
+def _schur_bracket(A: Tensor, V: Tensor, rest: float, rtol: float) -> tuple[float, float, Tensor] | None:
+    """The bracket from `rest ≥ sup ‖Ax‖²` over unit x ⟂ V, by the Schur complement of `_deflated_bracket`."""
+    k = V.shape[1]
+    W, rows = A.double(), V.double().mT.contiguous()
+    Y = rows @ W.mT
+    P, Z = Y @ Y.mT, Y @ W
+    off = Z - (Z @ rows.mT) @ rows
+    N, v, spread = (float(frobenius(x)) for x in (W, rows, off))
+    gap = rows @ rows.mT - torch.eye(k, dtype=torch.float64)
+    g = gamma(sum(A.shape) + k + 16, torch.float64)
+    defect = inflate(float(frobenius(gap)) + g * v**2)
+    error_P = 8 * g * N**2 * v**2
+    lost = g * N**2 * v * (5 + 2 * v**2)  # norm of what R is off by
+    error_R = 2 * ((2 * spread + lost) * lost + g * spread**2)
+
+    y = torch.linalg.eigh(P)[1][:, -1]
+    square = float(y @ P @ y) / float(y @ y) * (1 - 1e-12) - error_P
+    lower = deflate(math.sqrt(max(0.0, square) / (1 + defect)))
+    tau = (lower * (1 + 0.9 * rtol)) ** 2
+    margin = deflate(tau - rest)
+    if margin <= 0 or defect > 0.1:
+        return None
+    rounding = 16 * unit_roundoff(torch.float64) * spread**2 / margin
+    error = inflate(error_P + error_R / margin + rounding)
+    if not is_below(P + off @ off.mT / margin, deflate(tau * (1 - defect)), error):
+        return None
+    return lower, inflate(math.sqrt(inflate(tau))), V[:, 0].contiguous()
+
+
 def _rayleigh(G: Tensor, v: Tensor, size: float) -> float:
     """`v*Gv/v*v` in float64, rounded down, for G with `‖G‖_F ≤ 2·size`: the rounding is at most `γ|v|ᵀ|G||v|/v*v ≤ γ‖G‖_F`."""
-    v = v / v.abs().amax()
+    largest = float(v.abs().amax())
+    if not 0 < largest < math.inf:
+        return -math.inf
+    v = v / largest
     g = gamma(4 * len(v) + 32, torch.float64)
     value = float(torch.vdot(v, G @ v).real) / float(torch.vdot(v, v).real)
     return deflate(value) - inflate(g * (2.0 * size + abs(value)))

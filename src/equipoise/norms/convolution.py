@@ -45,7 +45,8 @@ def conv_bracket(conv: Convolution, rtol: float = 1e-3, enough: float = 0.0) -> 
     Args:
         conv: the convolution with its geometry.
         rtol: relative gap to reach.
-        enough: an upper end that suffices: where it is true, one proof shows it and the gap is left as it is.
+        enough: an upper end that suffices: where it is true, one proof shows it. If given, the gap is closed only by what the
+            symbol shows, not by looking at the borders of the operator.
     """
     weight = wide(require_finite(conv.weight))
     if not bool(weight.any()):
@@ -61,8 +62,8 @@ def _scaled_bracket(conv: Convolution, rtol: float, enough: float) -> Bracket:
     if small:
         return _materialised(conv, rtol)
     upper, lower, start, method = _by_symbol(conv, rtol, enough)
-    if upper <= enough:
-        return Bracket(min(lower, upper), upper, rtol, method, f"proved below {enough:g}, as asked")
+    if enough > 0:
+        return Bracket(min(lower, upper), upper, rtol, method, "only the upper end was asked for")
     if conv.known and upper > (1 + rtol) * lower:
         lower = max(lower, _operator_lower(conv, start, rtol, upper / (1 + rtol)))
     if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= DENSE_ENTRIES:

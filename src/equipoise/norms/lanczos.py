@@ -77,8 +77,10 @@ def krylov(
         w = multiply(q)
         diagonal.append(float(torch.vdot(q, w).real))
         basis = Q[: j + 1]
-        for _ in range(2):  # twice is enough
-            w = w - (basis.conj() @ w) @ basis
+        w = w - diagonal[j] * q
+        if j:
+            w = w - off_diagonal[-1] * Q[j - 1]
+        w = w - (basis.conj() @ w) @ basis
         beta = float(torch.linalg.vector_norm(w))
         off_diagonal.append(beta)
         if beta <= breakdown * max(map(abs, diagonal)):

@@ -28,7 +28,7 @@ from equipoise.norms.symbol import Symbol
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
 #: bytes of matrices held at once on the CPU, where they should stay in the cache, and elsewhere, where every batch waits
-CHUNK_BYTES, DEVICE_BYTES = 8 * 2**20, 2**28
+CHUNK_BYTES, DEVICE_BYTES = 2 * 2**20, 2**28
 #: what a proof in single precision may lose, as a multiple of the tolerance; the target lies twice that above the best square
 MOST_LOSS = 1.4
 
@@ -161,9 +161,13 @@ class Search:
 
     def _choose_dtype(self) -> None:
         """Float32 where its rounding costs less than a third of the tolerance, else float64."""
+        if 0 < self.best < self.target:  # halfway to what is enough: a bound with room lasts for more steps
+            self.target = max(self.best * (1 + self.tol) ** 2, math.sqrt(self.best) * math.sqrt(self.target))
         best = max(self.best, 1e-300)
         error = float(self.symbol.gram_error(torch.float32).max()) / best
         if error >= self.tol * 2 / 3:
+            self.dtype, self.best, self.target = torch.float64, 0.0, deflate(self.enough * self.enough)
+            self._probe(self._here(()))  # what float32 saw may be nothing but rounding
             self._in_double()
             return
         here = self._here(())

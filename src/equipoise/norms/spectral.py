@@ -13,7 +13,7 @@ from equipoise.core.precision import deflate, full_precision, inflate, require_f
 from equipoise.maps.geometry import Axis, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.maps.reading import read
-from equipoise.norms.cholesky import LARGE, cholesky_bracket, dense_bracket
+from equipoise.norms.cholesky import LARGE, cholesky_bracket, dense_bracket, single_thread
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.gram import cast_error, complete_pair, gram_bracket, scaled, wide
 
@@ -71,7 +71,9 @@ def spectral_norm(
             operator = form.matrix
         if not isinstance(operator, Tensor):
             raise InputError(f"expected a tensor or a layer, got {type(operator).__name__}")
-        return _noted(_matrix_bracket(_computable(operator.detach()), rtol, method, dtype, vectors))
+        W = _computable(operator.detach())
+        with single_thread(W.numel() * min(W.shape[-2:], default=1)):
+            return _noted(_matrix_bracket(W, rtol, method, dtype, vectors))
 
 
 def _computable(weight: Tensor) -> Tensor:

@@ -258,9 +258,9 @@ class TrackedConvolution(TrackedNorm):
         return inflate(self.factor * taps * _difference_rounding(A, proof.S, kappa))
 
     def _direct(self, A: Tensor, enough: float, rtol: float) -> tuple[float, float]:
-        result = conv_bracket(self.conv.with_weight(A), rtol / 2, enough)
+        result = conv_bracket(self.conv.with_weight(A), rtol, enough)
         lower, upper = float(result.lower), float(result.upper)
-        self.proof = Proof(A.clone(), lower, upper, (enough, rtol / 2))
+        self.proof = Proof(A.clone(), lower, upper, (enough, rtol))
         return lower, upper
 
     def _holds(self, claim: Proof) -> bool:

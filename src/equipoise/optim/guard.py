@@ -339,7 +339,8 @@ class SpectralGuard:
         enough = 0.0 if self.how == "sphere" else self._limit(one)
         renew = self.steps % self.every == 0
         what = f"weight of {one.name!r}"
-        one.lower, one.upper = one.tracked.bracket(one.weight, enough, self.tolerance / 2, what, renew)
+        rtol = max(self.tolerance, self.headroom) / 2  # a weight that has to be brought back may be put that much lower
+        one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
         one.seen = one.mark()
 
     def _exceeds(self, one: Guarded) -> bool:
@@ -392,7 +393,7 @@ class SpectralGuard:
             raise Refused(f"the weight of {one.name!r} is zero: it cannot be scaled to norm {one.radius}")
         W, u = one.weight, unit_roundoff(one.weight.dtype)
         least = one.radius * (1 - self.headroom) / one.lower if one.lower > 0 and self.headroom else math.inf
-        aim = min(one.radius / one.upper, least) * (1 - (2.0**attempt - 1) * 2 * u)
+        aim = min(one.radius / one.upper, least) * max(0.0, 1 - (2.0**attempt - 1) * 2 * u)
         c = float(torch.tensor(min(aim, 1.0) if self.how != "sphere" and attempt else aim, dtype=torch.float32))
         lost = (
             2 * u * c * float(frobenius(W.detach().to(working_dtype(W.dtype)).reshape(len(W), -1)))
@@ -545,16 +546,17 @@ def _unguarded(model: nn.Module, guarded: list[Guarded]) -> dict[str, str]:
 
 def _clipped(W: Tensor, radius: float, only_first: bool, count: int = 8, rounds: int = 8) -> Tensor:
     """`W − Σ (σ_i − R) u_i v_iᵀ` over the leading singular values above R, or the first alone; estimates, proved afterwards."""
-    A = W.double()
+    scale = float(W.abs().amax()) or 1.0  # products of large or small weights would leave the range
+    A = W.double() / scale
     start = torch.randn(A.shape[1], min(count, *A.shape), generator=torch.Generator().manual_seed(0), dtype=A.dtype)
     V = start.to(A.device)
     for _ in range(rounds):
         V = torch.linalg.qr(A.mT @ (A @ V))[0]
     U, s, right = torch.linalg.svd(A @ V, full_matrices=False)
-    excess = s - radius if only_first else (s - radius).clamp_min(0)
+    excess = s - radius / scale if only_first else (s - radius / scale).clamp_min(0)
     if only_first:
         excess[1:] = 0
-    return A - (U * excess) @ (V @ right.mT).mT
+    return (A - (U * excess) @ (V @ right.mT).mT) * scale
 
 
 def _distributed() -> bool:

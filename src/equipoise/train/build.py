@@ -199,9 +199,7 @@ def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]
     arguments = dict(model.arguments)
     known = _parameters(model.factory)
     if known is not None:
-        for name, value in _facts(source).items():
-            if name in known and name not in arguments:
-                arguments[name] = value
+        arguments = {name: value for name, value in _facts(source).items() if name in known} | arguments
         unknown = [name for name in arguments if name not in known]
         if unknown:
             raise InputError(f"{model.factory} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
@@ -271,30 +269,27 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
         {"params": spared, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    built = _built(optimizer, groups)
-    return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)
-
-
-def _built(optimizer: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if optimizer.kind not in ("sam", "asam"):
-        kind, options = _base(optimizer, optimizer.kind)
-        made: torch.optim.Optimizer = kind(groups, **options)
-        return made
+    sharpness = optimizer.kind in ("sam", "asam")
+    kind, options = _base(optimizer, optimizer.base if sharpness else optimizer.kind)
+    if not sharpness:
+        built: torch.optim.Optimizer = kind(groups, lr=optimizer.lr, **options)
+        return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)
     try:
         from pytorch_optimizer import SAM
     except ImportError as error:
         raise InputError(f"{optimizer.kind} needs pytorch-optimizer: pip install 'equipoise[train]'") from error
-    kind, options = _base(optimizer, optimizer.base)
-    return SAM(groups, kind, rho=optimizer.rho, adaptive=optimizer.kind == "asam", **options)
-
-
-#: optimizers that take `betas`
-_ADAPTIVE = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "nadam": torch.optim.NAdam}
+    return SAM(groups, kind, rho=optimizer.rho, adaptive=optimizer.kind == "asam", lr=optimizer.lr, **options)
 
 
 def _base(optimizer: Optimizer, kind: str) -> tuple[Any, dict[str, Any]]:
-    if kind == "sgd":
-        return torch.optim.SGD, {"lr": optimizer.lr, "momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
-    if kind == "muon":
-        return Muon, {"lr": optimizer.lr, "momentum": optimizer.momentum, "betas": optimizer.betas}
-    return _ADAPTIVE[kind], {"lr": optimizer.lr, "betas": optimizer.betas}
+    """The class and its options beside the learning rate."""
+    momentum = {"momentum": optimizer.momentum}
+    betas = {"betas": optimizer.betas}
+    rows: dict[str, tuple[Any, dict[str, Any]]] = {
+        "sgd": (torch.optim.SGD, {**momentum, "nesterov": optimizer.nesterov}),
+        "adam": (torch.optim.Adam, betas),
+        "adamw": (torch.optim.AdamW, betas),
+        "nadam": (torch.optim.NAdam, betas),
+        "muon": (Muon, {**momentum, **betas}),
+    }
+    return rows[kind]

@@ -25,9 +25,9 @@ from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Part, Parts, build_data, build_model, build_optimizer, random_parts
-from equipoise.train.config import Recipe, Schedule, from_table, read_recipe
+from equipoise.train.config import Choice, Recipe, Schedule, from_table, read_recipe
 from equipoise.train.journal import Journal, Position, State
-from equipoise.train.losses import LOSSES, OBJECTIVES, Objective, Place, Task, plain
+from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
 from equipoise.train.randomness import in_blocks, key
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context, Term
@@ -184,16 +184,16 @@ def _accelerator(cpu: bool) -> Any:
     return accelerator
 
 
-def make_task(recipe: Recipe, model: nn.Module, source: Any) -> Task:
-    """The recipe's loss for this network and these data.
+def rows_of(table: Mapping[str, Any], choices: list[Choice], where: str, *first: Any) -> list[Any]:
+    """The chosen rows of a table.
 
     Args:
-        recipe: names the loss.
-        model: the network.
-        source: the dataset.
+        table: functions by kind.
+        choices: of the recipe.
+        where: their key.
+        first: positional arguments that do not come from the recipe.
     """
-    task: Task = from_table(LOSSES, recipe.loss, "loss")
-    return task.fit(model, source)
+    return [from_table(table, choice, f"{where}.{i}", *first) for i, choice in enumerate(choices)]
 
 
 class Training:
@@ -220,13 +220,11 @@ class Training:
         source = parts.train.source
         self.shape = tuple(getattr(source, "real_shape", source.input_shape))
         self.model, self.arguments = build_model(recipe.model, source)
-        self.task = make_task(recipe, self.model, source)
+        self.task: Task = from_table(LOSSES, recipe.loss, "loss").fit(self.model, source)
         self.objective: Objective = plain(self.task)
         if recipe.noise is not None:
             self.objective = from_table(OBJECTIVES, recipe.noise, "noise", self.task)
-        self.augmentations = [
-            from_table(AUGMENTATIONS, choice, f"data.augment.{i}") for i, choice in enumerate(recipe.data.augment)
-        ]
+        self.augmentations = rows_of(AUGMENTATIONS, recipe.data.augment, "data.augment")
         self.optimizer = build_optimizer(recipe.optimizer, self.model)
         self.model.to(self.device)
         self.network = accelerator.prepare_model(self.model)
@@ -236,13 +234,8 @@ class Training:
         # after the average was copied: penalties may put hooks on the network
         example = torch.zeros_like(parts.train.batch(torch.tensor([0]))[0]).to(self.device)
         context = Context(self.model, self.task, example)
-        self.penalties = [
-            from_table(REGULARIZERS, choice, f"regularizers.{i}", context)
-            for i, choice in enumerate(recipe.regularizers)
-        ]
-        self.projections = [
-            from_table(PROJECTIONS, choice, f"projections.{i}", context) for i, choice in enumerate(recipe.projections)
-        ]
+        self.penalties = rows_of(REGULARIZERS, recipe.regularizers, "regularizers", context)
+        self.projections = rows_of(PROJECTIONS, recipe.projections, "projections", context)
         torch.manual_seed(key(recipe.seed, "network", self.rank))
 
         self.epoch = self.batch = self.step = 0
@@ -309,24 +302,23 @@ class Training:
             order: the positions of the epoch.
         """
         recipe = self.recipe
-        batch = order[self.batch * recipe.batch_size : (self.batch + 1) * recipe.batch_size]
-        each = len(batch) // self.world
+        places = order[self.batch * recipe.batch_size : (self.batch + 1) * recipe.batch_size]
+        each = len(places) // self.world
         first = self.rank * each
-        x, y = self.parts.train.batch(batch[first : first + each])
+        x, y = self.parts.train.batch(places[first : first + each])
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
-        place = Place(recipe.seed, self.step, first, self.step / self.steps)
         for number, augment in enumerate(self.augmentations):
-            x = in_blocks(augment, x, first, place.seed, f"augment{number}", place.step)
-        x = fresh_strides(x)
+            x = in_blocks(augment, x, first, recipe.seed, f"augment{number}", self.step)
+        batch = Batch(self.network, fresh_strides(x), y, recipe.seed, self.step, first, self.step / self.steps)
 
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.optimizer.lr * factor(recipe.schedule, self.step, self.steps)
         self.optimizer.zero_grad(set_to_none=True)
-        loss, added, output = self._backward(x, y, place)
+        loss, added, output = self._backward(batch)
         if recipe.optimizer.kind in ("sam", "asam"):
             self.optimizer.first_step(zero_grad=True)  # type: ignore[attr-defined]
             with frozen_statistics(self.model):
-                self._backward(x, y, place)
+                self._backward(batch)
             self._clip()
             self.optimizer.second_step()  # type: ignore[attr-defined]
         else:
@@ -345,12 +337,12 @@ class Training:
                 self.totals.add(name, hits, tried)
         return loss
 
-    def _backward(self, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Tensor | None, Any]:
+    def _backward(self, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
         """Gradients of loss and penalties; the loss, the penalties and the output."""
         low = self.recipe.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16) if low else contextlib.nullcontext():
-            loss, output = self.objective(self.network, x, y, place)
-        terms = [penalty(x, y).to(loss.dtype) for penalty in self.penalties]
+            loss, output = self.objective(batch)
+        terms = [penalty(batch.x, batch.y).to(loss.dtype) for penalty in self.penalties]
         added = sum(terms[1:], terms[0]) if terms else None
         self.accelerator.backward(loss if added is None else loss + added)
         return loss.detach(), None if added is None else added.detach(), output

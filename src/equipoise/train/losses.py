@@ -198,26 +198,26 @@ def hinge(epsilon: NonNegative = 1.0, lipschitz: Positive = 1.0) -> Classificati
 
 
 def hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0) -> Classification:
-    """`α·hinge − (1 − α)·KR`, `equipoise.nn.transport.hkr`.
+    """`α·hinge − (1 − α)·KR`, `equipoise.nn.losses.hkr`.
 
     Args:
         alpha: weight of the hinge.
         margin: of the hinge.
     """
-    from equipoise.nn.transport import hkr
+    from equipoise.nn.losses import hkr
 
     return Classification(lambda z, y: hkr(z, y, alpha, margin))
 
 
 def soft_hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0, temperature: Positive = 1.0) -> Classification:
-    """`hkr` with rivals weighted by how close they are, `equipoise.nn.transport.soft_hkr`.
+    """`hkr` with rivals weighted by how close they are, `equipoise.nn.losses.soft_hkr`.
 
     Args:
         alpha: weight of the hinge.
         margin: of the hinge.
         temperature: of the weights.
     """
-    from equipoise.nn.transport import soft_hkr
+    from equipoise.nn.losses import soft_hkr
 
     return Classification(lambda z, y: soft_hkr(z, y, alpha, margin, temperature))
 
@@ -244,30 +244,37 @@ LOSSES: dict[str, Callable[..., Task]] = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a batch stands: the seed, the step, the place of its first example in the global batch, the fraction of the run."""
+class Batch:
+    """This process's share of a global batch: the network, inputs and labels, and where in the run it stands.
 
+    `first` is the place of its first example in the global batch, `fraction` that of the step in the run.
+    """
+
+    network: nn.Module
+    x: Tensor
+    y: Tensor
     seed: int
     step: int
     first: int
     fraction: float = 1.0
 
-    def generator(self, x: Tensor) -> torch.Generator:
+    def generator(self) -> torch.Generator:
         """Keyed by step and first place: processes draw different noise, a restart the same."""
-        return generator(self.seed, "noise", self.step, self.first, device=x.device)
+        return generator(self.seed, "noise", self.step, self.first, device=self.x.device)
 
 
-#: (network, x, y, place) → the mean loss of this process's share of the batch, and the output (for the training accuracy)
-Objective = Callable[[nn.Module, Tensor, Tensor, Place], tuple[Tensor, Any]]
+#: the mean loss of a batch, and the network's output (for the training accuracy)
+Outcome = tuple[Tensor, Any]
+Objective = Callable[[Batch], Outcome]
 SoftMap = Literal["softmax", "sparsemax"]  # those with gradients
 
 
 def plain(task: Task) -> Objective:
     """`loss(f(x), y)`."""
 
-    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
-        output = network(x)
-        return task.at(place.fraction).loss(output, y), output
+    def objective(batch: Batch) -> Outcome:
+        output = batch.network(batch.x)
+        return task.at(batch.fraction).loss(output, batch.y), output
 
     return objective
 
@@ -284,8 +291,9 @@ def gaussian(task: Task, sigma: Positive) -> Objective:
     def add_noise(rows: Tensor, source: torch.Generator) -> Tensor:
         return rows + sigma * torch.randn(rows.shape, generator=source, device=rows.device, dtype=rows.dtype)
 
-    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
-        return inner(network, in_blocks(add_noise, x, place.first, place.seed, "noise", place.step, 0), y, place)
+    def objective(batch: Batch) -> Outcome:
+        noisy = in_blocks(add_noise, batch.x, batch.first, batch.seed, "noise", batch.step, 0)
+        return inner(replace(batch, x=noisy))
 
     return objective
 
@@ -304,17 +312,24 @@ def consistency(
     """
     from equipoise.regularizers.noise import consistency_loss
 
-    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
+    def objective(batch: Batch) -> Outcome:
         outputs: list[Tensor] = []
 
         def remembering(z: Tensor) -> Tensor:
-            outputs.append(network(z))
+            outputs.append(batch.network(z))
             return outputs[-1]
 
         loss = consistency_loss(
-            remembering, x, y, sigma, copies=copies, weight=weight, entropy=entropy, generator=place.generator(x)
+            remembering,
+            batch.x,
+            batch.y,
+            sigma,
+            copies=copies,
+            weight=weight,
+            entropy=entropy,
+            generator=batch.generator(),
         )
-        return loss, outputs[0][: len(y)]
+        return loss, outputs[0][: len(batch.y)]
 
     return objective
 
@@ -331,13 +346,15 @@ def smooth_adversarial(task: Task, sigma: Positive, epsilon: NonNegative, steps:
     """
     from equipoise.regularizers.noise import smooth_adversarial as adversaries
 
-    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
-        inner = getattr(network, "module", network)  # the ascent needs no gradient of the weights: not through DDP
+    def objective(batch: Batch) -> Outcome:
+        inner = getattr(
+            batch.network, "module", batch.network
+        )  # the ascent needs no gradient of the weights: not by DDP
         noisy, labels = adversaries(
-            inner, x, y, sigma, epsilon, steps=steps, copies=copies, generator=place.generator(x)
+            inner, batch.x, batch.y, sigma, epsilon, steps=steps, copies=copies, generator=batch.generator()
         )
-        output = network(noisy)
-        return task.at(place.fraction).loss(output, labels), output[: len(y)]
+        output = batch.network(noisy)
+        return task.at(batch.fraction).loss(output, labels), output[: len(batch.y)]
 
     return objective
 
@@ -359,9 +376,9 @@ def soft_vote(
 
     simplex = SimplexMap(map, temperature)
 
-    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
-        scores, output = smoothed_scores(network, x, sigma, simplex, copies, place.generator(x))
-        return soft_vote_loss(scores, y), output
+    def objective(batch: Batch) -> Outcome:
+        scores, output = smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
+        return soft_vote_loss(scores, batch.y), output
 
     return objective
 
@@ -391,9 +408,9 @@ def lipschitz_radius(
 
     simplex = SimplexMap(map, temperature)
 
-    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
-        scores, output = smoothed_scores(network, x, sigma, simplex, copies, place.generator(x))
-        radius = expected_radius(scores, y, sigma, simplex.component_lipschitz(lipschitz, scores.shape[1]))
+    def objective(batch: Batch) -> Outcome:
+        scores, output = smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
+        radius = expected_radius(scores, batch.y, sigma, simplex.component_lipschitz(lipschitz, scores.shape[1]))
         return (1 - radius / target).clamp_min(0).mean(), output
 
     return objective
@@ -412,13 +429,13 @@ def distillation(task: Task, teacher: str, weight: Fraction = 0.5, temperature: 
     """
     guide = load_checkpoint(teacher)[0].requires_grad_(False).eval()
 
-    def objective(network: nn.Module, x: Tensor, y: Tensor, place: Place) -> tuple[Tensor, Any]:
-        output = network(x)
+    def objective(batch: Batch) -> Outcome:
+        output = batch.network(batch.x)
         with torch.no_grad():
-            target = (guide.to(x.device)(x) / temperature).log_softmax(1)
+            target = (guide.to(batch.x.device)(batch.x) / temperature).log_softmax(1)
         own = (output / temperature).log_softmax(1)
         distance = F.kl_div(own, target, reduction="batchmean", log_target=True)
-        loss = task.at(place.fraction).loss(output, y)
+        loss = task.at(batch.fraction).loss(output, batch.y)
         return (1 - weight) * loss + weight * temperature**2 * distance, output
 
     return objective

@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, did_you_mean
+from equipoise.core.imports import resolve
 from equipoise.train.config import Few, NonNegative, Positive, Share
 from equipoise.train.losses import Task
 
@@ -57,10 +58,6 @@ class Term:
             self.keeper.remove()
 
 
-def _batchless(penalty: Callable[[], Tensor]) -> Term:
-    return Term(lambda x, y: penalty(), penalty)
-
-
 def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
     """`only: Conv2d` and `names: fc` (or lists) as the regularizers take them.
 
@@ -86,26 +83,16 @@ def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
     return chosen
 
 
-def spectral(context: Context, penalty: str = "sum", only: Names = None, names: Names = None, **options: Any) -> Term:
-    """`SpectralPenalty`; `penalty` is its kind, the other arguments are its own."""
-    from equipoise.regularizers.spectral import SpectralPenalty
+def _layer_penalty(spec: str) -> Callable[..., Term]:
+    """A row for a penalty on the weights of selected layers; its arguments are those of the class `spec` names."""
 
-    chosen: Any = {"kind": penalty, **options, **selection(only, names)}
-    return _batchless(SpectralPenalty(context.model, example_input=context.example, **chosen))
+    def row(context: Context, only: Names = None, names: Names = None, **options: Any) -> Term:
+        renamed = {"kind" if name == "penalty" else name: value for name, value in options.items()}
+        extra = {"example_input": context.example} if "Spectral" in spec else {}
+        penalty = resolve(spec)(context.model, **renamed, **extra, **selection(only, names))
+        return Term(lambda x, y: penalty(), penalty)
 
-
-def frobenius(context: Context, weight: NonNegative = 1.0, only: Names = None, names: Names = None) -> Term:
-    """`weight·Σ‖W‖_F²` over the selected layers."""
-    from equipoise.regularizers.projections import FrobeniusPenalty
-
-    return _batchless(FrobeniusPenalty(context.model, weight=weight, **selection(only, names)))
-
-
-def orthogonality(context: Context, weight: NonNegative = 1.0, only: Names = None, names: Names = None) -> Term:
-    """`weight·Σ‖WWᵀ − I‖_F²` over the selected layers."""
-    from equipoise.regularizers.projections import OrthogonalityPenalty
-
-    return _batchless(OrthogonalityPenalty(context.model, weight=weight, **selection(only, names)))
+    return row
 
 
 def input_gradient(
@@ -135,23 +122,15 @@ def activation_decay(
     return Term(lambda x, y: decay(mask=context.task.mask(layer, y)), decay)
 
 
-def layerwise_decay(
-    context: Context, sigma_activations: NonNegative = 1e-3, sigma_weight: NonNegative = 1e-2, names: Names = None
-) -> Term:
-    """`LayerwiseDecay`: the variant of Baek et al. on all linear layers."""
-    from equipoise.regularizers.decay import LayerwiseDecay
-
-    return _batchless(LayerwiseDecay(context.model, sigma_activations, sigma_weight, **selection(names=names)))
-
-
+_HOME = "equipoise.regularizers."
 #: penalties added to the loss; a new one is a new row
 REGULARIZERS: dict[str, Callable[..., Term]] = {
-    "spectral": spectral,
-    "frobenius": frobenius,
-    "orthogonality": orthogonality,
+    "spectral": _layer_penalty(_HOME + "spectral:SpectralPenalty"),
+    "frobenius": _layer_penalty(_HOME + "projections:FrobeniusPenalty"),
+    "orthogonality": _layer_penalty(_HOME + "projections:OrthogonalityPenalty"),
+    "layerwise-decay": _layer_penalty(_HOME + "decay:LayerwiseDecay"),
     "input-gradient": input_gradient,
     "activation-decay": activation_decay,
-    "layerwise-decay": layerwise_decay,
 }
 
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from equipoise.checkpoints import load_model, save_checkpoint
+from equipoise.cli.norm import weight_rows
 from equipoise.core.digests import Digest, digest_document
 from equipoise.core.errors import EquipoiseError
 from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
-from equipoise.norms.files import weight_norms
 from equipoise.report import audit_network, load_audit, save_audit
 from equipoise.runs import Attacked, AttackRow, certify, open_run
 from equipoise.smoothing import read_log
@@ -134,7 +134,7 @@ def open_data(folder: Path) -> str:
     """Fingerprints and norms; each file is opened even where one before it is refused."""
     return _each(
         lambda: load_dataset(folder / "a.npz", layout="NCHW").fingerprint(),
-        lambda: str([row.to_dict() for row in weight_norms(folder / "w.safetensors")]),
+        lambda: str(list(weight_rows(folder / "w.safetensors"))),
     )
 
 

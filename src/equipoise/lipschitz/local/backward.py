@@ -9,7 +9,7 @@ with ‖·‖_* dual to the ball's norm. e carries the rounding: `A W` is comput
 values it multiplies lie in known intervals, so the error is at most `|A|·s` with one vector `s = γ(|W||v| + |b|)` per node.
 
 The same walk with reference slopes in place of lines, and bounds of differences in place of values, gives the linear maps
-of `reduced`. Reference: Zhang et al. 2018 (CROWN); rounding as in `core.precision`.
+of `multipliers`. Reference: Zhang et al. 2018 (CROWN); rounding as in `core.precision`.
 """
 
 import math

@@ -31,8 +31,7 @@ from torch import Tensor
 from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.local.backward import Ball, Norm, enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Network
-from equipoise.lipschitz.local.multipliers import best_multipliers
-from equipoise.lipschitz.local.reduced import Reduced, count_switching, reduced_maps
+from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers, count_switching, reduced_maps
 
 #: radii of the sum, as shares of the outermost
 SHARES = (0.6, 0.8, 1.0)

@@ -41,8 +41,7 @@ from equipoise.lipschitz.local.backward import (
     whole_space,
 )
 from equipoise.lipschitz.local.graph import Activation, Network, Unsupported, read_network
-from equipoise.lipschitz.local.multipliers import best_multipliers
-from equipoise.lipschitz.local.reduced import count_switching, reduced_maps
+from equipoise.lipschitz.local.multipliers import best_multipliers, count_switching, reduced_maps
 from equipoise.lipschitz.logs import exp_up, log_root, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.rounding import Rounding
