@@ -33,7 +33,7 @@ local = eq.local_lipschitz(model, x[:4], radius=0.1)
 print("\nLocal constant at radius 0.1, between", local.lower.numpy().round(2), "and", local.upper.numpy().round(2))
 
 # 4. What the bound guarantees: within this distance (ℓ2) the label cannot change.
-radius = eq.nn.certified_radius(model(x), y, report.upper)
+radius = eq.smoothing.margins.margin_radius(model(x), y, report.upper)
 for epsilon in (0.0, 0.05, 0.1, 0.2):
     print(f"certified at {epsilon:.2f}: {float((radius > epsilon).double().mean()):.0%}")
 

@@ -27,7 +27,7 @@ generator = torch.Generator().manual_seed(0)
 for _step in range(70):
     batch = torch.randint(len(images), (128,), generator=generator)
     # the logits of a 1-Lipschitz network are small: scaled up, for the loss only
-    loss = eq.nn.offset_cross_entropy(8 * model(images[batch]), labels[batch])
+    loss = eq.nn.losses.offset_cross_entropy(8 * model(images[batch]), labels[batch])
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -39,10 +39,10 @@ print(f"after training: bound {report.upper:.6f}")
 # 5. Certified accuracy: right, and right for everything closer than ε.
 with torch.no_grad():
     logits = model(x)
-for epsilon in (0.0, 0.05, 0.1):
-    print(
-        f"certified accuracy at {epsilon:g}: {eq.nn.certified_accuracy(logits, y, epsilon, lipschitz=report.upper):.1%}"
-    )
+metric = eq.nn.CertifiedAccuracy((0.0, 0.05, 0.1))
+metric.update(logits, y, lipschitz=report.upper)
+for epsilon, share in metric.compute()["certified"].items():
+    print(f"certified accuracy at {epsilon:g}: {share:.1%}")
 
 # 6. For deployment: plain convolutions, same outputs, with what was proved attached.
 plain = eq.export(model, x[:1])

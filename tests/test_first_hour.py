@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import equipoise as eq
 from equipoise.cli.app import build
-from equipoise.nn.export import plain
+from equipoise.nn.convert import plain
 from equipoise.runs import open_run
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "engineer.md"

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 import equipoise as eq
 from equipoise_lab.experiments.runner import find
+from equipoise_holder.layers import HolderConv2d
 from equipoise_holder.rules import Bent
 
 torch.manual_seed(0)
-assert eq.nn.methods()["holder"][nn.Conv2d] is eq.nn.HolderConv2d
 for scale in (1e-20, 1e20):
-    layer = eq.nn.HolderConv2d(4, 6, 3, 2, padding=1, groups=2)
-    layer.raw.data.mul_(scale)
-    assert eq.spectral_norm(layer.export(), input_size=(8, 8), rtol=1e-3).lower <= 1
+    layer = HolderConv2d(4, 6, 3, 2, padding=1, groups=2)
+    layer.parametrizations.weight.original.data.mul_(scale)
+    assert eq.spectral_norm(layer, input_size=(8, 8), rtol=1e-3).lower <= 1
 net = nn.Sequential(nn.Linear(6, 6), Bent(), nn.Linear(6, 2)).eval()
 upper = eq.lipschitz_bound(net, torch.zeros(1, 6)).upper
 a, b = torch.randn(2, 2000, 6)
@@ -43,7 +43,7 @@ def installed(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     groups = {g: e for g, e in project["entry-points"].items() if g.startswith("equipoise.")}
-    assert set(groups) == {f"equipoise.{g}" for g in ("layers", "rules", "procedures", "experiments")}
+    assert set(groups) == {f"equipoise.{g}" for g in ("rules", "procedures", "experiments")}
     text = "".join(f"[{g}]\n" + "".join(f"{k} = {v}\n" for k, v in e.items()) for g, e in groups.items())
     (info / "entry_points.txt").write_text(text)
     return [str(PLUGIN / "src"), str(tmp_path)]

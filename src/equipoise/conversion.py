@@ -1,7 +1,6 @@
 """Whole networks: `make_lipschitz` turns an existing one into one of a chosen constant, `export` into plain modules."""
 
 import math
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +11,11 @@ from equipoise.core.bounds import format_down, format_up
 from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import evaluating, hooked
-from equipoise.core.precision import deflate, inflate
+from equipoise.core.precision import deflate
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
 from equipoise.nn.constants import known_constant
-from equipoise.nn.convert import Change, convert
-from equipoise.nn.effective import Effective
-from equipoise.nn.export import ROUNDING, Certificate, evaluate_at, plain, uses
+from equipoise.nn.convert import Certificate, Change, convert, evaluate_at, plain
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,6 @@ class Rescaled(nn.Module):
         self.register_buffer("factor", torch.ones((), dtype=torch.float64))
         self._fingerprint, self._largest = "", 0.0
         self.conversion = None
-
-    def __getattr__(self, name: str) -> Any:
-        """`model`, `rows`, `left` and `report` of the object that `make_lipschitz` returned in earlier releases."""
-        if name not in ("model", "rows", "left", "report") or self.__dict__.get("conversion") is None:
-            return super().__getattr__(name)
-        now = "is the network itself" if name == "model" else f"is now conversion.{name}"
-        warnings.warn(f"make_lipschitz returns the network: {name} {now}", DeprecationWarning, stacklevel=2)
-        return self if name == "model" else getattr(self.conversion, name)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The scaled output."""
@@ -214,7 +203,7 @@ def first_input(model: nn.Module) -> Tensor | None:
             return None
         model = kept[0]
     features = getattr(model, "in_features", None)
-    if isinstance(model, nn.Linear | Effective) and isinstance(features, int):
+    if isinstance(features, int):
         weight = next(model.parameters())
         return torch.zeros(1, features, dtype=weight.dtype, device=weight.device)
     return None
@@ -236,10 +225,9 @@ def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, b
     new, rows = plain(model)
     new.eval()
     certificate = Certificate(rows)
-    known = known_constant(model)
-    if known is not None:
-        upper = inflate(known * ROUNDING ** uses(model))
-        certificate = replace(certificate, upper=upper, source="construction")
+    constant = known_constant(model)
+    if constant is not None:
+        certificate = replace(certificate, upper=constant, source="construction")
     if example_input is not None:
         bound = lipschitz_bound(new, example_input, rtol=rtol, ball=ball).upper
         if certificate.upper is None or bound <= certificate.upper:

@@ -20,7 +20,7 @@ from equipoise.checkpoints import Loaded
 from equipoise.core.files import make_folder
 from equipoise.data import load_dataset
 from equipoise.models import load
-from equipoise.nn.export import with_effective_weights
+from equipoise.nn.convert import with_effective_weights
 from equipoise.report import (
     Picture,
     ReportData,

@@ -12,7 +12,7 @@ import equipoise as eq
 from equipoise.core import InputError, Refused
 from equipoise.lipschitz.rounding import forward_error
 from equipoise.nn import MaxMin
-from equipoise.nn.export import plain
+from equipoise.nn.convert import plain
 from equipoise.nn.models import sll_tiny
 
 

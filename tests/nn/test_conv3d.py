@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nn_parts import exported, upper
 
 import equipoise.nn as eqn
 from equipoise.core import Refused
@@ -27,11 +28,11 @@ def test_norm_is_at_most_one_and_not_far_below(name, geometry):
         for p in layer.parameters():
             p.add_(0.3 * torch.randn_like(p))
     shape = (2, 4, 3, 4)
-    norm = float(torch.linalg.matrix_norm(operator_matrix(layer.export().double(), shape), 2))
+    norm = float(torch.linalg.matrix_norm(operator_matrix(exported(layer).double(), shape), 2))
     assert 0.4 < norm <= 1 + 1e-5
-    assert norm <= layer.lipschitz_upper(shape).value <= 1 + 1e-5
+    assert norm <= upper(layer, shape) <= 1 + 1e-5
     x = torch.randn(1, *shape)
-    torch.testing.assert_close(layer(x), layer.export()(x))
+    torch.testing.assert_close(layer(x), exported(layer)(x))
 
 
 def test_tables_that_would_fill_the_memory_are_refused():

@@ -7,15 +7,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_parts import worst_ratio
+from nn_parts import method, raw, worst_ratio
 from torch import nn
 
 from equipoise.conversion import export, make_lipschitz
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.convert import convert
-from equipoise.nn.effective import Effective
-from equipoise.nn.layers import methods
+from equipoise.nn import SRLinear
+from equipoise.nn.convert import convert, methods
 from equipoise.nn.models import build
 
 
@@ -160,11 +159,11 @@ def test_rows_say_what_became_of_everything():
     assert actions == [
         ("Conv2d", "left"), ("BatchCentering", "replaced"), ("MaxPool2d", "replaced"), ("Contracted", "replaced"),
         ("MaxPool2d", "left"), ("PReLU", "left"), ("SRConv2d", "converted"), ("ConvTranspose3d", "left"),
-        ("MultiheadAttention", "left"), ("ParametrizedLinear", "left"),
+        ("MultiheadAttention", "left"), ("Linear", "left"),
     ]  # fmt: skip
     assert "reflect" in rows[0].note
     assert "constant 2" in rows[2].note
-    assert new[6].method.t == 3
+    assert method(new[6]).t == 3
 
 
 @pytest.mark.parametrize("size", [7, 8, 9, 10])
@@ -180,7 +179,7 @@ def test_modules_and_weights_that_are_shared_stay_shared():
     tied.weight = layer.weight
     new, rows = convert(nn.Sequential(layer, nn.ReLU(), layer, tied))
     assert new[0] is new[2]
-    assert new[0].raw is new[3].raw
+    assert raw(new[0]) is raw(new[3])
     assert torch.equal(new[0].weight, new[3].weight)
     assert new[0].bias is not new[3].bias
     assert rows[-1].note == "shares its weight"
@@ -189,7 +188,7 @@ def test_modules_and_weights_that_are_shared_stay_shared():
 def test_a_single_layer_and_frozen_weights():
     layer = nn.Linear(3, 3).requires_grad_(False)
     new, _ = convert(layer)
-    assert isinstance(new, Effective)
+    assert isinstance(new, SRLinear)
     assert not any(p.requires_grad for p in new.parameters())
     assert make_lipschitz(nn.Linear(3, 3)).conversion.report.upper <= 1
 

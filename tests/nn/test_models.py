@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from nn_parts import worst_ratio
+from nn_parts import raw, worst_ratio
 
 from equipoise.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from equipoise.conversion import export
@@ -157,7 +157,7 @@ def test_sizes_of_the_published_sll_networks():
             net = build(f"sll_{size}", input_size=8)
         names = [type(m).__name__ for m in net]
         assert (names.count("SLLConv2d"), names.count("SLLLinear")) == (conv, dense)
-        assert net[1].raw.shape[-4] == channels or channels in net[1].raw.shape
+        assert raw(net[1]).shape[-4] == channels or channels in raw(net[1]).shape
 
 
 def test_plain_networks_have_the_published_sizes():

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import equipoise.nn as o
 from equipoise.core import Refused
-from equipoise.nn import orthogonal as o
 
 PLAIN = {
     o.SOCConv2d: nn.Conv2d,

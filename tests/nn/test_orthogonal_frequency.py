@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import equipoise.nn as eqn
-from equipoise.nn.orthogonal.cayley import SquareCayley, blocks, contracted
-from equipoise.nn.orthogonal.frequency import LEAST, Filtered, by_operators, inverse
+from equipoise.nn.orthogonal.cayley import SquareCayley, blocks
+from equipoise.nn.orthogonal.frequency import LEAST, Filtered, by_operators, contracted, inverse
 from equipoise.nn.orthogonal.sandwich import Pair, pair
 
 Outputs = tuple[Tensor, ...]
@@ -24,7 +24,7 @@ def matrices(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def square(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], Outputs]:
-    return SquareCayley.apply, lambda Z: contracted(blocks(Z, Z[..., :0, :])[0])[0], (matrices(dtype, 2, 4, 6, 6),)
+    return SquareCayley.apply, lambda Z: contracted(blocks(Z, Z[..., :0, :])[0]), (matrices(dtype, 2, 4, 6, 6),)
 
 
 def two(dtype: torch.dtype, rows: int, n: int) -> tuple[Callable[..., Any], Callable[..., Any], Outputs]:

@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nn_parts import exported, method, raw
 from torch import nn
 from torch.nn import functional
 
+import equipoise.nn as o
 from equipoise.core import Refused
-from equipoise.nn import orthogonal as o
 from equipoise.nn.orthogonal.bcop import two_taps
-from equipoise.nn.orthogonal.cayley import cayley, isometry_bound
+from equipoise.nn.orthogonal.cayley import cayley
+from equipoise.nn.orthogonal.frequency import isometry_bound
 from equipoise.nn.orthogonal.polar import CONVERGING, by_gram, by_steps, last_step, orthonormal, scaled_steps
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
 from equipoise.norms.reference import operator_matrix, reference_norm
@@ -85,9 +87,9 @@ def test_a_matrix_that_is_not_finite_has_no_polar_factor_and_leaves_its_neighbou
 def test_derivatives_do_not_miss_the_last_step(kind: type[nn.Module], shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     layer = kind(*shape, dtype=torch.float64)
-    raw = (layer.raw.detach() + 0.1 * torch.randn_like(layer.raw)).requires_grad_()
-    assert torch.autograd.gradcheck(layer.method, raw, atol=1e-5)
-    assert torch.autograd.gradgradcheck(layer.method, raw, atol=1e-4)
+    start = (raw(layer).detach() + 0.1 * torch.randn_like(raw(layer))).requires_grad_()
+    assert torch.autograd.gradcheck(method(layer), start, atol=1e-5)
+    assert torch.autograd.gradgradcheck(method(layer), start, atol=1e-4)
 
 
 def test_scaled_steps_converge_from_their_smallest_value_and_never_pass_one() -> None:
@@ -154,8 +156,8 @@ def test_peer_failure_skewness_lost_by_rescaling_channels() -> None:
     torch.manual_seed(0)
     layer = o.SOCConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False).eval()
     with torch.no_grad():
-        layer.raw.mul_(torch.tensor([0.01, 1.0, 1.0, 3.0])[None, :, None, None, None])
-    plain = layer.export()
+        raw(layer).mul_(torch.tensor([0.01, 1.0, 1.0, 3.0])[None, :, None, None, None])
+    plain = exported(layer)
     assert reference_norm(plain, (4, 5, 5)) <= 1 + 1e-5
     with torch.no_grad():
         plain.kernel.mul_(torch.tensor([3.0, 1.0, 0.3, 0.1])[None, :, None, None, None])
@@ -170,7 +172,7 @@ def test_errata_7_an_orthogonal_kernel_of_the_circle_is_no_contraction_among_zer
     worst, ours = 0.0, 0.0
     for _ in range(10):
         circular = o.CayleyConv2d(3, 3, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64).eval()
-        circular.raw.data.normal_()
+        raw(circular).data.normal_()
         M = operator_matrix(circular, (3, 3, 3)).reshape(3, 3, 3, 3, 3, 3)
         kernel = M[:, 1, 1]  # what the middle output reads of every pixel: (out, in, 3, 3)
         naive = nn.Conv2d(3, 3, 3, padding=1, bias=False, dtype=torch.float64)
@@ -198,7 +200,7 @@ def test_bcop_is_orthogonal_at_every_frequency_and_a_contraction_on_3x3() -> Non
 def test_rko_reaches_its_bound() -> None:
     """The factor 1/√overlap cannot be smaller: a constant kernel attains 1."""
     layer = o.RKOConv2d(1, 1, 3, padding=1, padding_mode="circular", bias=False, dtype=torch.float64).eval()
-    layer.raw.data.fill_(1.0)
+    raw(layer).data.fill_(1.0)
     assert reference_norm(layer, (1, 6, 6)) == pytest.approx(1, abs=1e-9)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import equipoise.nn as o
 from equipoise.core import InputError, Kind, Refused
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn import orthogonal as o
 from equipoise.nn.orthogonal.sandwich import sandwich_bound
 
 LIMIT = 1 + 1e-5

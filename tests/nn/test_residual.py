@@ -12,7 +12,7 @@ import equipoise as eq
 import equipoise.nn as eqn
 from equipoise.core.bounds import Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.nn.diagonal import rescaling_pair
+from equipoise.nn.rescaling import rescaling_pair
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_abs_would_reach_three():
         ({"stride": 2, "padding": 1}, "stride"),
         ({"padding": 0}, "image size"),
         ({"kernel_size": 2}, "even"),
-        ({"out_channels": 5}, "equal"),
+        ({"out_channels": 5}, "as many outputs"),
         ({"padding_mode": "reflect"}, "reflect"),
         ({"padding_mode": "replicate", "padding": 1}, "replicate"),
     ],
@@ -166,8 +166,11 @@ def test_bad_options_are_named():
         eqn.SLLLinear(4, rescaling="qr")
     with pytest.raises(InputError, match="t from 1"):
         eqn.SLLLinear(4, rescaling="sr", t=0)
-    with pytest.raises(Refused, match="in_features"):
+    with pytest.raises(Refused, match="as many outputs"):
         eqn.SLLLinear(4, 5)
+    for kind in (eqn.SLLConv2d, eqn.CPLConv2d, eqn.BROConv2d, eqn.SRConv2d, eqn.SandwichConv2d):
+        with pytest.raises(TypeError, match="pading"):
+            kind(4, 4, 3, pading=1)
 
 
 def test_bound_is_measured_on_the_weights_used():

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import wasserstein_distance
 
 from equipoise.core import InputError
-from equipoise.nn.transport import hinge, hkr, kr, soft_hkr, tau_bce
+from equipoise.nn.losses import hinge, hkr, kr, soft_hkr, tau_bce
 
 Z = torch.tensor([[1.0, 0.25, -2.0], [-0.5, 0.75, 0.5], [0.0, 0.0, 0.0]])
 Y = torch.tensor([0, 1, 2])

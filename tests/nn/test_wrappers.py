@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
-from nn_parts import jacobian_norm, worst_ratio
+from nn_parts import jacobian_norm, method, worst_ratio
 from torch import nn
+from torch.nn.utils import parametrize
 
 from equipoise.conversion import export
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.lipschitz import lipschitz_bound
+from equipoise.maps.geometry import Geometry
 from equipoise.nn import SNLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import Contracted, MaxMin
 from equipoise.nn.constants import known_constant
+from equipoise.nn.parametrize import Parametrization
 from equipoise.nn.pooling import MaxPool2d, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.wrappers import ConvexResidual, Lipschitz
 
@@ -75,14 +75,14 @@ class TenLinear(SRLinear):
         return 10 * super().forward(x)
 
 
-class TenWeights(SRLinear):
-    def compute(self):
-        return tuple(10 * value for value in super().compute())
+class TenWeights(SRConv2d):
+    def _conv_forward(self, *args):
+        return 10 * super()._conv_forward(*args)
 
 
 def patched_inside():
     layer = SRLinear(2, 2)
-    layer.apply_weight = lambda x, weight: 10 * x
+    method(layer).construct = lambda raw: 10 * raw
     return layer
 
 
@@ -94,7 +94,7 @@ def patched():
 
 def hooked_method():
     layer = SRLinear(2, 2)
-    layer.method.register_forward_hook(lambda module, args, output: 10 * output)
+    method(layer).register_forward_hook(lambda module, args, output: 10 * output)
     return layer
 
 
@@ -103,10 +103,21 @@ class TenCalls(SRLinear):
         return 10 * super().__call__(x)
 
 
-def other_method():
-    layer = SRLinear(2, 2)
-    layer.method = nn.Identity()
+def other_stride():
+    layer = SRConv2d(2, 8, 3, stride=2, padding=1)
+    layer.stride = (1, 1)  # a weight made for stride 2 has norm 1.46 at stride 1
     return layer
+
+
+def unsound():
+    """Regression: a construction of the user's was given the constant 1, and printed as proved."""
+    layer = nn.Linear(2, 2)
+    kind = type("Unsound", (Parametrization,), {"construct": ten_times})
+    return parametrize.register_parametrization(layer, "weight", kind(Geometry((2, 2))))
+
+
+def ten_times(self, raw):
+    return 10 * raw
 
 
 def stretched_pool():
@@ -120,12 +131,13 @@ def stretched_pool():
     [
         TenSorts,
         lambda: TenLinear(2, 2),
-        lambda: TenWeights(2, 2),
+        lambda: TenWeights(2, 2, 1),
         lambda: TenCalls(2, 2),
         patched,
         patched_inside,
         hooked_method,
-        other_method,
+        other_stride,
+        unsound,
         stretched_pool,
     ],
 )
@@ -167,7 +179,6 @@ def test_one_attribute_states_both_claims():
 VOID = {
     "another forward": lambda: type("Other", (Half,), {"forward": lambda self, x: 9 * x})(),
     "another constant": lambda: type("Other", (Half,), {"lipschitz_upper": by_construction(0.1)})(),
-    "the earlier name over it": lambda: type("Other", (Half,), {"lipschitz_constant": 0.1})(),
     "another part of the class": lambda: type("Other", (MaxPool2d,), {"_constant": lambda self: 0.1})(2),
     "a method for the weights only": lambda: type(
         "Other",
@@ -187,16 +198,6 @@ def test_a_constant_by_construction_is_an_upper_bound(value):
     module = type("Odd", (nn.Module,), {"forward": lambda self, x: x, "lipschitz_upper": by_construction(value)})()
     with pytest.raises((InputError, Refused)):
         known_constant(module)
-
-
-def test_the_earlier_name_is_read_for_one_release():
-    own = type("Own", (nn.Module,), {"forward": lambda self, x: 2 * x, "lipschitz_constant": 2.0})()
-    over = type("Over", (Half,), {"forward": lambda self, x: 2 * x, "lipschitz_constant": 2.0})()
-    for module in (own, over):
-        with pytest.warns(DeprecationWarning, match="by_construction"):
-            assert known_constant(module) == 2.0
-    with pytest.warns(DeprecationWarning, match="known_constant"):
-        assert SRLinear(2, 2).lipschitz_constant == 1.0
 
 
 def test_a_contracted_activation_that_is_changed_later_voids_the_constant():
@@ -219,21 +220,6 @@ def test_an_attribute_that_is_changed_later_is_seen(make, name, value, least):
     module = make()
     setattr(module, name, value)
     assert least <= known_constant(module) <= least * (1 + 1e-12)
-
-
-def test_hyperparameters_a_weight_was_made_for_are_fixed():
-    """A weight made for stride 2 has norm 1.46 at stride 1; one kept from a power iteration is not certified later."""
-    conv = SRConv2d(2, 8, 3, stride=2, padding=1)
-    with pytest.raises(InputError, match="fixed"):
-        conv.stride = (1, 1)
-    with pytest.raises(InputError, match="fixed"):
-        conv.settings["stride"] = (1, 1)
-    with pytest.raises(InputError, match="fixed"):
-        conv.settings.update(stride=(1, 1))
-    assert copy.deepcopy(conv).stride == pickle.loads(pickle.dumps(conv)).stride == (2, 2)
-    layer = SNLinear(4, 4, estimator="power")
-    with pytest.raises(AttributeError):
-        layer.method.estimator = "gram"
 
 
 def test_a_wrapped_module_that_is_replaced_later_voids_the_constant():

@@ -83,7 +83,7 @@ WRONG = {
     "fewer data": (lambda net, xy: (net, (xy[0][:5], xy[1][:5])), {}, Refused, "inputs: 12 → 5"),
     "no model": (lambda net, xy: (None, xy), {}, InputError, "expected an nn.Module"),
     "a tensor": (lambda net, xy: (xy[0], xy), {}, InputError, "expected an nn.Module"),
-    "a radius below 0": (lambda net, xy: (net, xy), {"epsilons": [-1.0]}, InputError, "positive radii"),
+    "a radius below 0": (lambda net, xy: (net, xy), {"epsilons": [-1.0]}, InputError, "non-negative"),
     "no steps": (lambda net, xy: (net, xy), {"steps": 0}, InputError, "steps must be"),
     "huge votes": (lambda net, xy: (net, xy), {"votes": 10**15}, InputError, "votes must be"),
 }

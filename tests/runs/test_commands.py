@@ -80,10 +80,11 @@ def test_every_output_says_the_same(place, kind):
     assert json.loads(open_run(kind).export(f"{kind}.json").read_text())["inputs"][0]["status"] == table[0]["status"]
 
     (series,) = [s for s in collect([kind]).series if s.own]
-    assert [float(series.accuracy(e)) for e in exact] == list(exact.values())
+    assert [float(series.results.accuracy(e)) for e in exact] == list(exact.values())
     reported = as_document(collect([kind]))["series"][0]
     assert reported["average_radius"] == pytest.approx(summary.average_radius)
-    assert reported["accuracy"] == exact[0.0]
+    assert reported["certified_accuracy"]["0.0"] == exact[0.0]
+    assert reported["statuses"] == summary.statuses
 
     attacked = json.loads(call("attack", kind, "--epsilon", 0.25, "--json", "--steps", 5))
     assert attacked["broken"] == []

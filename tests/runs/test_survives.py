@@ -20,7 +20,7 @@ from runs_nets import table
 
 from equipoise.core import InputError, Refused
 from equipoise.data import load_dataset
-from equipoise.runs import certify, open_run
+from equipoise.runs import attack_run, certify, merge_runs, open_run, prove
 from equipoise.runs import store as store_file
 from equipoise.runs.store import locked
 
@@ -34,11 +34,12 @@ def test_killed_at_fifty_random_moments(tmp_path):
     assert done.returncode == 0, done.stderr
     runs, worked = (int(v) for v in done.stdout.split())
     assert worked > 10, "too few lives got anywhere for the kills to mean much"
-    calm = table(runs_lives.run(tmp_path / "calm"))
+    calm = runs_lives.run(tmp_path / "calm")
     for number in range(runs):
         finished = runs_lives.run(tmp_path / "killed" / str(number))
         assert finished.finished
-        assert table(finished) == calm
+        assert table(finished) == table(calm)
+        assert finished.manifest.digest() == calm.manifest.digest()
 
 
 def forked(function, *args):
@@ -310,3 +311,27 @@ def test_training_mode_is_refused(tmp_path, xy):
         certify(model, xy, run_dir=tmp_path / "a", **SETTINGS)
     with pytest.raises(Refused, match="training mode"):
         certify(torch.export.export(model, (xy[0],)), xy, run_dir=tmp_path / "a", **SETTINGS)
+
+
+WRONG_VALUES = [None, 3, torch.zeros(2, 3), torch.tensor(1.0), [], {}, (torch.zeros(2, 16), None), b"x", lambda: 1]
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda v: type(v).__name__)
+def test_bad_calls_of_the_python_interface_get_one_sentence(tmp_path, net, xy, value):
+    run = certify(net, xy, run_dir=tmp_path / "a", limit=2, **SETTINGS)
+    calls = [
+        lambda: certify(value, xy, run_dir=tmp_path / "b", **SETTINGS),
+        lambda: certify(net, value, run_dir=tmp_path / "b", **SETTINGS),
+        lambda: prove(net, value, run_dir=tmp_path / "b"),
+        lambda: certify(net, xy, run_dir=value, **SETTINGS),
+        lambda: open_run(value),
+        lambda: attack_run(value, net, xy),
+        lambda: attack_run(run, value, xy),
+        lambda: attack_run(run, net, value),
+        lambda: run.export(value),
+        lambda: merge_runs(value, tmp_path / "m"),
+    ]
+    for call in calls:
+        with pytest.raises((InputError, Refused)) as caught:
+            call()
+        assert "\n" not in str(caught.value)

@@ -57,7 +57,7 @@ def test_the_command_line_takes_a_row_from_outside(installed, tmp_path):
         eq.certify(net, (torch.rand(3, 4), torch.tensor([0, 1, 2])), run_dir={str(tmp_path / "run")!r}, sigma=0.5, n=200)
         from equipoise.cli import main
         import sys
-        sys.argv = ["equipoise", "certify", {str(tmp_path / "run")!r}, "--re-derive", "--procedure", "thirds", "--json"]
+        sys.argv = ["equipoise", "derive", {str(tmp_path / "run")!r}, "--procedure", "thirds", "--json"]
         main()
         """
     )

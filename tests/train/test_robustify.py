@@ -55,7 +55,7 @@ def test_it_starts_from_the_weights_that_are_there_and_goes_on(plain, tmp_path):
     again = robustify(plain, tmp_path / "run", data="digits", changes=QUICK, cpu=True)
     assert again.after == first.after
     raw, old = dict(again.result.model.named_parameters()), dict(load(plain).model.named_parameters())
-    moved = (raw["module.1.raw"] - old["1.weight"]).norm() / old["1.weight"].norm()
+    moved = (raw["module.1.parametrizations.weight.original"] - old["1.weight"]).norm() / old["1.weight"].norm()
     assert 0 < float(moved.detach()) < 0.9
 
 

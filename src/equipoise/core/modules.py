@@ -4,13 +4,12 @@ A module states a Lipschitz constant in ℓ2 by one attribute, next to its `forw
 
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound     # for this input shape and the weights it has now
 
-and where its construction proves a constant for all shapes and all weights, in exact arithmetic, it says so there:
-`@by_construction(1.0)` above the method, or `lipschitz_upper = by_construction(1.0)` without one. `stands` says whether such a
-claim is about the map that a call performs.
+and where its construction proves a constant for all shapes and all weights it says so there: `@by_construction(1.0)` above
+the method, or `lipschitz_upper = by_construction(1.0)` without one. `is_unmodified` says whether such a claim is about the map
+that a call performs.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, overload
@@ -28,9 +27,9 @@ Measured = Callable[[Any, tuple[int, ...]], Bound]
 class by_construction:
     """What the construction of a module proves whatever its weights and input shape are: a number, or a function of the module.
 
-    A claim of whoever writes it. A function may answer None where the module is no longer what was constructed. Without a
+    A claim of whoever writes it. A function may return None where the module is no longer what was constructed. Without a
     method below it, the module has a constant by construction and no bound of its own for the weights it has now; None
-    above a method: that bound only. The method is refused where it would speak of another map than a call performs (`stands`).
+    above a method: that bound only.
 
     >>> class Half(nn.Module):
     ...     lipschitz_upper = by_construction(0.5)
@@ -50,10 +49,6 @@ class by_construction:
         functools.update_wrapper(self, measured)
         return self
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        if "lipschitz_constant" not in vars(owner):
-            owner.lipschitz_constant = _Earlier(self)  # type: ignore[attr-defined]
-
     @overload
     def __get__(self, module: None, owner: type) -> Self: ...
 
@@ -64,77 +59,32 @@ class by_construction:
         if module is None:
             return self
         if self.measured is None:
-            raise AttributeError(
-                f"{owner.__name__} has a constant by construction only: equipoise.lipschitz_bound measures it"
-            )
+            raise AttributeError(f"{owner.__name__} has a constant by construction only: use equipoise.lipschitz_bound")
         return functools.partial(self._measure, module)
 
     def _measure(self, module: nn.Module, input_shape: tuple[int, ...]) -> Bound:
         assert self.measured is not None
         if not is_unmodified(module, "lipschitz_upper"):
             raise Refused(
-                f"lipschitz_upper of {type(module).__name__} does not speak of its calls: hooks, a subclass or a patch change "
-                "what they do; equipoise.lipschitz_bound bounds what is called"
+                f"lipschitz_upper of {type(module).__name__} does not describe its calls: hooks, a subclass or a patch change "
+                "them; equipoise.lipschitz_bound bounds what is called"
             )
         return self.measured(module, input_shape)
-
-    def of(self, module: nn.Module) -> float | None:
-        """The constant of this module."""
-        found = self.constant(module) if callable(self.constant) else self.constant
-        return None if found is None else as_upper(found)
-
-
-class _Earlier:
-    """`lipschitz_constant`, the earlier name of the same claim, for one release."""
-
-    def __init__(self, claim: by_construction) -> None:
-        self.claim = claim
-
-    def __get__(self, module: nn.Module | None, owner: type) -> Any:
-        if module is None:
-            return self
-        warnings.warn("lipschitz_constant is now equipoise.nn.known_constant(module)", DeprecationWarning, stacklevel=2)
-        return self.claim.of(module)
 
 
 def constructed(module: nn.Module) -> float | None:
     """The constant that the module's class states by construction; None without one, or where it is not about its calls."""
-    claim = next((vars(c)["lipschitz_upper"] for c in type(module).__mro__ if "lipschitz_upper" in vars(c)), None)
-    if isinstance(claim, by_construction) and is_unmodified(module, "lipschitz_upper"):
-        return claim.of(module)
-    stated = next(
-        (vars(c)["lipschitz_constant"] for c in type(module).__mro__ if "lipschitz_constant" in vars(c)), None
-    )
-    own = vars(module).get("lipschitz_constant")
-    if own is None and (
-        stated is None or isinstance(stated, _Earlier) or not is_unmodified(module, "lipschitz_constant")
-    ):
+    claim = _defining(type(module), "lipschitz_upper")
+    claim = None if claim is None else vars(claim)["lipschitz_upper"]
+    if not isinstance(claim, by_construction) or not is_unmodified(module, "lipschitz_upper"):
         return None
-    warnings.warn(
-        f"{type(module).__name__}.lipschitz_constant: write lipschitz_upper = equipoise.nn.by_construction(…) next to forward",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    found: Any = own if own is not None else module.lipschitz_constant
-    return None if found is None else as_upper(found)
+    constant = claim.constant(module) if callable(claim.constant) else claim.constant
+    return None if constant is None else as_upper(constant)
 
 
-def changed(module: nn.Module, owner: type) -> bool:
-    """Whether a subclass of `owner`, or the instance, has another version of something that `owner` works with.
-
-    >>> changed(nn.ReLU(), nn.ReLU)
-    False
-    """
-    kinds = type(module).__mro__
-    names = {name for kind in kinds[: kinds.index(owner)] for name in vars(kind)}
-    names |= {name for name, value in vars(module).items() if callable(value)}
-    if names & {"__call__", "__getattribute__"}:
-        return True
-    return any(hasattr(owner, name) for name in names if not name.startswith("__") and name != "extra_repr")
-
-
-#: what a call of a module goes through
-_CALL = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
+def _defining(kind: type, name: str) -> type | None:
+    """The class that defines an attribute."""
+    return next((c for c in kind.__mro__ if name in vars(c)), None)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -148,18 +98,25 @@ def hooked(module: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
 
 
-def is_unmodified(module: nn.Module, claim: str) -> bool:
-    """Whether the claim (the name of a method or attribute of the class) speaks of the map that a call performs.
+def is_unmodified(module: nn.Module, method: str) -> bool:
+    """True if no subclass, hook or patch can have changed what `method` describes: the map of `forward`.
 
-    The class that defines `forward` is the class that makes the claim, nothing it has is defined anew by a subclass or the
-    instance, and nothing stands between a call and that forward.
+    The class that defines `forward` is the class that defines the method, or one of `torch.nn`, and nothing it has is defined
+    anew by a subclass
+    (except what it names in `extension_points`) or by the instance.
     """
-    maker, claimer = (next((c for c in type(module).__mro__ if name in vars(c)), None) for name in ("forward", claim))
-    if maker is None or maker is not claimer or maker is nn.Module or changed(module, maker):
+    maker, claimer = _defining(type(module), "forward"), _defining(type(module), method)
+    if maker is None or claimer is None or maker is nn.Module or hooked(module):
         return False
-    if any(name in vars(module) for name in (*_CALL, claim)) or hooked(module):
+    if maker is not claimer and not maker.__module__.startswith("torch.nn."):
         return False
-    return all(getattr(type(module), name, None) is getattr(nn.Module, name, None) for name in _CALL[1:])
+    kinds = type(module).__mro__
+    names = {name for kind in kinds[: kinds.index(maker)] for name in vars(kind)}
+    names |= {name for name, value in vars(module).items() if callable(value)}
+    names -= {"extra_repr", *getattr(maker, "extension_points", ())}
+    if names & {"__call__", "__getattribute__"}:
+        return False
+    return not any(hasattr(maker, name) for name in names if not name.startswith("__"))
 
 
 def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]:
@@ -215,12 +172,8 @@ def fresh_strides(x: Tensor) -> Tensor:
     >>> grey.is_contiguous(), grey.contiguous().stride(), fresh_strides(grey).stride()
     (True, (64, 1, 8, 1), (64, 64, 8, 1))
     """
-    return x if x.stride() == _plain(x.shape) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _plain(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    plain = [1]
+    for size in reversed(x.shape[1:]):
+        plain.insert(0, plain[0] * max(size, 1))
+    same = not x.dim() or x.stride() == tuple(plain)
+    return x if same else x.clone(memory_format=torch.contiguous_format)

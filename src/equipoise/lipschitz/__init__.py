@@ -1,4 +1,4 @@
-"""Lipschitz bounds of whole networks, on the graph they really run: upper bounds that are ones, or a refusal."""
+"""Lipschitz bounds of whole networks: rigorous upper bounds from the exported graph; unsupported graphs raise `Refused`."""
 
 from equipoise.lipschitz.bound import lipschitz_bound
 from equipoise.lipschitz.capture import Program, capture

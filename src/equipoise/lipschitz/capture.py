@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
 from equipoise.core.programs import flat_tensors, lifted, require_stated_shapes
-from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
+from equipoise.lipschitz.decompose import Decomposed, decompose, is_fresh, is_mutable
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 from equipoise.lipschitz.values import evaluate, in_float64, where
 
@@ -223,7 +223,7 @@ _MIXED = (
     "recurrent layers without batch_first), or batch_dim=None to bound the input as a whole"
 )
 #: samples that are compared: at least, and at most where they are large
-_FEWEST, _MOST, _ENTRIES = 5, 16, 2**20
+_FEWEST, _MOST, _ENTRIES = 3, 8, 2**18
 
 
 def _samples(examples: Examples, dim: int) -> Examples:
@@ -249,46 +249,40 @@ def _batch_dim(alone: Tensor, together: Tensor, size: int) -> int | None:
 
 
 def _samples_mix(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None]) -> bool:
-    """Whether a sample gives other values alone than among samples of NaN, or of numbers: a check, not a proof.
+    """Whether samples give other values alone than next to others: a check, not a proof.
 
-    The first, the middle and the last sample are looked at, so that samples that read only those before them, or only
-    those after them, are seen. Values that disagree are compared again in float64: large offsets cancel with rounding.
+    Where they do, they are compared again in float64: large offsets cancel with rounding.
     """
-    size = batch[0].shape[dim]
-    for i in (0, size // 2, size - 1):
+    if _stay_apart(model, batch, dim, dims, 1e-3):
+        return False
+    wide = _double(model)
+    return wide is None or not _stay_apart(wide, tuple(x.double() for x in batch), dim, dims, 1e-7)
+
+
+def _stay_apart(model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None], tolerance: float) -> bool:
+    """Whether the first and the last sample give alone what they give next to others, and next to samples of NaN.
+
+    Both ends, so that samples that read only those before them, or only those after them, are seen.
+    """
+    size, together = batch[0].shape[dim], _outputs(model, batch)
+    for i in (0, size - 1):
         poisoned = tuple(torch.full_like(x, torch.nan) for x in batch)
         for x, bad in zip(batch, poisoned, strict=True):
             bad.narrow(dim, i, 1).copy_(x.narrow(dim, i, 1))
-        for others in (poisoned, batch):
-            if _same_alone(model, others, dim, dims, i, 1e-3) is not False:
-                continue
-            wide, exact = _double(model), tuple(x.double() for x in others)
-            if wide is None or not _same_alone(wide, exact, dim, dims, i, 1e-7):
-                return True
-    return False
-
-
-def _same_alone(
-    model: nn.Module, batch: Examples, dim: int, dims: Sequence[int | None], i: int, tolerance: float
-) -> bool | None:
-    """Whether sample i gives alone what it gives among the others; None where the model does not run on them."""
-    alone, together = _outputs(model, tuple(x.narrow(dim, i, 1) for x in batch)), _outputs(model, batch)
-    if alone is None or together is None:
-        return None
-    for a, b in zip(alone, _parts(together, dims, i, batch[0].shape[dim]), strict=True):
-        far = (a - b).abs() > tolerance * (1 + _largest(a)) if a.numel() else a.new_zeros(0)
-        if bool((far.bool() | (b.isnan() & ~a.isnan())).any()):
+        alone = _outputs(model, tuple(x.narrow(dim, i, 1) for x in batch))
+        if alone is None or together is None:
             return False
+        for outputs in (together, _outputs(model, poisoned)):
+            for a, b in zip(alone, alone if outputs is None else _parts(outputs, dims, i, size), strict=True):
+                far = (a - b).abs() > tolerance * (1 + float(a.abs().nan_to_num().max() if a.numel() else 0))
+                if bool((far | (b.isnan() & ~a.isnan())).any()):
+                    return False
     return True
 
 
 def _parts(outputs: Sequence[Tensor], dims: Sequence[int | None], i: int, size: int) -> list[Tensor]:
     """What belongs to sample i of `size` in every output."""
     return [t.chunk(size, d or 0)[i] for t, d in zip(outputs, dims, strict=True)]
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().nan_to_num().max())
 
 
 def _double(model: nn.Module) -> nn.Module | None:
@@ -478,7 +472,7 @@ def export(model: nn.Module, examples: Examples) -> ExportedProgram:
 
 def _functional(program: ExportedProgram) -> ExportedProgram:
     """The program without operations that write into their arguments."""
-    if not is_mutable(program.graph_module.graph):
+    if not is_mutable(program.graph_module.graph, but=is_fresh):  # those are replaced in `decompose`
         return program
     try:
         with torch.no_grad(), _quiet(), _readable_switches():

@@ -52,6 +52,9 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
     places: dict[fx.Node, fx.Node] = {}
     copied.output(copied.graph_copy(graph, places))
     result = Decomposed(copied, places)
+    fresh = [node for node in copied.nodes if is_fresh(node)]
+    for node in fresh:
+        node.target = _IN_PLACE[node.target]
     for node in list(copied.nodes):
         if node.target is _aten._native_batch_norm_legit_no_training.default:
             _restore_batch_norm(node)
@@ -61,13 +64,39 @@ def decompose(graph: fx.Graph, inputs: Iterable[fx.Node]) -> Decomposed:
             moving.add(node)
             if _is_composed(node, moving):
                 composed.append(node)
-    for node in copied.nodes:
+    for node in moving:
         read_scalars(node)
     for node in composed:
         _write_out(node, result)
     for node in list(copied.nodes):
         _recognise(node, result)
     return result
+
+
+#: operations in place that networks are full of, and the same out of place
+_IN_PLACE: dict[Any, Any] = {
+    _aten.relu_.default: _aten.relu.default,
+    _aten.hardtanh_.default: _aten.hardtanh.default,
+    _aten.silu_.default: _aten.silu.default,
+    _aten.leaky_relu_.default: _aten.leaky_relu.default,
+    _aten.add_.Tensor: _aten.add.Tensor,
+}
+#: operations whose result is new memory
+_NEW = {
+    _aten.conv1d.default,
+    _aten.conv2d.default,
+    _aten.conv3d.default,
+    _aten.batch_norm.default,
+    _aten.linear.default,
+}
+
+
+def is_fresh(node: fx.Node) -> bool:
+    """Whether the node overwrites the result of a layer that nothing else reads: in place or not is then the same."""
+    if node.target not in _IN_PLACE:
+        return False
+    source: Any = node.args[0]
+    return set(source.users) == {node} and (source.target in _NEW or is_fresh(source))
 
 
 def _restore_batch_norm(node: fx.Node) -> None:
@@ -451,9 +480,9 @@ def _write_out(node: fx.Node, result: Decomposed) -> None:
     result.graph.erase_node(node)
 
 
-def is_mutable(graph: fx.Graph) -> bool:
-    """Whether an operation of the graph writes into one of its arguments."""
-    schemas = [getattr(node.target, "_schema", None) for node in graph.nodes]
+def is_mutable(graph: fx.Graph, but: Callable[[fx.Node], bool] = lambda node: False) -> bool:
+    """Whether an operation of the graph, but for some, writes into one of its arguments."""
+    schemas = [getattr(node.target, "_schema", None) for node in graph.nodes if not but(node)]
     return any(schema is not None and schema.is_mutable for schema in schemas)
 
 

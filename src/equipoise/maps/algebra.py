@@ -57,10 +57,10 @@ def add(a: Linear, b: Linear) -> Linear | None:
             matrix = a.matrix.double() + b.matrix.double()
             return Matrix(matrix, inflate(2 * _U * float(frobenius(matrix)) + a.error + b.error))
         case Diagonal(), Diagonal():
-            if a.dim != b.dim and a.factor.numel() > 1 and b.factor.numel() > 1:
+            dim = _shared_dim(a, b)
+            if dim is None:
                 return None
             factor = a.factor + b.factor
-            dim = a.dim if a.factor.numel() > 1 else b.dim
             return Diagonal(factor, dim, inflate(2 * _U * float(factor.abs().max()) + a.error + b.error))
         case Diagonal(), Convolution():
             return add(b, a)
@@ -82,10 +82,17 @@ def spread(weight: Tensor, conv: Convolution) -> float:
     return inflate(float(frobenius(weight.flatten(1))) * math.sqrt(taps) * repeats)
 
 
-def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
+def _shared_dim(a: Diagonal, b: Diagonal) -> int | None:
+    """The dimension along which both scale; None where there are two."""
     if a.dim != b.dim and a.factor.numel() > 1 and b.factor.numel() > 1:
         return None
-    dim = a.dim if a.factor.numel() > 1 else b.dim
+    return a.dim if a.factor.numel() > 1 else b.dim
+
+
+def _scales(a: Diagonal, b: Diagonal) -> Diagonal | None:
+    dim = _shared_dim(a, b)
+    if dim is None:
+        return None
     top_a, top_b = float(a.factor.abs().max()), float(b.factor.abs().max())
     error = inflate(4 * _U * top_a * top_b + a.error * (top_b + b.error) + b.error * top_a) + _TINY
     return Diagonal(a.factor * b.factor, dim, error)

@@ -20,7 +20,7 @@ from equipoise.core.digests import digest_document, sealed, unsealed
 from equipoise.core.errors import InputError, Refused, did_you_mean
 from equipoise.core.files import atomic_write, read_bounded, read_json
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.export import with_effective_weights
+from equipoise.nn.convert import with_effective_weights
 
 CERTIFICATE, CARD = "certificate.json", "README.md"
 _HERE = Path(__file__).resolve().parent

@@ -8,6 +8,7 @@ from torch import nn
 from equipoise.core.modules import constructed, hooked
 from equipoise.core.precision import inflate
 from equipoise.nn.activations import slopes
+from equipoise.nn.parametrize import PLAIN, proved_constant
 
 _ISOMETRIES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
 _RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -22,16 +23,16 @@ def known_constant(module: nn.Module) -> float | None:
 
     It is read off the construction: equipoise's layers have 1, compositions multiply, activations and pooling come
     from tables. A module of yours can state its own, `lipschitz_upper = by_construction(…)`; that is your claim. Plain
-    weights, batch norm, modules with hooks and other forwards give None: `equipoise.lipschitz_bound` bounds those,
-    for the weights they have now.
-
-    In exact arithmetic; the rounding of effective weights adds at most 1e-5 per layer.
+    weights, parametrizations of yours, batch norm, modules with hooks and other forwards give None:
+    `equipoise.lipschitz_bound` bounds those, for the weights they have now.
 
     >>> known_constant(nn.Sequential(nn.Flatten(), nn.ReLU())), known_constant(nn.MaxPool2d(3, 2, 1))
     (1.0, 2.0)
     """
     if hooked(module):
         return None
+    if isinstance(module, PLAIN):
+        return proved_constant(module)
     stated = constructed(module)
     if stated is not None:
         return stated
@@ -59,8 +60,8 @@ def _plain(module: nn.Module) -> float | None:
     if kind in _ADAPTIVE:
         size = module.output_size
         return 1.0 if size == 1 or (isinstance(size, tuple) and set(size) == {1}) else None
-    found = slopes(module)
-    return None if found is None else max(abs(found[0]), abs(found[1]))
+    interval = slopes(module)
+    return None if interval is None else max(map(abs, interval))
 
 
 def overlap(pool: Any) -> float:

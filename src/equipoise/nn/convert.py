@@ -1,22 +1,72 @@
-"""An existing network with 1-Lipschitz layers in place of its own: what is replaced, and what is left, with the reason."""
+"""An existing network with 1-Lipschitz layers in place of its own, and a trained one with plain layers in place of those."""
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import hooked
+from equipoise.core.modules import evaluating, hooked, is_unmodified
+from equipoise.maps.reading import module_kind
 from equipoise.nn.activations import Contracted, slopes
 from equipoise.nn.constants import known_constant, overlap
-from equipoise.nn.effective import Effective
-from equipoise.nn.layers import Weighted, methods
 from equipoise.nn.normalise import BatchCentering
+from equipoise.nn.orthogonal import bcop, cayley, polar, soc
+from equipoise.nn.parametrize import PLAIN, Computed, Parametrized
 from equipoise.nn.pooling import MaxPool2d
+from equipoise.nn.rescaling import (
+    AOLConv1d,
+    AOLConv2d,
+    AOLConv3d,
+    AOLConvTranspose2d,
+    AOLLinear,
+    SNConv1d,
+    SNConv2d,
+    SNConv3d,
+    SNConvTranspose2d,
+    SNLinear,
+    SRConv1d,
+    SRConv2d,
+    SRConv3d,
+    SRConvTranspose2d,
+    SRLinear,
+)
+from equipoise.norms import spectral_norm
 
 Action = Literal["converted", "replaced", "kept", "left"]
+
+
+#: the layers that stand for a plain one, by family; residual blocks and sandwich layers, which hold an activation, do not
+FAMILIES: dict[str, tuple[Any, ...]] = {
+    "sn": (SNLinear, SNConv1d, SNConv2d, SNConv3d, SNConvTranspose2d),
+    "aol": (AOLLinear, AOLConv1d, AOLConv2d, AOLConv3d, AOLConvTranspose2d),
+    "sr": (SRLinear, SRConv1d, SRConv2d, SRConv3d, SRConvTranspose2d),
+    "bcop": (bcop.BCOPLinear, bcop.BCOPConv1d, bcop.BCOPConv2d, bcop.BCOPConv3d, bcop.BCOPConvTranspose2d),
+    "rko": (bcop.RKOLinear, bcop.RKOConv1d, bcop.RKOConv2d, bcop.RKOConv3d, bcop.RKOConvTranspose2d),
+    "bjorck": (bcop.BjorckLinear, bcop.BjorckConv2d),
+    "cayley": (cayley.CayleyLinear, cayley.CayleyConv2d, cayley.CayleyConvTranspose2d),
+    "bro": (cayley.BROLinear, cayley.BROConv2d),
+    "chord": (cayley.CHORDLinear, cayley.CHORDConv2d),
+    "soc": (soc.SOCLinear, soc.SOCConv2d, soc.SOCConvTranspose2d),
+    "householder": (polar.HouseholderLinear,),
+}
+
+
+def methods() -> dict[str, dict[type[nn.Module], Any]]:
+    """The layers by family and plain layer: `methods()["sr"][nn.Linear]` is `SRLinear`.
+
+    >>> methods()["sr"][nn.Linear].__name__
+    'SRLinear'
+    """
+    return {name: {_stands_for(layer): layer for layer in layers} for name, layers in FAMILIES.items()}
+
+
+def _stands_for(layer: Any) -> type[nn.Module]:
+    return layer.plain() if issubclass(layer, Parametrized) else layer.plain_type
 
 
 @dataclass(frozen=True)
@@ -69,17 +119,17 @@ class _Walk:
         self.layers, self.options = methods()[method], options
         self.rows: list[Change] = []
         self.seen: dict[nn.Module, nn.Module] = {}
-        self.shared: dict[Tensor, Weighted] = {}
+        self.shared: dict[Tensor, nn.Module] = {}
 
     def visit(self, module: nn.Module, path: str) -> nn.Module:
         """The replacement of a module, the module itself where there is none."""
         if module in self.seen:
             return self.seen[module]
         self.seen[module] = module  # a module that contains itself would not end otherwise
-        if parametrize.is_parametrized(module):
-            return self.note(path, module, module, "left", "it has a parametrisation of its own; remove it first")
-        if isinstance(module, Effective):
+        if isinstance(module, Computed | Parametrized):
             return self.note(path, module, module, "kept", "1-Lipschitz already")
+        if parametrize.is_parametrized(module):
+            return self.note(path, module, module, "left", "it has a parametrization of its own; remove it first")
         whole = isinstance(module, _WHOLE)
         if not whole and any(True for _ in module.children()):
             for name, child in list(module._modules.items()):  # named_children leaves out what was there before
@@ -97,7 +147,8 @@ class _Walk:
 
     def note(self, path: str, old: nn.Module, new: nn.Module, action: Action, why: str = "") -> nn.Module:
         """Write the row, return the new module."""
-        self.rows.append(Change(path or "(the model)", type(old).__name__, type(new).__name__, action, why))
+        was, now = (parametrize.type_before_parametrizations(m).__name__ for m in (old, new))
+        self.rows.append(Change(path or "(the model)", was, now, action, why))
         return new
 
     def replace(self, module: nn.Module, path: str) -> nn.Module:
@@ -113,15 +164,15 @@ class _Walk:
             if pool is None:
                 return self.note(path, module, module, "left", why + "; no disjoint windows give the same output size")
             return self.note(path, module, pool, "replaced", why)
-        found = slopes(module)
-        if found is not None and max(map(abs, found)) > 1:
-            new = Contracted(module)
-            return self.note(path, module, new, "replaced", f"its slopes reach {max(map(abs, found)):.5g}")
-        known = known_constant(module)
-        if known is not None and known <= 1:
+        interval = slopes(module)
+        if interval is not None and max(map(abs, interval)) > 1:
+            steepest = f"its slopes reach {max(map(abs, interval)):.5g}"
+            return self.note(path, module, Contracted(module), "replaced", steepest)
+        constant = known_constant(module)
+        if constant is not None and constant <= 1:
             return self.note(path, module, module, "kept")
-        if known is not None:
-            return self.note(path, module, module, "left", f"its constant is {known:.4g}")
+        if constant is not None:
+            return self.note(path, module, module, "left", f"its constant is {constant:.4g}")
         return self.note(path, module, module, "left", _reason(module))
 
     def weighted(self, module: nn.Module, path: str) -> nn.Module:
@@ -134,12 +185,11 @@ class _Walk:
             return self.note(path, module, module, "left", str(refusal))
         except TypeError as error:
             raise InputError(f"{path or 'the model'}: the method does not take these options: {error}") from error
-        first = self.shared.get(weight)
-        why = ""
-        if isinstance(layer, Weighted) and type(first) is type(layer) and first.settings == layer.settings:
-            layer.raw, layer.method, why = first.raw, first.method, "shares its weight"
-        if isinstance(layer, Weighted):
+        first, why = self.shared.get(weight), ""
+        if isinstance(layer, Parametrized):
             self.shared.setdefault(weight, layer)
+            if first is not None and type(first).__bases__ == type(layer).__bases__ and repr(first) == repr(layer):
+                layer.parametrizations["weight"], why = first.parametrizations["weight"], "shares its weight"  # type: ignore[index, operator]
         layer.requires_grad_(weight.requires_grad)
         return self.note(path, module, layer, "converted", why)
 
@@ -188,3 +238,114 @@ def _reason(module: nn.Module) -> str:
     if next(module.parameters(), None) is not None:
         return f"there is no 1-Lipschitz form of {type(module).__name__} here"
     return "its constant does not follow from its construction"
+
+
+@dataclass(frozen=True)
+class LayerNorm2:
+    """Upper bound of one exported layer's ℓ2 constant: `spectral norm` for the stored weights, or `construction`."""
+
+    name: str
+    layer: str
+    upper: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was proved when a network was exported: a bound per layer, and one of the whole where it could be had.
+
+    It is about the stored weights; changing them makes it void.
+    """
+
+    layers: tuple[LayerNorm2, ...]
+    upper: float | None = None
+    source: str = ""
+    norm: str = "l2"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
+    """A deep copy with plain layers in place of those that compute their weights, and their norms.
+
+    Modules used twice stay one module. Outputs are equal up to the rounding of one product (≤ 1e-6 relative).
+
+    >>> net, rows = plain(nn.Sequential(SRLinear(4, 4), nn.ReLU()))
+    >>> type(net[0]).__name__, rows[0].upper <= 1.00001
+    ('Linear', True)
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected an nn.Module, got {type(model).__name__}")
+    rows: list[LayerNorm2] = []
+    memo: dict[int, Any] = {}
+    for path, layer in _outermost(model, ""):
+        if id(layer) not in memo:
+            memo[id(layer)] = _exported(path or "the model", layer).train(layer.training)
+            rows.append(_norm(path or "(the model)", layer, memo[id(layer)]))
+    return copy.deepcopy(model, memo), tuple(rows)  # what is in the memo is taken from there, wherever it is used
+
+
+def _exported(path: str, layer: nn.Module) -> nn.Module:
+    """One layer as a plain module."""
+    name = parametrize.type_before_parametrizations(layer).__name__
+    if isinstance(layer, Computed):
+        if not hasattr(layer, "export") or not is_unmodified(layer, "export"):
+            raise Refused(
+                f"{path} ({name}) has hooks, or a subclass or a patch changes what its calls do, so that export() would make "
+                "another map; remove them, or define export beside forward in the same class"
+            )
+        made: nn.Module = copy.deepcopy(layer.export())  # type: ignore[operator]
+        return made
+    kind = module_kind(layer)  # refuses hooks and overridden forwards
+    if type(layer).__call__ is not nn.Module.__call__:
+        raise Refused(f"{path} ({name}) overrides __call__, so that export() would make another map")
+    new = kind.__new__(kind)
+    state = {key: value for key, value in layer.__dict__.items() if key not in ("_modules", "_parameters")}
+    new.__dict__.update(copy.deepcopy(state), _modules={}, _parameters={})
+    with torch.no_grad():
+        tensors: dict[str, Any] = {"weight": layer.weight, "bias": layer.bias}
+    for key, tensor in tensors.items():
+        new.register_parameter(key, None if tensor is None else nn.Parameter(tensor.detach().clone()))
+    return new
+
+
+def evaluate_at(model: nn.Module, *inputs: Tensor) -> None:
+    """Evaluate once, so that layers whose weights depend on the image size are exported for the size they have in this call."""
+    for part in model.modules():
+        if isinstance(part, Computed):
+            part._kept.clear()
+    with evaluating(model), torch.no_grad():
+        model(*inputs)
+
+
+def with_effective_weights(model: nn.Module, *inputs: Tensor) -> nn.Module:
+    """The network with the weights it uses in evaluation on inputs of this size: itself where no layer computes its own.
+
+    >>> type(with_effective_weights(cayley.CayleyConv2d(2, 2, 3), torch.zeros(1, 2, 6, 6))).__name__
+    'SpectralConv2d'
+    """
+    if next(_outermost(model, ""), None) is None:
+        return model
+    evaluate_at(model, *inputs)
+    return plain(model)[0].eval()
+
+
+def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Layers that compute their weights and are not part of another one."""
+    if isinstance(module, Computed) or (isinstance(module, PLAIN) and parametrize.is_parametrized(module, "weight")):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _outermost(child, f"{path}.{name}" if path else name)
+
+
+def _norm(name: str, layer: nn.Module, new: nn.Module) -> LayerNorm2:
+    kind = parametrize.type_before_parametrizations(layer).__name__
+    try:
+        upper = spectral_norm(new, rtol=1e-4).upper
+    except (Refused, InputError):
+        return LayerNorm2(name, kind, known_constant(layer), "construction")
+    top = float(upper.max()) if isinstance(upper, Tensor) else float(upper)
+    return LayerNorm2(name, kind, top, "spectral norm, all input sizes")

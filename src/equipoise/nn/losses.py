@@ -5,9 +5,14 @@ W is known. Both may be tensors with a graph; then the constants are trained as 
 
 Everything is computed in float64, whatever the logits: constants of pairs are rounded up, and logits near the end of
 float32 do not overflow on the way.
+
+Losses of optimal transport (`kr`, `hinge`, `hkr`, `soft_hkr`, `tau_bce`): for 1-Lipschitz scores the difference of means is a
+lower bound of a Wasserstein distance. Their scores are `(batch,)` or `(batch, 1)` with labels ±1 or 0 and 1 for two
+distributions, or `(batch, classes)` with integer labels; `reduction` is that of `torch.nn` losses.
 """
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +20,8 @@ from torch.nn import functional
 
 from equipoise.core.errors import InputError
 from equipoise.core.precision import safe_root
-from equipoise.nn.transport import check_logits, hkr, one_hot, soft_hkr, widened
 
+Reduction = Literal["mean", "sum", "none"]
 #: covers the rounding of a handful of float64 operations and of sums of squares over up to 2¹⁶ features
 _ABOVE = 1 + 2.0**-36
 #: 3/2·√2: the offset of the thesis, in units of the constant
@@ -28,6 +33,13 @@ def offset_cross_entropy(
 ) -> Tensor:
     """`t·CE((z − u·e_y)/t, y)` with temperature t and offset `u = offset·L`: the true logit has to win by u before
     the loss is small.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        temperature: t.
+        offset: u, in units of the constant.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
 
     Reference: Prach, Lampert (2022), Almost-orthogonal layers for efficient general-purpose Lipschitz networks, §5
     (there u = √2, t = 1/4).
@@ -44,6 +56,12 @@ def offset_cross_entropy(
 def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor | float = 1.0) -> Tensor:
     """`mean max(0, √2·L·ε − (z_y − max_{k≠y} z_k))`: zero exactly where every input is certified at radius ε.
 
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        epsilon: the radius asked for.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
+
     >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
     0.0
     """
@@ -53,6 +71,10 @@ def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor |
 
 def margin(z: Tensor, y: Tensor) -> Tensor:
     """`z_y − max_{k≠y} z_k`, differentiable.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
 
     >>> margin(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0]))
     tensor([1.])
@@ -68,6 +90,12 @@ def pair_constants(
     """`K_{y,k}` (batch, classes) with 0 at k = y: `√2·L`, or `L·‖w_y − w_k‖` where the last layer's weight is given.
 
     In float64, rounded up: never below the constant of the stored weights.
+
+    Args:
+        y: labels.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
+        weight: of the last layer, for constants of pairs.
+        classes: how many, where no weight is given.
 
     >>> pair_constants(torch.tensor([1]), 2.0, torch.eye(2)).round(decimals=4)
     tensor([[2.8284, 0.0000]], dtype=torch.float64)
@@ -100,6 +128,14 @@ def lipschitz_margin(
     """`t·CE((z + ε·K_y)/t, y)`: every wrong logit is lifted by what an attacker of radius ε could win against the true one
     (LMT).
 
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        epsilon: the radius asked for.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
+        weight: of the last layer, for constants of pairs.
+        temperature: t.
+
     Reference: Tsuzuku, Sato, Sugiyama (2018), Lipschitz-margin training, Algorithm 1.
 
     >>> z, y = torch.tensor([[3.0, 0.0]]), torch.tensor([0])
@@ -114,6 +150,12 @@ def lipschitz_margin(
 def gloro_logits(z: Tensor, epsilon: float, lipschitz: Tensor | float = 1.0, weight: Tensor | None = None) -> Tensor:
     """`(z, z_⊥)` with `z_⊥ = max_{k≠j} (z_k + ε·K_{jk})`, j the predicted class, rounded up: where ⊥ does not win, radius ε
     is certified.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        epsilon: the radius asked for.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
+        weight: of the last layer, for constants of pairs.
 
     Reference: Leino, Wang, Fredrikson (2021), Globally-robust neural networks, §3.
 
@@ -137,6 +179,13 @@ def gloro(
     """Cross-entropy with the extra class ⊥ of `gloro_logits`: the loss is small only where y wins by a certified
     margin.
 
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        epsilon: the radius asked for.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
+        weight: of the last layer, for constants of pairs.
+
     >>> float(gloro(torch.tensor([[9.0, 0.0]]), torch.tensor([0]), 1.0)) < 0.01
     True
     """
@@ -153,6 +202,14 @@ def gloro_trades(
     beta: float = 1.2,
 ) -> Tensor:
     """`CE(z, y) + β·KL(p ‖ p_⊥)`: accuracy, plus what the class ⊥ takes from the prediction (p has probability 0 at ⊥).
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        epsilon: the radius asked for.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
+        weight: of the last layer, for constants of pairs.
+        beta: weight of the second term.
 
     Reference: Leino, Wang, Fredrikson (2021), appendix (the TRADES-like variant).
 
@@ -180,6 +237,14 @@ def emma(
 
     Every wrong class is lifted only as far as the margin reached so far, at most to radius ε: efficient margin
     maximisation.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        epsilon: the radius asked for.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
+        weight: of the last layer, for constants of pairs.
+        temperature: t.
 
     Reference: Hu, Zou, Wang, Leino, Fredrikson (2023), Unlocking deterministic robustness certification on ImageNet,
     §4.
@@ -211,6 +276,16 @@ def logit_annealing(
     The factor `(1 − p)^γ` lets go of inputs whose margin is large, so that a network of little capacity spends it on the
     others; the offset u and ε·K ask for a margin.
 
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        epsilon: the radius asked for.
+        lipschitz: upper bound of the Lipschitz constant of the logits, or of what comes before the last layer.
+        weight: of the last layer, for constants of pairs.
+        temperature: t.
+        offset: u, in units of the constant.
+        gamma: exponent of the focal factor.
+
     Reference: Lai, Huang, Kung, Chen (2025), Enhancing certified robustness via block reflector orthogonal layers and
     logit annealing loss (there t = 0.75, γ = 5).
 
@@ -219,7 +294,7 @@ def logit_annealing(
     True
     """
     check_logits(z, y)
-    _positive_temperature(temperature)
+    _positive(temperature, "temperature")
     if not gamma >= 0:
         raise InputError(f"gamma must not be negative, got {gamma}")
     wide = widened(z)
@@ -231,13 +306,8 @@ def logit_annealing(
 
 def _cooled(lifted: Tensor, y: Tensor, temperature: float) -> Tensor:
     """`t·CE(z/t, y)`."""
-    _positive_temperature(temperature)
+    _positive(temperature, "temperature")
     return temperature * functional.cross_entropy(lifted / temperature, y)
-
-
-def _positive_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise InputError(f"the temperature must be positive, got {temperature}")
 
 
 class OffsetCrossEntropy(nn.Module):
@@ -249,7 +319,7 @@ class OffsetCrossEntropy(nn.Module):
 
     def __init__(self, temperature: float = 0.25, offset: float = OFFSET, lipschitz: float = 1.0) -> None:
         super().__init__()
-        _positive_temperature(temperature)
+        _positive(temperature, "temperature")
         self.temperature, self.offset, self.lipschitz = temperature, offset, lipschitz
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
@@ -259,6 +329,204 @@ class OffsetCrossEntropy(nn.Module):
     def extra_repr(self) -> str:
         """The constants."""
         return f"temperature={self.temperature}, offset={self.offset:.6g}, lipschitz={self.lipschitz}"
+
+
+def kr(z: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Kantorovich–Rubinstein: `E[z | y = 1] − E[z | y = −1]`, for classes the mean of `z_y − mean_{k≠y} z_k`; **maximise** it.
+
+    For 1-Lipschitz z it is at most the distance W₁ of the two empirical distributions. With "none" every example has its part,
+    and the mean over the batch is the difference (or 0 where one side is missing).
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        reduction: "mean", "sum" or "none".
+
+    >>> float(kr(torch.tensor([3.0, 1.0, -1.0]), torch.tensor([1, 1, -1])))
+    3.0
+
+    Reference: Arjovsky, Chintala & Bottou (2017); Serrurier et al. (2021).
+    """
+    if _one_score(z):
+        signs, score = _signs(z, y), widened(z).flatten()
+        up, down = signs > 0, signs < 0
+        share = up.double() / up.sum().clamp_min(1) - down.double() / down.sum().clamp_min(1)
+        parts = score * share.to(score) * len(score) * (up.any() & down.any())
+    else:
+        own, score = _classes(z, y)
+        right = (score * own).sum(1)
+        parts = right - (score.sum(1) - right) / (z.shape[1] - 1)
+    return _reduced(parts, reduction).to(z.dtype)
+
+
+def hinge(z: Tensor, y: Tensor, margin: float = 1.0, reduction: Reduction = "mean") -> Tensor:
+    """`max(0, margin/2 − s·z)` with s = ±1; for classes the mean over k with s_y = 1 and s_k = −1 else.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        margin: of the hinge.
+        reduction: "mean", "sum" or "none".
+
+    >>> float(hinge(torch.tensor([0.25, -2.0]), torch.tensor([1, 0])))
+    0.125
+    """
+    _positive(margin)
+    if _one_score(z):
+        parts = functional.relu(margin / 2 - _signs(z, y) * widened(z).flatten())
+    else:
+        own, score = _classes(z, y)
+        parts = functional.relu(margin / 2 - (2 * own - 1) * score).mean(1)
+    return _reduced(parts, reduction).to(z.dtype)
+
+
+def hkr(z: Tensor, y: Tensor, alpha: float = 0.9, margin: float = 1.0, reduction: Reduction = "mean") -> Tensor:
+    """Hinge–Kantorovich–Rubinstein, `α·hinge − (1 − α)·KR`: class against the rest, uniform prior.
+
+    For classes both are means over examples, so that parts of a batch add up.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        alpha: share of the hinge, in [0, 1].
+        margin: of the hinge.
+        reduction: "mean", "sum" or "none".
+
+    Reference: Serrurier et al. (2021), Achieving robustness in classification using optimal transport with hinge
+    regularization.
+
+    >>> z, y = torch.tensor([[2.0, -2.0]]), torch.tensor([0])
+    >>> round(float(hkr(z, y, alpha=0.5)), 4), round(float(hkr(-z, y, alpha=0.5)), 4)
+    (-2.0, 3.25)
+    """
+    _share(alpha)
+    return alpha * hinge(z, y, margin, reduction) - (1 - alpha) * kr(z, y, reduction)
+
+
+def soft_hkr(
+    z: Tensor,
+    y: Tensor,
+    alpha: float = 0.9,
+    margin: float = 1.0,
+    temperature: float = 1.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """`hkr` of the right class against its rivals, each weighted by how close it is: `π = softmax_{k≠y}(z/t)`, a constant.
+
+        α(max(0, m/2 − z_y) + Σ_k π_k·max(0, m/2 + z_k)) − (1 − α)(z_y − Σ_k π_k·z_k)
+
+    With many classes the mean over rivals hardly sees the one that matters. t → ∞ is the mean, t → 0 the closest rival.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        alpha: share of the hinge, in [0, 1].
+        margin: of the hinge.
+        temperature: t.
+        reduction: "mean", "sum" or "none".
+
+    >>> z, y = torch.tensor([[1.0, 0.0, -5.0]]), torch.tensor([0])
+    >>> round(float(soft_hkr(z, y, alpha=0.0, temperature=0.01)), 4)
+    -1.0
+
+    Reference: Béthune et al. (2022), Pay attention to your loss; the soft variant is deel-torchlip's.
+    """
+    _share(alpha)
+    _positive(margin)
+    _positive(temperature, "temperature")
+    own, score = _classes(z, y)
+    rivals = (score.detach() / temperature).masked_fill(own.bool(), -float("inf")).softmax(1)
+    right = (score * own).sum(1)
+    hinges = functional.relu(margin / 2 - right) + (rivals * functional.relu(margin / 2 + score)).sum(1)
+    parts = alpha * hinges - (1 - alpha) * (right - (rivals * score).sum(1))
+    return _reduced(parts, reduction).to(z.dtype)
+
+
+def tau_bce(z: Tensor, y: Tensor, tau: float = 1.0, reduction: Reduction = "mean") -> Tensor:
+    """Binary cross-entropy at the scale of a Lipschitz score, `log(1 + e^(−τ·s·z))/τ`: large τ makes small margins worth having.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        tau: scale.
+        reduction: "mean", "sum" or "none".
+
+    >>> round(float(tau_bce(torch.tensor([0.0]), torch.tensor([1]), tau=10.0)), 4)
+    0.0693
+
+    Reference: Béthune et al. (2022), Pay attention to your loss.
+    """
+    _positive(tau, "tau")
+    if not _one_score(z):
+        raise InputError(f"tau_bce takes one score per example, got {tuple(z.shape)}; cross-entropy is for classes")
+    return _reduced(functional.softplus(-tau * _signs(z, y) * widened(z).flatten()) / tau, reduction).to(z.dtype)
+
+
+def _one_score(z: Tensor) -> bool:
+    return z.dim() == 1 or (z.dim() == 2 and z.shape[1] == 1)
+
+
+def _signs(z: Tensor, y: Tensor) -> Tensor:
+    """Labels as ±1."""
+    if y.numel() != len(z) or not len(z):
+        raise InputError(f"expected one label per score, got scores {tuple(z.shape)} and labels {tuple(y.shape)}")
+    labels = y.flatten().to(widened(z).dtype)
+    if not bool(((labels == 1) | (labels == 0) | (labels == -1)).all()) or bool(
+        (labels == 0).any() & (labels == -1).any()
+    ):
+        raise InputError("labels of two distributions must be ±1, or 0 and 1")
+    return labels.masked_fill(labels == 0, -1)
+
+
+def check_logits(z: Tensor, y: Tensor) -> None:
+    """Refuse what is not one row of logits and one label for each example."""
+    if z.dim() != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or y.is_floating_point():
+        raise InputError(
+            f"expected logits (batch, classes ≥ 2) and integer labels (batch,), got {tuple(z.shape)} and "
+            f"{tuple(y.shape)} {y.dtype}"
+        )
+
+
+def one_hot(z: Tensor, y: Tensor) -> Tensor:
+    """The labels as rows like those of z.
+
+    Args:
+        z: logits (batch, classes), or scores.
+        y: labels.
+        z: logits (batch, classes), or scores.
+        y: labels.
+    """
+    return functional.one_hot(y, z.shape[1]).to(z.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float64, where the device has it."""
+    return x if x.device.type == "mps" else x.double()
+
+
+def _classes(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The labels as one-hot rows, and the scores."""
+    check_logits(z, y)
+    score = widened(z)
+    return one_hot(score, y), score
+
+
+def _positive(value: float, name: str = "margin") -> None:
+    if not value > 0:
+        raise InputError(f"{name} must be positive, got {value}")
+
+
+def _share(alpha: float) -> None:
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha must lie in [0, 1], got {alpha}")
+
+
+def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
+    if reduction == "none":
+        return parts
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    return parts.mean() if reduction == "mean" else parts.sum()
 
 
 def _lengths(x: Tensor) -> Tensor:

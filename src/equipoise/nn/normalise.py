@@ -4,13 +4,11 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from equipoise.core.bounds import Number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
-from equipoise.core.precision import inflate, row_lengths
-from equipoise.nn.effective import Effective, Tensors, as_weight, uncast
+from equipoise.core.precision import inflate, row_lengths, unit_roundoff
+from equipoise.nn.parametrize import Parametrization, Parametrized
 
 
 class BatchCentering(nn.Module):
@@ -115,13 +113,36 @@ class LayerCentering(nn.Module):
         return centred if self.bias is None else centred + self.bias.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
-class LastLayerNormalised(Effective):
+class UnitRows(Parametrization):
+    """Rows `ŵ_i = w_i/‖w_i‖`; a row of zeros stays one. The norm is at most the root of the number of rows.
+
+    >>> from equipoise.maps.geometry import Geometry
+    >>> UnitRows(Geometry((2, 2)))(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).double().round(decimals=5).tolist()
+    [[0.6, 0.8], [0.0, 0.0]]
+    """
+
+    kinds = (nn.Linear,)
+
+    def constant(self) -> float:
+        """`√rows`, for every value of the weights."""
+        return inflate(math.sqrt(self.geometry.shape[0]))
+
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight: in float64, and shrunk by what rounding may add to the length of a row."""
+        wide = raw.double()
+        largest = wide.detach().abs().amax(1, keepdim=True)
+        w = wide / torch.where(largest == 0, torch.ones_like(largest), largest)  # squares neither overflow nor vanish
+        squares = w.square().sum(1, keepdim=True)
+        margin = 1.5 * unit_roundoff(raw.dtype) + (raw.shape[1] + 8) * unit_roundoff(torch.float64)
+        return (w / torch.where(squares == 0, torch.ones_like(squares), squares).sqrt() * (1 - margin)).to(raw.dtype)
+
+
+class LastLayerNormalised(Parametrized, nn.Linear):
     """`z = Ŵx + b` with rows `ŵ_i = w_i/‖w_i‖`: logits of equal steepness, with the margin bound `‖ŵ_i − ŵ_j‖ ≤ 2`
     per pair.
 
     Every logit is 1-Lipschitz; the vector of logits need not be (its constant is ‖Ŵ‖ ≤ √classes). Certificates use
-    the pairs: `z_i − z_j` is exactly `‖ŵ_i − ŵ_j‖`-Lipschitz in x, see `pairwise` and `metrics.certified_radius(...,
-    weight=layer.weight)`.
+    the pairs: `z_i − z_j` is exactly `‖ŵ_i − ŵ_j‖`-Lipschitz in x, see `pairwise_distances(layer.weight)`.
 
     Reference: Singla, Singla, Feizi (2022), §5 (last layer normalisation).
 
@@ -130,70 +151,7 @@ class LastLayerNormalised(Effective):
     [1.0, 1.0, 1.0]
     """
 
-    bias: nn.Parameter | None
-
-    def _constant(self) -> float:
-        """`√classes`, for every value of the weights; `lipschitz()` measures those that are there."""
-        return inflate(math.sqrt(len(self.raw)))
-
-    lipschitz_upper = by_construction(_constant)
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        plain = nn.Linear(in_features, out_features, bias, device, dtype)
-        self.in_features, self.out_features = in_features, out_features
-        self.raw, self.bias = plain.weight, plain.bias
-
-    def compute(self) -> Tensors:
-        """(Ŵ,); a row of zeros stays one."""
-        largest = self.raw.detach().abs().amax(1, keepdim=True)
-        w = self.raw / torch.where(
-            largest == 0, torch.ones_like(largest), largest
-        )  # squares neither overflow nor vanish
-        squares = w.square().sum(1, keepdim=True)
-        return (w / torch.where(squares == 0, torch.ones_like(squares), squares).sqrt(),)
-
-    @property
-    def weight(self) -> Tensor:
-        """The normalised rows, differentiable; a copy, so that writing into it does not change the layer."""
-        return self.effective()[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits."""
-        weight = self._current()[0]
-        x = as_weight(x, weight)
-        with uncast(x.device.type):
-            return functional.linear(x, weight, self.bias)
-
-    def pairwise(self) -> Tensor:
-        """Upper bounds of `‖ŵ_i − ŵ_j‖₂`, float64, (classes, classes)."""
-        return pairwise_distances(self.weight)
-
-    def lipschitz(self) -> Number:
-        """Upper bound of ‖Ŵ‖₂ for the weights as they are now."""
-        from equipoise.norms import spectral_norm
-
-        return spectral_norm(self.weight.detach(), rtol=1e-6).upper
-
-    def export(self) -> nn.Linear:
-        """The plain layer with the normalised rows."""
-        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, self.raw.device, self.raw.dtype)
-        with torch.no_grad():
-            plain.weight.copy_(self.weight)
-            if self.bias is not None:
-                plain.bias.copy_(self.bias)
-        return plain.train(self.training)
-
-    def extra_repr(self) -> str:
-        """Sizes."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+    parametrization = UnitRows
 
 
 def pairwise_distances(weight: Tensor) -> Tensor:

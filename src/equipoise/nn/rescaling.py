@@ -1,70 +1,279 @@
-"""The rescaling family as methods: SN divides by a bound of the norm, AOL and SR rescale each input channel."""
+"""Rescaling: W·R with a diagonal R (AOL, SR) or a number (SN, RLB), so that the norm is at most 1.
+
+If `(WᵀW)^p ⪯ D` for a diagonal D ≥ 0 and p = 2^(t−1), then `WᵀW ⪯ D^(1/p)` (Löwner–Heinz), hence `‖W·D^(−1/2p)‖ ≤ 1`. Diagonal
+dominance gives such a D, for every q > 0:
+
+    D_ii = Σ_j |(WᵀW)^p|_ij q_j/q_i,          R = D^(−2^−t).
+
+A convolution is the same with the table of its Gram operator: the sum runs over channels and offsets. With a stride the input is
+seen through space-to-depth, so that every phase of an input channel is a channel.
+
+Rounding. The sums are taken in float64, whatever the parameters' dtype. A computed power differs from the true one by an operator
+of norm at most `δ·‖(WᵀW)^p‖` (`rounding`), so `(1 + δ)D + δ·max_i Σ_j|…|_ij` is a true majorant. The last product, rounded to
+the parameters' dtype of unit roundoff u, moves the norm by at most `u·√(taps·min(m, n))`: the result is shrunk by that.
+
+References: Prach & Lampert 2022 (AOL); Delattre et al. 2024 (spectral rescaling); Miyato et al. 2018 (spectral normalisation).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.maps.geometry import Axis, Geometry, polyphase, rejoined, zero_lattice
+from equipoise.core.precision import unit_roundoff
+from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
 from equipoise.maps.linear import Convolution, Matrix
-from equipoise.nn.diagonal import (
-    Rescaled,
-    check_steps,
-    in_closed_form,
-    normalised,
-    rescaling,
-    rounding,
-    short_diagonal,
-    short_factors,
-    worth,
-)
-from equipoise.nn.effective import plainly_called
-from equipoise.nn.factored import LinearGram
-from equipoise.nn.layers import layers_of
-from equipoise.nn.method import Method
+from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
+from equipoise.nn.powers import differentiable, largest_exponent, pays, powers, refuse_large, row_sums, totals
 from equipoise.norms.differentiable import gram_norm, symbol_norm
 from equipoise.norms.power import power_norm
 
 Estimator = Literal["gram", "power"]
 Side = Literal["input", "output", "smaller"]
 #: output pixels per axis of the image that the power iteration runs on
-PIXELS = 8
+_PIXELS = 8
+#: largest |log q|: the ratio of two entries of q stays far from overflow
+_LOG_Q = 40.0
 
 
-class Phases:
-    """The kernel of a layer as it acts on the phases of its input: `(g, co, ci, *k) ↔ (g, co, ci·phases, *lengths)`.
+def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`(K·R, R)` with `R_ii = (Σ_j |G_t|_ij q_j/q_i)^(−2^−t)`, `G_t = (KᵀK)^(2^(t−1))`; R is (g, n).
 
-    Only zeros are added, and `join(split(K)) = K`. With zero padding the norms agree for every input size. With circular padding
-    they do only where the stride divides the size; there the kernel is left alone: its symbol at stride 1 bounds every size.
+    Guarantee: `K·R` has norm at most 1, also in floating point.
+
+    Args:
+        K: matrices `(g, m, n)` or kernels `(g, co, ci, *taps)` of stride 1: one block per group.
+        t: 1 is AOL; every step halves what is left to spectral normalisation.
+        log_q: `(g, n)`, the logarithm of the positive weights q; None is q = 1.
+
+    >>> W = torch.tensor([[[3.0, 0.0], [0.0, 1e-30]]])
+    >>> rescaling_pair(W)[0].round(decimals=4).tolist()
+    [[[1.0, 0.0], [0.0, 0.0]]]
+    """
+    check_steps(t)
+    refuse_large(K, t)
+    if is_plain_call(K):
+        short = _float32_factors(K, t, log_q)
+        if short is not None:
+            return K * short.reshape(_across(K, False)), short
+        if _in_closed_form(K, t):
+            return _Rescaled.apply(K, log_q, t, False, ())
+    return _by_operators(K, t, log_q)
+
+
+def check_steps(t: int) -> None:
+    """t ≥ 1: at t = 0 there is no symmetric matrix to sum over."""
+    if not isinstance(t, int) or not 1 <= t <= 12:
+        raise InputError(f"spectral rescaling needs a whole number of steps t from 1 to 12, got {t}")
+
+
+def _in_closed_form(K: Tensor, t: int) -> bool:
+    """Whether `_Rescaled` is for the kernel: wide matrices go another way, and numbers must not be too large or small."""
+    wide = t > 1 and math.prod(K.shape[3:]) == 1 and K.shape[1] < K.shape[2]
+    return not wide and K.device.type != "mps" and bool(largest_exponent(K, 0).abs().amax() <= 30)
+
+
+def _by_operators(K: Tensor, t: int, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`(K·R, R)` by operators that torch differentiates and traces itself."""
+    exponent = largest_exponent(K, 0)
+    exponent = exponent.cpu() if K.device.type == "mps" else exponent
+    total, log2 = totals(K, exponent, t)
+    weighted, majorant = _majorant(K, t, total, log_q)
+    present = weighted > 0
+    safe = torch.where(present, majorant, torch.ones_like(majorant))
+    R = torch.where(present, torch.exp2(-(safe.log2() + log2) * 2.0**-t), torch.zeros_like(safe))
+    factors = (R * torch.exp2(-exponent.reshape(-1, 1))).clamp(max=torch.finfo(K.dtype).max)
+
+    # the power of two in two parts, one to K (exactly) and one to R: 2^-exponent alone may overflow
+    half = (exponent / 2).floor()
+    scale = R.reshape(_across(K, False)) * _factor(K) * torch.exp2(half - exponent)
+    weight = (K * torch.exp2(-half).to(K)) * scale.to(K)
+    return weight, factors.to(device=K.device, dtype=K.dtype)
+
+
+def _majorant(K: Tensor, t: int, total: Tensor, log_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Row sums `Σ_j T_ij q_j/q_i` as computed, and at least the exact ones, both (g, n)."""
+    delta = rounding(K.shape[1], K.shape[2], math.prod(K.shape[3:]), t)
+    plain = weighted = total.sum(-1)
+    if log_q is not None:
+        log_q = log_q.to(total.device, total.dtype).clamp(-_LOG_Q, _LOG_Q)
+        weighted = (total @ log_q.exp()[..., None])[..., 0] * (-log_q).exp()
+    return weighted, weighted * (1 + delta) + delta * plain.detach().amax(-1, keepdim=True)
+
+
+class _Rescaled(torch.autograd.Function):
+    """`(K·R, R)`, or (`turned`) `(R·K, R)` with the R of Kᵀ, of kernels on the phases of their inputs; closed gradient.
+
+    A gradient g for R is `−2^−t·g·R/D` for the majorant D, and its outer product with q for T. One function for all of it:
+    kernels are small, and every operation that autograd records costs as much as the products.
     """
 
-    def __init__(self, kernel: Geometry) -> None:
-        axes = [Axis(a.kernel, a.stride if kernel.padding == "zeros" else 1, a.dilation) for a in kernel.axes]
-        self.lattices = [lattice for lattice in map(zero_lattice, axes) if lattice is not None]
-        self.channels = math.prod([kernel.shape[1], *(lattice.phases for lattice in self.lattices)])
+    @staticmethod
+    def forward(
+        ctx: Any, K: Tensor, log_q: Tensor | None, t: int, turned: bool, lattices: Sequence[Lattice]
+    ) -> tuple[Tensor, Tensor]:
+        """The weight and its factors."""
+        S = _on_phases(K, turned, lattices)
+        refuse_large(S, t)
+        table = powers(S, t)
+        weighted, majorant = _majorant(S, t, table.T, log_q)
+        R = torch.exp2(-(majorant.log2() + table.log2) * 2.0**-t)
+        if not bool((weighted > 0).all()):
+            R = torch.where(weighted > 0, R, torch.zeros_like(R))
+        factor = (R * _factor(S)).to(K.dtype)
+        ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
+        ctx.table, ctx.t, ctx.turned, ctx.lattices, ctx.shape, ctx.loss = (
+            table,
+            t,
+            turned,
+            lattices,
+            S.shape,
+            _factor(S),
+        )
+        ctx.set_materialize_grads(False)
+        return _times(K, factor, turned, lattices), R.to(K.dtype)
 
-    def split(self, K: Tensor) -> Tensor:
-        """The kernel on the phases."""
-        return polyphase(K, self.lattices)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients for K and log q."""
+        K, log_q, R, majorant, weighted, factor = ctx.saved_tensors
+        g, g_R = gradients
+        if torch.is_grad_enabled():  # somebody will differentiate again
+            E, again = _by_operators(_on_phases(K, ctx.turned, ctx.lattices), ctx.t, log_q)
+            pairs = [(_off_phases(E, ctx.turned, ctx.lattices), g), (again, g_R)]
+            values, given = zip(*[(v, gradient) for v, gradient in pairs if gradient is not None], strict=True)
+            return *differentiable(values, given, K, log_q), None, None, None
 
-    def join(self, K: Tensor) -> Tensor:
-        """The kernel back from its phases."""
-        return rejoined(K, self.lattices)
+        own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
+        if g is not None:
+            own, parts = _times(g, factor, ctx.turned, ctx.lattices), _on_phases(g * K, ctx.turned, ctx.lattices)
+            total = total + parts.sum([d for d in range(parts.dim()) if d not in (0, 2)]) * ctx.loss
+        c = torch.where(R > 0, total * R / majorant, torch.zeros_like(R)) * -(2.0**-ctx.t)
+        q, inside = None, None
+        if log_q is None:
+            g_T = c[..., :, None].expand_as(ctx.table.T)
+        else:
+            wide = log_q.to(R)
+            q, inside = wide.clamp(-_LOG_Q, _LOG_Q).exp(), wide.abs() <= _LOG_Q
+            g_T = (c / q)[..., :, None] * q[..., None, :]
+        g_K = _off_phases(ctx.table.gradient(g_T).reshape(ctx.shape), ctx.turned, ctx.lattices)
+        g_K = g_K.to(K.dtype) if own is None else own.add_(g_K)
+        if q is None or inside is None:
+            return g_K, None, None, None, None
+        along = (ctx.table.T.mT @ (c / q)[..., None])[..., 0] * q - c * weighted
+        return g_K, (along * inside).to(log_q.dtype), None, None, None
 
 
-class SN(Method):
+def _on_phases(K: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
+    """The kernel on the phases of its inputs, turned round."""
+    S = polyphase(K, lattices)
+    return S.transpose(1, 2) if turned else S
+
+
+def _off_phases(S: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
+    """The inverse, and the adjoint."""
+    return rejoined(S.transpose(1, 2) if turned else S, lattices)
+
+
+def _times(K: Tensor, R: Tensor, turned: bool, lattices: Sequence[Lattice]) -> Tensor:
+    """`K·R`, or `R·K`, of a kernel that is not on its phases."""
+    if turned or all(lattice.phases == 1 for lattice in lattices):
+        return K * R.reshape(_across(K, turned))
+    S = polyphase(K, lattices)
+    return rejoined(S * R.reshape(_across(S, False)), lattices)
+
+
+def _across(K: Tensor, turned: bool) -> tuple[int, ...]:
+    """The shape of R (g, n) beside kernels `(g, m, n, …)`, or (turned) `(g, n, m, …)`."""
+    ones = [1] * (K.dim() - 3)
+    return (K.shape[0], -1, 1, *ones) if turned else (K.shape[0], 1, -1, *ones)
+
+
+def _float32_factors(K: Tensor, t: int, log_q: Tensor | None) -> Tensor | None:
+    """R as (1, n) from sums in float32, for long dense layers; None where they do not do or pay."""
+    if K.shape[0] > 1 or math.prod(K.shape[3:]) > 1:
+        return None
+    W = K.reshape(K.shape[1:3]).mT
+    if t > 2 or W.dtype is not torch.float32 or W.device.type == "mps" or not pays(*W.shape):
+        return None
+    total = row_sums(W, t, None if log_q is None else log_q[0])
+    return None if total is None else (total.pow(-(2.0**-t)) * _factor(K))[None].to(K.dtype)
+
+
+def normalised_pair(K: Tensor, bound: Tensor, delta: float) -> tuple[Tensor, Tensor]:
+    """`(K/bound, 1/bound)` in the dtype of K, of norm at most 1; 0 where the bound is 0.
+
+    Rounding changes each entry by at most u times itself, and `Σ_a ‖K_a‖_F ≤ √(taps·min(m, n))·sup‖E‖` (Parseval).
+
+    Args:
+        K: `(g, m, n, …)`.
+        bound: `bound·(1 + delta)` is at least the norm of K; in float64.
+        delta: relative error of the bound.
+    """
+    present = bound != 0  # of a weight that is no number neither is its norm: it must be seen
+    safe = torch.where(present, bound, torch.ones_like(bound)) * (1 + delta)
+    weight = torch.where(present, K.to(bound.dtype) / safe, torch.zeros_like(K, dtype=bound.dtype))
+    factor = torch.where(present, 1 / safe, torch.zeros_like(safe)).clamp(max=torch.finfo(K.dtype).max)
+    return (weight * _shrunk(K)).to(K), factor.to(K)
+
+
+def _factor(like: Tensor) -> float:
+    """What R is multiplied by: its own rounding, and that of the product."""
+    return _shrunk(like) - 2 * unit_roundoff(like.dtype)
+
+
+def _shrunk(like: Tensor) -> float:
+    """1 minus what rounding to the dtype adds to the norm."""
+    taps, u = math.prod(like.shape[3:]), unit_roundoff(like.dtype)
+    return 1 - 1.01 * u * math.sqrt(taps * min(like.shape[1], like.shape[2])) - 8 * unit_roundoff(torch.float64)
+
+
+def rounding(rows: int, columns: int, taps: int, t: int) -> float:
+    """δ: a computed `(KᵀK)^(2^(t−1))` is off by an operator of norm at most δ times its own.
+
+    A product of length ℓ of matrices with r columns is off by at most `γ_ℓ·‖A‖_F‖B‖_F ≤ γ_ℓ·r·‖A‖‖B‖`; a transform over B points
+    by `γ_B·B·r`; powers of one matrix multiply their norms exactly, so relative errors add, and double with every squaring.
+
+    Args:
+        rows: of K.
+        columns: of K.
+        taps: number of taps of the kernel, 1 for a matrix.
+        t: steps.
+    """
+    points = taps if taps == 1 else taps * 2 ** (t * 2)
+    length = rows + columns + 2 * points + 16
+    return 4.0 * 2.0**t * length * columns * points * unit_roundoff(torch.float64)
+
+
+def _lattices(geometry: Geometry) -> list[Lattice]:
+    """How the kernel acts on the phases of its input: `(g, co, ci, *k) ↔ (g, co, ci·phases, *lengths)`.
+
+    With zero padding the norms agree for every input size. With circular padding they do only where the stride divides the
+    size; there the kernel is left alone: its symbol at stride 1 bounds every size.
+    """
+    axes = [Axis(a.kernel, a.stride if geometry.padding == "zeros" else 1, a.dilation) for a in geometry.axes]
+    return [lattice for lattice in map(zero_lattice, axes) if lattice is not None]
+
+
+class SN(Parametrization):
     """Spectral normalisation `W/σ` with σ ≥ ‖W‖ an upper bound by Gram iteration.
 
     Convolutions use the bound over all input sizes from `grid` frequencies per unit of (k − 1)/2 and axis: it exceeds the norm of
-    3×3 kernels by 4 % at 16 (the default), by 1 % at 32, which costs four times as much. After `iterations` products a
-    map whose n singular values are all equal is bounded with a factor n^(2^−(iterations + 1)), 1.008 for 64 and 8 (the default).
-    `estimator="power"` divides by a power iteration instead: the usual baseline, a lower bound, hence **not certified**.
+    3×3 kernels by 4 % at 16, by 1 % at 32, which costs four times as much. After `iterations` products a map whose n singular
+    values are all equal is bounded with a factor n^(2^−(iterations + 1)), 1.008 for 64 and 8.
+
+    Args:
+        geometry: of the layer.
+        iterations: of the bound.
+        estimator: "power" divides by a power iteration, the usual baseline: a lower bound, hence **not certified**.
+        grid: frequencies per unit.
+        device: of the buffers.
+        dtype: of the buffers.
 
     >>> W = SN(Geometry((2, 2)))(torch.tensor([[3.0, 0.0], [0.0, 1.0]]))
     >>> round(float(torch.linalg.matrix_norm(W, 2)), 5)
@@ -73,11 +282,10 @@ class SN(Method):
     References: Miyato et al. 2018; Delattre et al. 2023.
     """
 
-    name: ClassVar[str] = "sn"
-
-    def setup(self, iterations: int = 8, estimator: Estimator = "gram", grid: int = 16) -> None:
-        """How σ is found."""
-        kernel = self.kernel
+    def __init__(
+        self, geometry: Geometry, iterations: int = 8, estimator: Estimator = "gram", grid: int = 16, **factory: Any
+    ) -> None:
+        super().__init__(geometry, **factory)
         if estimator not in get_args(Estimator):
             raise InputError(f"estimator must be one of {', '.join(get_args(Estimator))}, got {estimator!r}")
         most = 30 if estimator == "gram" else 1000
@@ -85,134 +293,54 @@ class SN(Method):
             raise InputError(f"iterations must be a whole number from 1 to {most}, got {iterations}")
         if not isinstance(grid, int) or grid < 4:
             raise InputError(f"grid must be a whole number of at least 4, got {grid}")
-        self.iterations, self._estimator, self.grid = iterations, estimator, grid
-        self.phases = Phases(kernel)
+        self.iterations, self.estimator, self.grid = iterations, estimator, grid
+        self.lattices = _lattices(geometry)
         if estimator == "power":
-            start = torch.randn(1, kernel.shape[0], *[PIXELS] * kernel.dims, generator=torch.Generator().manual_seed(0))
+            generator = torch.Generator().manual_seed(0)
+            shape = (1, geometry.shape[0], *[_PIXELS] * geometry.dims)
+            start = torch.randn(shape, generator=generator, device="cpu")
             self.register_buffer("start", start.to(**self.factory))
-
-    @property
-    def estimator(self) -> Estimator:
-        """How σ is found; fixed, since a layer may keep weights that were computed with it."""
-        return self._estimator
 
     @property
     def certified(self) -> bool:
         """Whether the norm is at most 1 by proof."""
         return self.estimator == "gram"
 
-    def forward(self, raw: Tensor) -> Tensor:
+    def construct(self, raw: Tensor) -> Tensor:
         """`W/σ`."""
-        return normalised(self.kernel.grouped(raw), *self.bound(raw)).reshape(raw.shape)
+        return normalised_pair(self.geometry.grouped(raw), *self.bound(raw))[0].reshape(raw.shape)
 
     def bound(self, raw: Tensor) -> tuple[Tensor, float]:
         """`(σ, δ)` with `‖W‖ ≤ σ·(1 + δ)`: float64, differentiable; for the power estimator a lower bound and 0."""
-        kernel = self.kernel
+        geometry = self.geometry
         if self.estimator == "power":
-            inner = kernel.unpadded()
-            form = Convolution(raw, inner.giving(PIXELS, [0] * kernel.dims)) if kernel.dims else Matrix(raw)
+            inner = geometry.unpadded()
+            form = Convolution(raw, inner.giving(_PIXELS, [0] * geometry.dims)) if geometry.dims else Matrix(raw)
             return power_norm(form, self.get_buffer("start").to(raw.dtype), self.iterations), 0.0
-        if math.prod(kernel.shape[2:]) > 1:
-            return symbol_norm(self.phases.split(kernel.grouped(raw)), self.iterations, self.grid)
+        if math.prod(geometry.shape[2:]) > 1:
+            return symbol_norm(polyphase(geometry.grouped(raw), self.lattices), self.iterations, self.grid)
         wide = (raw.cpu() if raw.device.type == "mps" else raw).double()
-        blocks = wide.reshape(kernel.groups, -1, kernel.shape[1])
-        delta = rounding(kernel.shape[0], kernel.shape[1], 1, 1)
+        blocks = wide.reshape(geometry.groups, -1, geometry.shape[1])
+        delta = rounding(geometry.shape[0], geometry.shape[1], 1, 1)
         return gram_norm(blocks, self.iterations).amax(), delta
 
 
-class Diagonal(Method):
-    """A diagonal from the row sums of Gram matrices: of inputs, `W·R`, or of outputs, `R·W` with the norm of `Wᵀ·R`.
-
-    `side="smaller"` (the default) takes the side with fewer channels, inputs where they are as many; with a stride every
-    phase of an input channel is one. The guarantee is the same, the sums are shorter, and so is the work: 512² entries
-    instead of 4096² for 4096 → 512. The side belongs to the architecture and is stored with the weights (`outputs`); files
-    of releases that knew inputs only open as they were.
-    """
-
-    log_q: nn.Parameter | None
-    outputs: Tensor | None
-
-    def begin(self, side: Side, learn_q: bool) -> None:
-        """Phases, what is rescaled, and the logarithm of q."""
-        if side not in get_args(Side):
-            raise InputError(f"side must be one of {', '.join(get_args(Side))}, got {side!r}")
-        self.phases, out = Phases(self.kernel), self.kernel.shape[0] // self.kernel.groups
-        self.learn_q = learn_q
-        self._take(side == "output" or (side == "smaller" and out < self.phases.channels))
-
-    def _take(self, outputs: bool) -> None:
-        mark = torch.ones((), dtype=torch.uint8, device=self.factory["device"]) if outputs else None
-        self.register_buffer("outputs", mark)
-        channels = self.kernel.shape[0] // self.kernel.groups if outputs else self.phases.channels
-        zeros = torch.zeros(self.kernel.groups, channels, **self.factory)
-        self.register_parameter("log_q", nn.Parameter(zeros) if self.learn_q else None)
-
-    def rescaled(self, raw: Tensor, t: int) -> Tensor:
-        """`W·R`, or `R·W`."""
-        K, turned = self.kernel.grouped(raw), self.outputs is not None  # Eᵀ has the norm of E
-        if self.kernel.dims and plainly_called(raw) and in_closed_form(K, 1):
-            return Rescaled.apply(K, self.log_q, t, turned, self.phases.lattices)[0].reshape(raw.shape)
-        K = self.phases.split(K)
-        K = rescaling(K.transpose(1, 2) if turned else K, t, self.log_q)
-        return self.phases.join(K.transpose(1, 2) if turned else K).reshape(raw.shape)
-
-    def on(self, x: Tensor, raw: Tensor, t: int) -> Tensor | None:
-        """`x·rawᵀ` with R before or after, for a dense layer that is worth it."""
-        turned = self.outputs is not None
-        if self.kernel.dims or not worth(raw if turned else raw.mT, t):
-            return None
-        K = (raw.mT if turned else raw)[None]
-        if not turned:
-            R = short_factors(K, t, self.log_q)
-            return None if R is None else functional.linear(x * R[0], raw)
-        y, G = LinearGram.apply(x, raw, False)
-        R = short_diagonal(G, K, t, self.log_q)
-        return None if R is None else y * R[0]
-
-    def opening(self, state: Mapping[str, Tensor], prefix: str) -> None:
-        """A file of the first releases, which does not say what is rescaled, is of inputs."""
-        if self.outputs is not None and f"{prefix}outputs" not in state:
-            device = self.outputs.device
-            self._take(False)
-            self.to(device)
-
-
-class AOL(Diagonal):
-    """Almost-orthogonal layers: every input channel is divided by the root of its row sum of |WᵀW|.
-
-        W·diag(Σ_j |WᵀW|_ij)^(−1/2)
-
-    Where there are fewer outputs than inputs the outputs are divided by the row sums of |WWᵀ| (`side`, see `Diagonal`).
-
-    >>> W = AOL(Geometry((2, 2)))(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
-    >>> float(torch.linalg.matrix_norm(W, 2)) <= 1
-    True
-
-    Reference: Prach & Lampert 2022, theorem 1.
-    """
-
-    name: ClassVar[str] = "aol"
-
-    def setup(self, side: Side = "smaller") -> None:
-        """What is rescaled."""
-        self.begin(side, learn_q=False)
-
-    def forward(self, raw: Tensor) -> Tensor:
-        """`W·R`, or `R·W`."""
-        return self.rescaled(raw, 1)
-
-    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
-        """The layer without its bias."""
-        return self.on(x, raw, 1)
-
-
-class SR(Diagonal):
+class SR(Parametrization):
     """Spectral rescaling: one factor per input channel from the power `G_t = (WᵀW)^(2^(t−1))`, with learnable q > 0.
 
         W·R,   R_ii = (Σ_j |G_t|_ij q_j/q_i)^(−2^−t)
 
     `t = 1` with q = 1 is AOL, `t → ∞` is spectral normalisation. q = exp(log_q) starts at 1; every q keeps the guarantee.
-    Where there are fewer outputs than inputs the outputs are rescaled (`side`, see `Diagonal`).
+
+    Args:
+        geometry: of the layer.
+        t: steps.
+        learn_q: whether q is a parameter.
+        side: what is rescaled, inputs (`W·R`) or outputs (`R·W` with the R of Wᵀ). "smaller" takes the side with fewer
+            channels, inputs where they are as many; with a stride every phase of an input channel is one. The guarantee is
+            the same, the sums are shorter.
+        device: of the parameters.
+        dtype: of the parameters.
 
     >>> sr = SR(Geometry((3, 3)), t=3)
     >>> bool(torch.linalg.matrix_norm(sr(torch.randn(3, 3)), 2) <= 1)
@@ -221,27 +349,55 @@ class SR(Diagonal):
     Reference: Delattre et al. 2024, corollary for t ≥ 1.
     """
 
-    name: ClassVar[str] = "sr"
+    log_q: nn.Parameter | None
 
-    def setup(self, t: int = 2, learn_q: bool = True, side: Side = "smaller") -> None:
-        """Steps, what is rescaled, and whether q is learned."""
+    def __init__(
+        self, geometry: Geometry, t: int = 2, learn_q: bool = True, side: Side = "smaller", **factory: Any
+    ) -> None:
+        super().__init__(geometry, **factory)
         check_steps(t)
-        self.t = t
-        self.begin(side, learn_q)
+        if side not in get_args(Side):
+            raise InputError(f"side must be one of {', '.join(get_args(Side))}, got {side!r}")
+        self.t, self.lattices = t, _lattices(geometry)
+        ins = math.prod([geometry.shape[1], *(lattice.phases for lattice in self.lattices)])
+        out = geometry.shape[0] // geometry.groups
+        self.turned = side == "output" or (side == "smaller" and out < ins)
+        zeros = torch.zeros(geometry.groups, out if self.turned else ins, **self.factory)
+        self.register_parameter("log_q", nn.Parameter(zeros) if learn_q else None)
 
-    def forward(self, raw: Tensor) -> Tensor:
+    def construct(self, raw: Tensor) -> Tensor:
         """`W·R`, or `R·W`."""
-        return self.rescaled(raw, self.t)
+        K = self.geometry.grouped(raw)
+        if self.geometry.dims and is_plain_call(raw) and _in_closed_form(K, 1):
+            return _Rescaled.apply(K, self.log_q, self.t, self.turned, self.lattices)[0].reshape(raw.shape)
+        S = rescaling_pair(_on_phases(K, self.turned, self.lattices), self.t, self.log_q)[0]
+        return _off_phases(S, self.turned, self.lattices).reshape(raw.shape)
 
-    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
-        """The layer without its bias."""
-        return self.on(x, raw, self.t)
+
+class AOL(SR):
+    """Almost-orthogonal layers: every input channel is divided by the root of its row sum of |WᵀW|.
+
+        W·diag(Σ_j |WᵀW|_ij)^(−1/2)
+
+    Args:
+        geometry: of the layer.
+        side: what is rescaled, see `SR`.
+
+    >>> W = AOL(Geometry((2, 2)))(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
+    >>> float(torch.linalg.matrix_norm(W, 2)) <= 1
+    True
+
+    Reference: Prach & Lampert 2022, theorem 1.
+    """
+
+    def __init__(self, geometry: Geometry, side: Side = "smaller", **factory: Any) -> None:
+        super().__init__(geometry, 1, False, side, **factory)
 
 
 class RLB(SN):
     """LiResNet's linear residual block `(I + Q)/σ(I + Q)`: the norm of the whole map, not 1 + ‖Q‖.
 
-    Q is the raw kernel; the identity is added at its central tap, so the result is one plain layer.
+    Q is the raw kernel; the identity is added at its central tap, so the result is one plain layer. Options as in `SN`.
 
     >>> W = RLB(Geometry((2, 2)))(torch.zeros(2, 2))
     >>> [[round(x, 4) for x in row] for row in W.tolist()]
@@ -250,31 +406,126 @@ class RLB(SN):
     Reference: Hu et al. 2023 (LiResNet).
     """
 
-    name: ClassVar[str] = "rlb"
-    plain = (nn.Linear, nn.Conv2d)
-    replaces = False
+    kinds = (nn.Linear, nn.Conv2d)
 
     @classmethod
-    def check(cls, kernel: Geometry) -> None:
+    def check(cls, geometry: Geometry) -> None:
         """As many outputs as inputs, stride 1, a central tap."""
-        super().check(kernel)
-        inputs = kernel.shape[1] * kernel.groups
-        if kernel.shape[0] != inputs:
-            raise Refused(f"I + Q needs as many outputs as inputs, got {kernel.shape[0]} and {inputs}")
-        if any(s != 1 for s in kernel.stride) or any(k % 2 == 0 for k in kernel.shape[2:]):
+        super().check(geometry)
+        inputs = geometry.shape[1] * geometry.groups
+        if geometry.shape[0] != inputs:
+            raise Refused(f"I + Q needs as many outputs as inputs, got {geometry.shape[0]} and {inputs}")
+        if any(s != 1 for s in geometry.stride) or any(k % 2 == 0 for k in geometry.shape[2:]):
             raise Refused(
-                f"I + Q needs stride 1 and a central tap, got stride {kernel.stride}, kernel size {kernel.shape[2:]}"
+                f"I + Q needs stride 1 and a central tap, got stride {geometry.stride}, kernel size {geometry.shape[2:]}"
             )
 
-    def forward(self, raw: Tensor) -> Tensor:
+    def construct(self, raw: Tensor) -> Tensor:
         """`(I + Q)/σ`."""
-        identity = torch.eye(self.kernel.shape[1], dtype=raw.dtype, device=raw.device).repeat(self.kernel.groups, 1)
-        for k in self.kernel.shape[2:]:
-            identity = torch.nn.functional.pad(identity[..., None], (k // 2, k // 2))
-        return super().forward(raw + identity)
+        geometry = self.geometry
+        identity = torch.eye(geometry.shape[1], dtype=raw.dtype, device=raw.device).repeat(geometry.groups, 1)
+        for k in geometry.shape[2:]:
+            identity = nn.functional.pad(identity[..., None], (k // 2, k // 2))
+        return super().construct(raw + identity)
 
 
-SNLinear, SNConv1d, SNConv2d, SNConv3d, SNConvTranspose2d = layers_of(SN)
-AOLLinear, AOLConv1d, AOLConv2d, AOLConv3d, AOLConvTranspose2d = layers_of(AOL)
-SRLinear, SRConv1d, SRConv2d, SRConv3d, SRConvTranspose2d = layers_of(SR)
-RLBLinear, RLBConv2d = layers_of(RLB)
+class SNLinear(Parametrized, nn.Linear):
+    """`nn.Linear` over an upper bound of its norm, see `SN`."""
+
+    parametrization = SN
+
+
+class SNConv1d(Parametrized, nn.Conv1d):
+    """`nn.Conv1d` over an upper bound of its norm, see `SN`."""
+
+    parametrization = SN
+
+
+class SNConv2d(Parametrized, nn.Conv2d):
+    """`nn.Conv2d` over an upper bound of its norm, see `SN`."""
+
+    parametrization = SN
+
+
+class SNConv3d(Parametrized, nn.Conv3d):
+    """`nn.Conv3d` over an upper bound of its norm, see `SN`."""
+
+    parametrization = SN
+
+
+class SNConvTranspose2d(Parametrized, nn.ConvTranspose2d):
+    """`nn.ConvTranspose2d` over an upper bound of its norm, see `SN`."""
+
+    parametrization = SN
+
+
+class AOLLinear(Parametrized, nn.Linear):
+    """Almost-orthogonal `nn.Linear`, see `AOL`."""
+
+    parametrization = AOL
+
+
+class AOLConv1d(Parametrized, nn.Conv1d):
+    """Almost-orthogonal `nn.Conv1d`, see `AOL`."""
+
+    parametrization = AOL
+
+
+class AOLConv2d(Parametrized, nn.Conv2d):
+    """Almost-orthogonal `nn.Conv2d`, see `AOL`."""
+
+    parametrization = AOL
+
+
+class AOLConv3d(Parametrized, nn.Conv3d):
+    """Almost-orthogonal `nn.Conv3d`, see `AOL`."""
+
+    parametrization = AOL
+
+
+class AOLConvTranspose2d(Parametrized, nn.ConvTranspose2d):
+    """Almost-orthogonal `nn.ConvTranspose2d`, see `AOL`."""
+
+    parametrization = AOL
+
+
+class SRLinear(Parametrized, nn.Linear):
+    """`nn.Linear` by spectral rescaling, see `SR`."""
+
+    parametrization = SR
+
+
+class SRConv1d(Parametrized, nn.Conv1d):
+    """`nn.Conv1d` by spectral rescaling, see `SR`."""
+
+    parametrization = SR
+
+
+class SRConv2d(Parametrized, nn.Conv2d):
+    """`nn.Conv2d` by spectral rescaling, see `SR`."""
+
+    parametrization = SR
+
+
+class SRConv3d(Parametrized, nn.Conv3d):
+    """`nn.Conv3d` by spectral rescaling, see `SR`."""
+
+    parametrization = SR
+
+
+class SRConvTranspose2d(Parametrized, nn.ConvTranspose2d):
+    """`nn.ConvTranspose2d` by spectral rescaling, see `SR`."""
+
+    parametrization = SR
+
+
+class RLBLinear(Parametrized, nn.Linear):
+    """A dense linear residual block `(I + Q)/σ`, see `RLB`."""
+
+    parametrization = RLB
+
+
+class RLBConv2d(Parametrized, nn.Conv2d):
+    """A convolutional linear residual block `(I + Q)/σ`, see `RLB`."""
+
+    parametrization = RLB

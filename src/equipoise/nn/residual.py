@@ -11,7 +11,7 @@ References: Meunier et al. 2022 (CPL); Araujo et al. 2023, theorem 1 (SLL); Dela
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,35 @@ from equipoise.core.precision import inflate
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
 from equipoise.nn.activations import homogeneous, unit_slopes
-from equipoise.nn.diagonal import check_steps, normalised_pair, rescaling_pair
-from equipoise.nn.effective import Effective, Tensors, as_weight, plainly_called, uncast
-from equipoise.nn.layers import arguments, build_plain, kernel_of, upper_near_one
-from equipoise.nn.method import Method
-from equipoise.nn.rescaling import SN
+from equipoise.nn.parametrize import (
+    Computed,
+    Tensors,
+    cast_input,
+    check_padding,
+    is_plain_call,
+    plain_geometry,
+    without_autocast,
+)
+from equipoise.nn.rescaling import SN, check_steps, normalised_pair, rescaling_pair
+from equipoise.norms.spectral import spectral_norm
 
 Rescaling = Literal["aol", "sr", "sn"]
+Size = int | tuple[int, int]
 
 
-class Residual(Effective):
+class Residual(Computed):
     """`x − 2U·R·act(R⁻¹Uᵀx + b)` with `Uᵀ` the linear map of `plain` (its raw weight rescaled over its outputs).
 
     Guarantee: ‖U‖ ≤ 1 in floating point for any raw weight and input size, slopes of `act` in [0, 1]: 1-Lipschitz.
+
+    Args:
+        plain: the inner map, from inputs to hidden units; a convolution keeps the image size.
+        activation: slopes in [0, 1]; None is ReLU.
+        rescaling: "aol", "sr" or "sn" (a number).
+        t: steps of spectral rescaling.
+        learn_q: whether q of spectral rescaling is a parameter.
+        iterations: of the bound of the norm, for "sn".
+        grid: of the bound of the norm, for "sn".
 
     >>> block = SLLConv2d(4, kernel_size=3, rescaling="sr")
     >>> block(torch.zeros(2, 4, 6, 6)).shape, block.lipschitz_upper((4, 6, 6)).value
@@ -46,42 +62,32 @@ class Residual(Effective):
     bias: nn.Parameter | None
     log_q: nn.Parameter | None
 
-    plain_type: ClassVar[type[nn.Linear] | type[nn.Conv2d]]
-    fixed: ClassVar[dict[str, Any]]
-
     def __init__(
         self,
-        *args: Any,
-        hidden: int | None = None,
-        activation: nn.Module | None = None,
-        rescaling: Rescaling | None = None,
+        plain: nn.Linear | nn.Conv2d,
+        activation: nn.Module | None,
+        rescaling: Rescaling,
         t: int = 2,
         learn_q: bool = True,
         iterations: int = 8,
         grid: int = 16,
-        **options: Any,
     ) -> None:
         super().__init__()
-        if rescaling is not None and "rescaling" in self.fixed:
-            raise TypeError(f"the rescaling of {type(self).__name__} is {self.fixed['rescaling']!r}")
-        rescaling = self.fixed.get("rescaling", rescaling or "aol")
         if rescaling not in get_args(Rescaling):
             raise InputError(f"rescaling must be one of {', '.join(get_args(Rescaling))}, got {rescaling!r}")
         check_steps(t)
         self.activation = unit_slopes(nn.ReLU() if activation is None else activation)
         self.rescaling, self.t = rescaling, t
-        plain = _plain_of(self.plain_type, args, hidden, options)
-        self.kernel = kernel_of(plain)
+        self.kernel = plain_geometry(plain)
         _require_same(self.kernel)
-        Method.check(self.kernel)
-        for name in (
-            ("in_features", "out_features") if self.plain_type is nn.Linear else ("in_channels", "out_channels")
-        ):
+        check_padding(self.kernel)
+        sizes = ("in_features", "out_features") if isinstance(plain, nn.Linear) else ("in_channels", "out_channels")
+        for name in sizes:
             setattr(self, name, self.kernel.channels)
         weight = plain.weight.detach()
         self.norm = SN(self.kernel, iterations, grid=grid) if rescaling == "sn" else None
         self.raw = nn.Parameter(_nearly_orthogonal(weight.clone(), self.kernel.groups))
-        self.register_parameter("bias", None if plain.bias is None else nn.Parameter(plain.bias.detach().clone()))
+        self.register_parameter("bias", cast("nn.Parameter | None", plain.bias))
         zeros = weight.new_zeros(self.kernel.groups, weight.shape[0] // self.kernel.groups)
         self.register_parameter("log_q", nn.Parameter(zeros) if rescaling == "sr" and learn_q else None)
 
@@ -106,12 +112,12 @@ class Residual(Effective):
     def forward(self, x: Tensor) -> Tensor:
         """The block on `x`."""
         unit_slopes(self.activation)
-        inner, outer, offset, scale = self._current()
-        x = as_weight(x, inner)
-        with uncast(x.device.type):
+        inner, outer, offset, scale = self.effective()
+        x = cast_input(x, inner)
+        with without_autocast(x.device.type):
             fused = offset.numel() > 0 and scale.numel() == 0  # the offset is the bias of the inner map
             z = self._linear(x, inner, offset if fused else None)
-            if fused and self.training and _plain_relu(self.activation) and plainly_called(z):
+            if fused and self.training and _plain_relu(self.activation) and is_plain_call(z):
                 bent = functional.relu_(z)
             else:
                 bent = _bent(self.activation, z, offset[:0] if fused else offset, scale, self.kernel.dims)
@@ -128,9 +134,8 @@ class Residual(Effective):
         return functional.conv2d(x, weight, bias, 1, padding, kernel.dilation, kernel.groups)
 
     def _constant(self) -> float | None:
-        """1, as long as σ is found as it was built to be."""
-        sound = self.norm is None if self.rescaling != "sn" else isinstance(self.norm, SN)
-        return 1.0 if sound and (self.norm is None or self.norm.proves(SN, self.kernel)) else None
+        """1, as long as σ is bounded as it was built to be."""
+        return 1.0 if self.norm is None or (type(self.norm) is SN and self.norm.certified) else None
 
     @by_construction(_constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
@@ -146,15 +151,15 @@ class Residual(Effective):
         return block.train(self.training)
 
     def _plain(self, weight: Tensor) -> nn.Linear | nn.Conv2d:
-        kernel, build = self.kernel, cast(Any, self.plain_type)
+        kernel = self.kernel
         if not kernel.dims:
-            plain = build(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            plain: nn.Linear | nn.Conv2d = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         else:
             pads, taps = tuple(axis.left for axis in kernel.axes), tuple(weight.shape[2:])
-            sizes = weight.shape[1] * kernel.groups, weight.shape[0], taps, 1, pads, kernel.dilation, kernel.groups
-            plain = build(*sizes, bias=False, padding_mode=kernel.padding, device="meta")
+            options: Any = (taps, 1, pads, kernel.dilation, kernel.groups, False, kernel.padding, "meta")
+            plain = nn.Conv2d(weight.shape[1] * kernel.groups, weight.shape[0], *options)
         plain.weight = nn.Parameter(weight)
-        return cast("nn.Linear | nn.Conv2d", plain)
+        return plain
 
     def extra_repr(self) -> str:
         """Shape and rescaling."""
@@ -177,13 +182,8 @@ class ExportedResidual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The block on `x`."""
         z = self.inner(x)
-        bent = _bent(
-            self.activation,
-            z,
-            self.get_buffer("offset"),
-            self.get_buffer("scale"),
-            2 * isinstance(self.inner, nn.Conv2d),
-        )
+        dims = 2 * isinstance(self.inner, nn.Conv2d)
+        bent = _bent(self.activation, z, self.get_buffer("offset"), self.get_buffer("scale"), dims)
         return x - self.outer(bent)
 
     @by_construction(None)
@@ -247,28 +247,6 @@ def _require_adjoint(inner: nn.Linear | nn.Conv2d, outer: nn.Linear | nn.Conv2d)
         raise Refused("the outer map of this block is not twice the adjoint of the inner one: no bound of its own")
 
 
-def _plain_of(kind: type[Any], args: tuple[Any, ...], hidden: int | None, options: dict[str, Any]) -> Any:
-    """The inner map: `hidden` outputs, by default as many as inputs; a convolution is 3×3 and keeps the size by default."""
-    names = arguments(kind)
-    if len(args) > len(names):
-        raise TypeError(f"expected at most {len(names)} arguments, got {len(args)}")
-    given = {**dict(zip(names, args, strict=False)), **options}
-    if kind is nn.Conv2d:
-        given = {"kernel_size": 3, "padding": "same", **given}
-    ins, out = given.get(names[0]), given.get(names[1])
-    if out is not None and ins != out:
-        raise Refused(
-            f"a residual block adds its input to its output: {names[0]} and {names[1]} must be equal, got {ins} and {out}"
-        )
-    if given.get("padding") == "same" and given.get("stride", 1) not in (1, (1, 1)):
-        raise Refused(f"a residual block adds its input to its output, so its stride is 1, got {given['stride']}")
-    given[names[1]] = hidden or ins
-    plain = build_plain(kind, (), given)
-    if given:
-        raise TypeError(f"unexpected argument {', '.join(map(repr, given))}")
-    return plain
-
-
 def _require_same(kernel: Geometry) -> None:
     """A block adds its input to its output: as many pixels, of the same places."""
     if any(stride != 1 for stride in kernel.stride):
@@ -282,31 +260,200 @@ def _require_same(kernel: Geometry) -> None:
         raise Refused(f"a residual block keeps the image size: padding must be {wanted} or 'same', got {kernel.amount}")
 
 
-def _blocks(name: str, doc: str, **fixed: Any) -> Any:
-    """The dense and the convolutional block of one kind: `fixed` options stand, the others are keyword arguments."""
-    made = []
-    for plain in (nn.Linear, nn.Conv2d):
-        title = f"{name}{plain.__name__}"
-        made.append(
-            type(title, (Residual,), {"__module__": __name__, "__doc__": doc, "plain_type": plain, "fixed": fixed})
-        )
-    return tuple(made)
+def upper_near_one(plain: nn.Module, input_shape: tuple[int, ...]) -> float:
+    """Upper end of the norm's bracket, sharp where it matters: refined until it is at most 1, or within 1e-6 of the norm."""
+    size = None if isinstance(plain, nn.Linear) else tuple(input_shape[1:])
+    upper = float("inf")
+    for rtol in (1e-2, 1e-3, 1e-4, 1e-6):
+        bracket = spectral_norm(plain, input_size=size, rtol=rtol)
+        upper = min(upper, float(bracket.upper))
+        if upper <= 1 or float(bracket.lower) > 1 + rtol:
+            break
+    return upper
 
 
-CPLLinear, CPLConv2d = _blocks(
-    "CPL",
+def _require_equal(ins: int, out: int | None) -> None:
+    if out is not None and ins != out:
+        raise Refused(f"a residual block adds its input to its output: as many outputs as inputs, got {ins} and {out}")
+
+
+def _convolution(
+    ins: int,
+    out: int | None,
+    kernel_size: Size,
+    stride: Size,
+    padding: Size | str,
+    dilation: Size,
+    groups: int,
+    bias: bool,
+    padding_mode: str,
+    device: Any,
+    dtype: Any,
+    hidden: int | None,
+) -> nn.Conv2d:
+    """The inner map of a convolutional block."""
+    _require_equal(ins, out)
+    if stride not in (1, (1, 1)):
+        raise Refused(f"a residual block adds its input to its output, so its stride is 1, got {stride}")
+    options: Any = (kernel_size, 1, padding, dilation, groups, bias, padding_mode, device, dtype)
+    return nn.Conv2d(ins, hidden or ins, *options)
+
+
+class CPLLinear(Residual):
     """`x − (2/σ²)·W·act(Wᵀx + b)` with σ an upper bound of ‖W‖: 1-Lipschitz for slopes of act in [0, 1].
 
-    The arguments of the plain layer (as many outputs as inputs; a convolution keeps the image size, by default 3×3), then
-    `hidden`, `activation`, `iterations` and `grid` of the bound.
-    """,
-    rescaling="sn",
-)
-SLLLinear, SLLConv2d = _blocks(
-    "SLL",
-    """`x − 2·W·R²·act(Wᵀx + b)` with R by AOL or, `rescaling="sr"`, by spectral rescaling in t steps with learnable q.
+    Args:
+        in_features: size of input and output.
+        out_features: the same, if given.
+        bias: whether b is learned.
+        device: of the parameters.
+        dtype: of the parameters.
+        hidden: number of hidden units, as many as inputs by default.
+        activation: slopes in [0, 1]; ReLU by default.
+        iterations: of the bound σ.
+        grid: frequencies of the bound σ, see `SN`.
+    """
 
-    The arguments of the plain layer (as many outputs as inputs; a convolution keeps the image size, by default 3×3), then
-    `hidden`, `activation`, `rescaling`, `t` and `learn_q`.
-    """,
-)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden: int | None = None,
+        activation: nn.Module | None = None,
+        iterations: int = 8,
+        grid: int = 16,
+    ) -> None:
+        _require_equal(in_features, out_features)
+        plain = nn.Linear(in_features, hidden or in_features, bias, device, dtype)
+        super().__init__(plain, activation, "sn", iterations=iterations, grid=grid)
+
+
+class CPLConv2d(Residual):
+    """`x − (2/σ²)·W·act(Wᵀx + b)` with σ an upper bound of ‖W‖: 1-Lipschitz for slopes of act in [0, 1].
+
+    Args:
+        in_channels: channels of input and output.
+        out_channels: the same, if given.
+        kernel_size: odd.
+        stride: 1.
+        padding: "same", or what keeps the image size.
+        dilation: of the kernel.
+        groups: of the channels.
+        bias: whether b is learned.
+        padding_mode: "zeros" or "circular".
+        device: of the parameters.
+        dtype: of the parameters.
+        hidden: number of hidden units, as many as inputs by default.
+        activation: slopes in [0, 1]; ReLU by default.
+        iterations: of the bound σ.
+        grid: frequencies of the bound σ, see `SN`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        kernel_size: Size = 3,
+        stride: Size = 1,
+        padding: Size | str = "same",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden: int | None = None,
+        activation: nn.Module | None = None,
+        iterations: int = 8,
+        grid: int = 16,
+    ) -> None:
+        sizes = in_channels, out_channels, kernel_size, stride, padding, dilation
+        plain = _convolution(*sizes, groups, bias, padding_mode, device, dtype, hidden)
+        super().__init__(plain, activation, "sn", iterations=iterations, grid=grid)
+
+
+class SLLLinear(Residual):
+    """`x − 2·W·R²·act(Wᵀx + b)` with R by AOL or spectral rescaling: 1-Lipschitz for slopes of act in [0, 1].
+
+    Args:
+        in_features: size of input and output.
+        out_features: the same, if given.
+        bias: whether b is learned.
+        device: of the parameters.
+        dtype: of the parameters.
+        hidden: number of hidden units, as many as inputs by default.
+        activation: slopes in [0, 1]; ReLU by default.
+        rescaling: "aol", or "sr" for spectral rescaling.
+        t: steps of spectral rescaling.
+        learn_q: whether its q is a parameter.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden: int | None = None,
+        activation: nn.Module | None = None,
+        rescaling: Literal["aol", "sr"] = "aol",
+        t: int = 2,
+        learn_q: bool = True,
+    ) -> None:
+        _require_equal(in_features, out_features)
+        plain = nn.Linear(in_features, hidden or in_features, bias, device, dtype)
+        super().__init__(plain, activation, rescaling, t, learn_q)
+
+
+class SLLConv2d(Residual):
+    """`x − 2·W·R²·act(Wᵀx + b)` with R by AOL or spectral rescaling: 1-Lipschitz for slopes of act in [0, 1].
+
+    Args:
+        in_channels: channels of input and output.
+        out_channels: the same, if given.
+        kernel_size: odd.
+        stride: 1.
+        padding: "same", or what keeps the image size.
+        dilation: of the kernel.
+        groups: of the channels.
+        bias: whether b is learned.
+        padding_mode: "zeros" or "circular".
+        device: of the parameters.
+        dtype: of the parameters.
+        hidden: number of hidden units, as many as inputs by default.
+        activation: slopes in [0, 1]; ReLU by default.
+        rescaling: "aol", or "sr" for spectral rescaling.
+        t: steps of spectral rescaling.
+        learn_q: whether its q is a parameter.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        kernel_size: Size = 3,
+        stride: Size = 1,
+        padding: Size | str = "same",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden: int | None = None,
+        activation: nn.Module | None = None,
+        rescaling: Literal["aol", "sr"] = "aol",
+        t: int = 2,
+        learn_q: bool = True,
+    ) -> None:
+        sizes = in_channels, out_channels, kernel_size, stride, padding, dilation
+        plain = _convolution(*sizes, groups, bias, padding_mode, device, dtype, hidden)
+        super().__init__(plain, activation, rescaling, t, learn_q)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction, hooked, is_unmodified
+from equipoise.core.modules import by_construction, hooked
 from equipoise.core.precision import deflate, inflate
 from equipoise.nn.constants import known_constant
-from equipoise.nn.layers import Weighted
-from equipoise.nn.normalise import LastLayerNormalised
+from equipoise.nn.parametrize import sole_parametrization
 
 
 class Lipschitz(nn.Module):
@@ -161,26 +160,23 @@ def ending(model: nn.Module) -> Ending | None:
     Read off sequences, `Lipschitz` and dense layers; other modules may end in anything, and hooks may change everything.
     In exact arithmetic, as `known_constant`: certificates take `lipschitz_bound(model, x).pairs`.
 
-    >>> found = ending(nn.Sequential(nn.Flatten(), nn.ReLU(), LastLayerNormalised(4, 3)))
-    >>> found.weight().shape, found.trunk
+    >>> last = ending(nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(4, 3)))
+    >>> last.weight().shape, last.trunk
     (torch.Size([3, 4]), 1.0)
     """
     if hooked(model):
         return None
     if type(model) is nn.Sequential and len(model):
         *before, last = model
-        found = ending(last)
+        final = ending(last)
         trunk = known_constant(nn.Sequential(*before))
-        if found is None or found.trunk is None or trunk is None:
-            return None if found is None else Ending(found.weight, None)
-        return Ending(found.weight, inflate(found.trunk * trunk) if trunk != 1 else found.trunk)
+        if final is None or final.trunk is None or trunk is None:
+            return None if final is None else Ending(final.weight, None)
+        return Ending(final.weight, inflate(final.trunk * trunk) if trunk != 1 else final.trunk)
     if type(model) is Lipschitz:
         inner, scale = ending(model.module), model.scale
         return None if inner is None else Ending(lambda: inner.weight() * scale, inner.trunk)
-    if type(model) is nn.Linear:
+    plain = type(model) is nn.Linear or sole_parametrization(model) is not None
+    if isinstance(model, nn.Linear) and plain and type(model).forward is nn.Linear.forward:
         return Ending(lambda: model.weight, 1.0)
-    if isinstance(model, Weighted) and model.plain_type is nn.Linear and is_unmodified(model, "forward"):
-        return Ending(lambda: model.effective()[0], 1.0)
-    if type(model) is LastLayerNormalised:
-        return Ending(lambda: model.effective()[0], 1.0)
     return None

@@ -18,7 +18,7 @@ from equipoise.core.documents import Count, Document, NonNegative, check_documen
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import atomic_write
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
-from equipoise.nn.export import with_effective_weights
+from equipoise.nn.convert import with_effective_weights
 from equipoise.norms.reference import operator_matrix
 
 NAME = "audit.json"

@@ -19,7 +19,7 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.runs.inputs import InputId, Inputs, Item
 from equipoise.runs.jobs import usable_device
 from equipoise.runs.models import Portable, portable
-from equipoise.runs.run import Run, open_run
+from equipoise.runs.run import Run, as_levels, open_run
 from equipoise.runs.settings import parse_map
 from equipoise.runs.store import Attacked, AttackRow, Row, Store, locked
 from equipoise.runs.workers import TaskSpec
@@ -139,9 +139,7 @@ def attack_run(
         How many certificates broke inside their radius (none may), how many at 1.5 times it, and the accuracies.
     """
     run = run if isinstance(run, Run) else open_run(run)
-    levels = sorted({float(e) for e in epsilons})
-    if not all(np.isfinite(e) and e > 0 for e in levels):
-        raise InputError(f"expected positive radii to attack at, e.g. 0.25,0.5,1.0, got {list(epsilons)}")
+    levels = sorted({level for level in as_levels(epsilons) if level > 0})
     counts = {"steps": steps, "restarts": restarts, "samples": samples, "votes": votes}
     for name, value in counts.items():
         if not isinstance(value, int) or not 1 <= value <= 10**7:

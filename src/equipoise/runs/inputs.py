@@ -98,11 +98,13 @@ class Inputs:
         """Read off a dataset what is there."""
         labelled = not isinstance(dataset, Tensor | np.ndarray) and getattr(dataset, "labelled", True) is True
         if isinstance(dataset, Tensor | np.ndarray):
-            x = torch.as_tensor(dataset)
-            dataset = torch.utils.data.TensorDataset(x, torch.full((len(x) if x.ndim else 0,), UNKNOWN))
+            dataset = (dataset, np.full(len(dataset) if dataset.ndim else 0, UNKNOWN))
         if isinstance(dataset, tuple | list) and len(dataset) == 2 and isinstance(dataset[0], Tensor | np.ndarray):
-            x, y = (torch.as_tensor(v) for v in dataset)
-            if len(x) != len(y) or y.ndim != 1:
+            try:
+                x, y = (torch.as_tensor(v) for v in dataset)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InputError(f"expected a pair of inputs and labels, got {type(dataset[1]).__name__}") from error
+            if not x.ndim or y.ndim != 1 or len(x) != len(y):
                 raise InputError(f"expected as many labels as inputs, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
             dataset = torch.utils.data.TensorDataset(x, y)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):

@@ -28,6 +28,7 @@ from equipoise.runs.settings import (
     ModelRecord,
     Recipe,
     Settings,
+    as_path,
     differences,
     is_run,
     map_text,
@@ -290,7 +291,7 @@ def start(
         progress: called after every input with (row, done, total).
         retry_failed: try the failed inputs again.
     """
-    execution, folder = execution or Execution(), make_folder(run_dir)
+    execution, folder = execution or Execution(), make_folder(as_path(run_dir))
     with locked(folder):
         manifest = _open(job, folder)
         with Store(folder, manifest, writable=True) as store:
@@ -463,9 +464,9 @@ def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
         sources: at least two run directories.
         target: a directory that does not exist yet.
     """
-    if len(sources) < 2:
-        raise InputError(f"merging takes at least two runs, got {len(sources)}")
-    runs, target = [open_run(source) for source in sources], Path(target)
+    if not isinstance(sources, list | tuple) or len(sources) < 2:
+        raise InputError(f"merging takes a list of at least two runs, got {type(sources).__name__}")
+    runs, target = [open_run(source) for source in sources], as_path(target)
     if target.exists():
         raise InputError(f"{target} exists already: merge into a new directory")
     manifest = _joint_manifest(runs)

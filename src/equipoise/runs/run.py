@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,7 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.runs.derive import derive
 from equipoise.runs.inputs import InputId
-from equipoise.runs.settings import Kind, Manifest, Settings, parse_map, read_manifest
+from equipoise.runs.settings import Kind, Manifest, Settings, as_path, parse_map, read_manifest
 from equipoise.runs.store import AttackRow, Row, Session, Store, locked
 from equipoise.smoothing import Certificates, SimplexMap
 
@@ -180,7 +181,7 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         self.manifest: Manifest = read_manifest(folder)
 
     @property
@@ -324,7 +325,7 @@ class Run:
             results: what `results` returned; by default those of the run's own settings.
         """
         results = self.results() if results is None else results
-        levels = self._levels(results) if epsilons is None else [float(e) for e in epsilons]
+        levels = self._levels(results) if epsilons is None else as_levels(epsilons)
         status = Counter(results.status)
         methods = Counter(row.method for row in self.rows if row.radius > 0 and row.method)
         deployed = {}
@@ -422,6 +423,17 @@ class Run:
             return store.sessions()
 
 
+def as_levels(values: Any) -> list[float]:
+    """Radii as numbers; what is none, or negative, is refused."""
+    try:
+        levels = [float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"expected radii such as [0.25, 0.5], got {type(values).__name__}") from error
+    if not all(0 <= level < math.inf for level in levels):
+        raise InputError(f"radii must be finite and non-negative, got {levels}")
+    return levels
+
+
 def open_run(folder: str | Path) -> Run:
     """Open a run directory for reading."""
     return Run(folder)
@@ -429,7 +441,7 @@ def open_run(folder: str | Path) -> Run:
 
 def check_export(path: str | Path) -> Path:
     """Refuse a name that cannot be written later, before a long run begins."""
-    path = Path(path)
+    path = as_path(path)
     if path.suffix not in _FORMATS:
         raise InputError(f"cannot export to {path.name!r}: expected an ending among {', '.join(_FORMATS)}")
     if not path.parent.is_dir():

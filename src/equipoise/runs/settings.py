@@ -363,9 +363,16 @@ class Manifest(Document):
         atomic_write(folder / NAME, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
 
+def as_path(value: Any) -> Path:
+    """A path; what is none is refused."""
+    if not isinstance(value, str | Path):
+        raise InputError(f"expected a path, got {type(value).__name__}")
+    return Path(value)
+
+
 def is_run(folder: str | Path) -> bool:
     """Whether a directory holds a run."""
-    return (Path(folder) / NAME).is_file()
+    return (as_path(folder) / NAME).is_file()
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -374,7 +381,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     Args:
         folder: the run directory.
     """
-    path = Path(folder) / NAME
+    path = as_path(folder) / NAME
     if not is_run(folder):
         raise InputError(f"{folder} is not a run directory: it has no {NAME}")
 

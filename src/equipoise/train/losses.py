@@ -198,26 +198,26 @@ def hinge(epsilon: NonNegative = 1.0, lipschitz: Positive = 1.0) -> Classificati
 
 
 def hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0) -> Classification:
-    """`α·hinge − (1 − α)·KR`, `equipoise.nn.transport.hkr`.
+    """`α·hinge − (1 − α)·KR`, `equipoise.nn.losses.hkr`.
 
     Args:
         alpha: weight of the hinge.
         margin: of the hinge.
     """
-    from equipoise.nn.transport import hkr
+    from equipoise.nn.losses import hkr
 
     return Classification(lambda z, y: hkr(z, y, alpha, margin))
 
 
 def soft_hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0, temperature: Positive = 1.0) -> Classification:
-    """`hkr` with rivals weighted by how close they are, `equipoise.nn.transport.soft_hkr`.
+    """`hkr` with rivals weighted by how close they are, `equipoise.nn.losses.soft_hkr`.
 
     Args:
         alpha: weight of the hinge.
         margin: of the hinge.
         temperature: of the weights.
     """
-    from equipoise.nn.transport import soft_hkr
+    from equipoise.nn.losses import soft_hkr
 
     return Classification(lambda z, y: soft_hkr(z, y, alpha, margin, temperature))
 

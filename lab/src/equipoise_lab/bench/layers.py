@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.layers import methods
+from equipoise.nn import convert
+from equipoise.nn.convert import methods
+from equipoise.nn.orthogonal.frequency import FrequencyConv2d
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d
 from equipoise.nn.rescaling import AOL, SN, SR, RLBConv2d
 from equipoise.nn.residual import CPLConv2d, SLLConv2d
@@ -100,10 +102,9 @@ def evaluate(layer: nn.Module, x: Tensor) -> Tensor:
 
 def exported(layer: nn.Module, size: int) -> nn.Module:
     """The plain form, for one image size where the weights depend on it."""
-    make: Any = layer.export
-    sized = hasattr(layer, "known_size")
-    found: nn.Module = make((size, size)) if sized else make()
-    return found.eval()
+    if isinstance(layer, FrequencyConv2d | SandwichConv2d):
+        return layer.export((size, size)).eval()
+    return convert.plain(layer)[0].eval()
 
 
 def costs(repeats: int = 5, channels: int = 64, size: int = 32, batch: int = 32, only: tuple[str, ...] = ()) -> Section:

@@ -51,7 +51,7 @@ def linear(call: Call) -> Step:
 
 @rule("aten.addmm.default")
 def addmm(call: Call) -> Step:
-    """`b + x·M` with constant b and M; other forms are written out (see `expand`)."""
+    """`b + x·M` with constant b and M; other forms are written out (see `decompose`)."""
     return matrix_step(call, call.signal("mat1"), call.constant("mat2").mT, call.constant("self"))
 
 

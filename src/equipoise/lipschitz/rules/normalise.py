@@ -1,14 +1,12 @@
 """Softmax and the normalisations whose statistics depend on the input."""
 
 import math
-from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from equipoise.core.precision import inflate
-from equipoise.lipschitz.operations import Normalised, Product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, norm_of, rule
+from equipoise.lipschitz.operations import Normalised, Opaque, Product
+from equipoise.lipschitz.rules.registry import Call, Step, norm_of, rule
 
 GLOBAL = "max|γ|/√ε, over the whole space"
 
@@ -44,67 +42,58 @@ def logsumexp(call: Call) -> Step:
     return Step(((x, 1.0),), "logsumexp", offset=inflate(math.log(x.numel + 1) * math.sqrt(math.prod(call.shape))))
 
 
-def _normalised(
-    x: Signal, weight: Tensor | None, bias: Tensor | None, eps: float, size: int, repeat: int, label: str
-) -> Step:
-    """Rows of `size` entries divided by √(var + ε) (or the root mean square), scaled by γ and shifted by β.
+def _normalised(call: Call, size: int, repeat: int, label: str, centred: bool | None = None) -> Step:
+    """Groups of `size` entries divided by √(var + ε) (or the root mean square), scaled by γ and shifted by β.
 
-    The Jacobian of `x ↦ (x − mean)/√(var + ε)` has norm at most 1/√(var + ε); a normalised row has norm at most √size.
+    The Jacobian of `x ↦ (x − mean)/√(var + ε)` has norm at most 1/√(var + ε); a normalised group has norm at most √size.
+
+    Args:
+        call: with γ as `weight` and β as `bias`, where they are.
+        size: of a group.
+        repeat: how often an entry of β appears in one group.
+        label: for the report.
+        centred: whether the mean is taken off, where groups may be the rows of the last dimension; None where they are not.
     """
-    top = 1.0 if weight is None else float(weight.abs().max())
-    rows = x.numel // size
-    shift = 0.0 if bias is None else inflate(norm_of(bias) * math.sqrt(repeat))  # norm of β as it appears in one row
-    shift_peak = 0.0 if bias is None else float(bias.abs().max())
-    return Step(
-        ((x, inflate(top / math.sqrt(eps))),), label, norm=inflate(math.sqrt(rows) * inflate(top * math.sqrt(size) + shift)),
-        peak=inflate(top * math.sqrt(size) + shift_peak), offset=inflate(math.sqrt(rows) * shift), note=GLOBAL,
-    )  # fmt: skip
-
-
-def _positive(call: Call, eps: float) -> float:
+    x, weight, bias = call.signal("input"), call.constant("weight"), call.constant("bias")
+    eps = torch.finfo(x.dtype).eps if call["eps"] is None else float(call["eps"])
     if not eps > 0:
         call.refuse("a normalisation with ε = 0 is not Lipschitz near constant inputs", "set eps > 0")
-    return eps
+    if x.dtype == torch.float32:
+        eps = min(eps, float(torch.tensor(eps, dtype=torch.float32)))
+    top = 1.0 if weight is None else float(weight.abs().max())
+    length = inflate(top * math.sqrt(size))
+    shift = 0.0 if bias is None else inflate(norm_of(bias) * math.sqrt(repeat))  # norm of β as it appears in one group
+    by_rows = centred is not None and size == x.shape[-1]
+    groups = math.sqrt(x.numel // size)
+    return Step(
+        ((x, inflate(top / math.sqrt(eps))),),
+        label,
+        offset=inflate(groups * shift),
+        norm=inflate(groups * inflate(length + shift)),
+        row=inflate(length + shift) if by_rows else math.inf,
+        peak=inflate(length + (0.0 if bias is None else float(bias.abs().max()))),
+        map=Normalised(top, eps, bool(centred)) if by_rows else Opaque(),
+        note=GLOBAL,
+    )
 
 
 @rule("aten.layer_norm.default", "aten.native_layer_norm.default")
 def layer_norm(call: Call) -> Step:
     """`max|γ|/√ε` over the whole space; rows of the output are bounded, which is what attention needs."""
-    x = call.signal("input")
-    size = math.prod(call["normalized_shape"])
-    weight, bias = call.constant("weight"), call.constant("bias")
-    eps = _positive(call, float(call["eps"]))
-    step = _normalised(x, weight, bias, eps, size, 1, "layer norm")
-    return _with_rows(step, x, weight, bias, eps, centred=True) if size == x.shape[-1] else step
-
-
-def _with_rows(step: Step, x: Signal, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool) -> Step:
-    """What is known where the rows of the last dimension are normalised."""
-    top = 1.0 if weight is None else float(weight.abs().max())
-    row = inflate(inflate(top * math.sqrt(x.shape[-1])) + norm_of(bias))
-    return replace(step, row=row, map=Normalised(top, eps, centred))
+    return _normalised(call, math.prod(call["normalized_shape"]), 1, "layer norm", centred=True)
 
 
 @rule("aten.rms_norm.default")
 def rms_norm(call: Call) -> Step:
     """`max|γ|/√ε` over the whole space; without ε PyTorch takes the machine epsilon of the type."""
-    x = call.signal("input")
-    eps = call["eps"]
-    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
-    size = math.prod(call["normalized_shape"])
-    weight = call.constant("weight")
-    step = _normalised(x, weight, None, _positive(call, eps), size, 1, "RMS norm")
-    return _with_rows(step, x, weight, None, eps, centred=False) if size == x.shape[-1] else step
+    return _normalised(call, math.prod(call["normalized_shape"]), 1, "RMS norm", centred=False)
 
 
 @rule("aten.group_norm.default")
 def group_norm(call: Call) -> Step:
     """`max|γ|/√ε` over the whole space."""
-    x = call.signal("input")
-    size = math.prod(x.shape[1:]) // int(call["num_groups"])
-    weight, bias = call.constant("weight"), call.constant("bias")
-    eps = _positive(call, float(call["eps"]))
-    return _normalised(x, weight, bias, eps, size, math.prod(x.shape[2:]), "group norm")
+    shape = call.signal("input").shape
+    return _normalised(call, math.prod(shape[1:]) // int(call["num_groups"]), math.prod(shape[2:]), "group norm")
 
 
 @rule("aten.instance_norm.default")
@@ -116,7 +105,5 @@ def instance_norm(call: Call) -> Step:
         return batch_norm(call)
     if call["running_mean"] is not None:
         call.refuse("instance norm updates its running statistics", "call model.eval() first")
-    x = call.signal("input")
-    weight, bias = call.constant("weight"), call.constant("bias")
-    size = math.prod(x.shape[2:])
-    return _normalised(x, weight, bias, _positive(call, float(call["eps"])), size, size, "instance norm")
+    size = math.prod(call.signal("input").shape[2:])
+    return _normalised(call, size, size, "instance norm")

@@ -26,11 +26,16 @@ def sort(call: Call) -> Step:
     return Step(((x, 1.0),), "sort", offset=0.0, peak=x.peak, row=row, low=x.low, map=Sorted())
 
 
-@rule("aten.kthvalue.default", "aten.median.dim", "aten.median.default", "aten.nanmedian.dim", "aten.nanmedian.default")
+_EXTREMES = ("amax.default", "amin.default", "max.dim", "min.dim", "max.default", "min.default")
+_RANKS = ("kthvalue.default", "median.dim", "median.default", "nanmedian.dim", "nanmedian.default")
+
+
+@rule(*(f"aten.{name}" for name in (*_EXTREMES, *_RANKS)))
 def rank(call: Call) -> Step:
-    """One order statistic of every row: 1, the values only."""
+    """One order statistic of disjoint sets of entries: 1, the values only."""
     x = call.signal("self")
-    return Step(((x, 1.0),), "order statistic", offset=0.0, peak=x.peak, low=x.low, map=Sorted())
+    found: Map = Largest() if str(call.node.target).removeprefix("aten.") in _EXTREMES else Sorted()
+    return Step(((x, 1.0),), "order statistic", offset=0.0, peak=x.peak, low=x.low, map=found)
 
 
 @rule("aten.quantile.scalar", "aten.quantile.default")

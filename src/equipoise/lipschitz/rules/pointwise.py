@@ -111,31 +111,11 @@ def softplus_(call: Call) -> Step:
     return pointwise(call, softplus(beta), "softplus", note)
 
 
-@rule("aten.clamp.default", "aten.clamp.Tensor")
-def clamp_(call: Call) -> Step:
-    """Clipping to constants: slopes 0 and 1."""
-    return _clipped(call, call["min"], call["max"])
-
-
-@rule("aten.clamp_min.default", "aten.clamp_min.Tensor")
-def clamp_min(call: Call) -> Step:
-    """Clipping from below."""
-    return _clipped(call, call["min"], None)
-
-
-@rule("aten.clamp_max.default", "aten.clamp_max.Tensor")
-def clamp_max(call: Call) -> Step:
-    """Clipping from above."""
-    return _clipped(call, None, call["max"])
-
-
+@rule(*(f"aten.{name}.{kind}" for name in ("clamp", "clamp_min", "clamp_max") for kind in ("default", "Tensor")))
 @rule("aten.hardtanh.default")
-def hardtanh(call: Call) -> Step:
-    """Clipping to constants."""
-    return _clipped(call, call["min_val"], call["max_val"])
-
-
-def _clipped(call: Call, low: float | Tensor | None, high: float | Tensor | None) -> Step:
+def clipped(call: Call) -> Step:
+    """Clipping to constants: slopes 0 and 1."""
+    low, high = call.get("min", call.get("min_val")), call.get("max", call.get("max_val"))
     if isinstance(low, Signal) or isinstance(high, Signal):
         call.refuse("the limits depend on the input")
     x, curve = call.signal("self"), clamp(low, high)

@@ -49,13 +49,6 @@ def total(call: Call) -> Step:
     )
 
 
-@rule("aten.amax.default", "aten.amin.default", "aten.max.dim", "aten.min.dim", "aten.max.default", "aten.min.default")
-def maximum_over(call: Call) -> Step:
-    """The maximum over disjoint sets of entries: 1."""
-    x = call.signal("self")
-    return Step(((x, 1.0),), "maximum", offset=0.0, peak=x.peak, low=x.low, map=Largest())
-
-
 @rule("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar")
 def vector_norm(call: Call) -> Step:
     """The ℓ2 norm is 1-Lipschitz, so is every ℓp with p ≥ 2; ℓ1 over n entries √n."""

@@ -99,11 +99,6 @@ class Step:
         """The operator as a value, where the operation is affine and has one."""
         return self.map.form if isinstance(self.map, Weighted | Scaled | Padded) else None
 
-    @property
-    def everywhere(self) -> bool:
-        """Whether the slopes hold for all numbers, not only for those of the domain."""
-        return not isinstance(self.map, Pointwise) or self.map.everywhere
-
 
 def unchanged(x: Signal) -> Step:
     """The step of an operation that is the identity here: a cast, dropout in evaluation."""

@@ -111,18 +111,12 @@ def _component(call: Call, x: Signal, dim: int | None) -> Step | None:
     )
 
 
-@rule(*(f"aten.{name}" for name in PIECES))
+@rule(*(f"aten.{name}" for name in PIECES), "aten.unbind.int")
 def pieces(call: Call) -> Step:
     """All pieces together hold every entry once; `getitem` takes one."""
     x = _first(call)
-    return Step(((x, 1.0),), "split", offset=0.0, peak=x.peak, row=x.row, low=x.low, map=Pieces())
-
-
-@rule("aten.unbind.int")
-def unbind(call: Call) -> Step:
-    """One piece per position along a dimension."""
-    x = _first(call)
-    row = x.row if call["dim"] % len(x.shape) != len(x.shape) - 1 else math.inf
+    removed = call["dim"] % len(x.shape) if call.node.target is _aten.unbind.int else None
+    row = math.inf if removed == len(x.shape) - 1 else x.row
     return Step(((x, 1.0),), "split", offset=0.0, peak=x.peak, row=row, low=x.low, map=Pieces())
 
 
@@ -228,20 +222,10 @@ def cast(call: Call) -> Step:
     return unchanged(x)
 
 
-@rule("aten.constant_pad_nd.default")
-def constant_pad(call: Call) -> Step:
-    """Padding by a constant."""
-    return _padding(call, "constant", float(call["value"] or 0.0))
-
-
-@rule("aten.pad.default")
+@rule("aten.constant_pad_nd.default", "aten.pad.default")
 def pad(call: Call) -> Step:
     """Padding: √ of how often the most copied entry appears, per axis; zeros 1, reflect and circular ≤ √2, replicate √(p + 1)."""
-    return _padding(call, call["mode"], float(call["value"] or 0.0))
-
-
-def _padding(call: Call, mode: str, value: float) -> Step:
-    x = _first(call)
+    x, mode, value = _first(call), call.get("mode", "constant"), float(call["value"] or 0.0)
     twice = list(call["pad"])
     amounts = [(twice[2 * i], twice[2 * i + 1]) for i in range(len(twice) // 2)][::-1]
     sizes = x.shape[len(x.shape) - len(amounts) :]
@@ -254,7 +238,7 @@ def _padding(call: Call, mode: str, value: float) -> Step:
         gain = root(top)
     negative = any(p < 0 for pair in amounts for p in pair)
     added = math.prod(call.shape) - (0 if negative else x.numel)
-    form = None if negative or value else Padding(tuple(amounts), tuple(sizes), "zeros" if fixed else mode)  # type: ignore[arg-type]
+    form = None if negative or value else Padding(tuple(amounts), tuple(sizes), "zeros" if fixed else mode)
     spatial = len(amounts) == len(x.shape) - 2
 
     def run(t: Tensor, fill: float) -> Tensor:

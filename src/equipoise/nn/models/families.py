@@ -7,7 +7,7 @@ from torch import nn
 
 from equipoise.core.errors import InputError
 from equipoise.nn.activations import activation as activation_named
-from equipoise.nn.layers import methods
+from equipoise.nn.convert import methods
 from equipoise.nn.models.lipschitz import head as head_named
 from equipoise.nn.models.lipschitz import isometric
 from equipoise.nn.models.plain import Normalise, Size, pair

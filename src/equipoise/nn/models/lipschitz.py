@@ -14,7 +14,7 @@ from equipoise.nn.activations import MaxMin
 from equipoise.nn.models.plain import Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
 from equipoise.nn.orthogonal.bcop import BCOPConv2d, RKOLinear
-from equipoise.nn.orthogonal.reflect import BROConv2d, BROLinear, CHORDConv2d, CHORDLinear
+from equipoise.nn.orthogonal.cayley import BROConv2d, BROLinear, CHORDConv2d, CHORDLinear
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
 from equipoise.nn.pooling import FirstFeatures, PadChannels, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.rescaling import AOLLinear, RLBConv2d, RLBLinear, SNConv2d, SNLinear, SRLinear
@@ -30,7 +30,7 @@ def head(kind: str, features: int, num_classes: int) -> nn.Module:
     norm 1.
 
     With `lln` every logit is 1-Lipschitz, the vector of them up to ‖Ŵ‖: certify by pairs
-    (`metrics.certified_radius(weight=…)`).
+    (`smoothing.margins.margin_radius(weight=…)`).
     """
     if kind == "first" and features < num_classes:
         raise InputError(

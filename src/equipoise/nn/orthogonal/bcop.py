@@ -10,7 +10,7 @@ so that the guarantee holds with zero padding (errata 7) on every input size, al
 
 Stride s, dilation d: H reads patches of `s/gcd(s, d)` taps along each axis, which do not meet (it is orthogonal as a strided
 convolution), the two-tap kernels stand before it: a composition of contractions with k taps. On a circle that s does not
-divide patches meet; the layers refuse it.
+divide patches would meet at odd distances: there H has one tap, and the layer contracts.
 
 References: Li et al. 2019 (BCOP); Xiao et al. 2018; Boissin et al. 2025 (stride by composition).
 
@@ -20,12 +20,13 @@ A convolution multiplies patches: `y = W·patches(x)` with W the kernel as a mat
 most c patches, so `‖patches(x)‖² ≤ c·‖x‖²` and the layer `W/√c` with `‖W‖ ≤ 1` is 1-Lipschitz for every input size,
 whatever the padding (zeros, or circular that does not enlarge the image). Along one axis with k taps, stride s and
 dilation d, c = ⌈k·gcd(s, d)/s⌉: 1 where stride and kernel size are equal, and then the layer is orthogonal. On a circle
-whose size s does not divide patches meet at odd distances; the layers refuse it where they are padded at all.
+whose size s does not divide patches meet at odd distances, so with circular padding c is the number of taps.
 
 References: Li et al. 2019, §4.1 (RKO); Serrurier et al. 2021; Björck & Bowie 1971; Anil et al. 2019.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,22 +34,37 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.layers import enter, layers_of
-from equipoise.nn.method import Method, apart
 from equipoise.nn.orthogonal.polar import orthonormal
-from equipoise.nn.orthogonal.root import orthonormal_linear
+from equipoise.nn.parametrize import Parametrization, Parametrized
 
 
-def overlap(kernel: Geometry, whole_circles: bool = False) -> int:
-    """How many patches may hold one pixel: `Π_j ⌈k_j·gcd(s_j, d_j)/s_j⌉`, or Π k_j on circles of any size.
+def _apart(geometry: Geometry) -> tuple[int, ...]:
+    """Along each axis how many taps patches may have that do not meet: `s/gcd(s, d)`, for patches of taps at distance d.
+
+    `i·s + a·d = j·s + b·d` means that `s/gcd(s, d)` divides a − b, on the line; on a circle that s does not divide patches
+    meet at odd distances: 1.
+    """
+    if geometry.padding == "circular":
+        return (1,) * geometry.dims
+    return tuple(axis.stride // math.gcd(axis.stride, axis.dilation) for axis in geometry.axes)
+
+
+def overlap(geometry: Geometry) -> int:
+    """How many patches may hold one pixel: `Π_j ⌈k_j·gcd(s_j, d_j)/s_j⌉`, or Π k_j on circles.
 
     >>> overlap(Geometry.of((4, 4, 3, 3))), overlap(Geometry.of((4, 4, 2, 2), stride=2))
     (9, 1)
     """
-    return math.prod(-(-k // free) for k, free in zip(kernel.shape[2:], apart(kernel, whole_circles), strict=True))
+    return math.prod(-(-k // free) for k, free in zip(geometry.shape[2:], _apart(geometry), strict=True))
 
 
-class RKO(Method):
+def _polar_factor(W: Tensor) -> Tensor:
+    """The nearest matrices with orthonormal rows or columns, by a singular value decomposition in float64."""
+    U, _, Vh = torch.linalg.svd(W.double().nan_to_num(), full_matrices=False)
+    return (U @ Vh).to(W.dtype)
+
+
+class RKO(Parametrization):
     """`W = orthonormal(raw)/√c` for the reshaped kernel, c the number of patches that share a pixel; dense: no √c.
 
     Guarantee: norm at most 1 for every raw weight and input size. Dense, and for convolutions with c = 1, singular
@@ -60,30 +76,16 @@ class RKO(Method):
     True
     """
 
-    name = "rko"
-    whole_circles = True
     steps: int | None = None
 
-    def setup(self) -> None:
-        """One over √c."""
-        self.scale = 1 / math.sqrt(overlap(self.kernel, self.whole)) if self.kernel.dims else 1.0
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight."""
+        scale = 1 / math.sqrt(overlap(self.geometry)) if self.geometry.dims else 1.0
+        return orthonormal(self.geometry.grouped(raw).flatten(2), self.steps, scale).reshape(raw.shape)
 
-    def initial(self, raw: Tensor) -> Tensor:
-        """The polar factor itself: the same layer, from a raw weight that is as well conditioned as can be."""
-        W = self._matrix(raw).double()
-        U, _, Vh = torch.linalg.svd(W, full_matrices=False)
-        return (U @ Vh).reshape(raw.shape).to(raw.dtype) if bool(torch.isfinite(W).all()) else raw
-
-    def forward(self, raw: Tensor) -> Tensor:
-        """The effective weight."""
-        return orthonormal(self._matrix(raw), self.steps, self.scale).reshape(raw.shape)
-
-    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
-        """A dense layer without its bias."""
-        return None if self.kernel.dims or self.steps is not None else orthonormal_linear(x, raw)
-
-    def _matrix(self, raw: Tensor) -> Tensor:
-        return self.kernel.grouped(raw).flatten(2)
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The polar factor: the same layer, from a raw weight that is as well conditioned as can be."""
+        return _polar_factor(self.geometry.grouped(weight).flatten(2)).reshape(weight.shape)
 
 
 class Bjorck(RKO):
@@ -92,32 +94,29 @@ class Bjorck(RKO):
     Guarantee: norm at most 1 after any number of steps. Singular values start between 0 and 1, grow by 3/2 per step
     while small, and converge quadratically to 1.
 
+    Args:
+        geometry: of the layer.
+        steps: how many.
+
     >>> layer = BjorckLinear(6, 4, steps=3)
     >>> bool(torch.linalg.matrix_norm(layer.weight, 2) <= 1)
     True
     """
 
-    name = "bjorck"
-    plain = (nn.Linear, nn.Conv2d)
+    kinds = (nn.Linear, nn.Conv2d)
 
-    def setup(self, steps: int = 15) -> None:
-        """The number of steps."""
-        super().setup()
+    def __init__(self, geometry: Geometry, steps: int = 15, **factory: Any) -> None:
+        super().__init__(geometry, **factory)
         if not isinstance(steps, int) or steps < 1:
             raise InputError(f"Björck needs at least one step, got {steps}")
         self.steps = steps
 
 
-RKOLinear, RKOConv1d, RKOConv2d, RKOConv3d, RKOConvTranspose2d = layers_of(RKO)
-BjorckLinear, BjorckConv2d = layers_of(Bjorck)
-
-
-class BCOP(Method):
+class BCOP(Parametrization):
     """`K = H·Π(P, I − P)` with `H = orthonormal(raw)` and `P = VVᵀ`, `V = orthonormal(projections)` of half rank; dense: `K = H`.
 
-    Guarantee: norm at most 1 for every raw weight. With circular padding that returns every s-th pixel all singular values
-    that the shape leaves room for are 1 (where raw weights are not deficient): with k ≥ s the layer is norm-preserving if
-    out ≥ in·s², and its adjoint is if out ≤ in·s².
+    Guarantee: norm at most 1 for every raw weight. With circular padding and stride 1 all singular values that the shape
+    allows are 1 (where raw weights are not deficient); with stride s, zeros and k ≥ s the layer is so up to the border.
 
     >>> layer = BCOPConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)
     >>> x = torch.randn(1, 4, 8, 8)
@@ -125,63 +124,49 @@ class BCOP(Method):
     True
     """
 
-    name = "bcop"
-    whole_circles = True
     projections: nn.Parameter | None
 
-    def setup(self) -> None:
-        """Projections, and the taps of H along each axis: as many as patches that do not meet may have."""
-        kernel, dtype = self.kernel, self.factory["dtype"] or torch.get_default_dtype()
-        self.core = tuple(map(min, kernel.shape[2:], apart(kernel, self.whole)))
-        self.factors = sum(k - m for k, m in zip(kernel.shape[2:], self.core, strict=True))
-        out, ins = kernel.shape[0] // kernel.groups, kernel.shape[1]
+    def __init__(self, geometry: Geometry, **factory: Any) -> None:
+        super().__init__(geometry, **factory)
+        #: the taps of H along each axis: as many as patches that do not meet may have
+        self.core = tuple(map(min, geometry.shape[2:], _apart(geometry)))
+        self.factors = sum(k - m for k, m in zip(geometry.shape[2:], self.core, strict=True))
+        out, ins = geometry.shape[0] // geometry.groups, geometry.shape[1]
         #: the projections stand on the wider side, where there are more of them
         self.outside = out > ins and math.prod(self.core) == 1
         side = out if self.outside else ins
         self.register_parameter("projections", None)
         if self.factors:
-            V = torch.randn(self.factors, kernel.groups, side, max(1, side // 2), dtype=torch.float64)
-            V = torch.linalg.qr(V)[0].to(device=self.factory["device"], dtype=dtype)
-            self.projections = nn.Parameter(V.contiguous())
-
-    def initial(self, raw: Tensor) -> Tensor:
-        """The taps that H has room for, made orthogonal."""
-        K = self.kernel.grouped(raw)
-        for axis, m in enumerate(self.core):
-            K = K.narrow(3 + axis, (K.shape[3 + axis] - m) // 2, m)
-        U, _, Vh = torch.linalg.svd(K.flatten(2).double(), full_matrices=False)
-        return (U @ Vh).to(raw.dtype)
+            V = torch.randn(self.factors, geometry.groups, side, max(1, side // 2), dtype=torch.float64)
+            self.projections = nn.Parameter(torch.linalg.qr(V)[0].to(**self.factory).contiguous())
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """What `torch.nn.utils.parametrize` stores for a given weight: an orthogonal layer near it, not the weight itself."""
-        return self.initial(weight)
+        """The taps that H has, made orthogonal: an orthogonal layer near the weight, not the weight itself."""
+        K = self.geometry.grouped(weight)
+        for axis, m in enumerate(self.core):
+            K = K.narrow(3 + axis, (K.shape[3 + axis] - m) // 2, m)
+        return _polar_factor(K.flatten(2))
 
-    def forward(self, raw: Tensor) -> Tensor:
-        """The effective weight."""
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight."""
         H = orthonormal(raw)
-        if not self.kernel.dims:
-            return H.reshape(self.kernel.shape)
+        if not self.geometry.dims:
+            return H.reshape(self.geometry.shape)
         H = H.double().reshape(*H.shape[:2], -1, *self.core)
         K = H.transpose(1, 2) if self.outside else H
         if self.projections is not None:
             V = orthonormal(self.projections).double()
             P = V @ V.mT
-            j = 0
-            for axis, (k, m) in enumerate(zip(self.kernel.shape[2:], self.core, strict=True)):
-                for _ in range(k - m):
-                    K = two_taps(K, P[j], 3 + axis)
-                    j += 1
+            axes = [3 + axis for axis, m in enumerate(self.core) for _ in range(self.geometry.shape[2 + axis] - m)]
+            for j, axis in enumerate(axes):
+                K = two_taps(K, P[j], axis)
         K = K.transpose(1, 2) if self.outside else K
-        return (K * (1 - self._rounding(raw.dtype))).reshape(self.kernel.shape).to(raw.dtype)
-
-    def applied(self, x: Tensor, raw: Tensor) -> Tensor | None:
-        """A dense layer without its bias."""
-        return None if self.kernel.dims else orthonormal_linear(x, raw.reshape(self.kernel.shape))
+        return (K * (1 - self._rounding(raw.dtype))).reshape(self.geometry.shape).to(raw.dtype)
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """`Σ_a ‖ΔK_a‖ ≤ u·√taps·‖K‖_F ≤ u·√(taps·c)`, c the smaller number of channels, and float64 products of the kernels."""
-        taps, (out, ins) = math.prod(self.kernel.shape[2:]), self.kernel.shape[:2]
-        narrow = min(out // self.kernel.groups, ins * math.prod(self.core))
+        taps, (out, ins) = math.prod(self.geometry.shape[2:]), self.geometry.shape[:2]
+        narrow = min(out // self.geometry.groups, ins * math.prod(self.core))
         length = 8 * (self.factors + 2) * (max(out, ins) + 8)
         products = length * taps * narrow * unit_roundoff(torch.float64)
         return 1.5 * unit_roundoff(dtype) * math.sqrt(taps * narrow) + products
@@ -195,10 +180,73 @@ def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
     return torch.cat([kept, none], axis) + torch.cat([none, K - kept], axis)
 
 
-BCOPLinear, BCOPConv1d, BCOPConv2d, BCOPConv3d, BCOPConvTranspose2d = layers_of(BCOP)
-#: the same layers under the name of Boissin et al. 2025: BCOP composed with a kernel that does not overlap, for stride, groups,
-#: dilation and transposition
-AOCConv1d, AOCConv2d, AOCConvTranspose2d = (
-    enter("aoc", kind, layer)
-    for kind, layer in ((nn.Conv1d, BCOPConv1d), (nn.Conv2d, BCOPConv2d), (nn.ConvTranspose2d, BCOPConvTranspose2d))
-)
+class BCOPLinear(Parametrized, nn.Linear):
+    """`nn.Linear` as an orthogonal operator, see `BCOP`."""
+
+    parametrization = BCOP
+
+
+class BCOPConv1d(Parametrized, nn.Conv1d):
+    """`nn.Conv1d` as an orthogonal operator, see `BCOP`."""
+
+    parametrization = BCOP
+
+
+class BCOPConv2d(Parametrized, nn.Conv2d):
+    """`nn.Conv2d` as an orthogonal operator, see `BCOP`."""
+
+    parametrization = BCOP
+
+
+class BCOPConv3d(Parametrized, nn.Conv3d):
+    """`nn.Conv3d` as an orthogonal operator, see `BCOP`."""
+
+    parametrization = BCOP
+
+
+class BCOPConvTranspose2d(Parametrized, nn.ConvTranspose2d):
+    """`nn.ConvTranspose2d` as an orthogonal operator, see `BCOP`."""
+
+    parametrization = BCOP
+
+
+class RKOLinear(Parametrized, nn.Linear):
+    """`nn.Linear` with an orthogonal kernel matrix, see `RKO`."""
+
+    parametrization = RKO
+
+
+class RKOConv1d(Parametrized, nn.Conv1d):
+    """`nn.Conv1d` with an orthogonal kernel matrix, see `RKO`."""
+
+    parametrization = RKO
+
+
+class RKOConv2d(Parametrized, nn.Conv2d):
+    """`nn.Conv2d` with an orthogonal kernel matrix, see `RKO`."""
+
+    parametrization = RKO
+
+
+class RKOConv3d(Parametrized, nn.Conv3d):
+    """`nn.Conv3d` with an orthogonal kernel matrix, see `RKO`."""
+
+    parametrization = RKO
+
+
+class RKOConvTranspose2d(Parametrized, nn.ConvTranspose2d):
+    """`nn.ConvTranspose2d` with an orthogonal kernel matrix, see `RKO`."""
+
+    parametrization = RKO
+
+
+class BjorckLinear(Parametrized, nn.Linear):
+    """`nn.Linear` by steps of Björck & Bowie, see `Bjorck`."""
+
+    parametrization = Bjorck
+
+
+class BjorckConv2d(Parametrized, nn.Conv2d):
+    """`nn.Conv2d` by steps of Björck & Bowie, see `Bjorck`."""
+
+    parametrization = Bjorck

@@ -1,40 +1,43 @@
-"""Cayley transforms: dense matrices, and convolutions at every frequency of the image at hand.
+"""Orthogonal transforms of raw matrices, dense and at every frequency of an image: Cayley, block reflectors, Cholesky.
 
-For `Z = X − X* + Y*Y` the matrix I + Z is invertible (its Hermitian part is at least I), and the block column
+Cayley: for `Z = X − X* + Y*Y` the matrix I + Z is invertible (its Hermitian part is at least I), and the block column
 
     C(X, Y) = [ 2(I + Z)⁻¹ − I ;  −2Y(I + Z)⁻¹ ]
 
-has orthonormal columns. A convolution on a circle is a matrix per frequency, so C of each gives an orthogonal
-convolution. It is one on the grid of that image size only: the layer's weight depends on the size, and the same kernel
-with zero padding would be no contraction (errata 7). With `padding_mode="zeros"` the image is therefore put among zeros
-on a larger circle and the result cut out, a part of an orthogonal operator.
+has orthonormal columns. BRO: `W = I − 2V(V*V)⁻¹V*` is unitary and Hermitian for every V of full column rank: the reflection on
+the complement of its range; rectangular layers take its first rows or columns. CHORD: for `A = I + Q` with `A*A = LL*` the
+matrix `W = A·L⁻*` has orthonormal columns. Nothing rests on the rank: `δI` is added to V*V and A*A, which leaves contractions.
 
-Rounding. The inverse is computed in the parameters' dtype; then an upper bound of its norm, from `W*W − μI` in float64,
-is taken at every frequency, and W divided by it.
-
-References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023, §4.
+References: Trockman & Kolter 2021; Helfrich et al. 2018; Wang & Manchester 2023, §4 (Cayley); Lai, Huang, Kung, Chen 2025,
+Enhancing certified robustness via block reflector orthogonal layers and logit annealing loss (BRO); Hu, Leino, Wang, Fredrikson
+2024, A recipe for improved certifiable robustness: capacity and data (CHORD, there for dense layers).
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError
-from equipoise.core.modules import by_construction
-from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.nn.effective import Tensors, plainly_called, uncast
-from equipoise.nn.layers import enter, layers_of
-from equipoise.nn.method import Method
-from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
-from equipoise.nn.orthogonal.frequency import filtered, inverse, multiplied, symbol, times
-from equipoise.nn.orthogonal.polar import settled
+from equipoise.maps.geometry import Geometry
+from equipoise.nn.orthogonal.frame import Size, frame_of
+from equipoise.nn.orthogonal.frequency import (
+    FrequencyConv2d,
+    capped,
+    contracted,
+    contraction_scale,
+    inverse,
+    multiplied,
+    symbol,
+)
+from equipoise.nn.orthogonal.polar import project_to_contraction
+from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors, is_plain_call
 
-#: entries of the matrices whose residual is taken at once: they stay in the cache
-AT_ONCE = 2**17
+#: what is added to a Gram matrix, relative to the mean of its diagonal
+_DELTA = 1e-9
 
 
 def cayley(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,63 +67,6 @@ def skew_and_identity(X: Tensor) -> Tensor:
     return X - X.transpose(1, 2).flip(3, 4) + torch.nn.functional.pad(identity, pads)
 
 
-def capped(*kernels: Tensor, taps: int, channels: int) -> list[Tensor]:
-    """Raw kernels, shrunk where `√taps·‖·‖_F`, a bound of their symbols, exceeds 16·√(channels/64) (at least 16).
-
-    Beyond it `C` hardly moves, and the inverse would lose its digits.
-    """
-    cap = 16.0 * max(1.0, math.sqrt(channels / 64))
-    parts = [k for k in kernels if k.numel()]
-    largest = torch.stack([k.detach().abs().amax() for k in parts]).amax()
-    largest = torch.where(largest > 0, largest, torch.ones_like(largest))
-    unit = [k / largest for k in kernels]
-    total = torch.stack([k.square().sum() for k in unit]).sum().clamp_min(1.0)
-    return [k * (cap / torch.maximum(total.sqrt() * math.sqrt(taps), cap / largest)) for k in unit]
-
-
-def isometry_bound(*blocks: Tensor) -> Tensor:
-    """Upper bound of the norm of the block column of `blocks (..., m_i, n)`, tight where it is nearly a multiple of an isometry.
-
-    `σ² ≤ μ + ‖G − μI‖_F` with `G = Σ W_i*W_i` and μ the mean of its diagonal, in float64, rounded up.
-    """
-    columns = [W.detach() for W in blocks]
-    if len(columns) == 1 and columns[0].shape[-2] < columns[0].shape[-1]:
-        columns = [columns[0].mH]
-    n, length = columns[0].shape[-1], sum(W.shape[-2] for W in columns)
-    flat = [W.reshape(-1, *W.shape[-2:]) for W in columns]
-    per = max(1, AT_ONCE // (n * length))
-    parts = [_mean_and_rest(some) for some in zip(*[W.split(per) for W in flat], strict=True)]
-    mu, rest = (torch.cat(part).reshape(columns[0].shape[:-2]) for part in zip(*parts, strict=True))
-    found = mu + rest * (1 + 1e-9) + gamma(4 * length + 64, torch.float64) * n * mu
-    return found.sqrt() * (1 + 1e-12)
-
-
-def _mean_and_rest(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """`(μ, ‖G − μI‖_F)` of `G = Σ W_i*W_i` in float64, μ the mean of its diagonal."""
-    lengths, (count, _, n) = [W.shape[-2] for W in columns], columns[0].shape
-    length = sum(lengths)
-    parts = 1 + columns[0].is_complex()  # real and imaginary ones: real products are the faster ones
-    S = torch.empty(count, parts * length, n, dtype=torch.float64, device=columns[0].device)
-    for k, place in enumerate(S.split(lengths * parts, 1)):
-        W = columns[k % len(columns)]
-        place.copy_(W.real if k < len(columns) else W.imag)
-    X = S.mT @ S
-    diagonal = torch.diagonal(X, dim1=-2, dim2=-1)
-    mu = diagonal.mean(-1)
-    diagonal.sub_(mu[:, None])
-    rest = torch.linalg.vector_norm(X.flatten(1), dim=1)
-    if parts == 1:
-        return mu, rest
-    Y = S[:, :length].mT @ S[:, length:]  # the imaginary part is Y − Yᵀ
-    return mu, torch.hypot(rest, torch.linalg.vector_norm((Y - Y.mT).flatten(1), dim=1))
-
-
-def contracted(*blocks: Tensor) -> list[Tensor]:
-    """Blocks over their `isometry_bound`, so that the column has norm at most 1 also after rounding to its dtype."""
-    scale = _scale(*blocks)
-    return [times(W, scale) for W in blocks]
-
-
 class SquareCayley(torch.autograd.Function):
     """`contracted(2Z⁻¹ − I)` of square matrices: the same numbers and derivatives, with fewer passes over them.
 
@@ -133,7 +79,7 @@ class SquareCayley(torch.autograd.Function):
         V = inverse(Z)
         W = 2 * V
         W.diagonal(dim1=-2, dim2=-1).sub_(1)
-        scale = _scale(W)
+        scale = contraction_scale(W)
         ctx.save_for_backward(Z, V, scale)
         return multiplied(W, scale)
 
@@ -142,20 +88,62 @@ class SquareCayley(torch.autograd.Function):
         """The gradient for Z."""
         (Z, V, scale), g = ctx.saved_tensors, gradients[0]
         if torch.is_grad_enabled():  # somebody will differentiate again
-            found: Tensor = torch.autograd.grad(contracted(blocks(Z, Z[..., :0, :])[0])[0], Z, g, create_graph=True)[0]
-            return found
+            values = contracted(blocks(Z, Z[..., :0, :])[0])
+            again: Tensor = torch.autograd.grad(values, Z, g, create_graph=True)[0]
+            return again
         return multiplied(V.mH @ g @ V.mH, -2 * scale)
 
 
-def _scale(*blocks: Tensor) -> Tensor:
-    """What `contracted` multiplies by, (..., 1, 1) in float64."""
-    columns = min(blocks[0].shape[-1], sum(W.shape[-2] for W in blocks))
-    margin = 1 + 4 * unit_roundoff(blocks[0].dtype) * math.sqrt(columns)
-    bound = isometry_bound(*blocks).clamp_min(1e-30)  # a matrix of zeros stays one
-    return (1 / (bound * margin))[..., None, None]
+def reflector(V: Tensor, rows: int) -> Tensor:
+    """The first rows of `I − 2V(V*V + δI)⁻¹V*`, V (…, n, r): eigenvalues in [−1, 1], about ±1 where V has full rank.
+
+    >>> W = reflector(torch.tensor([[1.0], [1.0]], dtype=torch.float64), 2)
+    >>> W.round(decimals=6).tolist()
+    [[0.0, -1.0], [-1.0, 0.0]]
+    """
+    V = _sized(V)
+    solved = torch.linalg.solve_ex(_gram(V), V.mH)[0]
+    identity = torch.eye(rows, V.shape[-2], dtype=V.dtype, device=V.device)
+    return identity - 2 * (V[..., :rows, :] @ solved)
 
 
-class Cayley(Method):
+def cholesky_columns(A: Tensor) -> Tensor:
+    """`A·L⁻*` with `LL* = A*A + δI`, A (…, m ≥ n, n): columns that are orthonormal where A has full rank, else shorter.
+
+    >>> W = cholesky_columns(torch.tensor([[3.0], [4.0]], dtype=torch.float64))
+    >>> W.round(decimals=6).flatten().tolist()
+    [0.6, 0.8]
+    """
+    A = _sized(A)
+    L = torch.linalg.cholesky_ex(_gram(A))[0]
+    return torch.linalg.solve_triangular(L, A.mH, upper=False).mH
+
+
+def _sized(V: Tensor) -> Tensor:
+    """In double precision, scaled to entries of at most 1: squares neither overflow nor vanish."""
+    V = V.to(torch.complex128 if V.is_complex() else torch.float64)
+    largest = V.detach().abs().flatten().amax(0)
+    return V / torch.where(largest > 0, largest, torch.ones_like(largest))
+
+
+def _gram(V: Tensor) -> Tensor:
+    G = V.mH @ V
+    n = G.shape[-1]
+    mean = torch.diagonal(G, dim1=-2, dim2=-1).real.detach().mean(-1)[..., None, None]
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    return G + _DELTA * mean * torch.eye(n, dtype=V.dtype, device=V.device)
+
+
+def _rank(rank: int | None, out: int, ins: int) -> int:
+    """The number of columns of V: half of the narrower side by default."""
+    most = max(out, ins)
+    columns = max(1, min(out, ins) // 2) if rank is None else rank
+    if not 1 <= columns <= most:
+        raise InputError(f"the rank of the reflector must lie in 1 … {most}, got {rank}")
+    return columns
+
+
+class Cayley(Parametrization):
     """`W = C(X, Y)`, X the square part of the raw matrix and Y the rest (transposed where it is wide).
 
     Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns.
@@ -165,44 +153,92 @@ class Cayley(Method):
     True
     """
 
-    name = "cayley"
-    plain = (nn.Linear,)
+    kinds = (nn.Linear,)
     instead = "use CayleyConv2d"
 
-    def forward(self, raw: Tensor) -> Tensor:
-        """The effective weight."""
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight."""
         tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
         n = tall.shape[1]
         X, Y = capped(tall[:n], tall[n:], taps=1, channels=n)
-        W = settled(torch.cat(cayley(X, Y)).mT).to(raw.dtype)
+        W = project_to_contraction(torch.cat(cayley(X, Y)).mT).to(raw.dtype)
         return W.mT if raw.shape[0] >= raw.shape[1] else W
 
 
-(CayleyLinear,) = layers_of(Cayley)
+class BRO(Parametrization):
+    """`W = I − 2V(VᵀV)⁻¹Vᵀ` (its first rows or columns): orthogonal for every V of full rank, with `rank` columns.
+
+    Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns.
+
+    Args:
+        geometry: of the layer.
+        rank: the number of columns of V, half of the narrower side by default.
+
+    >>> W = BROLinear(6, 4).weight
+    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
+    True
+    """
+
+    kinds = (nn.Linear,)
+    instead = "use BROConv2d"
+
+    def __init__(self, geometry: Geometry, rank: int | None = None, **factory: Any) -> None:
+        super().__init__(geometry, **factory)
+        self.rank = _rank(rank, *geometry.shape[:2])
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Random V (max(out, in), rank); its scale does not change W, but the steps of an optimizer are relative to it."""
+        side = max(weight.shape)
+        return torch.randn(side, self.rank, dtype=weight.dtype, device=weight.device) / math.sqrt(side)
+
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight."""
+        out, ins = self.geometry.shape[:2]
+        W = project_to_contraction(reflector(raw, min(out, ins)), raw.dtype).to(raw.dtype)
+        return W if out <= ins else W.mT
 
 
-class SpectralConv2d(nn.Module):
-    """What `CayleyConv2d` exports: one matrix per frequency of one image size, kept as real and imaginary parts."""
+class CHORD(Parametrization):
+    """`W = A·L⁻ᵀ` with `A = I + raw` and `LLᵀ = AᵀA` (of the transpose where it is wide): a residual layer made orthogonal.
 
-    bias: nn.Parameter | None
+    Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns where A has full rank.
 
-    def __init__(self, frame: Frame, size: Size, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.frame, self.size = frame, size
-        self.weight = nn.Parameter(torch.view_as_real(weight.detach().resolve_conj()).clone())
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+    >>> W = CHORDLinear(6, 4).weight
+    >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
+    True
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The convolution, through Fourier space."""
-        return _apply(self.frame, x, torch.view_as_complex(self.weight), self.bias, self.size)
+    kinds = (nn.Linear,)
+    instead = "use CHORDConv2d"
 
-    @by_construction(None)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """The largest norm over the frequencies, from the stored matrices."""
-        return _bound(torch.view_as_complex(self.weight))
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight."""
+        (Q,) = capped(raw.double(), taps=1, channels=min(raw.shape))
+        A = Q + torch.eye(*raw.shape, dtype=Q.dtype, device=raw.device)
+        wide = A.shape[0] < A.shape[1]
+        W = project_to_contraction(cholesky_columns(A.mT if wide else A).mT, raw.dtype).to(raw.dtype)
+        return W if wide else W.mT
 
 
-class CayleyConv2d(SizedConv2d):
+class CayleyLinear(Parametrized, nn.Linear):
+    """`nn.Linear` as a Cayley transform, see `Cayley`."""
+
+    parametrization = Cayley
+
+
+class BROLinear(Parametrized, nn.Linear):
+    """`nn.Linear` as a block reflector, see `BRO`."""
+
+    parametrization = BRO
+
+
+class CHORDLinear(Parametrized, nn.Linear):
+    """`nn.Linear` as an orthogonalised residual, see `CHORD`."""
+
+    parametrization = CHORD
+
+
+class CayleyConv2d(FrequencyConv2d):
     """`nn.Conv2d` that is orthogonal on the circle of the image at hand: Cayley transform at every frequency.
 
     Guarantee: 1-Lipschitz on every input size, for every raw weight. With circular padding and stride 1 all singular
@@ -215,44 +251,30 @@ class CayleyConv2d(SizedConv2d):
     True
     """
 
-    def build(self, plain: Any, **options: Any) -> None:
+    def build(self, plain: Any) -> None:
         """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""
         self.frame = frame_of(plain, embed=True)
         frame = self.frame
-        if frame.stride == (1, 1) and not isinstance(plain, nn.ConvTranspose2d):
-            raw = plain.weight.detach().clone()
-        else:
-            coarse = nn.Conv2d(frame.ins, frame.groups * frame.out, frame.taps)
-            raw = coarse.weight.detach().to(plain.weight)
-        self.raw = nn.Parameter(raw)
+        raw = plain.weight
+        if frame.stride != (1, 1) or isinstance(plain, nn.ConvTranspose2d):
+            raw = nn.Conv2d(frame.ins, frame.groups * frame.out, frame.taps).weight
+        self.raw = nn.Parameter(raw.detach().clone().to(plain.weight))
 
-    def compute_at(self, size: Size) -> Tensors:
-        """(weight,), the matrices of the half grid: (groups, frequencies, out, in)."""
+    def compute(self, size: Size) -> Tensors:
+        """(weight,), the matrices of the half grid."""
         K = self.raw.reshape(self.frame.groups, self.frame.out, *self.raw.shape[1:])
         n = min(K.shape[1:3])
         (K,) = capped(K, taps=K.shape[3] * K.shape[4], channels=n)
         wide = K.shape[1] < K.shape[2]
         K = K.transpose(1, 2) if wide else K  # Wᵀ is as orthogonal as W
         Z = symbol(skew_and_identity(K[:, :n]), size, self.frame.dilation)
-        Y = symbol(K[:, n:], size, self.frame.dilation) if K.shape[1] > n else Z[..., :0, :]
-        if K.shape[1] == n and plainly_called(Z):
+        if K.shape[1] > n:
+            W = contracted(torch.cat(blocks(Z, symbol(K[:, n:], size, self.frame.dilation)), -2))
+        elif is_plain_call(Z):
             W = SquareCayley.apply(Z)
         else:
-            (W,) = contracted(torch.cat(blocks(Z, Y), -2) if K.shape[1] > n else blocks(Z, Y)[0])
+            W = contracted(blocks(Z, Z[..., :0, :])[0])
         return (W.mT if wide else W,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The convolution, through Fourier space."""
-        return evaluated(self, x)
-
-    @by_construction(1.0)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """The largest norm over the frequencies of this image size, from the effective weights."""
-        return frequency_bound(self, input_shape)
-
-    def export(self, input_size: int | Size | None = None) -> nn.Module:
-        """The plain module for one image size (by default the one this layer was evaluated at)."""
-        return exported(self, input_size)
 
 
 class CayleyConvTranspose2d(CayleyConv2d):
@@ -270,58 +292,61 @@ class CayleyConvTranspose2d(CayleyConv2d):
     """
 
     plain_type = nn.ConvTranspose2d
-    # all named here: a claim stands only beside the forward that it speaks of
-    forward = CayleyConv2d.forward
-    lipschitz_upper = CayleyConv2d.lipschitz_upper
-    export = CayleyConv2d.export
 
 
-enter("cayley", nn.Conv2d, CayleyConv2d)
-enter("cayley", nn.ConvTranspose2d, CayleyConvTranspose2d)
+class BROConv2d(FrequencyConv2d):
+    """`nn.Conv2d` that is a block reflector at every frequency of the image at hand, `V` a kernel with `rank` columns.
+
+    Guarantee: 1-Lipschitz on every input size, for every raw weight. With circular padding and stride 1 all singular values
+    are 1; zero padding and stride are as in `CayleyConv2d`, and so is `export(input_size)`.
+
+    >>> layer = BROConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)
+    >>> x = torch.randn(1, 4, 6, 6)
+    >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
+    True
+    """
+
+    def build(self, plain: nn.Conv2d, rank: int | None = None) -> None:
+        """The kernel of V."""
+        self.frame = frame_of(plain, embed=True)
+        frame = self.frame
+        side, columns = max(frame.ins, frame.out), _rank(rank, frame.out, frame.ins)
+        start = torch.randn(frame.groups, side, columns, *frame.taps) / math.sqrt(side * math.prod(frame.taps))
+        self.raw = nn.Parameter(start.to(plain.weight))
+
+    def compute(self, size: Size) -> Tensors:
+        """(weight,), the matrices of the half grid."""
+        frame = self.frame
+        W = reflector(symbol(_sized(self.raw), size, frame.dilation), min(frame.out, frame.ins))
+        W = contracted(W.to(torch.promote_types(self.raw.dtype, torch.complex64)))
+        return (W if frame.out <= frame.ins else W.mH.resolve_conj(),)
 
 
-def evaluated(layer: SizedConv2d, x: Tensor) -> Tensor:
-    """A layer with one matrix per frequency, on an image; each has a forward of its own, since a claim stands only beside one."""
-    dtype = next(layer.parameters()).dtype
-    x = x.to(dtype) if torch.is_autocast_enabled(x.device.type) else x
-    size = layer.frame.size((x.shape[-2], x.shape[-1]))
-    (weight,) = layer._current_at(size)
-    with uncast(x.device.type):
-        return _apply(layer.frame, x, weight, layer.bias, size)
+class CHORDConv2d(FrequencyConv2d):
+    """`nn.Conv2d` that is a residual `I + Q`, made orthogonal by Cholesky at every frequency of the image at hand.
 
+    Guarantee: 1-Lipschitz on every input size, for every raw weight. With circular padding and stride 1 all singular values
+    are 1 where I + Q has full rank; zero padding and stride are as in `CayleyConv2d`, and so is `export(input_size)`.
 
-def frequency_bound(layer: SizedConv2d, input_shape: tuple[int, ...]) -> Bound:
-    """The largest norm over the frequencies of this image size, from the effective weights."""
-    return _bound(layer.effective_at(layer.frame.size((input_shape[-2], input_shape[-1])))[0])
+    >>> layer = CHORDConv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)
+    >>> x = torch.randn(1, 4, 6, 6)
+    >>> bool((layer(x).norm() / x.norm() - 1).abs() < 1e-4)
+    True
+    """
 
+    def build(self, plain: nn.Conv2d) -> None:
+        """The kernel of Q, as in `nn.Conv2d` (on the coarse grid of a stride)."""
+        self.frame = frame_of(plain, embed=True)
+        coarse = nn.Conv2d(self.frame.ins, self.frame.groups * self.frame.out, self.frame.taps)
+        self.raw = nn.Parameter(coarse.weight.detach().to(plain.weight))
 
-def exported(layer: SizedConv2d, input_size: int | Size | None) -> nn.Module:
-    """The plain module of a layer with one matrix per frequency, for one image size."""
-    size = layer.known_size(input_size)
-    with torch.no_grad():
-        (weight,) = layer.effective_at(size)
-    return SpectralConv2d(layer.frame, size, weight, layer.bias).train(layer.training)
-
-
-def _apply(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None, size: Size) -> Tensor:
-    x, single = batched(x)
-    image = frame.enter(x)
-    if tuple(image.shape[-2:]) != size:
-        raise_size(size, image)
-    y = filtered(image, weight)
-    y = frame.leave(y, (x.shape[-2], x.shape[-1]))
-    y = y if bias is None else y + bias[:, None, None]
-    return y[0] if single else y
-
-
-def raise_size(size: Size, image: Tensor) -> None:
-    """An exported layer is for one size."""
-
-    raise InputError(
-        f"this layer was exported for images of {size[0]}×{size[1]} (padding included), got {tuple(image.shape[-2:])}; "
-        "export it for that size"
-    )
-
-
-def _bound(weight: Tensor) -> Bound:
-    return Bound(float(isometry_bound(weight).amax()), Kind.UPPER, "residual at every frequency")
+    def compute(self, size: Size) -> Tensors:
+        """(weight,), the matrices of the half grid."""
+        frame = self.frame
+        (K,) = capped(self.raw.double(), taps=frame.taps[0] * frame.taps[1], channels=min(frame.out, frame.ins))
+        Q = symbol(K.reshape(frame.groups, frame.out, *K.shape[1:]), size, frame.dilation)
+        A = Q + torch.eye(frame.out, frame.ins, dtype=Q.dtype, device=Q.device)
+        wide = frame.out < frame.ins
+        W = cholesky_columns(A.mH if wide else A)
+        W = (W.mH if wide else W).resolve_conj()
+        return (contracted(W.to(torch.promote_types(self.raw.dtype, torch.complex64))),)

@@ -7,19 +7,18 @@ do not enlarge distances. A transposed layer is the adjoint of such a thing: the
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.effective import Effective, Tensors, uncast
-from equipoise.nn.layers import arguments, build_plain, kernel_of
-from equipoise.nn.method import Method
+from equipoise.nn.parametrize import Computed, check_padding, joined_signature, plain_geometry
 
 Size = tuple[int, int]
 
@@ -45,8 +44,8 @@ class Frame:
     @property
     def dilation(self) -> Size:
         """Distance of the operator's taps, in coarse pixels."""
-        found = [d // math.gcd(s, d) for s, d in zip(self.stride, self.plain.dilation, strict=True)]
-        return found[0], found[1]
+        (s, t), (d, e) = self.stride, self.plain.dilation
+        return d // math.gcd(s, d), e // math.gcd(t, e)
 
     @property
     def groups(self) -> int:
@@ -80,7 +79,7 @@ class Frame:
 
     def size(self, size: Size) -> Size:
         """Size of the operator's image for an input of `size`."""
-        found = []
+        sizes = []
         for axis, n in enumerate(size):
             s = self.stride[axis]
             if n % s and self.plain.padding == "circular":
@@ -88,8 +87,8 @@ class Frame:
                     f"a stride of {s} on a circle of {n} pixels has no space-to-depth; use a multiple of {s}"
                 )
             left, right = self.zeros(axis)
-            found.append(-(-n // s) + left + right)
-        return found[0], found[1]
+            sizes.append(-(-n // s) + left + right)
+        return sizes[0], sizes[1]
 
     def enter(self, x: Tensor) -> Tensor:
         """The input as the operator's image `(batch, groups·ins, *size)`."""
@@ -111,7 +110,7 @@ class Frame:
 
     def window(self, size: Size) -> list[Size]:
         """Along each axis the first of the operator's pixels that `nn.Conv2d` returns for an input of `size`, and how many."""
-        found = []
+        sizes = []
         for axis, n in enumerate(size):
             s, reach, pads = self.stride[axis], self.plain.axes[axis].reach, self.plain.amount[axis]
             count, (before, _) = (n + sum(pads) - reach - 1) // s + 1, self.zeros(axis)
@@ -119,8 +118,8 @@ class Frame:
                 k = self.plain.shape[2 + axis]
                 raise InputError(f"an input of {n} pixel(s) with padding {pads} is smaller than the kernel of {k} taps")
             first = reach // 2 - pads[0] + before if self.stride == (1, 1) else before + (-(-n // s) - count) // 2
-            found.append((first, count))
-        return found
+            sizes.append((first, count))
+        return sizes
 
 
 @dataclass(frozen=True)
@@ -144,12 +143,12 @@ class Adjoint(Frame):
 
     def outputs(self, size: Size) -> Size:
         """Size of the image that `nn.ConvTranspose2d` returns for an input of `size`."""
-        found = []
+        sizes = []
         for n, axis, extra in zip(size, self.plain.axes, self.extra, strict=True):
-            found.append((n - 1) * axis.stride - axis.left - axis.right + axis.reach + 1 + extra)
-            if found[-1] < 1:
+            sizes.append((n - 1) * axis.stride - axis.left - axis.right + axis.reach + 1 + extra)
+            if sizes[-1] < 1:
                 raise InputError(f"a transposed convolution of {n} pixel(s) with padding {axis.left} has no output")
-        return found[0], found[1]
+        return sizes[0], sizes[1]
 
     def size(self, size: Size) -> Size:
         """Size of the operator's image for an input of `size`."""
@@ -178,8 +177,8 @@ def frame_of(plain: nn.Module, *, embed: bool, odd: bool = False) -> Frame:
     `embed`: the operator lives on a circle, so that zero padding means zeros around the image. `odd`: it has a centre, so that an
     even number of taps becomes one more.
     """
-    kernel = kernel_of(plain)
-    Method.check(kernel)
+    kernel = plain_geometry(plain)
+    check_padding(kernel)
     taps, strided = [kernel.shape[2], kernel.shape[3]], any(s > 1 for s in kernel.stride)
     if strided:
         for axis in kernel.axes:
@@ -219,124 +218,64 @@ def depth_to_space(x: Tensor, block: Size) -> Tensor:
     return x.permute(0, 1, 4, 2, 5, 3).reshape(b, c // (bh * bw), h * bh, w * bw)
 
 
-class FramedConv2d(Effective):
-    """The plain layer's signature around a square operator; subclasses write `build`, `compute` and `operator`."""
+class FramedConv2d(Computed):
+    """The plain layer's signature around a square operator; subclasses write `build` and `compute`.
+
+    Args:
+        args: those of the plain layer, by place or name.
+        options: those of the plain layer, and those of `build`.
+    """
 
     plain_type: ClassVar[type[nn.Module]] = nn.Conv2d
+    #: what subclasses define; everything else that a claim speaks of is defined once
+    extension_points = ("build", "compute", "plain_type")
     bias: nn.Parameter | None
     frame: Frame
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = joined_signature(cls.plain_type, cls.build)  # type: ignore[attr-defined]
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
-        self._start(build_plain(self.plain_type, args, options), **options)
+        known = inspect.signature(self.plain_type).parameters
+        given = {name: options.pop(name) for name in list(options) if name in known}
+        self._start(self.plain_type(*args, **given), options)
 
     @classmethod
-    def from_plain(cls, plain: nn.Module, **options: Any) -> FramedConv2d:
-        """This layer with the hyper-parameters of a plain one."""
+    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+        """This layer with the hyper-parameters of a plain one.
+
+        Args:
+            plain: a layer of the plain class; it is not changed.
+            options: those of `build`.
+        """
         if not isinstance(plain, cls.plain_type):
             raise InputError(f"{cls.__name__} stands for nn.{cls.plain_type.__name__}, got {type(plain).__name__}")
         layer = cls.__new__(cls)
-        Effective.__init__(layer)
-        layer._start(plain, **options)
+        Computed.__init__(layer)
+        layer._start(plain, options)
         return layer.train(plain.training)
 
-    def _start(self, plain: Any, **options: Any) -> None:
-        for name in self._attributes():
-            setattr(self, name, getattr(plain, name))
-        bias = plain.bias
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+    def _start(self, plain: Any, options: dict[str, Any]) -> None:
+        for name in inspect.signature(self.plain_type).parameters:
+            if name not in ("bias", "device", "dtype"):
+                setattr(self, name, getattr(plain, name))
+        self.register_parameter("bias", copy.deepcopy(plain.bias))
         self.build(plain, **options)
-
-    @classmethod
-    def _attributes(cls) -> tuple[str, ...]:
-        return tuple(name for name in arguments(cls.plain_type) if name not in ("bias", "device", "dtype"))
 
     def build(self, plain: Any) -> None:
         """Set `frame` and make the parameters."""
-        raise TypeError(f"{type(self).__name__} must say what its parameters are")
+        raise NotImplementedError
 
-    def settings(self) -> dict[str, Any]:
-        """The plain layer's arguments."""
-        return {name: getattr(self, name) for name in self._attributes()}
+    def constant(self) -> float | None:
+        """1 for the classes of this package; nothing is known of a `compute` of yours."""
+        return 1.0 if type(self).__module__.startswith("equipoise.nn.") else None
 
     def extra_repr(self) -> str:
         """The plain layer's arguments."""
-        return ", ".join(f"{name}={value}" for name, value in self.settings().items())
-
-
-class SizedConv2d(FramedConv2d):
-    """A framed convolution whose effective tensors depend on the size of the image too: `compute_at(size)`.
-
-    In evaluation mode they are kept for the last few sizes, each with a copy of the parameters to compare with.
-    """
-
-    #: how many sizes are kept
-    KEPT = 4
-
-    def compute_at(self, size: Size) -> Tensors:
-        """The effective tensors for the operator's image size."""
-        raise TypeError(f"{type(self).__name__} must say how its effective tensors are computed")
-
-    def effective_at(self, size: Size) -> Tensors:
-        """The effective tensors for the parameters as they are now, and the operator's image size: copies, see `Effective`."""
-        return tuple(value.clone() for value in self._current_at(size))
-
-    def _current_at(self, size: Size) -> Tensors:
-        if torch.compiler.is_compiling():
-            with uncast(next(self.parameters()).device.type):
-                return self.compute_at(size)
-        views: dict[Size, _AtSize] = self.__dict__.setdefault("_views", {})
-        view = views.get(size)
-        if view is None:
-            while len(views) >= self.KEPT:
-                views.pop(next(iter(list(views)), size), None)  # another thread may have been here too
-            view = views[size] = _AtSize(self, size)
-        view.training = self.training
-        return view._current()
-
-    def constructions(self) -> tuple[Effective, ...]:
-        """One for every size it was called at."""
-        return tuple(self.__dict__.get("_views", {}).values())
-
-    def sizes(self) -> tuple[Size, ...]:
-        """The sizes of the operator's image that its effective tensors are kept for."""
-        return tuple(self.__dict__.get("_views", {}))
-
-    def forget(self) -> None:
-        """Forget the sizes that this layer was evaluated at."""
-        self.__dict__.pop("_views", None)
-
-    def known_size(self, input_size: int | Size | None) -> Size:
-        """The operator's image size to export for: that of `input_size`, or the one size this layer was evaluated at."""
-        views = self.__dict__.get("_views", {})
-        if input_size is not None:
-            return self.frame.size((input_size, input_size) if isinstance(input_size, int) else input_size)
-        if len(views) > 1:
-            raise Refused(
-                f"the effective weight of {type(self).__name__} depends on the image size, and it was evaluated at "
-                f"{len(views)}: no plain layer is all of them; call export(input_size=(h, w)), or bound the network itself"
-            )
-        if not views:
-            raise InputError(
-                f"the effective weight of {type(self).__name__} depends on the image size; call export(input_size=(h, w)), or "
-                "evaluate the layer at one size first"
-            )
-        return next(iter(views))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_views": {}}
-
-
-class _AtSize(Effective):
-    """One layer at one size, with a cache of its own; its parameters are the layer's."""
-
-    def __init__(self, layer: SizedConv2d, size: Size) -> None:
-        super().__init__()
-        self.layer, self.size = layer, size
-
-    def compute(self) -> Tensors:
-        """What the layer computes for this size."""
-        return self.layer.compute_at(self.size)
+        names = [n for n in inspect.signature(self.plain_type).parameters if n not in ("bias", "device", "dtype")]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def batched(x: Tensor) -> tuple[Tensor, bool]:

@@ -22,10 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.nn.effective import plainly_called
-from equipoise.nn.factored import symmetric_gram
-from equipoise.nn.layers import layers_of
-from equipoise.nn.method import Method
+from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
+from equipoise.nn.powers import symmetric_gram
 
 #: singular values above this part of the largest are brought to 1 by `orthonormal`; smaller ones grow, and stay below 1
 SMALLEST = 1e-4
@@ -51,7 +49,7 @@ def orthonormal(raw: Tensor, steps: int | None = None, scale: float = 1.0) -> Te
     """
     tall = raw.shape[-2] > raw.shape[-1]
     W = raw.mT if tall else raw
-    if steps is None and raw.device.type == "cpu" and plainly_called(raw):
+    if steps is None and raw.device.type == "cpu" and is_plain_call(raw):
         W = Polar.apply(W)[0]
     else:
         W = by_steps(W, CONVERGING if steps is None else (1.0,) * (steps - 1)).to(raw.dtype)
@@ -83,9 +81,9 @@ class Polar(torch.autograd.Function):
     @staticmethod
     def forward(raw: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Q, and what the gradient needs: Q with its digits, U, and s in the units of raw."""
-        found = by_gram(raw) if raw.dtype == torch.float32 and raw.shape[-2] > FEW_ROWS else None
-        if found is not None:
-            return found
+        large = by_gram(raw) if raw.dtype == torch.float32 and raw.shape[-2] > FEW_ROWS else None
+        if large is not None:
+            return large
         largest = raw.abs().amax((-2, -1), keepdim=True).double()
         scale = torch.where(largest > 0, largest, torch.ones_like(largest))
         W = raw.double() / scale
@@ -112,8 +110,9 @@ class Polar(torch.autograd.Function):
         if g is None:
             return None
         if torch.is_grad_enabled():  # somebody will differentiate again
-            found: Tensor = torch.autograd.grad(by_steps(raw, CONVERGING).to(raw.dtype), raw, g, create_graph=True)[0]
-            return found
+            values = by_steps(raw, CONVERGING).to(raw.dtype)
+            again: Tensor = torch.autograd.grad(values, raw, g, create_graph=True)[0]
+            return again
         g = g.to(Q.dtype)
         B = g @ Q.mT
         C = U.mT @ B @ U
@@ -173,12 +172,12 @@ def _step(W: Tensor, alpha: float) -> Tensor:
 
 def scaled_steps(smallest: float = SMALLEST) -> tuple[float, ...]:
     """Scalings α_k ≤ √3 with which `f(α_k·)` takes [ℓ, 1] to [ℓ', 1] with the largest ℓ', from ℓ = `smallest` up to 1 − 1e-9."""
-    found, low = [], smallest
+    alphas, low = [], smallest
     while low < 1 - 1e-5:  # the last step squares what is left
         alpha = math.sqrt(3 / (1 + low + low * low))
         low = alpha * low * (3 - (alpha * low) ** 2) / 2
-        found.append(alpha)
-    return tuple(found)
+        alphas.append(alpha)
+    return tuple(alphas)
 
 
 #: the scalings that `orthonormal` takes
@@ -203,7 +202,7 @@ def last_step(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return (1.5 * W - 0.5 * (G @ W)) * (1 - margin)
 
 
-def settled(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def project_to_contraction(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`last_step` of a W whose rows are orthonormal by construction, with the derivatives of W itself.
 
     `f(W) = W` for all such W, so the derivatives of every order agree; the products of the step need not be differentiated.
@@ -213,7 +212,7 @@ def settled(W: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return value + (like - like.detach())
 
 
-class Householder(Method):
+class Householder(Parametrization):
     """`W = H_1 ⋯ H_r` (first columns), `H_i = I − τ_i v_i v_iᵀ` with v_i the i-th column of raw below the diagonal and 1 on it.
 
     Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns always, since `τ = 2/‖v‖²` for any v.
@@ -224,18 +223,20 @@ class Householder(Method):
     True
     """
 
-    name = "householder"
-    plain = (nn.Linear,)
+    kinds = (nn.Linear,)
 
-    def forward(self, raw: Tensor) -> Tensor:
-        """The effective weight."""
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight."""
         tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
         below = tall.clamp(-1e3, 1e3).tril(-1)
         v = below + torch.eye(*tall.shape, dtype=raw.dtype, device=raw.device)
         tau = 2 / v.square().sum(-2)
         Q = torch.linalg.householder_product(v, tau)
-        W = settled(Q.mT).mT
+        W = project_to_contraction(Q.mT).mT
         return (W if raw.shape[0] >= raw.shape[1] else W.mT).to(raw.dtype)
 
 
-(HouseholderLinear,) = layers_of(Householder)
+class HouseholderLinear(Parametrized, nn.Linear):
+    """`nn.Linear` as a product of Householder reflections, see `Householder`."""
+
+    parametrization = Householder

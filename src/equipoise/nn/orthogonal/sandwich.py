@@ -27,12 +27,22 @@ from equipoise.core.bounds import Bound, Kind
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import unit_roundoff
 from equipoise.nn.activations import unit_slopes
-from equipoise.nn.effective import Effective, Tensors, as_weight, plainly_called, uncast
-from equipoise.nn.factored import differentiable
-from equipoise.nn.orthogonal.cayley import blocks, capped, cayley, isometry_bound, raise_size, skew_and_identity
-from equipoise.nn.orthogonal.frame import Frame, Size, SizedConv2d, batched, frame_of
-from equipoise.nn.orthogonal.frequency import filtered, inverse, multiplied, symbol, times
-from equipoise.nn.orthogonal.polar import settled
+from equipoise.nn.orthogonal.cayley import blocks, cayley, skew_and_identity
+from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, Size, batched, frame_of
+from equipoise.nn.orthogonal.frequency import (
+    capped,
+    check_size,
+    export_size,
+    filtered,
+    inverse,
+    isometry_bound,
+    multiplied,
+    symbol,
+    times,
+)
+from equipoise.nn.orthogonal.polar import project_to_contraction
+from equipoise.nn.parametrize import Computed, Tensors, cast_input, is_plain_call, without_autocast
+from equipoise.nn.powers import differentiable
 
 #: |log ψ| stays below this
 LOG_PSI = 8.0
@@ -79,10 +89,18 @@ class Sandwich(nn.Module):
         return sandwich_bound(self.first.weight, self.second.weight, self.get_buffer("psi"))
 
 
-class SandwichLinear(Effective):
+class SandwichLinear(Computed):
     """A dense layer with its activation, `√2·AᵀΨ act(√2·Ψ⁻¹B x + b)`, 1-Lipschitz for every raw weight.
 
     Guarantee: `‖[A B]‖ ≤ 1`, hence constant at most 1, for activations with slopes in [0, 1] (others are refused).
+
+    Args:
+        in_features: size of the input.
+        out_features: size of the output.
+        bias: whether b is learned.
+        device: of the parameters.
+        dtype: of the parameters.
+        activation: ReLU by default.
 
     >>> layer = SandwichLinear(4, 3)
     >>> layer(torch.randn(2, 4)).shape, float(layer.lipschitz_upper((4,))) < 1.00001
@@ -102,32 +120,20 @@ class SandwichLinear(Effective):
         activation: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self._start(nn.Linear(in_features, out_features, bias, device, dtype), activation)
-
-    @classmethod
-    def from_plain(cls, plain: nn.Linear, *, activation: nn.Module | None = None) -> SandwichLinear:
-        """This layer with the hyper-parameters of an `nn.Linear`, B starting from its weight."""
-        layer = cls.__new__(cls)
-        Effective.__init__(layer)
-        layer._start(plain, activation)
-        return layer.train(plain.training)
-
-    def _start(self, plain: nn.Linear, activation: nn.Module | None) -> None:
-        self.in_features, self.out_features = plain.in_features, plain.out_features
+        plain = nn.Linear(in_features, out_features, bias, device, dtype)
+        self.in_features, self.out_features = in_features, out_features
         self.activation = monotone(nn.ReLU() if activation is None else activation)
-        weight, out = plain.weight.detach(), plain.out_features
-        self.raw = nn.Parameter(weight.mT.clone())
-        self.square = nn.Parameter(torch.empty_like(weight, memory_format=torch.contiguous_format).new_empty(out, out))
+        self.raw = nn.Parameter(plain.weight.detach().mT.clone())
+        self.square = nn.Parameter(plain.weight.new_empty(out_features, out_features))
         nn.init.xavier_normal_(self.square)
-        self.log_psi = nn.Parameter(weight.new_zeros(out))
-        bias = plain.bias
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
+        self.log_psi = nn.Parameter(plain.weight.new_zeros(out_features))
+        self.bias = plain.bias
 
     def compute(self) -> Tensors:
         """(first, second, psi)."""
         dtype = self.raw.dtype
         X, Y = capped(self.square, self.raw, taps=1, channels=self.out_features)
-        C = settled(torch.cat(cayley(X, Y)).mT).mT
+        C = project_to_contraction(torch.cat(cayley(X, Y)).mT).mT
         C = C * (math.sqrt(2) * (1 - 4 * unit_roundoff(dtype) * math.sqrt(self.out_features)))
         psi = positive(self.log_psi)
         A, B = C[: self.out_features], C[self.out_features :]
@@ -137,9 +143,9 @@ class SandwichLinear(Effective):
     def forward(self, x: Tensor) -> Tensor:
         """The layer with its activation."""
         monotone(self.activation)
-        first, second, _ = self._current()
-        x = as_weight(x, first)
-        with uncast(x.device.type):
+        first, second, _ = self.effective()
+        x = cast_input(x, first)
+        with without_autocast(x.device.type):
             return functional.linear(self.activation(functional.linear(x, first, self.bias)), second)
 
     @by_construction(1.0)
@@ -154,11 +160,11 @@ class SandwichLinear(Effective):
         monotone(self.activation)
         with torch.no_grad():
             first, second, psi = self.effective()
-            one = nn.utils.skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None)
-            two = nn.utils.skip_init(nn.Linear, self.out_features, self.out_features, bias=False)
-            one.weight, two.weight = nn.Parameter(first.clone()), nn.Parameter(second.clone())
-            if self.bias is not None:
-                one.bias = nn.Parameter(self.bias.detach().clone())
+        one = nn.utils.skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None)
+        two = nn.utils.skip_init(nn.Linear, self.out_features, self.out_features, bias=False)
+        one.weight, two.weight = nn.Parameter(first.clone()), nn.Parameter(second.clone())
+        if self.bias is not None:
+            one.bias = nn.Parameter(self.bias.detach().clone())
         return Sandwich(one, self.activation, two, psi).train(self.training)
 
     def extra_repr(self) -> str:
@@ -183,7 +189,8 @@ class SpectralSandwich2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The layer, through Fourier space."""
         first, second = torch.view_as_complex(self.first), torch.view_as_complex(self.second)
-        return _apply(self.frame, x, first, second, self.bias, self.activation, self.size)
+        check_size(self.frame, self.size, x)
+        return _apply(self.frame, x, first, second, self.bias, self.activation)
 
     @by_construction(None)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
@@ -247,7 +254,7 @@ def _diagonal(W: Tensor) -> Tensor:
     return W.real.diagonal(dim1=-2, dim2=-1)
 
 
-class SandwichConv2d(SizedConv2d):
+class SandwichConv2d(FramedConv2d):
     """A convolution with its activation, `√2·A*Ψ act(√2·Ψ⁻¹B x + b)` with A and B per frequency of the image at hand.
 
     Guarantee: 1-Lipschitz for every raw weight and input size, for activations with slopes in [0, 1]. Padding and
@@ -258,7 +265,7 @@ class SandwichConv2d(SizedConv2d):
     (torch.Size([2, 4, 6, 6]), True)
     """
 
-    def build(self, plain: nn.Conv2d, *, activation: nn.Module | None = None, **options: Any) -> None:
+    def build(self, plain: nn.Conv2d, *, activation: nn.Module | None = None) -> None:
         """Raw kernels of X (out, out) and Y (in, out), and log ψ per output channel."""
         self.frame = frame_of(plain, embed=True)
         self.activation = monotone(nn.ReLU() if activation is None else activation)
@@ -270,48 +277,44 @@ class SandwichConv2d(SizedConv2d):
         self.square = nn.Parameter(start[:, :out].to(like))
         self.log_psi = nn.Parameter(like.new_zeros(g, out))
 
-    def compute_at(self, size: Size) -> Tensors:
+    def compute(self, size: Size) -> Tensors:
         """(first, second, psi): matrices of the half grid (groups, frequencies, ·, ·) and ψ (groups, 1, out)."""
         out, taps = self.frame.out, self.frame.taps
         X, Y = capped(self.square, self.raw, taps=taps[0] * taps[1], channels=out)
         Z = symbol(skew_and_identity(X), size, self.frame.dilation)
         Y, psi = symbol(Y, size, self.frame.dilation), positive(self.log_psi)[:, None]
-        first, second = (Pair.apply if all(map(plainly_called, (Z, Y, psi))) else pair)(Z, Y, psi)
+        first, second = (Pair.apply if all(map(is_plain_call, (Z, Y, psi))) else pair)(Z, Y, psi)
         return first, second, psi
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer, through Fourier space."""
         monotone(self.activation)
-        x = x.to(self.raw.dtype) if torch.is_autocast_enabled(x.device.type) else x
-        size = self.frame.size((x.shape[-2], x.shape[-1]))
-        first, second, _ = self._current_at(size)
-        with uncast(x.device.type):
-            return _apply(self.frame, x, first, second, self.bias, self.activation, size)
+        x = cast_input(x, self.raw)
+        first, second, _ = self.effective(self.frame.size((x.shape[-2], x.shape[-1])))
+        with without_autocast(x.device.type):
+            return _apply(self.frame, x, first, second, self.bias, self.activation)
 
-    @by_construction(1.0)
+    @by_construction(FramedConv2d.constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """`‖[A B]‖²` over the frequencies of this image size, from the effective weights."""
         monotone(self.activation)
         with torch.no_grad():
-            return sandwich_bound(*self.effective_at(self.frame.size((input_shape[-2], input_shape[-1]))))
+            return sandwich_bound(*self.effective(self.frame.size((input_shape[-2], input_shape[-1]))))
 
     def export(self, input_size: int | Size | None = None) -> nn.Module:
         """The plain module for one image size (by default the one this layer was evaluated at)."""
         monotone(self.activation)
-        size = self.known_size(input_size)
+        size = export_size(self, input_size)
         with torch.no_grad():
-            weights = self.effective_at(size)
+            weights = self.effective(size)
         return SpectralSandwich2d(self.frame, size, weights, self.bias, self.activation).train(self.training)
 
 
 def _apply(
-    frame: Frame, x: Tensor, first: Tensor, second: Tensor, bias: Tensor | None, activation: nn.Module, size: Size
+    frame: Frame, x: Tensor, first: Tensor, second: Tensor, bias: Tensor | None, activation: nn.Module
 ) -> Tensor:
     x, single = batched(x)
-    image = frame.enter(x)
-    if tuple(image.shape[-2:]) != size:
-        raise_size(size, image)
-    hidden = filtered(image, first)
+    hidden = filtered(frame.enter(x), first)
     hidden = activation(hidden if bias is None else hidden + bias[:, None, None])
     y = frame.leave(filtered(hidden, second), (x.shape[-2], x.shape[-1]))
     return y[0] if single else y

@@ -29,11 +29,9 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import full_precision
 from equipoise.maps.linear import convolution
-from equipoise.nn.effective import Tensors, uncast
-from equipoise.nn.layers import enter, layers_of
-from equipoise.nn.method import Method
 from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, batched, frame_of
 from equipoise.nn.orthogonal.polar import last_step
+from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors, cast_input, without_autocast
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.differentiable import symbol_norm
 
@@ -85,7 +83,7 @@ def skew(M: Tensor) -> Tensor:
     Entries beyond 2⁶⁰ are scaled down first, all by one number: their difference would overflow, and only the direction
     of so large a kernel counts.
     """
-    c = M.detach().abs().amax()
+    c = M.detach().abs().flatten().amax(0)
     M = M * torch.where(c > 2.0**60, 2.0**60 / c, torch.ones_like(c))
     return M - M.transpose(1, 2).flip(3, 4)
 
@@ -96,7 +94,7 @@ def bounded(A: Tensor, angle: float) -> Tensor:
     The bound: `‖(E*E)⁴‖_F^(1/8)` at the points of a grid with 4(k − 1) of them per axis, times `Π 1/cos(π/8)`, which
     reaches all frequencies between; in float64 (`norms.differentiable`). Only the largest one carries a gradient.
     """
-    c = A.detach().abs().amax()
+    c = A.detach().abs().flatten().amax(0)
     c = torch.where(c > 0, c, torch.ones_like(c))
     unit = A / c
     bound, delta = symbol_norm(unit.double(), 3, 8)
@@ -200,12 +198,12 @@ class SOCConv2d(FramedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """`p(A)x + bias`."""
-        (A,) = self._current()
-        x = x.to(A.dtype) if torch.is_autocast_enabled(x.device.type) else x
-        with uncast(x.device.type):
+        (A,) = self.effective()
+        x = cast_input(x, A)
+        with without_autocast(x.device.type):
             return _apply(A, self.coefficients, self.frame, x, self.bias)
 
-    @by_construction(1.0)
+    @by_construction(FramedConv2d.constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
         """From the effective kernel: its proved norm and the modulus of the polynomial."""
         with torch.no_grad():
@@ -233,44 +231,53 @@ class SOCConvTranspose2d(SOCConv2d):
     """
 
     plain_type = nn.ConvTranspose2d
-    # all named here: a claim stands only beside the forward that it speaks of
-    forward = SOCConv2d.forward
-    lipschitz_upper = SOCConv2d.lipschitz_upper
-    export = SOCConv2d.export
 
 
-class SOC(Method):
-    """`W = exp(M − Mᵀ)` (first rows and columns) with the skew matrix scaled to norm at most π.
+class SOC(Parametrization):
+    """`W` = first columns of `exp(A)` (or rows), `A = [[B − Bᵀ, −Cᵀ], [C, 0]]` scaled to norm at most π, raw = [B; C].
+
+    The columns are `[M; C·N]`, `[M; N]` those of the exponential of `[[B − Bᵀ, −CᵀC], [I, 0]]` (`A[M; CN] = [(B − Bᵀ)M − CᵀCN;
+    CM]`): its side is twice the smaller side of the layer, however long the other one is.
 
     Guarantee: norm at most 1 for every raw weight; orthonormal rows or columns.
 
     >>> W = SOCLinear(6, 4).weight
     >>> bool((W @ W.mT - torch.eye(4)).abs().max() < 1e-5)
     True
+
+    Reference: Singla & Feizi 2021; Edelman, Arias, Smith 1998, §2.4 (the exponential on the smaller side).
     """
 
-    name = "soc"
-    plain = (nn.Linear,)
+    kinds = (nn.Linear,)
     instead = "use SOCConv2d"
 
-    def initial(self, raw: Tensor) -> Tensor:
-        """A random skew matrix of norm about 1: one that has the given weight as exponential need not exist."""
-        c = max(raw.shape)
-        return torch.randn(c, c, dtype=torch.float64).div(math.sqrt(8 * c)).to(raw)
-
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """What `torch.nn.utils.parametrize` stores: see `initial`."""
-        return self.initial(weight)
+        """A random A of norm about 1: one that has the given weight as exponential need not exist."""
+        side = max(weight.shape)
+        return torch.randn(weight.shape, dtype=torch.float64, device=weight.device).div(math.sqrt(8 * side)).to(weight)
 
-    def forward(self, raw: Tensor) -> Tensor:
-        """The effective weight."""
-        A = bounded(skew(raw[None, :, :, None, None]), math.pi)[0, :, :, 0, 0]
-        W = torch.linalg.matrix_exp(A)[: self.kernel.shape[0], : self.kernel.shape[1]]
-        tall = W.shape[0] > W.shape[1]
-        W = last_step(W.mT if tall else W).to(raw.dtype)
-        return W.mT if tall else W
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight."""
+        tall = raw if raw.shape[0] >= raw.shape[1] else raw.mT
+        n = tall.shape[1]
+        largest = tall.detach().abs().flatten().amax(0).double()
+        largest = torch.where(largest > 0, largest, torch.ones_like(largest))
+        unit = tall.double() / largest
+        parts = [unit[:n] - unit[:n].mT, *([unit[n:]] if len(unit) > n else [])]
+        bound = torch.stack([symbol_norm(part[None, :, :, None, None], 3, 8)[0] for part in parts]).sum()  # of A
+        S, *rest = [part * (math.pi / torch.maximum(bound, math.pi / largest)) for part in parts]
+        if not rest:
+            columns = torch.linalg.matrix_exp(S)
+        else:
+            (C,), identity = rest, torch.eye(n, dtype=S.dtype, device=S.device)
+            M = torch.cat([torch.cat([S, -C.mT @ C], 1), torch.cat([identity, torch.zeros_like(S)], 1)])
+            E = torch.linalg.matrix_exp(M)[:, :n]
+            columns = torch.cat([E[:n], C @ E[n:]])
+        W = last_step(columns.mT, raw.dtype).to(raw.dtype)
+        return W.mT if raw.shape[0] >= raw.shape[1] else W
 
 
-(SOCLinear,) = layers_of(SOC)
-enter("soc", nn.Conv2d, SOCConv2d)
-enter("soc", nn.ConvTranspose2d, SOCConvTranspose2d)
+class SOCLinear(Parametrized, nn.Linear):
+    """`nn.Linear` as the exponential of a skew-symmetric matrix, see `SOC`."""
+
+    parametrization = SOC

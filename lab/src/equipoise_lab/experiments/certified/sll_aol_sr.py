@@ -41,8 +41,8 @@ class Settings:
 def certified(result: Result, epsilons: Sequence[float]) -> dict[float, float]:
     """Share of test inputs certified at each ε by the margin over √2·L, L the proved bound of the trained network."""
     from equipoise.lipschitz import lipschitz_bound
-    from equipoise.nn.export import plain
-    from equipoise.nn.metrics import CertifiedAccuracy
+    from equipoise.nn import CertifiedAccuracy
+    from equipoise.nn.convert import plain
     from equipoise.train.build import build_data
 
     test = build_data(result.recipe.data).test

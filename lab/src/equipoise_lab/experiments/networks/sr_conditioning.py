@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from equipoise.nn import AOLLinear, SNLinear, SRLinear
-from equipoise.nn.layers import Weighted
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 
@@ -23,12 +23,12 @@ class Settings:
     steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
 
 
-def layers(settings: Settings, W: Tensor) -> dict[str, Weighted]:
+def layers(settings: Settings, W: Tensor) -> dict[str, Any]:
     """SN, AOL and SR of the same weight."""
     plain = nn.Linear(W.shape[1], W.shape[0], bias=False, dtype=torch.float64)
     with torch.no_grad():
         plain.weight.copy_(W)
-    found: dict[str, Weighted] = {"SN": SNLinear.from_plain(plain), "AOL": AOLLinear.from_plain(plain)}
+    found: dict[str, Any] = {"SN": SNLinear.from_plain(plain), "AOL": AOLLinear.from_plain(plain)}
     return found | {f"SR, t = {t}": SRLinear.from_plain(plain, t=t) for t in settings.profile}
 
 

@@ -102,7 +102,7 @@ def under_noise(recipe: Mapping[str, Any], sigma: float) -> Plain:
 
 def prepared(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Prepared:
     """Train, write the effective weights down, and fetch the test inputs and the held-out calibration inputs."""
-    from equipoise.nn.export import plain
+    from equipoise.nn.convert import plain
     from equipoise.train.build import build_data
 
     small = {"batch_size": 16} if context.dry else {}

@@ -1,0 +1,504 @@
+"""Weights that are functions of raw parameters: `torch.nn.utils.parametrize` with a proof, and a cache for evaluation.
+
+A `Parametrization` maps a raw tensor to a weight such that the layer with that weight is 1-Lipschitz for every input size.
+`register` puts it on an existing layer; subclasses of `Parametrized` are layers that register their own when they are built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+
+from equipoise.core.bounds import Bound, Kind
+from equipoise.core.errors import InputError, Refused
+from equipoise.core.precision import full_precision
+from equipoise.maps.geometry import Geometry
+from equipoise.maps.reading import geometry_of
+
+Tensors = tuple[Tensor, ...]
+
+#: the plain layers that a parametrization may be registered on
+PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+#: how many values an evaluated module keeps: one for each of the last image sizes
+_KEPT = 4
+
+
+class Computed(nn.Module):
+    """A module with effective tensors `e = g(θ, args)`: subclasses write `compute`, their forward reads `effective`.
+
+    * Training mode: `g` is computed in every forward pass, with its graph.
+    * Evaluation mode: `g` is computed once and kept with a copy of θ, which is compared bit for bit before each use, so
+      that no way of changing θ (optimizer, `load_state_dict`, `.data`) leaves a stale value. Gradients still flow: the
+      backward pass computes `g` again.
+    * `torch.export`, `torch.onnx` and `torch.jit.trace` in evaluation mode: the values are constants of the program.
+    * `torch.compile`, `torch.func` and forward differentiation: `g` is traced like any other code.
+
+    `g` runs in the parameters' dtype, with full-precision products and without autocast.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[Any, _Kept] = {}
+        self._sources: Tensors = ()
+
+    def compute(self, *args: Any) -> Tensors:
+        """The effective tensors as a differentiable, traceable function of the arguments and of this module's parameters."""
+        raise NotImplementedError
+
+    def effective(self, *args: Any) -> Tensors:
+        """`compute(*args)` for the parameters as they are now. Arguments are tensors, or keys such as an image size."""
+        tensors = self._tensors(args)
+        if torch.compiler.is_dynamo_compiling():
+            return self.compute(*args)
+        _refuse_half(type(self).__name__, tensors)
+        if self.training:
+            return self._exact(args)
+        if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+            constants = self._as_constants(args, tensors)
+            return self._exact(args) if constants is None else constants
+        if not all(map(is_plain_call, tensors)):
+            return self._exact(args)
+
+        kept = self._evaluated(args, tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return _Recomputed.apply(self, args, kept.values, *tensors)
+        return kept.values
+
+    def train(self, mode: bool = True) -> Self:
+        """Training or evaluation mode; remembers the tensors that an export will stand in for."""
+        self._sources = self._tensors(())
+        return super().train(mode)
+
+    def _tensors(self, args: tuple[Any, ...]) -> Tensors:
+        given = [a for a in args if isinstance(a, Tensor)]
+        return (*given, *self.parameters(), *self.buffers())
+
+    def _exact(self, args: tuple[Any, ...]) -> Tensors:
+        """`g` in full precision, with its graph and nothing kept."""
+        device = next((t.device.type for t in self._tensors(args)), "cpu")
+        with without_autocast(device), _full_precision():
+            return self.compute(*args)
+
+    def _evaluated(self, args: tuple[Any, ...], tensors: Tensors) -> _Kept:
+        """The values kept for these tensors, computed where there are none."""
+        key = tuple(a for a in args if not isinstance(a, Tensor))
+        kept = self._kept.get(key)
+        if kept is not None and kept.fits(tensors):
+            return kept
+
+        with torch.inference_mode(False), torch.no_grad():
+            copies = tuple(t.detach().clone() for t in tensors)
+            values = tuple(v.detach() for v in _compute_with(self, copies, args))
+        kept = _Kept(copies, values)
+        while len(self._kept) >= _KEPT:
+            self._kept.pop(next(iter(list(self._kept))), None)
+        self._kept[key] = kept
+        if all(isinstance(t, nn.Parameter) for t in tensors[: len(tensors) - len(list(self.buffers()))]):
+            self._sources = tensors
+        return kept
+
+    def _as_constants(self, args: tuple[Any, ...], tensors: Tensors) -> Tensors | None:
+        """The values computed outside the trace; None where the real tensors behind the traced ones are not known."""
+        if torch.compiler.is_exporting():
+            if not _same_storage(self._sources, tensors):
+                return None
+            tensors = self._sources
+        given = iter(tensors)
+        args = tuple(next(given) if isinstance(a, Tensor) else a for a in args)
+
+        def work() -> Tensors:
+            with full_precision(), torch.no_grad():
+                return self._evaluated(args, tensors).values
+
+        with ThreadPoolExecutor(1) as pool:  # what traces is local to a thread
+            return pool.submit(work).result()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": {}}  # a copy or a pickle computes its own
+
+
+class _Kept:
+    """Effective tensors, and the tensors they belong to."""
+
+    def __init__(self, copies: Tensors, values: Tensors) -> None:
+        self.copies, self.values = copies, values
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [v._version for v in self.values if not v.is_inference()]
+
+    def fits(self, tensors: Tensors) -> bool:
+        """Whether these tensors have the same numbers, and nobody wrote into the values."""
+        if len(tensors) != len(self.copies) or self.versions != self._versions():
+            return False
+        return all(
+            a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+            for a, b in zip(self.copies, tensors, strict=True)
+        )
+
+
+class _Recomputed(torch.autograd.Function):
+    """Kept values forward, `g` computed again backward."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Computed, args: tuple[Any, ...], values: Tensors, *tensors: Tensor) -> Tensors:
+        ctx.module, ctx.args = module, args
+        ctx.save_for_backward(*tensors)
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        tensors, higher = ctx.saved_tensors, torch.is_grad_enabled()
+        wanted = [t for t in tensors if t.requires_grad]
+        with torch.enable_grad():
+            values = _compute_with(ctx.module, tensors, ctx.args)
+            pairs = [(v, g) for v, g in zip(values, gradients, strict=True) if v.requires_grad]
+            parts = torch.autograd.grad(
+                [v for v, _ in pairs], wanted, [g for _, g in pairs], create_graph=higher, allow_unused=True
+            )
+        by_tensor = {id(t): part for t, part in zip(wanted, parts, strict=True)}
+        return (None, None, None, *(by_tensor.get(id(t)) for t in tensors))
+
+
+class _Computing(nn.Module):
+    """`g` as a forward pass, for `functional_call`."""
+
+    def __init__(self, owner: Computed) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def forward(self, *args: Any) -> Tensors:
+        """The effective tensors."""
+        return self.owner._exact(args)
+
+
+def _compute_with(module: Computed, tensors: Tensors, args: tuple[Any, ...]) -> Tensors:
+    """`g` of given tensors: arguments first, then parameters and buffers, as `effective` lists them."""
+    given = iter(tensors)
+    args = tuple(next(given) if isinstance(a, Tensor) else a for a in args)
+    names = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
+    state = {f"owner.{name}": tensor for name, tensor in zip(names, given, strict=True)}
+    values: Tensors = torch.func.functional_call(_Computing(module), state, args, tie_weights=False)
+    return values
+
+
+def _same_storage(sources: Tensors, traced: Tensors) -> bool:
+    """Whether these are the real tensors that an export stands in for: its fake tensors are made of them, one for each."""
+    if len(sources) != len(traced):
+        return False
+    for real, fake in zip(sources, traced, strict=True):
+        mode = getattr(fake, "fake_mode", None)
+        if mode is None or real.is_meta or mode.from_tensor(real, static_shapes=True) is not fake:
+            return False
+    return True
+
+
+def _refuse_half(name: str, tensors: Tensors) -> None:
+    for tensor in tensors:
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            raise Refused(
+                f"{name} holds {tensor.dtype} parameters: a rounded weight has no guarantee; keep it in float32 (under "
+                "autocast it stays there), or convert the result of equipoise.export"
+            )
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Leave autocast; nothing at all when autocast is off, so that graphs stay plain."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    if torch.compiler.is_compiling():  # backend switches cannot be traced; the compiled graph follows the global ones
+        yield
+    else:
+        with full_precision():
+            yield
+
+
+def is_plain_call(tensor: Tensor) -> bool:
+    """Neither compiled nor inside `torch.func` or forward differentiation: those need operators that they know."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is None
+
+
+def cast_input(x: Tensor, weight: Tensor) -> Tensor:
+    """The input in the weight's dtype under autocast; elsewhere a wrong dtype stays the error it is in `nn.Linear`."""
+    return x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x
+
+
+class Parametrization(Computed):
+    """A map `raw → weight` such that the layer with that weight is 1-Lipschitz for every input size.
+
+    Guarantee, for the classes of this package: `sup_ω ‖E(ω)‖₂ ≤ 1` for the symbol E of every group, rounding included,
+    which bounds the operator with zero padding of any amount and with circular padding that does not enlarge the image;
+    stride and dilation do not enlarge it. A class of yours is never trusted: `lipschitz_bound` measures its weight.
+
+    Args:
+        geometry: of the layer.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+    """
+
+    #: the layers it is for
+    kinds: ClassVar[tuple[type[nn.Module], ...]] = PLAIN
+    #: for dense layers only: what to use for convolutions
+    instead: ClassVar[str] = "use RKO or BCOP"
+
+    def __init__(
+        self, geometry: Geometry, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.check(geometry)
+        self.geometry = geometry
+        self.factory: dict[str, Any] = {"device": device, "dtype": dtype or torch.get_default_dtype()}
+        self.made_for: tuple[Any, ...] = ()
+
+    @classmethod
+    def check(cls, geometry: Geometry) -> None:
+        """Refuse the layers this construction is not sound for, with the reason."""
+        if geometry.dims and cls.kinds == (nn.Linear,):
+            raise Refused(f"{cls.__name__} makes one weight for a dense layer, not for a convolution: {cls.instead}")
+        check_padding(geometry)
+
+    @property
+    def certified(self) -> bool:
+        """Whether the norm is at most 1 by proof; a baseline that only estimates it says False."""
+        return True
+
+    def constant(self) -> float | None:
+        """The proved bound of the norm for all raw tensors, or None."""
+        return 1.0 if self.certified else None
+
+    def construct(self, raw: Tensor) -> Tensor:
+        """The weight of a raw tensor."""
+        raise NotImplementedError
+
+    def compute(self, *args: Any) -> Tensors:
+        """(weight,)."""
+        return (self.construct(*args),)
+
+    def train(self, mode: bool = True) -> Self:
+        """Training or evaluation mode."""
+        return nn.Module.train(self, mode)
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """The weight of a raw tensor; kept in evaluation mode, see `Computed`."""
+        return self.effective(raw)[0]
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The raw tensor to start from, given a weight; the default keeps it."""
+        return weight
+
+
+def check_padding(geometry: Geometry) -> None:
+    """Refuse padding that enlarges the norm of every kernel: copied border pixels, or a circle that is written twice."""
+    if geometry.padding not in ("zeros", "circular"):
+        raise Refused(
+            f"padding_mode {geometry.padding!r} copies border pixels, so that a kernel of norm 1 can reach 2; "
+            "use 'zeros' or 'circular'"
+        )
+    for axis in geometry.axes:
+        if geometry.padding == "circular" and axis.left + axis.right > axis.reach:
+            raise Refused(
+                f"circular padding of {axis.left} on both sides of a kernel that reaches {axis.reach} pixels repeats "
+                f"outputs, so that no kernel has norm 1; use padding ≤ {axis.reach // 2}"
+            )
+
+
+def plain_geometry(module: nn.Module) -> Geometry:
+    """The geometry of a plain layer, refused where there is no 1-Lipschitz form of it."""
+    if not isinstance(module, PLAIN):
+        raise Refused(
+            f"{type(module).__name__} has no 1-Lipschitz form here; Linear, Conv1d, Conv2d, Conv3d and ConvTranspose2d have"
+        )
+    return geometry_of(module)
+
+
+def register(module: nn.Module, kind: type[Parametrization], name: str = "weight", **options: Any) -> nn.Module:
+    """Put a parametrization on a tensor of a layer and return the layer.
+
+    Args:
+        module: `nn.Linear`, `nn.Conv1d/2d/3d` or `nn.ConvTranspose2d`; with another name any module with such a matrix.
+        kind: the class of the parametrization.
+        name: of the tensor.
+        options: of the parametrization.
+    """
+    tensor = getattr(module, name, None)
+    if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor):
+        raise InputError(f"{type(module).__name__} has no tensor {name!r}; run a forward pass first if it is lazy")
+    if parametrize.is_parametrized(module, name):
+        raise InputError(
+            f"{name!r} of {type(module).__name__} has a parametrization; remove it with "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    if name != "weight" and tensor.dim() == 2:
+        geometry = Geometry(tuple(tensor.shape))
+    elif isinstance(module, kind.kinds) or not isinstance(module, PLAIN):
+        geometry = plain_geometry(module)
+    else:
+        names = ", ".join(f"nn.{k.__name__}" for k in kind.kinds)
+        raise Refused(f"{kind.__name__} is for {names}, got {type(module).__name__}: {kind.instead}")
+    parametrization = kind(geometry, device=tensor.device, dtype=tensor.dtype, **options)
+    parametrization.made_for = hyperparameters(module)
+    # unsafe: shape and dtype are known to be right, and a forward pass would not work on the meta device
+    parametrize.register_parametrization(module, name, parametrization, unsafe=True)
+    if isinstance(module, Parametrized):
+        module.__class__ = _with_property(parametrize.type_before_parametrizations(module))
+    stored = module.parametrizations[name].original  # type: ignore[union-attr, index]
+    parametrization._sources = parametrization._tensors((stored,))
+    return module
+
+
+def hyperparameters(module: nn.Module) -> tuple[Any, ...]:
+    """What the forward pass of a plain layer depends on besides its tensors."""
+    names = (
+        "stride",
+        "padding",
+        "_reversed_padding_repeated_twice",
+        "output_padding",
+        "dilation",
+        "groups",
+        "padding_mode",
+    )
+    return tuple(getattr(module, name, None) for name in names)
+
+
+def sole_parametrization(module: nn.Module) -> Parametrization | None:
+    """The parametrization of the layer's weight, if that is the only one and the layer is still the one it was made for."""
+    if not parametrize.is_parametrized(module, "weight"):
+        return None
+    parametrizations = module.parametrizations["weight"]  # type: ignore[index]
+    first = parametrizations[0]
+    if len(parametrizations) != 1 or not isinstance(first, Parametrization):
+        return None
+    return first if first.made_for == hyperparameters(module) else None
+
+
+def proved_constant(module: nn.Module) -> float | None:
+    """What the parametrization of a linear layer proves: those of this package only, on a layer that is otherwise plain."""
+    parametrization = sole_parametrization(module)
+    if parametrization is None or not type(parametrization).__module__.startswith("equipoise.nn."):
+        return None
+    plain = next(kind for kind in PLAIN if isinstance(module, kind))
+    changed = [
+        name
+        for name in ("__call__", "forward", "_conv_forward")
+        if getattr(type(module), name, 0) is not getattr(plain, name, 0)
+    ]
+    patched = [name for part in (module, parametrization) for name, value in vars(part).items() if callable(value)]
+    return None if changed or patched else parametrization.constant()
+
+
+class Parametrized(nn.Module):
+    """A plain layer that registers the parametrization of its class on its weight: subclass this and `nn.Linear` or so.
+
+    The arguments are those of the plain layer; options of the parametrization come by name.
+    """
+
+    parametrization: ClassVar[type[Parametrization]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "parametrization" in vars(cls):
+            cls.__signature__ = joined_signature(cls.plain(), cls.parametrization.__init__)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        own = option_names(type(self).parametrization.__init__)
+        given = {name: options.pop(name) for name in list(options) if name in own}
+        super().__init__(*args, **options)
+        register(self, self.parametrization, **given)
+
+    @classmethod
+    def plain(cls) -> type[nn.Module]:
+        """The plain layer."""
+        return next(kind for kind in cls.__mro__ if kind in PLAIN)
+
+    @classmethod
+    def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
+        """This layer with the hyper-parameters of a plain one, starting from its weight.
+
+        Args:
+            plain: a layer of the plain class; it is not changed.
+            options: of the parametrization.
+        """
+        if not isinstance(plain, cls.plain()):
+            raise InputError(f"{cls.__name__} stands for nn.{cls.plain().__name__}, got {type(plain).__name__}")
+        layer = cls.__new__(cls)
+        layer.__dict__.update(copy.deepcopy(plain.__dict__))
+        register(layer, cls.parametrization, **options)
+        return layer
+
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """1, for every input shape, where the parametrization proves it; else the layer has no bound of its own."""
+        if proved_constant(self) != 1 or not bool(torch.isfinite(cast(Any, self).weight).all()):
+            raise Refused(f"the norm of {type(self).__name__} is measured: use equipoise.lipschitz_bound")
+        return Bound(1.0, Kind.UPPER, "construction")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies, which torch's class for parametrized modules refuses."""
+        kind = parametrize.type_before_parametrizations(self)
+        return _restored, (kind, parametrize.is_parametrized(self, "weight")), self.__dict__
+
+
+def _restored(kind: type[nn.Module], parametrized: bool) -> Any:
+    """An empty layer of a class, with or without the property for its weight."""
+    made: Any = _with_property(kind) if parametrized else kind  # type: ignore[arg-type]
+    return made.__new__(made)
+
+
+class _Lasting(type):
+    """Classes that keep their property when torch removes the parametrization of one instance."""
+
+    def __delattr__(cls, name: str) -> None:
+        pass
+
+
+@functools.cache
+def _with_property(kind: type[nn.Module]) -> Any:
+    """One class for all parametrized layers of a kind: torch makes one for each, which cannot be stacked or pickled."""
+    if isinstance(kind, _Lasting):
+        return kind
+
+    def get(layer: Any) -> Any:
+        parametrizations = layer.__dict__["_modules"].get("parametrizations")
+        if parametrizations is None or "weight" not in parametrizations:
+            raise AttributeError("weight")
+        if not parametrize._cache_enabled:
+            return parametrizations["weight"]()
+        key, cache = (id(layer), "weight"), cast(dict[Any, Any], parametrize._cache)
+        if key not in cache:
+            cache[key] = parametrizations["weight"]()
+        return cache[key]
+
+    def assign(layer: Any, value: Tensor) -> None:
+        layer.parametrizations["weight"].right_inverse(value)
+
+    body = {"weight": property(get, assign), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return _Lasting(kind.__name__, (kind,), body)
+
+
+def option_names(function: Any) -> dict[str, inspect.Parameter]:
+    """The keyword arguments of a constructor that are options: neither the layer's geometry nor where its tensors live."""
+    fixed = ("self", "geometry", "plain", "device", "dtype", "factory")
+    return {name: p for name, p in inspect.signature(function).parameters.items() if name not in fixed}
+
+
+def joined_signature(plain: type[nn.Module], function: Any) -> inspect.Signature:
+    """The arguments of a plain layer, then the options of a constructor by name."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [p.replace(kind=keyword) for p in option_names(function).values()]
+    return inspect.Signature([*inspect.signature(plain).parameters.values(), *options])
