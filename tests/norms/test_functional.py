@@ -135,3 +135,15 @@ def test_functional_transforms() -> None:
 def test_iterations_are_checked(iterations: object) -> None:
     with pytest.raises(InputError, match="iterations"):
         functional.gram_norm(torch.eye(2), iterations)
+
+
+def test_the_names_of_the_thesis():
+    import equipoise.functional as functional
+    from equipoise import Refused
+
+    K = torch.randn(2, 2, 3, 3)
+    assert torch.equal(functional.gram_iteration(K[:, :, 0, 0], 4), functional.gram_norm(K[:, :, 0, 0], 4))
+    assert torch.equal(functional.norm2_circ(K, 8, 5), functional.conv_norm(K, "circular", input_size=8, iterations=5))
+    for channels, iterations in ((1, 7), (1, 30), (64, 6)):
+        with pytest.raises(Refused, match="fewer"):
+            functional.norm2_toep(torch.ones(channels, channels, 3, 3), iterations)
