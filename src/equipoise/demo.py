@@ -27,7 +27,6 @@ from equipoise.report import (
     audit_network,
     collect,
     data_uri,
-    plotly_source,
     save_audit,
     save_gallery,
     write_report,
@@ -88,7 +87,6 @@ def showcase(out: str | Path, settings: Settings | None = None, say: Say | None 
         settings: how much of everything.
         say: called with the progress.
     """
-    plotly_source()  # before minutes are spent
     s = settings or Settings()
     tell = say or (lambda what, done, total: None)
     out = make_folder(out)

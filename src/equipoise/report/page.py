@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import ArrayLike
 
 from equipoise.core.accuracy import percent
@@ -35,12 +36,12 @@ PANELS, AUDITS, RUNS, LISTED = 6, 3, 8, 1000
 Cell = tuple[str, float | str]
 
 
-def plotly_source() -> str:
-    """plotly.js, from the installed package."""
+def _plotly_source() -> str:
+    """plotly.js from the installed package, empty where there is none."""
     try:
         from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise InputError("the charts of a report need plotly: pip install 'equipoise[report]'") from error
+    except ImportError:
+        return ""
     return str(get_plotlyjs())
 
 
@@ -66,23 +67,19 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
 
     Args:
         data: what it shows.
-        plotly: source of plotly.js, by default that of the installed package.
+        plotly: source of plotly.js, by default that of the installed package; without any the page has tables alone.
         refresh: the page reloads itself after so many seconds.
 
     >>> page = render(ReportData("<Nothing> yet"), plotly="")
     >>> "&lt;Nothing&gt; yet" in page and "<Nothing>" not in page
     True
     """
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise InputError("a report needs jinja2: pip install 'equipoise[report]'") from error
     environment = Environment(
         loader=PackageLoader("equipoise.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )  # fmt: skip
     environment.filters |= {"up": format_up, "down": format_down, "log": show_log}
-    charts = _charts(data)
-    source = plotly_source() if plotly is None else plotly
+    source = _plotly_source() if plotly is None else plotly
+    charts = _charts(data) if source else {}
     assets = resources.files("equipoise.report").joinpath("assets")
     return environment.get_template("report.html.j2").render(
         data=data,
