@@ -166,17 +166,20 @@ def test_a_mistake_in_the_command_line_is_a_document_under_json(line):
     assert "Traceback" not in done.stderr
 
 
-def test_the_library_imports_without_the_extras():
-    """`pip install equipoise` brings torch, numpy, scipy, safetensors, pydantic, typer and rich; nothing else may be needed."""
+def test_the_library_and_the_demo_run_without_the_extras(tmp_path):
+    """`pip install equipoise` brings the core dependencies; nothing else may be needed."""
     code = (
         "import sys\n"
-        "extras = 'pyarrow PIL accelerate yaml tensorboard pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
+        "extras = 'pyarrow PIL accelerate tensorboard pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
         "cvxpy transformers sklearn'.split()\n"
         "sys.modules.update(dict.fromkeys(extras))\n"
         "import equipoise as eq, torch\n"
         "eq.spectral_norm(torch.eye(3)); eq.nn.SRLinear(2, 2); eq.smoothing.radius_mono(0.9, 1.0)\n"
         "eq.data.load_dataset('digits')\n"
         "eq.lipschitz_bound(torch.nn.Linear(2, 2), torch.zeros(1, 2)); import equipoise.runs, equipoise.checkpoints\n"
+        "from equipoise.demo import QUICK, showcase\n"
+        "assert showcase('demo', QUICK).tested.broken == 0\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "pip install equipoise[report]" in (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
