@@ -80,8 +80,9 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
         file = context.file(name.lstrip("/"))
         data = {"reader": f"equipoise_lab.text:load_{kind}", "path": f"{prefix}:{file}" if prefix else str(file)}
     chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": data})
-    if chosen.get("loss") in TEXT_LOSSES:
-        chosen["loss"] = TEXT_LOSSES[chosen["loss"]]
+    loss = chosen.get("loss")
+    if isinstance(loss, str):
+        chosen["loss"] = TEXT_LOSSES.get(loss, loss)
     if context.dry:
         batch = min(16, int(chosen.get("batch_size", 128)))
         few: Plain = {"limit": 2 * batch, "test_limit": 64}
