@@ -44,7 +44,7 @@ INTRO = (
 )
 SOFT = (
     "LVM-RS is shown with a fixed soft map (sparsemax, temperature 0.2), to make the effect of the Lipschitz constant visible. "
-    "Left to its calibration it may choose the majority vote instead, and its curve is then that of CPM."
+    "Left to its calibration it may choose the majority vote instead, and its curve is then that of the votes."
 )
 #: what is sampled for each network: the folder, and the settings of `certify`. Cohen's bound is derived from the draws of
 #: "votes", LVM-RS without the Lipschitz constant from those of "lvm".

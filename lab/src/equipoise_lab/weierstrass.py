@@ -45,6 +45,7 @@ def salman_bound(sigma: float) -> float:
 def gap(sigma: float, lipschitz: Any, *, mass: float = 1.0) -> float:
     """`Δ(σ) = min(L, r/(√(2π)σ)) − L·erf(r/(2√2·L·σ))`: what the erf bound gains; largest at σ*.
 
+    >>> from equipoise.smoothing.radii import optimal_sigma
     >>> round(gap(optimal_sigma(2.0), 2.0), 4)
     0.4202
     """

@@ -25,7 +25,7 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.lipschitz.logs import show_log
 from equipoise.report import figures
-from equipoise.report.audits import Layer
+from equipoise.report.audits import Layer, Local
 from equipoise.report.collect import Attacks, ReportData, Series, as_document
 from equipoise.smoothing.certificates import NOT_COVERED
 
@@ -88,7 +88,10 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         models=list(enumerate(data.models[:PANELS])),
         cards=list(_cards(data)),
         curves=_summary(data.series),
-        audits=[(n, a, [_layer(i, row) for i, row in enumerate(a.bound.layers)]) for n, a in enumerate(data.audits)],
+        audits=[
+            (n, a, [_layer(i, row) for i, row in enumerate(a.bound.layers)], [_local(p) for p in a.local])
+            for n, a in enumerate(data.audits)
+        ],
         proofs=[(s, _proofs(s)) for s in data.series if s.methods],
         limits=limits(data),
         scales={m: _scale(data, m) for m in dict.fromkeys(p.model for p in data.gallery)},
@@ -200,9 +203,13 @@ def _layer(i: int, row: Layer) -> list[Cell]:
         (str(i + 1), float(i)), (row.name, row.name), (row.kind, row.kind), (row.shape, row.shape),
         ("", "") if row.lower is None else (format_down(row.lower, 5), row.lower),
         ("∞", math.inf) if unbounded else (format_up(row.upper or 0.0, 5), row.upper or 0.0),
-        ("", "") if row.share is None else (f"{100 * row.share:.1f} %", row.share),
+        ("", "") if row.share is None else (f"{100 * row.share:z.1f} %", row.share),
         (row.method or row.note or "", row.method or ""),
     ]  # fmt: skip
+
+
+def _local(p: Local) -> list[Cell]:
+    return [(p.id, p.id), (format_down(p.lower, 4), p.lower), (format_up(p.upper, 4), p.upper)]
 
 
 def _scale(data: ReportData, model: str) -> float:
