@@ -36,7 +36,7 @@ LEFT_OUT = {
 
 
 #: packages and functions that still end in raw errors: to be emptied
-PENDING = {"eq.nn"}
+PENDING: set[str] = set()
 
 
 def network() -> nn.Module:

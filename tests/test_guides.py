@@ -44,7 +44,8 @@ def test_names_are_found():
 @pytest.mark.parametrize(("module", "name"), names())
 def test_every_name_exists(module, name):
     homes = [eq, eq.smoothing, eq.nn]
+    full = module if module.startswith("equipoise") else MODULE_OF.get(module, f"equipoise.{module}")
     if module:
-        homes.insert(0, importlib.import_module(MODULE_OF.get(module, f"equipoise.{module}")))
+        homes.insert(0, importlib.import_module(full))
     homes = [home for home in homes if hasattr(home, name)]
-    assert homes or importlib.util.find_spec(f"equipoise.{module}.{name}"), f"{module}.{name} is not there"
+    assert homes or importlib.util.find_spec(f"{full}.{name}"), f"{module}.{name} is not there"

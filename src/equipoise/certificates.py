@@ -217,11 +217,37 @@ def _group_sort(writer: _Writer, node: fx.Node, module: Any) -> None:
     writer.emit(node, "rearrange", [_entering(writer, node)], {"kind": "groupsort", "axis": module.dim, "size": size})
 
 
+def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
+    """`x − 2·Uᵀ relu(Ux + b)`: `outer` is twice the adjoint of `inner`, which the comparison of the outputs confirms."""
+    inner = module.inner
+    if (
+        not isinstance(module.activation, nn.ReLU)
+        or module.scale.numel()
+        or getattr(inner, "padding_mode", "zeros") != "zeros"
+    ):
+        raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
+    weight, dims = inner.weight, inner.weight.dim() - 2
+    attributes: dict[str, Any] = {"h": 2.0, "activation": "relu"}
+    if dims:
+        keys = {"stride": inner.stride, "padding": inner.padding, "dilation": inner.dilation}
+        attributes |= {key: [int(n) for n in value] for key, value in keys.items()}
+        attributes |= {"groups": inner.groups, "mode": "zeros"}
+    weights = {"weight": weight}
+    if module.offset.numel():
+        weights["bias"] = module.offset.reshape(-1, *[1] * dims)
+    source = next(a for a in node.all_input_nodes if a in writer.names)
+    size = [int(n) for n in source.meta["val"].shape[2:]]
+    layer = checker.Linear(_double(weight), attributes)
+    upper = _provable_norm(layer, float(spectral_norm(inner, rtol=1e-4).upper), size, node.name)
+    writer.emit(node, "residual", [writer.names[source]], attributes, weights, upper)
+
+
 #: modules that become one operation
 _FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
     "MaxMin": _max_min,
     "BetaAbs": _beta_abs,
     "GroupSort": _group_sort,
+    "ExportedResidual": _residual,
 }
 
 #: operations that return their input

@@ -47,6 +47,40 @@ NETWORKS = {
 }
 
 
+@pytest.mark.parametrize("layer", ["SLLConv2d", "CPLConv2d", "SLLLinear", "CPLLinear"])
+def test_residual_blocks_keep_their_constant(layer, tmp_path):
+    torch.manual_seed(1)
+    if layer.endswith("2d"):
+        blocks = [getattr(eq.nn, layer)(2, kernel_size=3, hidden=4) for _ in range(3)]
+        model = nn.Sequential(*blocks, nn.Flatten(), eq.nn.SRLinear(32, 5)).eval()
+    else:
+        model = nn.Sequential(
+            nn.Flatten(), *[getattr(eq.nn, layer)(32) for _ in range(3)], eq.nn.SRLinear(32, 5)
+        ).eval()
+    x = torch.rand(6, 2, 4, 4)
+    with torch.no_grad():
+        labels = model(x).argmax(1)
+    claims = certificates.write(model, x, labels, tmp_path, epsilons=(0.01,))
+    assert claims["lipschitz"] < 1.01
+    assert certificates.check(tmp_path)
+
+
+def test_the_norms_of_the_library_pass_the_checker():
+    rng = np.random.default_rng(7)
+    for _ in range(40):
+        groups, dims = int(rng.integers(1, 3)), int(rng.integers(1, 3))
+        keys = {key: int(rng.integers(low, 3)) for key, low in (("stride", 1), ("padding", 0), ("dilation", 1))}
+        channels = [groups * int(rng.integers(1, 9)) for _ in range(2)]
+        kernel = [int(k) for k in rng.integers(1, 5, dims)]
+        layer = (nn.Conv1d, nn.Conv2d)[dims - 1](*channels, kernel, groups=groups, bias=False, **keys)
+        upper = float(eq.spectral_norm(layer, rtol=1e-3).upper)
+        geometry = {**{key: [value] * dims for key, value in keys.items()}, "groups": groups}
+        row = checker.Linear(layer.weight.detach().double().numpy(), geometry)
+        row.check(upper * (1 + 1e-9), [int(n) for n in rng.integers(12, 40, dims)])
+        matrix = torch.from_numpy(rng.standard_normal(rng.integers(1, 200, 2)))
+        checker.check_matrix(matrix.numpy(), float(eq.spectral_norm(matrix, rtol=1e-3).upper) * (1 + 1e-9))
+
+
 @pytest.fixture(scope="module", params=NETWORKS)
 def bundle(request, tmp_path_factory):
     torch.manual_seed(sum(map(ord, request.param)))

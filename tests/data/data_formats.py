@@ -62,16 +62,14 @@ def write_bmp_folder(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
 FEATURES = {"picture": {"_type": "Image"}, "kind": {"_type": "ClassLabel", "names": CLASSES}, "y": {"dtype": "int64"}}
 
 
-def table(x: np.ndarray, y: np.ndarray, note: bool = True):
+def table(x: np.ndarray, y: np.ndarray):
     """As Hugging Face writes it: a struct of bytes and path, a decoy label, the features in the metadata."""
     import pyarrow as pa
 
     cells = [{"bytes": png(image), "path": "../../etc/passwd"} for image in x]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     found = pa.table({"y": pa.array([7] * len(y)), "picture": pa.array(cells, kind), "kind": pa.array(y, pa.int64())})
-    return (
-        found.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})}) if note else found
-    )
+    return found.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})})
 
 
 def write_parquet(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
@@ -103,29 +101,24 @@ def write_parquet_lists(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
     return str(folder / "test.parquet")
 
 
-def write_saved(folder: Path, x: np.ndarray, y: np.ndarray, split: str | None = "test") -> str:
-    """The files of `Dataset.save_to_disk`."""
+def write_saved(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+    """The tables of `Dataset.save_to_disk`."""
     import pyarrow as pa
 
-    files = []
     for part, rows in enumerate((slice(0, 5), slice(5, None))):
-        files.append({"filename": f"data-{part:05d}-of-00002.arrow"})
-        rows_table = table(x[rows], y[rows], note=False)
+        rows_table = table(x[rows], y[rows])
         with (
-            pa.OSFile(str(folder / files[-1]["filename"]), "wb") as sink,
+            pa.OSFile(str(folder / f"data-{part:05d}-of-00002.arrow"), "wb") as sink,
             pa.ipc.new_stream(sink, rows_table.schema) as out,
         ):
             out.write_table(rows_table, max_chunksize=3)
-    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": split, "_fingerprint": "0"}))
-    (folder / "dataset_info.json").write_text(json.dumps({"features": FEATURES}))
     return str(folder)
 
 
 def write_saved_dict(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     for split in ("train", "test"):
         (folder / split).mkdir()
-        write_saved(folder / split, x, y, split)
+        write_saved(folder / split, x, y)
     return str(folder)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from equipoise import nn as own
 from equipoise.conversion import export, make_lipschitz
 from equipoise.core import EquipoiseError, InputError, Refused
-from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
 from equipoise.testing import check_facts
 
 torch.manual_seed(0)
@@ -300,6 +300,15 @@ def test_samples_that_mix_are_refused_on_a_ball_too():
         model, x = MIXING[name]
         with pytest.raises(Refused, match="other samples"):
             local_lipschitz(model.eval(), x, 0.1)
+
+
+@pytest.mark.parametrize("distance", [1, 3, 4, 8])
+def test_samples_that_mix_at_a_distance_are_refused_whatever_the_example_holds(distance):
+    model, x = Op(lambda x: x + x.roll(distance, 0)).eval(), torch.randn(1, 5)
+    with pytest.raises(Refused, match="other samples"):
+        lipschitz_bound(model, x)
+    with pytest.raises(Refused, match="other samples"):
+        certified_radius(model, x, torch.zeros(1, dtype=torch.long))
 
 
 def test_the_batch_dimension_can_be_stated():

@@ -5,22 +5,23 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from equipoise.core.errors import InputError, one_line
 from equipoise.core.imports import SPEC
 from equipoise.data.dataset import Dataset
-from equipoise.data.files import find_parquet, is_saved, load_archive, load_folder, load_parquet, load_saved
+from equipoise.data.files import find_tables, load_archive, load_folder, load_tables
 from equipoise.data.objects import load_object
-from equipoise.data.sources import MAX_BYTES, Layout
+from equipoise.data.sources import MAX_BYTES, Layout, Options
 
 #: the grey value that stands for 1
 WHITE = 16.0
 
 
-def load_digits(name: str = "digits", split: str | None = None, *, num_classes: int | None = None) -> Dataset:
+def load_digits(name: str = "digits", split: str | None = None, options: Options = Options()) -> Dataset:  # noqa: B008
     """The bundled 1,797 handwritten digits, inputs (1, 8, 8) in [0, 1], so that the demo needs no download.
 
     Optical Recognition of Handwritten Digits, E. Alpaydin & C. Kaynak, UCI Machine Learning Repository (1998),
@@ -31,33 +32,26 @@ def load_digits(name: str = "digits", split: str | None = None, *, num_classes: 
     Dataset('digits', 360 inputs of 1×8×8, 10 classes)
     """
     with resources.files("equipoise.data").joinpath("digits.npz").open("rb") as file:
-        return load_archive(file, split, name=name, num_classes=10 if num_classes is None else num_classes, scale=WHITE)
+        options = replace(options, num_classes=10 if options.num_classes is None else options.num_classes)
+        return load_archive(file, split, options, name=name, scale=WHITE)
 
 
-_EXPECTED = "digits, a .npz or .parquet file, a folder of data, or package.module:factory"
+_EXPECTED = "digits, a .npz, .parquet or .arrow file, a folder of data, or package.module:factory"
 
 
 class Kind(NamedTuple):
-    """A kind of data: how it is recognised, who reads it, and which options mean something for it."""
+    """A kind of data: what it is called, who reads it, and which options mean something for it."""
 
     name: str
-    recognise: Callable[[Path], Any]
     load: Callable[..., Dataset]
     options: tuple[str, ...]
 
 
-#: tried in this order
-FILES = [
-    Kind("a .npz archive", lambda path: path.suffix == ".npz", load_archive, ("layout",)),
-    Kind("a Parquet file", lambda path: path.suffix == ".parquet", load_parquet, ("layout", "size", "columns")),
-]
-FOLDERS = [
-    Kind("a saved Hugging Face dataset", is_saved, load_saved, ("layout", "size", "columns")),
-    Kind("a folder of Parquet files", find_parquet, load_parquet, ("layout", "size", "columns")),
-    Kind("a folder of pictures", lambda path: True, load_folder, ("size",)),
-]
-DIGITS = Kind("digits", lambda path: False, load_digits, ())
-FACTORY = Kind("a factory", lambda path: False, load_object, ("layout", "columns"))
+ARCHIVE = Kind("a .npz archive", load_archive, ("layout",))
+TABLES = Kind("a Parquet or Arrow table", load_tables, ("layout", "size", "columns"))
+PICTURES = Kind("a folder of pictures", load_folder, ("size",))
+DIGITS = Kind("digits", load_digits, ())
+FACTORY = Kind("a factory", load_object, ("layout", "columns"))
 
 
 def load_dataset(
@@ -74,8 +68,8 @@ def load_dataset(
     """The dataset that `spec` names; nothing in a file is executed, every failure is an `InputError` of one sentence.
 
     Args:
-        spec: `digits`; a .npz or .parquet file; a folder (Parquet, Hugging Face `save_to_disk`, or pictures in class
-            folders); or `package.module:factory`. `spec#split` names the split too.
+        spec: `digits`; a .npz, .parquet or .arrow file; a folder (of tables, also from Hugging Face's `save_to_disk`, or of
+            pictures in class folders); or `package.module:factory`. `spec#split` names the split too.
         split: e.g. "train"; by default "test" where there is one, otherwise the only one.
         num_classes: checked against the labels; by default what the source says, else the largest label + 1.
         layout: of arrays with three axes per input, "NHWC" or "NCHW"; by default bytes are NHWC and floats NCHW.
@@ -88,16 +82,14 @@ def load_dataset(
     >>> load_dataset("digits#train")
     Dataset('digits', 1437 inputs of 1×8×8, 10 classes)
     """
-    given = {"layout": layout, "size": size, "columns": columns}
-    given = {option: value for option, value in given.items() if value not in (None, "auto")}
+    options = Options(num_classes, layout, size, columns, max_bytes)
     try:
         spec, split = _split_of(str(spec), split)
         kind, source = _kind_of(spec)
-        for option in given:
-            if option not in kind.options:
+        for option in ("layout", "size", "columns"):
+            if option not in kind.options and getattr(options, option) not in (None, "auto"):
                 raise InputError(f"{spec} is {kind.name}, for which {option}= means nothing: leave it out")
-        capped = {"max_bytes": max_bytes} if kind.load in (load_archive, load_parquet) else {}
-        found = kind.load(source, split, num_classes=num_classes, **given, **capped)
+        found = kind.load(source, split, options)
     except OSError as error:
         raise InputError(f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}") from error
     if labelled and not found.labelled:
@@ -110,12 +102,12 @@ def _kind_of(spec: str) -> tuple[Kind, str | Path]:
     if spec == "digits":
         return DIGITS, spec
     if spec and path.is_dir():
-        return next(kind for kind in FOLDERS if kind.recognise(path)), path
+        return TABLES if find_tables(path) else PICTURES, path
     if spec and path.is_file():
-        for kind in FILES:
-            if kind.recognise(path):
-                return kind, path
-        raise InputError(f"{path.name} is a file of no known kind; expected {_EXPECTED}")
+        kinds = {".npz": ARCHIVE, ".parquet": TABLES, ".arrow": TABLES}
+        if path.suffix not in kinds:
+            raise InputError(f"{path.name} is a file of no known kind; expected {_EXPECTED}")
+        return kinds[path.suffix], path
     if SPEC.match(spec):
         return FACTORY, spec
     near = re.fullmatch(r"\w+", spec) and difflib.get_close_matches(spec.lower(), ["digits"])

@@ -15,25 +15,16 @@ from equipoise.core.errors import InputError, one_line
 from equipoise.core.imports import guarded, resolve
 from equipoise.data.dataset import Dataset
 from equipoise.data.files import IMAGES, LABELS
-from equipoise.data.sources import Ints, Layout, Source, as_array, channels_ahead, check_labels, default_scale
+from equipoise.data.sources import Ints, Layout, Options, Source, as_array, channels_ahead, check_labels, default_scale
 
 
-def load_object(
-    spec: str,
-    split: str | None = None,
-    *,
-    num_classes: int | None = None,
-    layout: Layout = "auto",
-    columns: tuple[str, str] | None = None,
-) -> Dataset:
+def load_object(spec: str, split: str | None, options: Options) -> Dataset:
     """Import the module, call the factory (with `split=` if it takes one), and wrap what it returns.
 
     Args:
         spec: `package.module:factory`.
         split: handed to the factory.
-        num_classes: checked against the labels.
-        layout: of images.
-        columns: the names of inputs and labels, where rows are dictionaries.
+        options: num_classes, layout and columns.
     """
     target = resolve(spec)
     if callable(target):
@@ -46,7 +37,7 @@ def load_object(
         target = guarded(lambda: target(**arguments), repr(spec))
     elif split is not None:
         raise InputError(f"{spec} is not a factory, so it has no splits: leave the split out")
-    return as_dataset(target, spec, num_classes, layout, columns)
+    return as_dataset(target, spec, options.num_classes, options.layout, options.columns)
 
 
 def as_dataset(

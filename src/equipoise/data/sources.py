@@ -22,6 +22,35 @@ MAX_BYTES = 8 * 2**30
 _CHANNELS = (1, 3, 4)
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a user may say about data in files.
+
+    Attributes:
+        num_classes: every label must be below it.
+        layout: of arrays with three axes per input.
+        size: to which pictures are resized and cropped.
+        columns: the names of inputs and labels; an empty second name: there are no labels.
+        max_bytes: what declares more is refused.
+    """
+
+    num_classes: int | None = None
+    layout: Layout = "auto"
+    size: int | tuple[int, int] | None = None
+    columns: tuple[str, str] | None = None
+    max_bytes: int = MAX_BYTES
+
+    @property
+    def crop(self) -> tuple[int, int] | None:
+        """(height, width) from one number or two."""
+        if self.size is None:
+            return None
+        pair = self.size if isinstance(self.size, tuple) else (self.size, self.size)
+        if len(pair) != 2 or not all(isinstance(s, int) and 1 <= s <= 4096 for s in pair):
+            raise InputError(f"size must be one or two whole numbers between 1 and 4096, got {self.size!r}")
+        return pair
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """Inputs of equal shape and type that are read when asked for.

@@ -222,15 +222,17 @@ _MIXED = (
     "dimension?), so a Lipschitz bound per sample does not exist; say which dimension holds the samples (batch_dim=1 for "
     "recurrent layers without batch_first), or batch_dim=None to bound the input as a whole"
 )
-#: samples that are compared: at least, and at most where they are large
-_FEWEST, _MOST, _ENTRIES = 3, 8, 2**18
+#: samples that are compared: of small inputs at least (a prime, so that no shift along the batch ends where it began), of large
+#: inputs at least and at most, and what is small, in entries
+_SMALL, _FEWEST, _MOST, _ENTRIES = 11, 3, 8, 2**18
 
 
 def _samples(examples: Examples, dim: int) -> Examples:
     """Random samples next to each other: as many as in the example, so that samples that mix at a distance are seen."""
     count = examples[0].shape[dim]
-    small = sum(x.numel() for x in examples) <= _ENTRIES
-    size = max(_FEWEST, count if small else min(count, _MOST))
+    size = max(_SMALL, count)
+    if size * sum(x.numel() for x in examples) > _ENTRIES * count:
+        size = max(_FEWEST, min(count, _MOST))
     generator = torch.Generator().manual_seed(0)
     found = []
     for x in examples:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
@@ -133,6 +134,7 @@ class HouseholderActivation(nn.Module):
         self, channels: int, dim: int = 1, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        require_number(channels, "channels", whole=True)
         if channels < 2 or channels % 2:
             raise InputError(f"Householder works on pairs: the number of channels must be even, got {channels}")
         self.channels, self.dim = channels, dim

@@ -31,6 +31,7 @@ from scipy.special import lambertw
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import inflate
@@ -97,6 +98,8 @@ class L2Attention(nn.Module):
         self, width: int, heads: int = 1, context: int = 128, causal: bool = True, scale: float | None = None
     ) -> None:
         super().__init__()
+        for name, value in (("width", width), ("heads", heads), ("context", context)):
+            require_number(value, name, whole=True)
         if heads < 1 or width < 1 or width % heads or context < 1:
             raise InputError(
                 f"heads must divide the width, and context be positive; got {heads}, {width} and {context}"

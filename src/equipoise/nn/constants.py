@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from equipoise.core.checks import require_module
 from equipoise.core.modules import constructed, hooked
 from equipoise.core.precision import inflate
 from equipoise.nn.activations import slopes
@@ -29,7 +30,7 @@ def known_constant(module: nn.Module) -> float | None:
     >>> known_constant(nn.Sequential(nn.Flatten(), nn.ReLU())), known_constant(nn.MaxPool2d(3, 2, 1))
     (1.0, 2.0)
     """
-    if hooked(module):
+    if hooked(require_module(module, "module")):
         return None
     if isinstance(module, PLAIN):
         return proved_constant(module)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import inflate, row_lengths, unit_roundoff
@@ -47,6 +48,7 @@ class BatchCentering(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        require_number(num_features, "num_features", least=1, whole=True)
         if not 0 < momentum <= 1:
             raise InputError(f"momentum must lie in (0, 1], got {momentum}")
         self.num_features, self.momentum = num_features, momentum

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
+from equipoise.core.checks import describe
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
@@ -16,8 +17,8 @@ Sizes = int | tuple[int, int]
 
 def _pair(value: Sizes, what: str) -> tuple[int, int]:
     found = (value, value) if isinstance(value, int) else tuple(value)
-    if len(found) != 2 or min(found) < 0:
-        raise InputError(f"{what} must be a number or a pair of them, got {value}")
+    if len(found) != 2 or not all(isinstance(n, int) and n >= 0 for n in found):
+        raise InputError(f"{what} must be a whole number or a pair of them, got {describe(value)}")
     return found[0], found[1]
 
 

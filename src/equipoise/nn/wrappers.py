@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.checks import require_number
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction, hooked
 from equipoise.core.precision import deflate, inflate
@@ -35,7 +36,8 @@ class Lipschitz(nn.Module):
 
     def __init__(self, constant: float, module: nn.Module, inner: float | None = None) -> None:
         super().__init__()
-        if not (constant > 0 and math.isfinite(constant)):
+        require_number(constant, "constant")
+        if constant <= 0:
             raise InputError(f"the constant must be a positive number, got {constant}")
         known = known_constant(module) if inner is None else inner
         if known is None:
