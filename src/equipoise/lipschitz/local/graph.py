@@ -5,6 +5,7 @@ activations. Max pooling becomes affine maps and ReLUs, `max(a, b) = b + relu(a 
 not fit is named in `Unsupported`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,10 +99,10 @@ class Network:
     sizes: tuple[int, ...]
     places: dict[fx.Node, int] = field(default_factory=dict, repr=False)
 
-    @property
-    def activations(self) -> list[int]:
-        """Indices of the activations."""
-        return [k for k, node in enumerate(self.nodes) if isinstance(node, Activation)]
+    @functools.cached_property
+    def activations(self) -> dict[int, Activation]:
+        """The activations by index."""
+        return {k: node for k, node in enumerate(self.nodes) if isinstance(node, Activation)}
 
     @property
     def widest(self) -> int:

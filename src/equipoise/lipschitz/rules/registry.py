@@ -181,27 +181,27 @@ _RULES: dict[str, Rule] = {}
 _COMPLEX: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Decorator: this function bounds these operations, named as in the graph, e.g. `aten.relu.default`."""
+def _keeps(table: dict[str, Rule], names: Iterable[str], override: bool = False) -> Callable[[Rule], Rule]:
+    """Decorator: put a function into the table under these names."""
 
     def keep(function: Rule) -> Rule:
         for name in names:
-            if name in _RULES:
+            if name in table and not override:
                 raise InputError(f"{name} has a rule already; use register_rule(..., override=True) to replace it")
-            _RULES[name] = function
+            table[name] = function
         return function
 
     return keep
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Decorator: this function bounds these operations, named as in the graph, e.g. `aten.relu.default`."""
+    return _keeps(_RULES, names)
 
 
 def complex_rule(*names: str) -> Callable[[Rule], Rule]:
     """Decorator: this function bounds these operations where a complex number goes in or comes out."""
-
-    def keep(function: Rule) -> Rule:
-        _COMPLEX.update(dict.fromkeys(names, function))
-        return function
-
-    return keep
+    return _keeps(_COMPLEX, names)
 
 
 def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]:
@@ -216,14 +216,7 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
     """
     if not names or not all(isinstance(n, str) and n.count(".") >= 2 for n in names):
         raise InputError(f"name operations as namespace.op.overload, e.g. 'aten.relu.default'; got {names}")
-
-    def keep(function: Rule) -> Rule:
-        if override:
-            for name in names:
-                _RULES.pop(name, None)
-        return rule(*names)(function)
-
-    return keep
+    return _keeps(_RULES, names, override)
 
 
 def find_rule(node: fx.Node) -> Rule:
