@@ -27,7 +27,6 @@ from equipoise.report import (
     audit_network,
     collect,
     data_uri,
-    plotly_source,
     save_audit,
     save_gallery,
     write_report,
@@ -45,7 +44,7 @@ INTRO = (
 )
 SOFT = (
     "LVM-RS is shown with a fixed soft map (sparsemax, temperature 0.2), to make the effect of the Lipschitz constant visible. "
-    "Left to its calibration it may choose the majority vote instead, and its curve is then that of CPM."
+    "Left to its calibration it may choose the majority vote instead, and its curve is then that of the votes."
 )
 #: what is sampled for each network: the folder, and the settings of `certify`. Cohen's bound is derived from the draws of
 #: "votes", LVM-RS without the Lipschitz constant from those of "lvm".
@@ -88,7 +87,6 @@ def showcase(out: str | Path, settings: Settings | None = None, say: Say | None 
         settings: how much of everything.
         say: called with the progress.
     """
-    plotly_source()  # before minutes are spent
     s = settings or Settings()
     tell = say or (lambda what, done, total: None)
     out = make_folder(out)

@@ -98,7 +98,10 @@ def test_what_autoattack_finds_is_put_back_into_the_ball(name, tmp_path, monkeyp
     monkeypatch.delitem(sys.modules, name, raising=False)
     x, y = torch.tensor([[0.6, 0.8], [0.1, 0.1]]), torch.tensor([0, 0])
     found = autoattack(_linear(), x, y, 0.5, batch_size=1)
-    monkeypatch.delitem(sys.modules, name)
+    for bad in ((x[:0], y), (x, y[:1]), (x, y + 9)):
+        with pytest.raises(InputError):
+            autoattack(_linear(), *bad, 0.5)
+    sys.modules.pop(name)  # monkeypatch would put it back at the end
     assert (found.distance <= 0.5).all()
     assert found.success.tolist() == [False, True]
     assert not found.adversarial.requires_grad

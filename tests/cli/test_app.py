@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 import equipoise as eq
 from equipoise.cli.app import COMMANDS, Command, build
 
-ALWAYS = [command.name for command in COMMANDS if not command.optional]
-
 
 def test_version(equipoise):
     ran = equipoise("--version")
@@ -22,7 +20,7 @@ def test_help_lists_every_command_with_examples(equipoise):
     ran = equipoise("--help")
     assert ran.code == 0
     assert "Examples:" in ran.out
-    assert all(name in ran.out for name in ALWAYS)
+    assert all(f"  {command.name} " in ran.out for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", [["norm"], ["selfcheck"], ["demo"], ["bench", "norms"], ["bench", "smoothing"]])
@@ -69,7 +67,7 @@ def test_the_command_line_starts_without_torch():
 def test_a_command_that_is_not_wanted_is_listed_but_not_loaded(monkeypatch, tmp_path):
     (tmp_path / "heavy_command.py").write_text("def heavy() -> None:\n    print('ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    commands = (COMMANDS[0], Command("heavy", "heavy_command", "heavy", optional=True, summary="Lifts weights."))
+    commands = (COMMANDS[0], Command("heavy", "heavy_command", "heavy", summary="Lifts weights."))
     assert "Lifts weights." in CliRunner().invoke(build(commands, wanted=""), ["--help"]).stdout
     assert "heavy_command" not in sys.modules
     assert CliRunner().invoke(build(commands, wanted="heavy"), ["heavy"]).stdout == "ran\n"
@@ -99,20 +97,6 @@ def test_a_users_mistake_is_one_sentence_and_a_bug_keeps_its_traceback(monkeypat
     result = CliRunner().invoke(app, ["demo", "bug"])
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)
-
-
-def test_optional_commands_are_left_out_when_absent_and_explained_when_broken(monkeypatch, tmp_path):
-    norm = Command("norm", "equipoise.cli.norm", "norm")
-    app = build((norm, Command("later", "equipoise.cli.no_such_module", "later", optional=True)))
-    assert "later" not in CliRunner().invoke(app, ["--help"]).stdout
-    (tmp_path / "broken_command.py").write_text("import a_package_that_does_not_exist\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    broken = Command("later", "broken_command", "later", optional=True)
-    result = CliRunner().invoke(build((norm, broken)), ["later"])
-    assert result.exit_code == 2
-    assert "a_package_that_does_not_exist" in result.stderr
-    with pytest.raises(ImportError):
-        build((Command("later", "broken_command", "later"),))
 
 
 def test_the_table_names_things_that_exist():
@@ -166,17 +150,20 @@ def test_a_mistake_in_the_command_line_is_a_document_under_json(line):
     assert "Traceback" not in done.stderr
 
 
-def test_the_library_imports_without_the_extras():
-    """`pip install equipoise` brings torch, numpy, scipy, safetensors, pydantic, typer and rich; nothing else may be needed."""
+def test_the_library_and_the_demo_run_without_the_extras(tmp_path):
+    """`pip install equipoise` brings the core dependencies; nothing else may be needed."""
     code = (
         "import sys\n"
-        "extras = 'pyarrow PIL accelerate yaml tensorboard pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
+        "extras = 'pyarrow PIL accelerate tensorboard pytorch_optimizer ray plotly matplotlib onnx onnxruntime "
         "cvxpy transformers sklearn'.split()\n"
         "sys.modules.update(dict.fromkeys(extras))\n"
         "import equipoise as eq, torch\n"
         "eq.spectral_norm(torch.eye(3)); eq.nn.SRLinear(2, 2); eq.smoothing.radius_mono(0.9, 1.0)\n"
         "eq.data.load_dataset('digits')\n"
         "eq.lipschitz_bound(torch.nn.Linear(2, 2), torch.zeros(1, 2)); import equipoise.runs, equipoise.checkpoints\n"
+        "from equipoise.demo import QUICK, showcase\n"
+        "assert showcase('demo', QUICK).tested.broken == 0\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "pip install equipoise[report]" in (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")

@@ -11,6 +11,8 @@ from equipoise_lab.weierstrass import (
     gap,
     gaussian_bound,
     lipschitz_local_bound,
+    radius_weak,
+    radius_weak_global,
     range_bound,
     salman_bound,
     smooth_gradient,
@@ -43,6 +45,13 @@ def test_limits():
     assert vector_bound(0.5) == pytest.approx(1 / (math.sqrt(math.pi) * 0.5))
     assert vector_bound(0.5, 1.0) == pytest.approx(math.erf(1.0))
     assert salman_bound(0.5) == pytest.approx(math.sqrt(2 / math.pi) / 0.5)
+
+
+def test_weak_law_by_hand():
+    assert float(radius_weak(0.9, 0.1, 0.5)) == pytest.approx(0.8 / 2 * math.sqrt(2 * math.pi) * 0.5)
+    assert float(radius_weak_global(0.9, 0.1, 0.5)) == pytest.approx(0.8 / math.sqrt(2) * math.sqrt(math.pi) * 0.5)
+    assert radius_weak(0.9, 0.1, 0.5, 0.0) == math.inf
+    assert radius_weak(1.8, 0.2, 0.5, 2.0, mass=2.0) == pytest.approx(radius_weak(0.9, 0.1, 0.5, 1.0), rel=1e-9)
 
 
 def test_optimal_sigma_is_where_the_gain_is_largest():

@@ -157,11 +157,11 @@ def test_downloads_hold_every_number(browser, pages, report_parts):
     whole = report_parts.whole(60, "net")
     with opened(browser, pages["usual"]) as page:
         document = json.loads(page.execute_script("return window.equipoise.everything()"))
-        assert document["series"][2]["radius"] == whole.series[2].radius.tolist()
+        assert document["series"][2]["radius"] == whole.series[2].results.radius.tolist()
         assert len(document["attacks"][0]["distance"]) == 60
         rows = page.execute_script("return window.equipoise.inputsCsv()").splitlines()
         assert len(rows) == 1 + 5 * 60
-        assert float(rows[1].split(",")[-1]) == whole.series[0].radius[0]
+        assert float(rows[1].split(",")[-2]) == whole.series[0].results.radius[0]
         assert len(page.execute_script("return window.equipoise.layersCsv()").splitlines()) == 6
         page.execute_script("document.getElementById('save-json').click();")
 

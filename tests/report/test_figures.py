@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.core import InputError
-from equipoise.report import Attacks, Series, data_uri, figures
+from equipoise.report import Attacks, Audit, Series, data_uri, figures
 from equipoise.runs import Results
 
 RADII = st.lists(st.floats(0, 5, allow_subnormal=False), min_size=1, max_size=60)
@@ -52,6 +52,19 @@ def test_a_drawn_attack_never_shows_fewer_survivors_than_there_were(distances, l
     x, y = figures.attack_curve(a, 7.0)
     for e in levels:
         assert drawn(x, y, e, "h") >= a.accuracy(e)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0.3, 2.6, {"0.5", "1", "2"}), (1.2, 1.3, {"1", "2"}), (1e-5, 1.0, set())],
+)
+def test_ticks_of_log_axes_are_whole_numbers(low, high, expected):
+    spectrum = {"layer": "0", "values": [high, low], "count": 2}
+    bound = {"log_upper": 0.0, "log_product": 0.0}
+    audit = Audit.model_validate_json(json.dumps({"model": "m", "bound": bound, "spectra": [spectrum]}))
+    axis = figures.spectrum(audit)["layout"]["yaxis"]
+    assert expected <= set(axis.get("ticktext", ()))
+    assert "tickvals" in axis or axis["dtick"] >= 1
 
 
 def test_thinning_keeps_both_ends_and_the_limit():

@@ -144,10 +144,13 @@ def test_columns_are_little_endian():
     assert base64.b64decode(packed(np.array([1.0]))) == b"\x00\x00\x00\x00\x00\x00\xf0?"
 
 
-def test_without_plotly_one_sentence(monkeypatch):
+def test_without_plotly_tables_alone(monkeypatch, report_parts):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(InputError, match=r"need plotly: pip install 'equipoise\[report\]'"):
-        render(ReportData("t"))
+    page = render(report_parts.whole(5))
+    assert "pip install equipoise[report]" in page
+    assert 'class="chart"' not in page
+    assert 'id="curves"' in page
+    assert 'id="layers-0"' in page
 
 
 @pytest.mark.parametrize(("name", "words"), [("a.pdf", "ends in .html"), ("no/such/a.html", "no folder")])

@@ -1,7 +1,6 @@
 """certify, prove, derive, merge, export, attack, predict, report on the bundled digits: no two outputs contradict each other."""
 
 import csv
-import importlib.util
 import json
 import re
 import shutil
@@ -178,6 +177,5 @@ def test_commands_have_at_most_twenty_options_and_help_on_a_screen(place, comman
     assert "Examples:" in text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("plotly") is None, reason="the page needs plotly")
 def test_the_report_is_written(place):
     assert "page.html" in call("report", "sampled", "proved", "-o", "page.html")

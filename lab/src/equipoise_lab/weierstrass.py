@@ -8,15 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr, ndtri
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
-from equipoise.smoothing.radii import component_bound, positive
+from equipoise.smoothing.radii import component_bound, positive, vector_bound
 from equipoise.smoothing.ramp import ramp_quantile
 
 _UP = 1 + 2.0**-48
+_DOWN = 1 - 2.0**-49
 
 
 def range_bound(sigma: float, *, mass: float = 1.0) -> float:
@@ -42,10 +45,43 @@ def salman_bound(sigma: float) -> float:
 def gap(sigma: float, lipschitz: Any, *, mass: float = 1.0) -> float:
     """`Δ(σ) = min(L, r/(√(2π)σ)) − L·erf(r/(2√2·L·σ))`: what the erf bound gains; largest at σ*.
 
+    >>> from equipoise.smoothing.radii import optimal_sigma
     >>> round(gap(optimal_sigma(2.0), 2.0), 4)
     0.4202
     """
     return min(as_upper(lipschitz), range_bound(sigma, mass=mass)) - component_bound(sigma, lipschitz, mass=mass)
+
+
+def radius_weak(
+    p1: ArrayLike, p2: ArrayLike, sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0
+) -> NDArray[np.float64]:
+    """`R = margin/(2·Lip(F̃_k))` with the bound of `component_bound`: the weak law, coordinate by coordinate.
+
+    Guarantee: as `radius_multi_lipschitz`, which is never smaller. Without a constant the bound is mass/(√(2π)σ).
+
+    >>> round(float(radius_weak(0.9, 0.1, 0.5, 1.0)), 4)
+    0.5859
+    """
+    return _over(p1, p2, 2 * component_bound(sigma, lipschitz, mass=mass))
+
+
+def radius_weak_global(
+    p1: ArrayLike, p2: ArrayLike, sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0
+) -> NDArray[np.float64]:
+    """`R = margin/(√2·Lip(F̃))` with the bound of `vector_bound` (lipschitz: of the vector map F).
+
+    >>> round(float(radius_weak_global(0.9, 0.1, 0.5, 1.0)), 4)
+    0.6713
+    """
+    return _over(p1, p2, float(np.sqrt(2.0)) * vector_bound(sigma, lipschitz, mass=mass))
+
+
+def _over(p1: ArrayLike, p2: ArrayLike, slope: float) -> NDArray[np.float64]:
+    """`(p1 − p2)/slope`, rounded down, 0 without a margin and infinite for a slope of 0."""
+    margin = np.maximum((np.asarray(p1) - np.asarray(p2)) * _DOWN, 0.0)
+    if slope == 0:
+        return np.where(margin > 0, np.inf, 0.0)
+    return np.asarray(margin / slope * _DOWN)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from equipoise.attacks.pgd import AttackResult, inside_ball
+from equipoise.attacks.pgd import AttackResult, checked_labels, checked_logits, checked_radius, inside_ball
 from equipoise.core import Refused, fresh_strides
 from equipoise.core.checks import require_type
 
@@ -32,17 +32,28 @@ def autoattack(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, *, batch_
     ball, then judged.
 
     Taken from the authors' package `autoattack` where it is installed, else from `torchattacks`.
+
+    Args:
+        model: in evaluation mode.
+        x: inputs (N, ...) in [0, 1].
+        y: the answers to break (N,).
+        epsilon: radius, one for all.
+        batch_size: inputs per call of the package.
     """
-    require_type(x, Tensor, "x")
-    found = _found(model, fresh_strides(x), y, epsilon, batch_size).detach()
-    radius = torch.full((len(x),), float(epsilon), dtype=torch.float64, device=x.device)
+    require_type(epsilon, (int, float), "epsilon")
+    y = checked_labels(x, y)
+    radius = checked_radius(x, epsilon)
+    with torch.no_grad():
+        classes = checked_logits(model, x, y).shape[1]
+
+    found = _found(model, fresh_strides(x), y, epsilon, batch_size, classes).detach()
     stored = inside_ball(x, found.double(), radius)
     with torch.no_grad():
         success = model(stored).argmax(dim=1) != y
     return AttackResult(stored, success, (stored.double() - x.double()).flatten(1).norm(dim=1))
 
 
-def _found(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, batch_size: int) -> Tensor:
+def _found(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, batch_size: int, classes: int) -> Tensor:
     """The inputs that the package found."""
     name = require_autoattack()
     package = importlib.import_module(name)
@@ -50,7 +61,5 @@ def _found(model: nn.Module, x: Tensor, y: Tensor, epsilon: float, batch_size: i
         attack = package.AutoAttack(model, norm="L2", eps=epsilon, version="standard", verbose=False)
         found: Tensor = attack.run_standard_evaluation(x, y, bs=batch_size)
         return found
-    with torch.no_grad():
-        classes = model(x[:1]).shape[1]
     attack = package.AutoAttack(model, norm="L2", eps=epsilon, version="standard", n_classes=classes)
     return torch.cat([attack(a, b) for a, b in zip(x.split(batch_size), y.split(batch_size), strict=True)])

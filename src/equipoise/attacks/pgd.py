@@ -99,10 +99,8 @@ def pgd(
 ) -> AttackResult:
     """ℓ2 projected gradient ascent of the cross-entropy, batched, best of several random starts.
 
-    `δ₀ = ε·u`, u a random direction; `δ ← δ + α·g/‖g‖₂`, `δ ← ε·δ/max(ε, ‖δ‖₂)`. Every iterate is looked at, not only
-    the
-    last one, and a start that has succeeded is kept. Reference: Madry et al. (2018); thesis, algorithm of the ℓ2
-    attack.
+    `δ₀ = ε·u`, u a random direction; `δ ← δ + α·g/‖g‖₂`, `δ ← ε·δ/max(ε, ‖δ‖₂)`. Every iterate is looked at, not only the
+    last one, and a start that has succeeded is kept. Reference: Madry et al. (2018); thesis, algorithm of the ℓ2 attack.
 
     Args:
         model: in evaluation mode (the mode is left as it is); gradients of its parameters are not touched.
@@ -121,10 +119,10 @@ def pgd(
     >>> result.success.tolist()
     [True, False]
     """
-    y = _labels(x, y)
+    y = checked_labels(x, y)
 
     def loss(z: Tensor) -> Tensor:
-        return functional.cross_entropy(_logits(model, z, y), y, reduction="none")
+        return functional.cross_entropy(checked_logits(model, z, y), y, reduction="none")
 
     def broken(z: Tensor) -> Tensor:
         wrong: Tensor = model(z).argmax(dim=1) != y
@@ -149,15 +147,13 @@ def smooth_pgd(
 ) -> AttackResult:
     """The same on the smoothed classifier: ascend `−ln (1/M)Σ τ_y(f(x + δ + η_i))` over fresh noise η in every step.
 
-    The hardmax has no gradient, so its votes pass softmax's (straight-through). Success is decided on the last
-    iterate of
-    each start, on `check_draws` fresh draws of the classifier's own map: a binomial test of the votes, or for soft
-    scores
+    The hardmax has no gradient, so its votes pass softmax's (straight-through). Success is decided on the last iterate of
+    each start, on `check_draws` fresh draws of the classifier's own map: a binomial test of the votes, or for soft scores
     an interval of each margin. "Success" is wrong with probability at most alpha; an undecided test is no success.
     Reference: Salman et al. (2019), SmoothAdv.
     """
     require_type(classifier, SmoothedClassifier, "classifier")
-    y = _labels(x, y)
+    y = checked_labels(x, y)
     generator = torch.Generator(device=x.device).manual_seed(seed + 1)
     chosen = classifier.map or SimplexMap("hardmax")
 
@@ -167,7 +163,9 @@ def smooth_pgd(
             noise = classifier.levels.scale(z[0]) * torch.randn(
                 z.shape, generator=generator, dtype=z.dtype, device=z.device
             )
-            total = total + soft_votes(_logits(classifier.model, z + noise, y), chosen).gather(1, y[:, None])[:, 0]
+            total = (
+                total + soft_votes(checked_logits(classifier.model, z + noise, y), chosen).gather(1, y[:, None])[:, 0]
+            )
         return -(total / draws).clamp(min=1e-12).log()
 
     voter = classifier.like(SmoothedClassifier, seed=seed + 2, map=None)
@@ -227,7 +225,9 @@ def _ascend(
     restarts: int, seed: int, every_step: bool = True, finish: Callable[[Tensor], Tensor] = lambda z: z,
 ) -> AttackResult:  # fmt: skip
     x = fresh_strides(x)
-    radius = _radius(x, epsilon, steps, restarts)
+    radius = checked_radius(x, epsilon)
+    if steps < 1 or restarts < 1:
+        raise InputError(f"need at least one step and one start, got {steps} and {restarts}")
     alpha = 2.5 * radius / max(steps, 1) if step_size is None else torch.full_like(radius, step_size)
     generator = torch.Generator(device=x.device).manual_seed(seed)
     best, value = x.clone(), torch.full((len(x),), -torch.inf, device=x.device, dtype=torch.float64)
@@ -261,7 +261,7 @@ def _quietly(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
         return function(z)
 
 
-def _labels(x: Tensor, y: Tensor) -> Tensor:
+def checked_labels(x: Tensor, y: Tensor) -> Tensor:
     """The labels as int64; inputs and labels that do not belong together are refused."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         raise InputError(f"expected tensors of inputs and labels, got {type(x).__name__} and {type(y).__name__}")
@@ -272,7 +272,7 @@ def _labels(x: Tensor, y: Tensor) -> Tensor:
     return y.long()
 
 
-def _logits(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
+def checked_logits(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
     """The model's logits at z; a shape it does not take and a label it has no logit for are refused."""
     try:
         logits: Any = model(z)
@@ -289,9 +289,8 @@ def _logits(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
     return logits
 
 
-def _radius(x: Tensor, epsilon: float | Tensor, steps: int, restarts: int) -> Tensor:
-    if steps < 1 or restarts < 1:
-        raise InputError(f"need at least one step and one start, got {steps} and {restarts}")
+def checked_radius(x: Tensor, epsilon: float | Tensor) -> Tensor:
+    """The radius of every input; what is no number, negative or not finite is refused."""
     try:
         radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device).broadcast_to(len(x)).clone()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -41,14 +41,13 @@ def report(
       equipoise report --audit package.module:factory --input-shape 3,32,32 -o audit.html
     """
     from equipoise.cli.audit import parse_shape
-    from equipoise.report import ReportData, audit_source, collect, plotly_source, write_report
+    from equipoise.report import ReportData, audit_source, collect, write_report
     from equipoise.report.collect import as_document
 
     if not runs and not audit:
         raise InputError("name at least one run directory, or a network with --audit: see equipoise report --help")
     if alpha is not None and not 0 < alpha < 1:
         raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {alpha}")
-    plotly_source()  # before minutes are spent
     shape = parse_shape(input_shape) if input_shape is not None else None
     audits = [audit_source(name, weights, shape) for name in audit or []]
     if runs:

@@ -171,13 +171,13 @@ def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
             said = f"interrupted: the same command goes on from the last checkpoint in {folder}"
             say(said)
             raise typer.Exit(130) from None
-    from accelerate.state import PartialState
+    from torch import distributed
 
-    state = PartialState()
-    main = bool(state.is_main_process)
-    if state.num_processes > 1:
-        state.wait_for_everyone()  # nobody closes a connection that another process still reads
-        state.destroy_process_group()
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return result, True
+    main = distributed.get_rank() == 0
+    distributed.barrier()  # nobody closes a connection that another process still reads
+    distributed.destroy_process_group()
     return result, main
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import format_up
 from equipoise.core.errors import InputError, Refused
+from equipoise.core.modules import hooked
 from equipoise.core.precision import inflate
 from equipoise.curvature.hessian import Data, LossHessian
 from equipoise.curvature.spectrum import top_eigenvalue
@@ -114,26 +115,25 @@ def hessian_bound_report(
     hessian = LossHessian(model, loss, data, dtype=torch.float64)
     chain = _chain(model)
     total, curvature, largest = 0.0, 0.0, 0.0
-    shares: dict[str, float] = {name: 0.0 for name, module in chain if _is_linear(module)}
-    most, norms, downstream = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0.0)
+    linear = {name: module for name, module in chain if _is_linear(module)}
+    shares, most, norms = (dict.fromkeys(linear, 0.0) for _ in range(3))
     sizes: set[tuple[Any, ...]] = set()
     inputs = [(*_activations(chain, x), y) for x, y in hessian.batches]
     for seen, _, _ in inputs:  # batches may differ in size, and the norm of a convolution with it
         if (size := tuple(h.shape[1:] for h in seen.values())) not in sizes:
             sizes.add(size)
-            norms = {name: max(norms[name], _norm(module, seen[name])) for name, module in chain if _is_linear(module)}
-            downstream = _downstream(chain, norms)
+            norms = {name: max(norms[name], _norm(module, seen[name])) for name, module in linear.items()}
+    downstream = _downstream(chain, norms)
     for seen, z, y in inputs:
         bound, gradient = _logit_curvature(z, y, loss)
         curvature += float(bound.sum()) / hessian.count
         largest = max(largest, float(gradient.max()))
-        for name, module in chain:
-            if _is_linear(module):
-                S2 = _sensitivity(module, seen[name])
-                most[name] = max(most[name], math.sqrt(float(S2.max())))
-                part = float((bound * S2).sum()) * downstream[name] ** 2 / hessian.count
-                shares[name] += part
-                total += part
+        for name, module in linear.items():
+            S2 = _sensitivity(module, seen[name])
+            most[name] = max(most[name], math.sqrt(float(S2.max())))
+            part = float((bound * S2).sum()) * downstream[name] ** 2 / hessian.count
+            shares[name] += part
+            total += part
     rows = tuple(
         LayerRow(name, norms[name], downstream[name], most[name] * _ROOM, shares[name] / total if total else 0.0)
         for name in shares
@@ -149,7 +149,10 @@ def _is_linear(module: nn.Module) -> bool:
 def _chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if type(model) is not nn.Sequential:  # a subclass may have another forward
         raise Refused(f"the layer-wise bound is one for nn.Sequential chains, not {type(model).__name__}")
-    _refuse_changed("the network", model)
+    if hooked(model):
+        raise Refused(
+            "the network has hooks or a patched forward, which the layer-wise bound does not see; remove them"
+        )
     found = _links(model)
     weights = [id(p) for _, m in found for p in m.parameters()]
     if len(set(weights)) < len(weights):
@@ -167,7 +170,6 @@ def _links(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     for inner, module in model._modules.items():  # named_children would leave out a second use of a layer
         name = prefix + inner
         assert module is not None
-        _refuse_changed(repr(name), module)
         if type(module) is nn.Sequential:
             found += _links(module, f"{name}.")
             continue
@@ -178,11 +180,6 @@ def _links(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
             raise Refused(f"{name!r} does not pad with zeros")
         found.append((name, module))
     return found
-
-
-def _refuse_changed(name: str, module: nn.Module) -> None:
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        raise Refused(f"{name} has hooks or a patched forward, which the layer-wise bound does not see; remove them")
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ for `L = ½H·θ²` the gradient vanishes at 0, yet smoothing leaves the curvatu
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.checks import require_number, require_tensor
-from equipoise.core.errors import InputError, require_one_of
+from equipoise.core.errors import InputError
 from equipoise.core.precision import inflate
 from equipoise.curvature.hessian import LossHessian, Vector, require_operator
 from equipoise.norms.spectral import spectral_norm
@@ -68,9 +68,6 @@ def last_layer_constants(features: Tensor, bias: bool = False) -> tuple[Bound, B
     )
 
 
-Ball = Literal["l2", "box"]
-
-
 @dataclass(frozen=True)
 class Sharpness:
     """`value ≤ max_{Δ∈B} (L(θ+Δ) − L(θ))/(1 + L(θ))`: the best the ascent found, a lower bound up to rounding."""
@@ -79,7 +76,6 @@ class Sharpness:
     loss: float
     largest_loss: float
     radius: float
-    ball: str
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -87,17 +83,15 @@ class Sharpness:
 
 
 def sharpness(
-    hessian: LossHessian, *, radius: float = 0.05, ball: Ball = "l2", steps: int = 20, restarts: int = 2, seed: int = 0
+    hessian: LossHessian, *, radius: float = 0.05, steps: int = 20, restarts: int = 2, seed: int = 0
 ) -> Sharpness:
     """`max_{Δ∈B} (L(θ+Δ) − L(θ))/(1 + L(θ))` by projected gradient ascent on the whole data set.
 
-    B is `‖Δ‖₂ ≤ radius`, or with `ball="box"` the box `|Δ_i| ≤ radius·(|θ_i| + 1)` of Keskar et al. 2017. The first start is
-    θ itself (SAM's direction, Foret et al. 2021), the others are random.
+    B is `‖Δ‖₂ ≤ radius`. The first start is θ itself (SAM's direction, Foret et al. 2021), the others are random.
 
     Args:
         hessian: the operator.
         radius: of the ball.
-        ball: "l2" or "box".
         steps: of the ascent.
         restarts: starting points.
         seed: of the random starting points.
@@ -109,35 +103,28 @@ def sharpness(
     >>> round(s.value, 4)
     0.25
     """
-    require_one_of(get_args(Ball), ball=ball)
     if not (math.isfinite(radius) and radius > 0) or steps < 1 or restarts < 1:
         raise InputError(f"expected radius > 0, steps ≥ 1 and restarts ≥ 1; got {radius}, {steps}, {restarts}")
     require_operator(hessian)
     rng = np.random.default_rng(seed)
-    reach = np.full(hessian.size, radius) if ball == "l2" else radius * (np.abs(hessian.flat()) + 1)
     base = hessian.value()
     best = base
     for start in range(restarts):
         delta = np.zeros(hessian.size)
         if start > 0 or not np.any(hessian.gradient(delta)):  # at a stationary point any direction does
-            delta = _inside(rng.standard_normal(hessian.size) * reach, reach, ball)
+            delta = _inside(rng.standard_normal(hessian.size) * radius, radius)
         best = max(best, hessian.value(delta))
         for k in range(steps):
-            direction = _steepest(hessian.gradient(delta), reach, ball)
-            step = 1.0 if k == 0 and start == 0 else 0.5
-            delta = _inside(delta + step * direction, reach, ball)
+            slope = hessian.gradient(delta)
+            step = radius * (1.0 if k == 0 and start == 0 else 0.5)
+            delta = _inside(delta + slope * (step / _length(slope)), radius)
             best = max(best, hessian.value(delta))
-    return Sharpness((best - base) / (1 + base), base, best, radius, ball)
+    return Sharpness((best - base) / (1 + base), base, best, radius)
 
 
-def _steepest(g: Vector, reach: Vector, ball: Ball) -> Vector:
-    if ball == "box":
-        result: Vector = np.sign(g) * reach
-        return result
-    return g * (reach[0] / max(float(np.linalg.norm(g)), 1e-300))
+def _inside(delta: Vector, radius: float) -> Vector:
+    return delta * min(1.0, radius / _length(delta))
 
 
-def _inside(delta: Vector, reach: Vector, ball: Ball) -> Vector:
-    if ball == "box":
-        return np.clip(delta, -reach, reach)
-    return delta * min(1.0, float(reach[0]) / max(float(np.linalg.norm(delta)), 1e-300))
+def _length(v: Vector) -> float:
+    return max(float(np.linalg.norm(v)), 1e-300)

@@ -199,13 +199,6 @@ class SpectralDensity:
         """Estimate of `tr(H^k)/n`."""
         return float(self.weights @ self.nodes**k)
 
-    def density(self, grid: Vector, width: float) -> Vector:
-        """The density on a grid of values, every node widened to a Gaussian of that width."""
-        if width <= 0:
-            raise InputError(f"width must be positive, got {width}")
-        z = (np.asarray(grid)[:, None] - self.nodes) / width
-        return np.asarray(np.exp(-(z**2) / 2) @ self.weights / (width * np.sqrt(2 * np.pi)))
-
     def mass_below(self, value: float) -> float:
         """Estimate of the share of eigenvalues at most `value`."""
         return float(self.weights[self.nodes <= value].sum())

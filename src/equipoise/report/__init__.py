@@ -2,9 +2,9 @@
 
 from equipoise.report.audits import Audit, audit_network, audit_source, load_audit, save_audit
 from equipoise.report.collect import Attacks, Checked, Picture, ReportData, Series, collect, load_gallery, save_gallery
-from equipoise.report.page import data_uri, plotly_source, render, write_report
+from equipoise.report.page import data_uri, render, write_report
 
 __all__ = [
     "Attacks", "Audit", "Checked", "Picture", "ReportData", "Series", "audit_network", "audit_source", "collect",
-    "data_uri", "load_audit", "load_gallery", "plotly_source", "render", "save_audit", "save_gallery", "write_report",
+    "data_uri", "load_audit", "load_gallery", "render", "save_audit", "save_gallery", "write_report",
 ]  # fmt: skip

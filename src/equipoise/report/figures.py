@@ -221,8 +221,15 @@ def _layout(x: str, y: str) -> Figure:
 
 def _log_axis(values: Sequence[float]) -> Figure:
     """A logarithmic axis whose ticks are powers of ten, or 1, 2, 5 where there are few of those."""
-    wide = bool(values) and max(values) / min(values) > 50
-    return {"type": "log", "dtick": 1 if wide else "D2", "exponentformat": "power" if wide else "none"}
+    if not values:
+        return {"type": "log"}
+    low = math.floor(math.log10(min(values)))
+    high = math.ceil(math.log10(max(values)))
+    if max(values) > 50 * min(values):
+        return {"type": "log", "dtick": math.ceil((high - low) / 8), "exponentformat": "power"}
+    # plotly writes 0.2 as "2" on such an axis
+    ticks = [float(f"{digit}e{power}") for power in range(low, high + 1) for digit in (1, 2, 5)]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _cycle(count: int) -> list[str]:

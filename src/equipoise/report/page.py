@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import ArrayLike
 
 from equipoise.core.accuracy import percent
@@ -24,7 +25,7 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.lipschitz.logs import show_log
 from equipoise.report import figures
-from equipoise.report.audits import Layer
+from equipoise.report.audits import Layer, Local
 from equipoise.report.collect import Attacks, ReportData, Series, as_document
 from equipoise.smoothing.certificates import NOT_COVERED
 
@@ -35,12 +36,12 @@ PANELS, AUDITS, RUNS, LISTED = 6, 3, 8, 1000
 Cell = tuple[str, float | str]
 
 
-def plotly_source() -> str:
-    """plotly.js, from the installed package."""
+def _plotly_source() -> str:
+    """plotly.js from the installed package, empty where there is none."""
     try:
         from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise InputError("the charts of a report need plotly: pip install 'equipoise[report]'") from error
+    except ImportError:
+        return ""
     return str(get_plotlyjs())
 
 
@@ -66,23 +67,19 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
 
     Args:
         data: what it shows.
-        plotly: source of plotly.js, by default that of the installed package.
+        plotly: source of plotly.js, by default that of the installed package; without any the page has tables alone.
         refresh: the page reloads itself after so many seconds.
 
     >>> page = render(ReportData("<Nothing> yet"), plotly="")
     >>> "&lt;Nothing&gt; yet" in page and "<Nothing>" not in page
     True
     """
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise InputError("a report needs jinja2: pip install 'equipoise[report]'") from error
     environment = Environment(
         loader=PackageLoader("equipoise.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )  # fmt: skip
     environment.filters |= {"up": format_up, "down": format_down, "log": show_log}
-    charts = _charts(data)
-    source = plotly_source() if plotly is None else plotly
+    source = _plotly_source() if plotly is None else plotly
+    charts = _charts(data) if source else {}
     assets = resources.files("equipoise.report").joinpath("assets")
     return environment.get_template("report.html.j2").render(
         data=data,
@@ -91,7 +88,10 @@ def render(data: ReportData, plotly: str | None = None, refresh: int | None = No
         models=list(enumerate(data.models[:PANELS])),
         cards=list(_cards(data)),
         curves=_summary(data.series),
-        audits=[(n, a, [_layer(i, row) for i, row in enumerate(a.bound.layers)]) for n, a in enumerate(data.audits)],
+        audits=[
+            (n, a, [_layer(i, row) for i, row in enumerate(a.bound.layers)], [_local(p) for p in a.local])
+            for n, a in enumerate(data.audits)
+        ],
         proofs=[(s, _proofs(s)) for s in data.series if s.methods],
         limits=limits(data),
         scales={m: _scale(data, m) for m in dict.fromkeys(p.model for p in data.gallery)},
@@ -203,9 +203,13 @@ def _layer(i: int, row: Layer) -> list[Cell]:
         (str(i + 1), float(i)), (row.name, row.name), (row.kind, row.kind), (row.shape, row.shape),
         ("", "") if row.lower is None else (format_down(row.lower, 5), row.lower),
         ("∞", math.inf) if unbounded else (format_up(row.upper or 0.0, 5), row.upper or 0.0),
-        ("", "") if row.share is None else (f"{100 * row.share:.1f} %", row.share),
+        ("", "") if row.share is None else (f"{100 * row.share:z.1f} %", row.share),
         (row.method or row.note or "", row.method or ""),
     ]  # fmt: skip
+
+
+def _local(p: Local) -> list[Cell]:
+    return [(p.id, p.id), (format_down(p.lower, 4), p.lower), (format_up(p.upper, 4), p.upper)]
 
 
 def _scale(data: ReportData, model: str) -> float:

@@ -181,7 +181,7 @@ class SmoothedClassifier:
             source = self.floating()
         logits = source.selection(x, n0, ids, Stream.CALIBRATION)
         chosen = choose_map(
-            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=self._network(lipschitz), grid=grid
+            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=self.round_constant(lipschitz), grid=grid
         )
         self.map = chosen[0]
         return chosen[0]
@@ -217,7 +217,7 @@ class SmoothedClassifier:
             ids: keys of the noise, default 0 … N − 1.
         """
         row = find_procedure(procedure)
-        network = self._network(lipschitz)
+        network = self.round_constant(lipschitz)
         if not row.soft and network is not None:
             raise InputError(
                 f"{procedure!r} counts votes, which have no Lipschitz constant: use 'rivals', 'lvm' or 'direct'"
@@ -351,7 +351,7 @@ class SmoothedClassifier:
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         return GridNoise(self.noise_spec(x[None]).grids, exact)
 
-    def _network(self, lipschitz: Any) -> float | None:
+    def round_constant(self, lipschitz: Any) -> float | None:
         """The constant in the coordinates in which the noise is round."""
         if lipschitz is None:
             return None

@@ -1,4 +1,4 @@
-"""Certified ℓ2 radii from bounds of class probabilities: strong law (Cohen), Lipschitz-aware, and weak law.
+"""Certified ℓ2 radii from bounds of class probabilities: strong law (Cohen), Lipschitz-aware, and the slopes of smoothed scores.
 
 Every function takes `p1`, a *lower* bound of the smoothed score of the predicted class, and `p2`, an *upper* bound of
 every other one; arrays broadcast; the result is rounded down and is 0 where nothing is certified. A radius R means:
@@ -121,28 +121,6 @@ def radius_per_class(p1: ArrayLike, p2: ArrayLike, sigma: ArrayLike, lipschitz1:
         return np.where(known, low, np.maximum(_down(sigma * lo), low))
 
 
-def radius_weak(p1: ArrayLike, p2: ArrayLike, sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0) -> Floats:
-    """`R = margin/(2·Lip(F̃_k))` with the bound of `component_bound`: the weak law, coordinate by coordinate.
-
-    Guarantee: as `radius_multi_lipschitz`, which is never smaller. Without a constant the bound is mass/(√(2π)σ).
-
-    >>> round(float(radius_weak(0.9, 0.1, 0.5, 1.0)), 4)
-    0.5859
-    """
-    return _over(_margin(p1, p2), 2 * component_bound(sigma, lipschitz, mass=mass))
-
-
-def radius_weak_global(
-    p1: ArrayLike, p2: ArrayLike, sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0
-) -> Floats:
-    """`R = margin/(√2·Lip(F̃))` with the bound of `vector_bound` (lipschitz: of the vector map F).
-
-    >>> round(float(radius_weak_global(0.9, 0.1, 0.5, 1.0)), 4)
-    0.6713
-    """
-    return _over(_margin(p1, p2), float(np.sqrt(2.0)) * vector_bound(sigma, lipschitz, mass=mass))
-
-
 def component_bound(sigma: float, lipschitz: Any = np.inf, *, mass: float = 1.0) -> float:
     """`Lip(F̃_k) ≤ L·erf(r/(2√2·L·σ))`, rounded up, for an L-Lipschitz function with values in [0, r], smoothed.
 
@@ -225,17 +203,6 @@ def _times(sigma: Floats, gap: Floats) -> Floats:
 
 def _down(x: Any) -> Floats:
     return np.asarray(np.maximum(np.asarray(x, dtype=np.float64) * _DOWN, 0.0))
-
-
-def _margin(p1: ArrayLike, p2: ArrayLike) -> Floats:
-    gap = np.asarray(p1, dtype=np.float64) - np.asarray(p2, dtype=np.float64)
-    return np.asarray(np.maximum(gap * _DOWN, 0.0))
-
-
-def _over(margin: Floats, slope: float) -> Floats:
-    if slope == 0:
-        return np.where(margin > 0, np.inf, 0.0)
-    return _down(margin / slope)
 
 
 def _width(lipschitz: Floats, sigma: Floats) -> Floats:

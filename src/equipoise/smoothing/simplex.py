@@ -71,18 +71,17 @@ class _Sparsemax(torch.autograd.Function):
 
 
 class _Row(NamedTuple):
-    """What a map is at T = 1 and r = 1, with the sharp constants of a component, of a difference of two, and of the whole."""
+    """What a map is at T = 1 and r = 1, with the sharp constants of a component and of a difference of two."""
 
     run: Callable[[Tensor], Tensor]
     component: Callable[[int], float]
     pair: float
-    vector: float
 
 
 _MAPS = {
-    "softmax": _Row(lambda z: z.softmax(-1), lambda c: 1 / (2 * math.sqrt(2)), math.sqrt(2) / 2, 0.5),
-    "sparsemax": _Row(sparsemax, lambda c: math.sqrt((c - 1) / c), math.sqrt(2), 1.0),
-    "hardmax": _Row(hardmax, lambda c: math.inf, math.inf, math.inf),
+    "softmax": _Row(lambda z: z.softmax(-1), lambda c: 1 / (2 * math.sqrt(2)), math.sqrt(2) / 2),
+    "sparsemax": _Row(sparsemax, lambda c: math.sqrt((c - 1) / c), math.sqrt(2)),
+    "hardmax": _Row(hardmax, lambda c: math.inf, math.inf),
 }
 
 
@@ -127,10 +126,6 @@ class SimplexMap:
     def pair_constant(self) -> float:
         """Upper bound of `Lip(z → τ_y(z) − τ_k(z))`: softmax √2/(2T), sparsemax √2/T, hardmax ∞."""
         return _MAPS[self.name].pair / self.temperature * _UP
-
-    def vector_constant(self) -> float:
-        """Upper bound of the constant of the whole map: softmax 1/(2T) (errata 15), sparsemax 1/T, hardmax ∞."""
-        return _MAPS[self.name].vector / self.temperature * _UP
 
     def component_lipschitz(self, network: Any, classes: int) -> float:
         """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need."""

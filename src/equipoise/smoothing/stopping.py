@@ -1,11 +1,12 @@
 """Certification that stops as soon as the answer is known: at a target radius, or close enough to the final one."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from equipoise.core import InputError, as_upper
+from equipoise.core import InputError
 from equipoise.smoothing.adaptive import ScoreTest, TargetTest, lower_sequence, target_probability, upper_sequence
 from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
@@ -18,7 +19,7 @@ from equipoise.smoothing.planning import Plan
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.radii import radius_multi
 from equipoise.smoothing.ramp import Floats
-from equipoise.smoothing.simplex import SimplexMap, apply_map, scores_of
+from equipoise.smoothing.simplex import SimplexMap, apply_map, map_smoothness, scores_of
 
 Verdict = Literal["certified", "hopeless", "undecided"]
 
@@ -92,14 +93,16 @@ def certify_adaptive(
     return whole
 
 
+@dataclass(frozen=True)
 class _Votes:
     """Stops the votes of one input, and certifies what was seen through `derive`."""
 
-    def __init__(
-        self, row: Procedure, setting: Setting, target: float | None, relative: float | None, most: int, hopeless: float
-    ) -> None:
-        self.row, self.setting, self.target, self.relative = row, setting, target, relative
-        self.most, self.hopeless = most, hopeless
+    row: Procedure
+    setting: Setting
+    target: float | None
+    relative: float | None
+    most: int
+    hopeless: float
 
     def run(self, classifier: SmoothedClassifier, x: Tensor, name: int | str, n0: int) -> tuple[Certificates, Verdict]:
         """Sample until decided."""
@@ -142,8 +145,8 @@ class _Votes:
         plan = plan_votes(votes, self.row, self.setting, self.setting.alpha / 2)
 
         def decide(hits: float, rival: float, draws: int) -> Verdict:
-            seen = (np.array([hits]), np.array([rival]), np.array([float(draws)]))
-            now = sequence_bounds(seen[0], seen[1], seen[2], plan, noise, self.setting.alpha / 2)
+            a, b, t = (np.array([float(v)]) for v in (hits, rival, draws))
+            now = sequence_bounds(a, b, t, plan, noise, self.setting.alpha / 2)
             final = self._final(hits, rival, draws, plan, noise)
             if final == 0 and draws < self.most:
                 return "hopeless"
@@ -169,13 +172,12 @@ def _scores(
     n0: int, n_max: int, hopeless: float, setting: Setting,
 ) -> tuple[Certificates, Verdict]:  # fmt: skip
     """Soft scores at a target: half the stake on the class alone, half on its margin over each rival, all at the full α."""
-    component, pair = np.inf, np.inf
-    if lipschitz is not None:
-        network = as_upper(lipschitz, "Lipschitz constant of the network") * classifier.levels.stretch
-        component, pair = chosen.component_lipschitz(network, classifier.num_classes), chosen.pair_lipschitz(network)
+    smooth = map_smoothness(chosen, classifier.num_classes, classifier.round_constant(lipschitz))
     sigma, spread = float(setting.noise.sigma), float(setting.noise.variation)
     goal = epsilon + float(setting.distance)
-    p0, h0 = (min(target_probability(goal, sigma, c) + spread, 1 - 2.0**-52) for c in (component, pair * 0.5))
+    p0, h0 = (
+        min(target_probability(goal, sigma, c) + spread, 1 - 2.0**-52) for c in (smooth.component, smooth.pair * 0.5)
+    )
     logits = classifier.selection(x[None], n0, [name], Stream.SELECTION)
     top = int(apply_map(chosen, logits).sum(axis=1)[0].argmax())
     own, win, lose = ScoreTest(p0), ScoreTest(h0), ScoreTest(1 - h0)

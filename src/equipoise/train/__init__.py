@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from equipoise.core.errors import InputError
-
 if TYPE_CHECKING:
     from equipoise.train.config import Recipe, bundled, read_recipe
     from equipoise.train.loop import Diverged, Progress, Result, run_recipe
@@ -18,9 +16,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'equipoise.train' has no attribute {name!r}")
     home = "config" if name in ("Recipe", "bundled", "read_recipe") else "loop"
-    try:
-        return getattr(importlib.import_module(f"equipoise.train.{home}"), name)
-    except ModuleNotFoundError as error:
-        if error.name in ("pydantic", "yaml"):
-            raise InputError(f"training needs {error.name}: pip install 'equipoise[train]'") from error
-        raise
+    return getattr(importlib.import_module(f"equipoise.train.{home}"), name)

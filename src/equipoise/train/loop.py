@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -172,11 +173,32 @@ def plan_recipe(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+class _SingleProcess:
+    """What `Training` needs of an `Accelerator`, for one process, where accelerate is not installed."""
+
+    process_index = 0
+    num_processes = 1
+
+    def __init__(self, cpu: bool) -> None:
+        found = None if cpu else torch.accelerator.current_accelerator()
+        self.device = found or torch.device("cpu")
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
 def _accelerator(cpu: bool) -> Any:
     try:
         from accelerate import Accelerator
     except ImportError as error:
-        raise InputError("training needs accelerate: pip install 'equipoise[train]'") from error
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise InputError(
+                "training on several processes needs accelerate: pip install 'equipoise[train]'"
+            ) from error
+        return _SingleProcess(cpu)
     accelerator = Accelerator(cpu=cpu)
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU"):

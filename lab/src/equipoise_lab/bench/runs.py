@@ -86,7 +86,7 @@ def write_votes(folder: Path, inputs: int, classes: int, n: int = 100_000) -> No
     """A finished run with made-up votes, as large as asked."""
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(classes, 0.3), size=inputs)
-    keywords = {"sigma": 0.25, "n": n, "seed": 0, "num_classes": classes, "noise": "float"}
+    keywords = {"sigma": 0.25, "n": n, "seed": 0, "num_classes": classes, "noise": "float", "dimension": 1}
     manifest = Manifest(
         model=ModelRecord(source="none", hash="none"),
         data=DataRecord(source="none", fingerprint="none", inputs=inputs),

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from equipoise.smoothing import SimplexMap, margin_radius, radius_multi_lipschitz
-from equipoise.smoothing.radii import optimal_sigma, radius_weak_global
+from equipoise.smoothing.radii import optimal_sigma
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, published
 from equipoise_lab.experiments.intervals import combined, gain_label, power_of_mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
 from equipoise_lab.experiments.shared.training import merged
+from equipoise_lab.weierstrass import radius_weak_global
 
 LIPSCHITZ, MASS = 5.0, 3.0
 PUBLISHED_EPSILONS = (0.14, 0.19, 0.25, 0.28, 0.42, 0.5)

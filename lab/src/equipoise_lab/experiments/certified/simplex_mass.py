@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.radii import optimal_sigma, radius_weak
+from equipoise.smoothing.radii import optimal_sigma
 from equipoise_lab.experiments.certified.rs_new_bound import LAPTOP_NETWORK, LIPSCHITZ, MASS, PAPER_NETWORK
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
+from equipoise_lab.weierstrass import radius_weak
 
 USUAL = "r = 1"
 

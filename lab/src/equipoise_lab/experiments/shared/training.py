@@ -11,6 +11,7 @@ from equipoise.core.errors import InputError
 from equipoise_lab.experiments.experiment import Context, Experiment, Power, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, intervals, legend, published
 from equipoise_lab.experiments.intervals import gain_label, mean_of, power_of
+from equipoise_lab.models import factory
 
 if TYPE_CHECKING:
     from equipoise.train import Result
@@ -36,9 +37,9 @@ def recipe(
     warmup: float = 0.0,
     **rest: Any,
 ) -> Plain:
-    """A network of `nn.models` (or `module:factory`) on images with a cosine schedule, measured after the last epoch."""
+    """A network by name (or `module:factory`) on images with a cosine schedule, measured after the last epoch."""
     return {
-        "model": {"factory": model if ":" in model else f"equipoise.nn.models:{model}", "arguments": dict(arguments)},
+        "model": {"factory": model if ":" in model else factory(model), "arguments": dict(arguments)},
         "data": {"path": data, "limit": limit, "test_limit": test_limit, "augment": list(augment)},
         "optimizer": dict(optimizer),
         "schedule": {"kind": "cosine", "warmup": warmup},
@@ -80,8 +81,9 @@ def train(recipe: Mapping[str, Any], context: Context, seed: int = 0) -> Result:
         file = context.file(name.lstrip("/"))
         data = {"reader": f"equipoise_lab.text:load_{kind}", "path": f"{prefix}:{file}" if prefix else str(file)}
     chosen = merged(recipe, {"seed": context.seed * 1000 + seed, "data": data})
-    if chosen.get("loss") in TEXT_LOSSES:
-        chosen["loss"] = TEXT_LOSSES[chosen["loss"]]
+    loss = chosen.get("loss")
+    if isinstance(loss, str):
+        chosen["loss"] = TEXT_LOSSES.get(loss, loss)
     if context.dry:
         batch = min(16, int(chosen.get("batch_size", 128)))
         few: Plain = {"limit": 2 * batch, "test_limit": 64}
