@@ -4,6 +4,7 @@ Run: python examples/certified_resnet.py
 """
 
 import torch
+from torch import Tensor, nn
 
 import equipoise as eq
 
@@ -12,8 +13,31 @@ train, test = eq.data.load_dataset("digits#train"), eq.data.load_dataset("digits
 images, labels = train.batch(range(len(train)))
 x, y = test.batch(range(len(test)))
 
-# 1. Any network will do. This is a ResNet-8 (residual blocks with batch norm) for one-channel pictures.
-resnet = eq.nn.models.build("cifar_resnet", depth=8, in_channels=1, width=8, mean=None, std=None)
+
+# 1. Any network will do. This is a small ResNet (residual blocks with batch norm) for one-channel pictures.
+class Block(nn.Module):
+    """Two convolutions beside the identity, or beside a projection where the shape changes."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out))
+        self.skip = nn.Identity() if stride == 1 else nn.Conv2d(channels, out, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block."""
+        return torch.relu(self.skip(x) + self.second(self.first(x)))
+
+
+resnet = nn.Sequential(
+    nn.Conv2d(1, 8, 3, 1, 1),
+    Block(8, 8, 1),
+    Block(8, 16, 2),
+    Block(16, 32, 2),
+    nn.AdaptiveAvgPool2d(1),
+    nn.Flatten(),
+    nn.Linear(32, 10),
+)
 print("bound of the plain ResNet:", f"{eq.lipschitz_bound(resnet.eval(), x[:1]).upper:.3g}")
 
 # 2. Convolutions and dense layers get spectral rescaling, batch norm loses its scale. What cannot be converted, such as

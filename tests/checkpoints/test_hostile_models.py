@@ -439,7 +439,7 @@ CONFIGS = {
     "no text": config(factory=["equipoise.nn.models:mlp"]),
     "a huge width": config(arguments={"widths": [2**30], "in_features": 2**30}),
     "many layers": config(arguments={"widths": [30000] * 4000, "in_features": 3}),
-    "many small layers": config(factory=factory("cifar_resnet"), arguments={"depth": 2402}),
+    "many small layers": config(factory=factory("sll"), arguments={"depth": 2400, "channels": 4, "hidden": 16}),
     "a huge number": config(arguments={"widths": [10**400], "in_features": 3}),
     "deep arguments": config(arguments={"widths": [[[[[[4]]]]]]}),
     "an argument it has not": config(arguments={"no_such": 1}),

@@ -43,7 +43,7 @@ def dataset(kind):
 
 def train(**parts):
     recipe = {
-        "model": {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": 2}},
+        "model": {"factory": "equipoise_lab.models:resnet18", "arguments": {"width": 2}},
         "data": {"path": "digits", "limit": 16, "test_limit": 4, **parts.pop("data", {})},
         "epochs": 1, "batch_size": 16, "metrics": {"bound": False}, **parts,
     }  # fmt: skip

@@ -161,9 +161,13 @@ def test_a_factory_with_weights(tmp_path, monkeypatch):
 def test_a_checkpoint_directory(tmp_path):
     from equipoise.nn.models import build
 
-    net = build("cifar_resnet", depth=8)
+    net = build("cnn", input_size=8, channels=[4])
     save_file(net.state_dict(), tmp_path / "model.safetensors")
-    config = {"factory": "equipoise.nn.models:cifar_resnet", "arguments": {"depth": 8}, "input_shape": [3, 8, 8]}
+    config = {
+        "factory": "equipoise.nn.models:cnn",
+        "arguments": {"input_size": 8, "channels": [4]},
+        "input_shape": [3, 8, 8],
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert audit_report(str(tmp_path)).upper == pytest.approx(
         lipschitz_bound(net.eval(), torch.zeros(1, 3, 8, 8), rtol=1e-3).upper

@@ -15,7 +15,7 @@ from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn import SRLinear
 from equipoise.nn.convert import convert, methods
-from equipoise.nn.models import build
+from equipoise_lab.models import build
 
 
 class Skip(nn.Module):

@@ -319,6 +319,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a name read before it is written": (edited(lambda m: m.graph.node[1].input.__setitem__(0, "later")), "'later'"),
     "a loop": (edited(lambda m: m.graph.node[2].output.__setitem__(0, "f")), "has a value already"),
     "an attribute nobody knows": (one("Relu", (2, 3), strange=1), "'strange'"),
+    "an attribute named like an input": (one("Relu", (2, 3), x=1), "'x'"),
+    "an attribute of another operator": (one("Relu", (2, 3), pads=[1, 1]), "'pads'"),
     "training mode": (
         one("BatchNormalization", IMAGE, *[numbers(4)] * 3, numbers(4) ** 2, training_mode=1),
         "training mode",

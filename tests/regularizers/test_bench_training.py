@@ -2,8 +2,8 @@
 
 import torch
 
-from equipoise.nn.models.resnets import resnet18
 from equipoise_lab.bench.training import sections
+from equipoise_lab.models import resnet18
 
 
 def test_quick_sections_have_all_rows():

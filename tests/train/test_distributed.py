@@ -87,7 +87,7 @@ KINDS = {
         "regularizers": [{"kind": "activation-decay", "sigma": 0.3}, {"kind": "spectral", "weight": 0.1}],
     },
 }  # fmt: skip
-RESNET = {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": 2}}
+RESNET = {"factory": "equipoise_lab.models:resnet18", "arguments": {"width": 2}}
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def test_penalties_leave_no_hooks_behind(small):
 
 
 def test_batch_norm_statistics_move_once_per_step_under_sam(small):
-    model = {"factory": "equipoise.nn.models:resnet18", "arguments": {"width": 2}}
+    model = {"factory": "equipoise_lab.models:resnet18", "arguments": {"width": 2}}
     recipe = small(
         "epochs=1", "metrics.bound=false", "data.limit=64", model=model, optimizer={"kind": "sam", "lr": 0.01}
     )

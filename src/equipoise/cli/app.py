@@ -4,7 +4,6 @@ import contextlib
 import errno
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -22,14 +21,13 @@ from equipoise.cli.consoles import complain, emit_json
 class Command:
     """One row of the command table: `attribute` of `module` is a function with typer annotations, or a `typer.Typer`.
 
-    `optional` rows belong to floors that may not be installed: they are left out when their module is absent. Their modules may
-    import torch, so they are loaded only when they are the command `wanted`; until then `summary` stands in the list.
+    Modules may import torch: a command with a `summary` is loaded only when it is the one that will run, and until then
+    listed by its summary.
     """
 
     name: str
     module: str
     attribute: str
-    optional: bool = False
     summary: str = ""
 
 
@@ -51,11 +49,7 @@ _TABLE = {
     "curvature": ("curvature", "Hessian eigenvalue, trace, density, sharpness."),
     "selfcheck": ("selfcheck", "Attack the guarantees on your own machine."),
 }
-#: loaded at once; the others only when they are wanted
-_LIGHT = frozenset({"demo", "norm", "selfcheck"})
-COMMANDS = tuple(
-    Command(name, f"equipoise.cli.{module}", name, name not in _LIGHT, text) for name, (module, text) in _TABLE.items()
-)
+COMMANDS = tuple(Command(name, f"equipoise.cli.{module}", name, text) for name, (module, text) in _TABLE.items())
 
 #: click's class of mistakes in a command line; typer has its own copy of click in later versions
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -125,7 +119,9 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
             sentence = _sentence(error)
             if sentence is None:
                 raise
-            refuse(sentence, bool(kwargs.get("json") or kwargs.get("as_json")))
+            complain(sentence)
+            if kwargs.get("json") or kwargs.get("as_json"):
+                emit_json({"error": sentence})
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             complain("interrupted")
@@ -146,13 +142,6 @@ def _sentence(error: Exception) -> str | None:
     return f"this does not fit into memory ({one_line(error)})" if out_of_memory(error) else None
 
 
-def refuse(sentence: str, as_json: bool) -> None:
-    """One sentence on stderr; with --json a document on stdout as well."""
-    complain(sentence)
-    if as_json:
-        emit_json({"error": sentence})
-
-
 def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
     """Run the application and end the process: 0 fine, 1 a check failed, 2 refused or not written, 130 interrupted.
 
@@ -164,7 +153,8 @@ def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
         try:
             code = app(arguments, prog_name="equipoise", standalone_mode=False)
         except UsageError as error:
-            code = _misused(error, "--json" in arguments)
+            code = 2
+            _show_usage(error, "--json" in arguments)
         except typer.Exit as error:
             code = error.exit_code
         except (typer.Abort, KeyboardInterrupt):
@@ -181,12 +171,11 @@ def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _misused(error: Any, as_json: bool) -> int:
+def _show_usage(error: Any, as_json: bool) -> None:
     """What is wrong with the command line, on stderr; with --json a document as well."""
     error.show()
     if as_json:
         emit_json({"error": " ".join(error.format_message().split())})
-    return 2
 
 
 def _options(
@@ -207,37 +196,22 @@ def _version(asked: bool) -> None:
 
 
 def _register(app: typer.Typer, command: Command, wanted: str | None) -> None:
-    if command.optional and importlib.util.find_spec(command.module) is None:
+    summary = command.summary or None
+    if summary and wanted not in (None, command.name):
+        app.command(command.name, help=summary)(_not_loaded)
         return
-    if command.optional and wanted is not None and wanted != command.name:
-        app.command(command.name, short_help=command.summary or None, help=command.summary)(
-            _unavailable(command, "it was not loaded")
-        )
+    target = getattr(importlib.import_module(command.module), command.attribute)
+    if not isinstance(target, typer.Typer):
+        app.command(command.name, short_help=summary)(reported(target))
         return
-    try:
-        target = getattr(importlib.import_module(command.module), command.attribute)
-    except ImportError as error:
-        if not command.optional:
-            raise
-        target = _unavailable(command, str(error))
-    if isinstance(target, typer.Typer):
-        for info in target.registered_commands:
-            if info.callback is not None:
-                info.callback = reported(getattr(info.callback, "__wrapped__", info.callback))
-        app.add_typer(target, name=command.name, short_help=command.summary or None)
-    else:
-        app.command(command.name, short_help=command.summary or None)(reported(target))
+    for info in target.registered_commands:
+        if info.callback is not None:
+            info.callback = reported(getattr(info.callback, "__wrapped__", info.callback))
+    app.add_typer(target, name=command.name, short_help=summary)
 
 
-def _unavailable(command: Command, reason: str) -> Callable[[], None]:
-    """A command that is installed but cannot be imported says so when it is called, and does not break the others."""
-
-    def unavailable() -> None:
-        """Not available in this installation."""
-        complain(f"`equipoise {command.name}` is not available here: {reason}")
-        raise typer.Exit(2)
-
-    return unavailable
+def _not_loaded() -> None:
+    raise RuntimeError("this command was listed without being loaded: name it in build(wanted=...)")
 
 
 def _verbatim(text: str) -> str:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,13 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from equipoise.core.bounds import Bracket
-
-
-class PaddingMode(StrEnum):
-    """Padding modes a file can be read with."""
-
-    zeros = "zeros"
-    circular = "circular"
 
 
 def norm(
@@ -50,8 +42,9 @@ def norm(
     ] = None,
     rtol: Annotated[float, typer.Option(help="Relative gap upper/lower − 1 to reach.")] = 1e-3,
     padding: Annotated[
-        PaddingMode, typer.Option(help="Padding of the convolutions («same» amount when the size is given).")
-    ] = PaddingMode.zeros,
+        Literal["zeros", "circular"],
+        typer.Option(help="Padding of the convolutions («same» amount when the size is given)."),
+    ] = "zeros",
     stride: Annotated[int, typer.Option(help="Stride of every convolution in the file.")] = 1,
     only: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Only tensors of this name, e.g. 'layer1.*'.")
@@ -85,12 +78,12 @@ def norm(
     rows = []
     with progress() as bar:
         task = bar.add_task(f"norms of {file.name}", total=None)
-        for row in weight_rows(file, only, rtol, size, padding.value, stride):
+        for row in weight_rows(file, only, rtol, size, padding, stride):
             rows.append(row)
             bar.advance(task)
     refused = [row for row in rows if row["status"] == "refused"]
     if as_json:
-        settings = {"file": str(file), "rtol": rtol, "input_size": size and list(size), "padding": padding.value}
+        settings = {"file": str(file), "rtol": rtol, "input_size": size and list(size), "padding": padding}
         emit_json({**settings, "stride": stride, "weights": rows, "refused": len(refused)})
     else:
         _show(file, rows)

@@ -16,7 +16,7 @@ from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line,
 from equipoise.core.files import read_bounded
 from equipoise.onnx import indexed, layers, sequences  # noqa: F401 - they fill the table of operators
 from equipoise.onnx import shapes as moving_entries  # noqa: F401
-from equipoise.onnx.operators import PLAIN_NUMBERS, find_operator, fixed_inputs
+from equipoise.onnx.operators import PLAIN_NUMBERS, find_operator, fixed_inputs, keywords
 from equipoise.onnx.reading import LARGEST_FILE, LARGEST_TOTAL, LARGEST_VALUE, Graph, Spec, parse
 from equipoise.onnx.runtime import LARGEST_COMPARED, require_same_results
 
@@ -29,12 +29,12 @@ class OnnxNode(nn.Module):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        find_operator(spec)  # refused here, not at the first call
+        self.attributes = keywords(spec)  # an unknown operator or attribute is refused here, not at the first call
         self.spec, self.training = spec, False
 
     def forward(self, *inputs: Tensor | np.ndarray | None) -> tuple[Tensor, ...]:
         """The outputs of the node."""
-        found = find_operator(self.spec)(self.spec, *inputs)
+        found = find_operator(self.spec)(self.spec, *inputs, **self.attributes)
         return found if isinstance(found, tuple) else (found,)
 
     def extra_repr(self) -> str:

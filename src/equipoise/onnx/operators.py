@@ -1,9 +1,11 @@
 """What each ONNX operator computes, in torch: one function per operator, in one table.
 
-A function takes the node's record and its inputs (None where one is left out) and returns a tensor or a tuple. Definitions follow
-ONNX's operator documents for the file's opset; an attribute that is not understood is refused, never ignored.
+A function takes the node's record, its inputs (None where one is left out) and its attributes by name, and returns a tensor or a
+tuple. Definitions follow ONNX's operator documents for the file's opset; an attribute that is not understood is refused,
+never ignored.
 """
 
+import inspect
 import operator as python_operator
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,13 @@ Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 Fixed = np.ndarray | None
 _TABLE: dict[str, Operator] = {}
 _FIXED: dict[str, frozenset[int]] = {}
+#: attributes that change no number: hints, sizes that the inputs have too, settings of results that are not given
+_WITHOUT_EFFECT = {
+    "extrapolation_value", "hidden_size", "momentum", "num_outputs", "qk_matmul_output_mode", "ratio",
+    "saturate", "seed", "softmax_precision", "sorted", "stash_type", "storage_order",
+}  # fmt: skip
+#: the attributes that `**window` stands for in a function's signature
+_WINDOW = {"auto_pad", "dilations", "pads", "strides"}
 
 
 def operator(*kinds: str, fixed: tuple[int, ...] = ()) -> Callable[[Operator], Operator]:
@@ -45,6 +54,19 @@ def find_operator(spec: Spec) -> Operator:
             "export the network with others, or as a .pt2"
         )
     return _TABLE[spec.kind]
+
+
+def keywords(spec: Spec) -> dict[str, Any]:
+    """A node's attributes as keyword arguments of its function; one that it does not take is refused, never ignored."""
+    parameters = inspect.signature(find_operator(spec)).parameters.values()
+    names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names |= _WINDOW
+    given = {name: value for name, value in spec.attributes.items() if name not in _WITHOUT_EFFECT}
+    odd = sorted(set(given) - names)
+    if odd:
+        raise spec.refuse(f"attribute {odd[0]!r} is not supported")
+    return given
 
 
 def known_operators() -> tuple[str, ...]:
@@ -82,7 +104,6 @@ def bounded(spec: Spec, shape: list[int]) -> list[int]:
 
 def _alone(function: Callable[[Tensor], Tensor]) -> Operator:
     def run(spec: Spec, x: Tensor) -> Tensor:
-        spec.only()
         return function(x)
 
     return run
@@ -126,7 +147,6 @@ _TABLE.update({name: _alone(function) for name, function in _UNARY.items()})
 
 def _pair(function: Callable[[Any, Any], Tensor]) -> Operator:
     def run(spec: Spec, a: Any, b: Any) -> Tensor:
-        spec.only()
         return function(a, b)
 
     return run
@@ -161,7 +181,6 @@ PLAIN_NUMBERS = frozenset({"Add", "Sub", "Mul", "Div", "Greater", "GreaterOrEqua
 
 @operator("Pow", fixed=(1,))
 def _power(spec: Spec, x: Tensor, exponent: np.ndarray) -> Tensor:
-    spec.only()
     if exponent.size == 1 and exponent.ndim <= x.dim():
         return torch.pow(x, exponent.reshape(()).item())
     return torch.pow(x, torch.from_numpy(exponent.copy()))
@@ -169,7 +188,6 @@ def _power(spec: Spec, x: Tensor, exponent: np.ndarray) -> Tensor:
 
 @operator("Min", "Max", "Sum", "Mean")
 def _several(spec: Spec, *inputs: Tensor) -> Tensor:
-    spec.only()
     join: Callable[[Tensor, Tensor], Tensor] = torch.add
     if spec.kind in ("Min", "Max"):
         join = torch.minimum if spec.kind == "Min" else torch.maximum
@@ -180,22 +198,19 @@ def _several(spec: Spec, *inputs: Tensor) -> Tensor:
 
 
 @operator("Clip", fixed=(1, 2))
-def _clip(spec: Spec, x: Tensor, low: Fixed = None, high: Fixed = None) -> Tensor:
-    spec.only("min", "max")
-    least = spec.get("min") if low is None else number(spec, low, "the least value")
-    most = spec.get("max") if high is None else number(spec, high, "the largest value")
+def _clip(spec: Spec, x: Tensor, low: Fixed = None, high: Fixed = None, *, min: Any = None, max: Any = None) -> Tensor:
+    least = min if low is None else number(spec, low, "the least value")
+    most = max if high is None else number(spec, high, "the largest value")
     return x if least is None and most is None else torch.clamp(x, least, most)
 
 
 @operator("LeakyRelu")
-def _leaky(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("alpha")
-    return F.leaky_relu(x, spec.get("alpha", 0.01))
+def _leaky(spec: Spec, x: Tensor, *, alpha: float = 0.01) -> Tensor:
+    return F.leaky_relu(x, alpha)
 
 
 @operator("PRelu")
 def _prelu(spec: Spec, x: Tensor, slope: Tensor) -> Tensor:
-    spec.only()
     if slope.numel() == 1:
         return F.prelu(x, slope.reshape(1))
     if x.dim() > 1 and slope.numel() == x.shape[1] and slope.dim() == x.dim() - 1 and slope.shape[0] == x.shape[1]:
@@ -204,63 +219,60 @@ def _prelu(spec: Spec, x: Tensor, slope: Tensor) -> Tensor:
 
 
 @operator("ThresholdedRelu")
-def _thresholded(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("alpha")
-    alpha = spec.get("alpha", 1.0)
+def _thresholded(spec: Spec, x: Tensor, *, alpha: float = 1.0) -> Tensor:
     return torch.where(x > alpha, x, torch.zeros_like(x))
 
 
 @operator("Elu", "Celu", "Selu", "HardSigmoid", "Gelu")
-def _curve(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("alpha", "beta", "gamma", "approximate")
-    alpha = spec.get("alpha")
+def _curve(
+    spec: Spec,
+    x: Tensor,
+    *,
+    alpha: Any = None,
+    gamma: float = 1.0507010221481323,
+    beta: float = 0.5,
+    approximate: str = "none",
+) -> Tensor:
     match spec.kind:
         case "Elu":
             return F.elu(x, 1.0 if alpha is None else alpha)
         case "Celu":
             return F.celu(x, 1.0 if alpha is None else alpha)
         case "Selu":
-            scale = spec.get("gamma", 1.0507010221481323)
-            return scale * F.elu(x, 1.6732631921768188 if alpha is None else alpha)
+            return gamma * F.elu(x, 1.6732631921768188 if alpha is None else alpha)
         case "HardSigmoid":
-            return torch.clamp(x * (0.2 if alpha is None else alpha) + spec.get("beta", 0.5), 0.0, 1.0)
-    return F.gelu(x, approximate=spec.get("approximate", "none"))
+            return torch.clamp(x * (0.2 if alpha is None else alpha) + beta, 0.0, 1.0)
+    return F.gelu(x, approximate=approximate)
 
 
 @operator("Swish")
-def _swish(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("alpha")
-    alpha = spec.get("alpha", 1.0)
+def _swish(spec: Spec, x: Tensor, *, alpha: float = 1.0) -> Tensor:
     return F.silu(x) if alpha == 1 else F.silu(alpha * x) / alpha
 
 
 @operator("Shrink")
-def _shrink(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("lambd", "bias")
-    lambd, bias = spec.get("lambd", 0.5), spec.get("bias", 0.0)
+def _shrink(spec: Spec, x: Tensor, *, lambd: float = 0.5, bias: float = 0.0) -> Tensor:
     if bias == lambd >= 0:
         return F.softshrink(x, lambd)
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, torch.zeros_like(x)))
 
 
 @operator("Softmax", "LogSoftmax")
-def _softmax(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("axis")
+def _softmax(spec: Spec, x: Tensor, *, axis: Any = None) -> Tensor:
     function = F.softmax if spec.kind == "Softmax" else F.log_softmax
     if spec.opset >= 13:
-        return function(x, spec.get("axis", -1))
-    axis = spec.get("axis", 1) % max(1, x.dim())
+        return function(x, -1 if axis is None else axis)
+    axis = (1 if axis is None else axis) % max(1, x.dim())
     if axis == x.dim() - 1:
         return function(x, -1)
     return function(x.flatten(axis), -1).reshape(x.shape)  # all dimensions from `axis` on count as one
 
 
 @operator("Cast", "CastLike")
-def _cast(spec: Spec, x: Tensor, like: Tensor | None = None) -> Tensor:
-    spec.only("to", "saturate")
-    target = like.dtype if like is not None else DTYPES.get(spec.get("to", 0))
+def _cast(spec: Spec, x: Tensor, like: Tensor | None = None, *, to: int = 0) -> Tensor:
+    target = like.dtype if like is not None else DTYPES.get(to)
     if target is None:
-        raise spec.refuse(f"it casts to element type {spec.get('to')}, which rounds or is not a number")
+        raise spec.refuse(f"it casts to element type {to}, which rounds or is not a number")
     if target.is_floating_point and x.is_floating_point():
         return x  # the network runs in one floating-point format
     return x.to(target)
@@ -277,31 +289,35 @@ def _chosen(spec: Spec, condition: np.ndarray, *results: Tensor) -> tuple[Tensor
 
 @operator("Where")
 def _where(spec: Spec, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    spec.only()
     return torch.where(condition, a, b)
 
 
 @operator("Mod")
-def _mod(spec: Spec, a: Tensor, b: Tensor) -> Tensor:
-    spec.only("fmod")
-    return torch.fmod(a, b) if spec.get("fmod", 0) else torch.remainder(a, b)
+def _mod(spec: Spec, a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
+    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
 @operator("Einsum")
-def _einsum(spec: Spec, *inputs: Tensor) -> Tensor:
-    spec.only("equation")
-    return torch.einsum(spec.get("equation", ""), *inputs)
+def _einsum(spec: Spec, *inputs: Tensor, equation: str = "") -> Tensor:
+    return torch.einsum(equation, *inputs)
 
 
 def _reduced(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:
-    def run(spec: Spec, x: Tensor, axes: Fixed = None) -> Tensor:
-        spec.only("axes", "keepdims", "noop_with_empty_axes")
-        chosen = spec.get("axes") if axes is None else integers(spec, axes, "axes")
+    def run(
+        spec: Spec,
+        x: Tensor,
+        given: Fixed = None,
+        *,
+        axes: Any = None,
+        noop_with_empty_axes: int = 0,
+        keepdims: int = 1,
+    ) -> Tensor:
+        chosen = axes if given is None else integers(spec, given, "axes")
         if not chosen:
-            if spec.get("noop_with_empty_axes", 0):
+            if noop_with_empty_axes:
                 return x
             chosen = list(range(x.dim()))
-        return function(x, [a % max(1, x.dim()) for a in chosen], bool(spec.get("keepdims", 1)))
+        return function(x, [a % max(1, x.dim()) for a in chosen], bool(keepdims))
 
     return run
 

@@ -48,19 +48,9 @@ class Spec:
     #: names of conditions with the value they must have for the node to run: it stands in branches of these
     guards: tuple[tuple[str, bool], ...] = ()
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """An attribute, or `default` where the file does not set it."""
-        return self.attributes.get(key, default)
-
     def refuse(self, why: str) -> Refused:
         """The refusal of this node, to be raised."""
         return Refused(f"ONNX node {self.name!r} ({self.kind}, opset {self.opset}): {why}")
-
-    def only(self, *allowed: str) -> None:
-        """Refuse attributes that are set and not among these: what is not understood is not ignored."""
-        odd = sorted(set(self.attributes) - set(allowed))
-        if odd:
-            raise self.refuse(f"attribute {odd[0]!r} is not supported")
 
 
 @dataclass(frozen=True)

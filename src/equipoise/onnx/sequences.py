@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +21,13 @@ LONGEST = 1_000
 _DEFAULT = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
 
 
-def _checked(spec: Spec, x: Tensor, lengths: Fixed) -> list[bool]:
+def _directions(spec: Spec, x: Tensor, lengths: Fixed, direction: str, activations: list[str] | None) -> list[bool]:
     """The directions to run in, false for backwards."""
-    spec.only("activations", "direction", "hidden_size", "layout", "linear_before_reset", "input_forget")
     ways = {"forward": [True], "reverse": [False], "bidirectional": [True, False]}
-    chosen = ways.get(spec.get("direction", "forward"))
-    if chosen is None or spec.get("layout", 0) or spec.get("input_forget", 0):
-        raise spec.refuse("only layout 0, without coupled gates, in one of ONNX's directions is supported")
-    if spec.get("activations", _DEFAULT[spec.kind] * len(chosen)) != _DEFAULT[spec.kind] * len(chosen):
+    chosen = ways.get(direction)
+    if chosen is None:
+        raise spec.refuse(f"its direction {direction!r} is none of ONNX's")
+    if activations is not None and activations != _DEFAULT[spec.kind] * len(chosen):
         raise spec.refuse(f"only the activations {_DEFAULT[spec.kind]} are supported")
     if lengths is not None and any(int(n) != x.shape[0] for n in lengths.reshape(-1)):
         raise spec.refuse("sequences of different lengths are not supported")
@@ -36,31 +36,29 @@ def _checked(spec: Spec, x: Tensor, lengths: Fixed) -> list[bool]:
     return chosen
 
 
-def _rnn(spec: Spec, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Callable[[Tensor, State], State]:
+def _rnn(linear: int, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Callable[[Tensor, State], State]:
     def step(x: Tensor, state: State) -> State:
         return (torch.tanh(x @ w.T + state[0] @ r.T + b + c),)
 
     return step
 
 
-def _gru(spec: Spec, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Callable[[Tensor, State], State]:
+def _gru(linear: int, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Callable[[Tensor, State], State]:
     n = r.shape[1]
 
     def step(x: Tensor, state: State) -> State:
         (h,) = state
         gates = torch.sigmoid(x @ w[: 2 * n].T + h @ r[: 2 * n].T + b[: 2 * n] + c[: 2 * n])
         z, reset = gates[:, :n], gates[:, n:]
-        if spec.get("linear_before_reset", 0):
-            inner = reset * (h @ r[2 * n :].T + c[2 * n :])
-        else:
-            inner = (reset * h) @ r[2 * n :].T + c[2 * n :]
+        rest, shift = r[2 * n :].T, c[2 * n :]
+        inner = reset * (h @ rest + shift) if linear else (reset * h) @ rest + shift
         new = torch.tanh(x @ w[2 * n :].T + b[2 * n :] + inner)
         return (z * (h - new) + new,)
 
     return step
 
 
-def _lstm(spec: Spec, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Callable[[Tensor, State], State]:
+def _lstm(linear: int, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Callable[[Tensor, State], State]:
     def step(x: Tensor, state: State) -> State:
         h, cell = state
         i, o, f, g = (x @ w.T + h @ r.T + b + c).chunk(4, 1)
@@ -76,16 +74,17 @@ _CELLS = {"RNN": _rnn, "GRU": _gru, "LSTM": _lstm}
 @operator("RNN", "GRU", "LSTM", fixed=(4,))
 def _recurrent(
     spec: Spec, x: Tensor, w: Tensor, r: Tensor, bias: Tensor | None = None, lengths: np.ndarray | None = None,
-    *states: Tensor | None,
+    *states: Tensor | None, direction: str = "forward", activations: Any = None, layout: int = 0, input_forget: int = 0,
+    linear_before_reset: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    if len(states) > 2 and states[2] is not None:
-        raise spec.refuse("peepholes are not supported")
-    ways, size = _checked(spec, x, lengths), r.shape[-1]
+    if layout or input_forget or (len(states) > 2 and states[2] is not None):
+        raise spec.refuse("only layout 0, without coupled gates and peepholes, is supported")
+    ways, size = _directions(spec, x, lengths, direction, activations), r.shape[-1]
     given = [*states[:2], None, None][: 2 if spec.kind == "LSTM" else 1]
     outputs, ends = [], []
     for way, forwards in enumerate(ways):
         both = torch.zeros(2 * w.shape[1], dtype=x.dtype, device=x.device) if bias is None else bias[way]
-        step = _CELLS[spec.kind](spec, w[way], r[way], *both.split(w.shape[1]))
+        step = _CELLS[spec.kind](linear_before_reset, w[way], r[way], *both.split(w.shape[1]))
         blank = torch.zeros(x.shape[1], size, dtype=x.dtype, device=x.device)
         state: State = tuple(blank if s is None else s[way] for s in given)
         seen = []
@@ -101,23 +100,31 @@ def _recurrent(
 
 
 @operator("Attention", fixed=(3,))
-def _attention(spec: Spec, q: Tensor, k: Tensor, v: Tensor, mask: Fixed = None, *past: Tensor | None) -> Tensor:
+def _attention(
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Fixed = None,
+    *past: Tensor | None,
+    is_causal: int = 0,
+    kv_num_heads: int = 0,
+    q_num_heads: int = 0,
+    scale: Any = None,
+    softcap: float = 0.0,
+) -> Tensor:
     """`softmax(s·QKᵀ + M)·V` per head; heads of the keys are shared by groups of queries."""
-    spec.only(
-        "is_causal", "kv_num_heads", "q_num_heads", "qk_matmul_output_mode", "scale", "softcap", "softmax_precision"
-    )
-    if any(p is not None for p in past) or len([o for o in spec.outputs if o]) > 1 or spec.get("softcap", 0.0):
+    if any(p is not None for p in past) or len([o for o in spec.outputs if o]) > 1 or softcap:
         raise spec.refuse("past keys, further outputs and softcap are not supported")
     flat = q.dim() == 3
     if flat:
-        heads, shared = spec.get("q_num_heads", 0), spec.get("kv_num_heads", 0)
-        if not heads or not shared:
+        if not q_num_heads or not kv_num_heads:
             raise spec.refuse("inputs of three dimensions need q_num_heads and kv_num_heads")
-        q, k, v = _heads(q, heads), _heads(k, shared), _heads(v, shared)
+        q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    score = torch.matmul(q, k.transpose(-2, -1)) * spec.get("scale", 1 / math.sqrt(q.shape[-1]))
-    hidden = _hidden(spec, mask, score)
+    score = torch.matmul(q, k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    hidden = _hidden(spec, mask, score, bool(is_causal))
     score = score if hidden is None else score + hidden.to(score.dtype)
     result = torch.matmul(torch.softmax(score, -1), v)
     return result.transpose(1, 2).flatten(2) if flat else result
@@ -127,16 +134,16 @@ def _heads(x: Tensor, count: int) -> Tensor:
     return x.unflatten(2, (count, -1)).transpose(1, 2)
 
 
-def _hidden(spec: Spec, mask: Fixed, score: Tensor) -> Tensor | None:
+def _hidden(spec: Spec, mask: Fixed, score: Tensor, causal: bool) -> Tensor | None:
     """What is added to the scores: the mask, and a number for which the softmax is 0 where a query must not look."""
     rows, columns = (int(n) for n in score.shape[-2:])
     least = float(np.finfo(np.float32).min) / 4
     added = np.zeros((rows, columns)) if mask is None else np.asarray(mask, dtype=np.float64)
     if mask is not None and mask.dtype.kind == "b":
         added = np.where(mask, 0.0, least)
-    if spec.get("is_causal", 0):
+    if causal:
         added = added + np.where(np.tril(np.ones((rows, columns), dtype=bool)), 0.0, least)
-    if mask is None and not spec.get("is_causal", 0):
+    if mask is None and not causal:
         return None
     added = np.maximum(added, 2 * least)
     if bool((added.max(-1) <= least).any()):
@@ -163,19 +170,28 @@ def _complex(spec: Spec, x: Tensor) -> Tensor:
 
 
 @operator("DFT", fixed=(1, 2))
-def _dft(spec: Spec, x: Tensor, length: Fixed = None, axis: Fixed = None) -> Tensor:
-    spec.only("axis", "inverse", "onesided")
-    chosen = _whole(spec, axis, "the axis")
-    chosen = spec.get("axis", 1 if spec.opset < 20 else -2) if chosen is None else chosen
+def _dft(
+    spec: Spec,
+    x: Tensor,
+    length: Fixed = None,
+    given: Fixed = None,
+    *,
+    axis: Any = None,
+    inverse: int = 0,
+    onesided: int = 0,
+) -> Tensor:
+    chosen = _whole(spec, given, "the axis")
+    axis = (1 if spec.opset < 20 else -2) if axis is None else axis
+    chosen = axis if chosen is None else chosen
     if not -x.dim() <= chosen < x.dim() or chosen % x.dim() == x.dim() - 1:
         raise spec.refuse(f"axis {chosen} of an input of shape {tuple(x.shape)} is not one of the signal's")
     dim, z, n = chosen % x.dim(), _complex(spec, x), _whole(spec, length, "the length")
     bounded(spec, [*x.shape[:-1], n or 1])
-    if spec.get("inverse", 0):
-        if spec.get("onesided", 0):
+    if inverse:
+        if onesided:
             return torch.fft.irfft(z, n, dim).unsqueeze(-1)
         return torch.view_as_real(torch.fft.ifft(z, n, dim))
-    if spec.get("onesided", 0):
+    if onesided:
         if z.is_complex():
             raise spec.refuse("one half of a spectrum is that of a real signal, and its input is complex")
         return torch.view_as_real(torch.fft.rfft(z, n, dim))
@@ -183,8 +199,9 @@ def _dft(spec: Spec, x: Tensor, length: Fixed = None, axis: Fixed = None) -> Ten
 
 
 @operator("STFT", fixed=(1, 3))
-def _stft(spec: Spec, x: Tensor, step: Fixed = None, window: Tensor | None = None, length: Fixed = None) -> Tensor:
-    spec.only("onesided")
+def _stft(
+    spec: Spec, x: Tensor, step: Fixed = None, window: Tensor | None = None, length: Fixed = None, *, onesided: int = 1
+) -> Tensor:
     by, size = _whole(spec, step, "the step"), _whole(spec, length, "the length of a frame")
     size = int(window.shape[0]) if size is None and window is not None else size
     z = x if x.dim() == 2 else _complex(spec, x)
@@ -192,9 +209,9 @@ def _stft(spec: Spec, x: Tensor, step: Fixed = None, window: Tensor | None = Non
         raise spec.refuse(f"frames of {size} entries every {by} of an input of shape {tuple(x.shape)}")
     frames = z.unfold(1, size, by)
     frames = frames if window is None else frames * window
-    if spec.get("onesided", 1) and not z.is_complex():
+    if onesided and not z.is_complex():
         return torch.view_as_real(torch.fft.rfft(frames))
-    if spec.get("onesided", 1):
+    if onesided:
         raise spec.refuse("one half of a spectrum is that of a real signal, and its input is complex")
     return torch.view_as_real(torch.fft.fft(frames))
 
@@ -203,11 +220,10 @@ _WINDOWS = {"HannWindow": (0.5, -0.5), "HammingWindow": (25 / 46, -21 / 46), "Bl
 
 
 @operator(*_WINDOWS, fixed=(0,))
-def _window(spec: Spec, length: np.ndarray) -> Tensor:
-    spec.only("output_datatype", "periodic")
+def _window(spec: Spec, length: np.ndarray, *, periodic: int = 1, output_datatype: int = 1) -> Tensor:
     n = bounded(spec, [_whole(spec, length, "the length") or 0])[0]
-    period = max(1, n if spec.get("periodic", 1) else n - 1)
+    period = max(1, n if periodic else n - 1)
     angle = 2 * math.pi / period * torch.arange(n, dtype=torch.float64)
     found = sum(c * torch.cos(k * angle) for k, c in enumerate(_WINDOWS[spec.kind]))
     assert isinstance(found, Tensor)
-    return found.to(DTYPES.get(spec.get("output_datatype", 1), torch.float32))
+    return found.to(DTYPES.get(output_datatype, torch.float32))

@@ -1,6 +1,7 @@
 """ONNX operators that move, select, repeat and resample entries."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,47 +13,50 @@ from equipoise.onnx.reading import DTYPES, Spec
 
 
 @operator("Constant")
-def _constant(spec: Spec) -> Tensor:
-    spec.only("value", "value_float", "value_floats", "value_int", "value_ints")
-    for key, value in spec.attributes.items():
-        return value if isinstance(value, Tensor) else torch.tensor(value, dtype=_kind(key))
-    raise spec.refuse("it holds no value")
-
-
-def _kind(key: str) -> torch.dtype:
-    return torch.float32 if key.startswith("value_float") else torch.int64
+def _constant(
+    spec: Spec,
+    *,
+    value: Any = None,
+    value_float: Any = None,
+    value_floats: Any = None,
+    value_int: Any = None,
+    value_ints: Any = None,
+) -> Tensor:
+    if len(spec.attributes) != 1:
+        raise spec.refuse("it does not hold one value")
+    if value is not None:
+        return value
+    floats = value_floats if value_float is None else value_float
+    if floats is not None:
+        return torch.tensor(floats, dtype=torch.float32)
+    return torch.tensor(value_ints if value_int is None else value_int, dtype=torch.int64)
 
 
 @operator("ConstantOfShape", fixed=(0,))
-def _constant_of_shape(spec: Spec, shape: np.ndarray) -> Tensor:
-    spec.only("value")
-    value = spec.get("value", torch.zeros(1))
+def _constant_of_shape(spec: Spec, shape: np.ndarray, *, value: Any = None) -> Tensor:
+    value = torch.zeros(1) if value is None else value
     return value.reshape(()).expand(bounded(spec, integers(spec, shape, "the shape") or [])).clone()
 
 
 @operator("EyeLike")
-def _eye(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("k", "dtype")
-    if x.dim() != 2 or spec.get("k", 0) != 0:
+def _eye(spec: Spec, x: Tensor, *, k: int = 0, dtype: int = 0) -> Tensor:
+    if x.dim() != 2 or k != 0:
         raise spec.refuse("only the main diagonal of a matrix is supported")
-    return torch.eye(*x.shape, dtype=DTYPES.get(spec.get("dtype", 0), x.dtype))
+    return torch.eye(*x.shape, dtype=DTYPES.get(dtype, x.dtype))
 
 
 @operator("Shape")
-def _shape(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("start", "end")
-    return torch.tensor([int(n) for n in x.shape][spec.get("start", 0) : spec.get("end")], dtype=torch.int64)
+def _shape(spec: Spec, x: Tensor, *, start: int = 0, end: Any = None) -> Tensor:
+    return torch.tensor([int(n) for n in x.shape][start:end], dtype=torch.int64)
 
 
 @operator("Size")
 def _size(spec: Spec, x: Tensor) -> Tensor:
-    spec.only()
     return torch.tensor(x.numel(), dtype=torch.int64)
 
 
 @operator("Range", fixed=(0, 1, 2))
 def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
-    spec.only()
     first, last, by = (v.reshape(()).item() for v in (start, limit, step))
     if by == 0:
         raise spec.refuse("its step is 0")
@@ -61,32 +65,27 @@ def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -
 
 
 @operator("Flatten")
-def _flatten(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("axis")
-    axis = spec.get("axis", 1)
+def _flatten(spec: Spec, x: Tensor, *, axis: int = 1) -> Tensor:
     axis = axis + x.dim() if axis < 0 else axis
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
 @operator("Reshape", fixed=(1,))
-def _reshape(spec: Spec, x: Tensor, shape: np.ndarray) -> Tensor:
-    spec.only("allowzero")
+def _reshape(spec: Spec, x: Tensor, shape: np.ndarray, *, allowzero: int = 0) -> Tensor:
     wanted = integers(spec, shape, "the shape") or []
-    if not spec.get("allowzero", 0):
+    if not allowzero:
         wanted = [x.shape[i] if n == 0 and i < x.dim() else n for i, n in enumerate(wanted)]
     return x.reshape(wanted)
 
 
 @operator("Transpose")
-def _transpose(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("perm")
-    return x.permute(spec.get("perm", list(range(x.dim()))[::-1]))
+def _transpose(spec: Spec, x: Tensor, *, perm: Any = None) -> Tensor:
+    return x.permute(list(range(x.dim()))[::-1] if perm is None else perm)
 
 
 @operator("Squeeze", fixed=(1,))
-def _squeeze(spec: Spec, x: Tensor, axes: Fixed = None) -> Tensor:
-    spec.only("axes")
-    chosen = spec.get("axes") if axes is None else integers(spec, axes, "axes")
+def _squeeze(spec: Spec, x: Tensor, given: Fixed = None, *, axes: Any = None) -> Tensor:
+    chosen = axes if given is None else integers(spec, given, "axes")
     chosen = [i for i, n in enumerate(x.shape) if n == 1] if chosen is None else [a % x.dim() for a in chosen]
     if any(x.shape[a] != 1 for a in chosen):
         raise spec.refuse(f"axes {chosen} of shape {tuple(x.shape)} are not of length 1")
@@ -94,9 +93,8 @@ def _squeeze(spec: Spec, x: Tensor, axes: Fixed = None) -> Tensor:
 
 
 @operator("Unsqueeze", fixed=(1,))
-def _unsqueeze(spec: Spec, x: Tensor, axes: Fixed = None) -> Tensor:
-    spec.only("axes")
-    chosen = spec.get("axes") if axes is None else integers(spec, axes, "axes")
+def _unsqueeze(spec: Spec, x: Tensor, given: Fixed = None, *, axes: Any = None) -> Tensor:
+    chosen = axes if given is None else integers(spec, given, "axes")
     rank = x.dim() + len(chosen or [])
     for axis in sorted(a % rank for a in chosen or []):
         x = x.unsqueeze(axis)
@@ -104,16 +102,14 @@ def _unsqueeze(spec: Spec, x: Tensor, axes: Fixed = None) -> Tensor:
 
 
 @operator("Concat")
-def _concat(spec: Spec, *inputs: Tensor) -> Tensor:
-    spec.only("axis")
-    return torch.cat(list(inputs), spec.get("axis", 0))
+def _concat(spec: Spec, *inputs: Tensor, axis: int = 0) -> Tensor:
+    return torch.cat(list(inputs), axis)
 
 
 @operator("Split", fixed=(1,))
-def _split(spec: Spec, x: Tensor, sizes: Fixed = None) -> tuple[Tensor, ...]:
-    spec.only("axis", "split", "num_outputs")
-    axis, count = spec.get("axis", 0), len(spec.outputs)
-    chosen = spec.get("split") if sizes is None else integers(spec, sizes, "split")
+def _split(spec: Spec, x: Tensor, sizes: Fixed = None, *, axis: int = 0, split: Any = None) -> tuple[Tensor, ...]:
+    count = len(spec.outputs)
+    chosen = split if sizes is None else integers(spec, sizes, "split")
     if chosen is None:
         step = -(-x.shape[axis] // count)
         chosen = [step] * (count - 1) + [x.shape[axis] - step * (count - 1)]
@@ -121,11 +117,10 @@ def _split(spec: Spec, x: Tensor, sizes: Fixed = None) -> tuple[Tensor, ...]:
 
 
 @operator("Slice", fixed=(1, 2, 3, 4))
-def _slice(spec: Spec, x: Tensor, *limits: Fixed) -> Tensor:
-    spec.only("starts", "ends", "axes")
-    starts, ends, axes, steps = (integers(spec, v, "starts, ends, axes and steps") for v in (*limits, *[None] * 4)[:4])
-    starts, ends = starts or spec.get("starts", []), ends or spec.get("ends", [])
-    axes = axes or spec.get("axes") or list(range(len(starts)))
+def _slice(spec: Spec, x: Tensor, *limits: Fixed, starts: Any = None, ends: Any = None, axes: Any = None) -> Tensor:
+    given = [integers(spec, v, "starts, ends, axes and steps") for v in (*limits, *[None] * 4)[:4]]
+    starts, ends = given[0] or starts or [], given[1] or ends or []
+    axes, steps = given[2] or axes or list(range(len(starts))), given[3]
     for start, end, axis, step in zip(starts, ends, axes, steps or [1] * len(starts), strict=True):
         size = x.shape[axis]
         places = range(size)[_clamped(start, size, step) : _clamped(end, size, step, end=True) : step]
@@ -146,9 +141,8 @@ def _clamped(value: int, size: int, step: int, end: bool = False) -> int | None:
 
 
 @operator("Gather", fixed=(1,))
-def _gather(spec: Spec, x: Tensor, index: np.ndarray) -> Tensor:
-    spec.only("axis")
-    axis = spec.get("axis", 0) % max(1, x.dim())
+def _gather(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tensor:
+    axis = axis % max(1, x.dim())
     if index.dtype.kind not in "iu":
         raise spec.refuse("its indices are not whole numbers")
     chosen = np.where(index < 0, index + x.shape[axis], index).astype(np.int64).reshape(-1)
@@ -159,43 +153,47 @@ def _gather(spec: Spec, x: Tensor, index: np.ndarray) -> Tensor:
 
 
 @operator("GatherElements")
-def _gather_elements(spec: Spec, x: Tensor, index: Tensor) -> Tensor:
-    spec.only("axis")
-    axis = spec.get("axis", 0)
+def _gather_elements(spec: Spec, x: Tensor, index: Tensor, *, axis: int = 0) -> Tensor:
     return torch.gather(x, axis, torch.where(index < 0, index + x.shape[axis], index))
 
 
 @operator("Expand", fixed=(1,))
 def _expand(spec: Spec, x: Tensor, shape: np.ndarray) -> Tensor:
-    spec.only()
     wanted = torch.broadcast_shapes(tuple(x.shape), tuple(integers(spec, shape, "the shape") or []))
     return x.expand(bounded(spec, list(wanted)))
 
 
 @operator("Tile", fixed=(1,))
 def _tile(spec: Spec, x: Tensor, repeats: np.ndarray) -> Tensor:
-    spec.only()
     times = integers(spec, repeats, "repeats") or []
     bounded(spec, [n * t for n, t in zip(x.shape, times, strict=True)])
     return x.repeat(times)
 
 
 @operator("Pad", fixed=(1, 2, 3))
-def _pad(spec: Spec, x: Tensor, pads: Fixed = None, value: Fixed = None, axes: Fixed = None) -> Tensor:
-    spec.only("mode", "pads", "value")
-    mode = spec.get("mode", "constant")
-    amounts = spec.get("pads") if pads is None else integers(spec, pads, "pads")
+def _pad(
+    spec: Spec,
+    x: Tensor,
+    amounts: Fixed = None,
+    fill: Fixed = None,
+    axes: Fixed = None,
+    *,
+    mode: str = "constant",
+    pads: Any = None,
+    value: float = 0.0,
+) -> Tensor:
+    pads = pads if amounts is None else integers(spec, amounts, "pads")
     chosen = integers(spec, axes, "axes") or list(range(x.dim()))
-    fill = spec.get("value", 0.0) if value is None else number(spec, value, "the value padded with")
-    if amounts is None or len(amounts) != 2 * len(chosen):
+    padding = value if fill is None else number(spec, fill, "the value padded with")
+    if pads is None or len(pads) != 2 * len(chosen):
         raise spec.refuse("it needs two amounts per axis")
-    before = {a % x.dim(): (amounts[i], amounts[i + len(chosen)]) for i, a in enumerate(chosen)}
+    before = {a % x.dim(): (pads[i], pads[i + len(chosen)]) for i, a in enumerate(chosen)}
     bounded(spec, [n + sum(before.get(i, (0, 0))) for i, n in enumerate(x.shape)])
     pairs = [before.get(i, (0, 0)) for i in range(x.dim())]
     if mode == "constant":
         while len(pairs) > 1 and pairs[0] == (0, 0):
             pairs = pairs[1:]
-        return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=fill)
+        return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=padding)
     names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     spatial = pairs[2:]
     if mode not in names or any(p != (0, 0) for p in pairs[:2]) or not 1 <= len(spatial) <= 3:
@@ -204,58 +202,63 @@ def _pad(spec: Spec, x: Tensor, pads: Fixed = None, value: Fixed = None, axes: F
 
 
 @operator("DepthToSpace")
-def _depth_to_space(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("blocksize", "mode")
-    b, (n, c, h, w) = spec.get("blocksize", 1), x.shape
-    if spec.get("mode", "DCR") == "CRD":
+def _depth_to_space(spec: Spec, x: Tensor, *, blocksize: int = 1, mode: str = "DCR") -> Tensor:
+    b, (n, c, h, w) = blocksize, x.shape
+    if mode == "CRD":
         return F.pixel_shuffle(x, b)
     parts = x.reshape(n, b, b, c // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
     return parts.reshape(n, c // (b * b), h * b, w * b)
 
 
 @operator("SpaceToDepth")
-def _space_to_depth(spec: Spec, x: Tensor) -> Tensor:
-    spec.only("blocksize")
-    b, (n, c, h, w) = spec.get("blocksize", 1), x.shape
+def _space_to_depth(spec: Spec, x: Tensor, *, blocksize: int = 1) -> Tensor:
+    b, (n, c, h, w) = blocksize, x.shape
     parts = x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4)
     return parts.reshape(n, c * b * b, h // b, w // b)
 
 
 @operator("Upsample", fixed=(1,))
-def _upsample(spec: Spec, x: Tensor, scales: Fixed = None) -> Tensor:
-    spec.only("mode", "scales")
-    factors = spec.get("scales") if scales is None else [float(s) for s in scales.tolist()]
+def _upsample(spec: Spec, x: Tensor, given: Fixed = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
+    factors = scales if given is None else [float(s) for s in given.tolist()]
     if factors is None:
         raise spec.refuse("it has no scales")
     sizes = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]
-    return _resampled(spec, x, sizes, factors, spec.get("mode", "nearest"), "asymmetric", "floor")
+    return _resampled(spec, x, sizes, factors, mode, -0.75, "asymmetric", "floor")
 
 
 @operator("Resize", fixed=(1, 2, 3))
-def _resize(spec: Spec, x: Tensor, roi: Fixed = None, scales: Fixed = None, sizes: Fixed = None) -> Tensor:
-    spec.only(
-        "mode", "coordinate_transformation_mode", "nearest_mode", "cubic_coeff_a", "exclude_outside", "axes", "antialias",
-        "extrapolation_value", "keep_aspect_ratio_policy",
-    )  # fmt: skip
+def _resize(
+    spec: Spec,
+    x: Tensor,
+    roi: Fixed = None,
+    scales: Fixed = None,
+    sizes: Fixed = None,
+    *,
+    mode: str = "nearest",
+    coordinate_transformation_mode: Any = None,
+    nearest_mode: Any = None,
+    cubic_coeff_a: float = -0.75,
+    exclude_outside: int = 0,
+    antialias: int = 0,
+    keep_aspect_ratio_policy: str = "stretch",
+) -> Tensor:
     if spec.opset < 11:
         scales, roi = roi, None
-    if spec.get("axes") or spec.get("antialias", 0) or spec.get("exclude_outside", 0):
-        raise spec.refuse("axes, antialiasing and exclude_outside are not supported")
-    if spec.get("keep_aspect_ratio_policy", "stretch") != "stretch":
-        raise spec.refuse("only the policy 'stretch' is supported")
+    if exclude_outside or antialias or keep_aspect_ratio_policy != "stretch":
+        raise spec.refuse("antialiasing, exclude_outside and policies other than 'stretch' are not supported")
     if scales is not None and scales.size:
         factors = [float(s) for s in scales.tolist()]
         wanted = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]
     else:
         wanted = integers(spec, sizes, "sizes") or list(x.shape)
         factors = [w / n for w, n in zip(wanted, x.shape, strict=True)]
-    how = spec.get("coordinate_transformation_mode", "half_pixel" if spec.opset >= 11 else "asymmetric")
-    rounding = spec.get("nearest_mode", "round_prefer_floor" if spec.opset >= 11 else "floor")
-    return _resampled(spec, x, wanted, factors, spec.get("mode", "nearest"), how, rounding)
+    how = coordinate_transformation_mode or ("half_pixel" if spec.opset >= 11 else "asymmetric")
+    rounding = nearest_mode or ("round_prefer_floor" if spec.opset >= 11 else "floor")
+    return _resampled(spec, x, wanted, factors, mode, cubic_coeff_a, how, rounding)
 
 
 def _resampled(
-    spec: Spec, x: Tensor, sizes: list[int], factors: list[float], mode: str, how: str, rounding: str
+    spec: Spec, x: Tensor, sizes: list[int], factors: list[float], mode: str, cubic: float, how: str, rounding: str
 ) -> Tensor:
     """One axis after the other: a choice of entries for `nearest`, a product with the matrix of weights otherwise."""
     bounded(spec, sizes)
@@ -271,7 +274,7 @@ def _resampled(
         elif mode in ("linear", "cubic"):
             bounded(spec, [size, length])
             weights = np.zeros((size, length))
-            for near, weight in _weights(places, mode, spec.get("cubic_coeff_a", -0.75)):
+            for near, weight in _weights(places, mode, cubic):
                 np.add.at(weights, (np.arange(size), np.clip(near, 0, length - 1).astype(np.int64)), weight)
             x = torch.matmul(x.transpose(axis, -1), torch.from_numpy(weights.T).to(x.dtype)).transpose(axis, -1)
         else:

@@ -17,8 +17,8 @@ from scipy.special import ndtri
 from torch import Tensor, nn
 
 from equipoise import smoothing
-from equipoise.nn.models import build
 from equipoise.smoothing.intervals import clopper_pearson
+from equipoise_lab.models import build
 from equipoise_lab.timing import take_turns
 
 Row = dict[str, Any]

@@ -22,36 +22,12 @@ from equipoise.nn.models.lipschitz import (
     sll_tiny,
     sll_xlarge,
 )
-from equipoise.nn.models.plain import cnn, mlp, mlp_mixer, vgg16, vgg19
-from equipoise.nn.models.resnets import (
-    cifar_resnet,
-    cifar_resnet20,
-    cifar_resnet56,
-    cifar_resnet110,
-    resnet18,
-    resnet34,
-    resnet50,
-    wide_resnet,
-)
+from equipoise.nn.models.plain import cnn, mlp
 
 Builder = Callable[..., nn.Module]
 
 #: networks without a constraint
-PLAIN: dict[str, Builder] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "mlp_mixer": mlp_mixer,
-    "vgg16": vgg16,
-    "vgg19": vgg19,
-    "resnet18": resnet18,
-    "resnet34": resnet34,
-    "resnet50": resnet50,
-    "cifar_resnet": cifar_resnet,
-    "cifar_resnet20": cifar_resnet20,
-    "cifar_resnet56": cifar_resnet56,
-    "cifar_resnet110": cifar_resnet110,
-    "wide_resnet": wide_resnet,
-}
+PLAIN: dict[str, Builder] = {"mlp": mlp, "cnn": cnn}
 #: networks whose constant is 1, or the argument `constant`
 LIPSCHITZ: dict[str, Builder] = {
     "sll": sll,

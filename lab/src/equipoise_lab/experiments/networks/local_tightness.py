@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from equipoise.checkpoints import load_weights
 from equipoise.data import load_dataset
 from equipoise.lipschitz import certified_radius, lipschitz_bound, local_lipschitz
-from equipoise.nn.models import build
 from equipoise.smoothing import SmoothedClassifier
 from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend
@@ -28,6 +27,7 @@ from equipoise_lab.experiments.shared.local_networks import (
     zonotope_radius,
 )
 from equipoise_lab.experiments.shared.training import train
+from equipoise_lab.models import build
 
 #: layers × width and ball/√5: the prototype's constant (not proved) and the better of ECLipsE-Gen-Local's, as published
 TABLE: dict[tuple[str, float], tuple[float, float | None]] = {

@@ -12,6 +12,7 @@ from equipoise.lipschitz import lipschitz_bound, local_lipschitz
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise_lab.experiments.shared.training import train
+from equipoise_lab.models import factory
 
 #: (σ, local constant found, product bound) in the thesis
 PUBLISHED_TABLE = {
@@ -41,9 +42,9 @@ class Settings:
 
 def recipe(settings: Settings, name: str, sigma: float) -> dict[str, object]:
     """The network under Gaussian noise."""
-    factory, arguments = settings.networks[name]
+    builder, arguments = settings.networks[name]
     return {
-        "model": {"factory": f"equipoise.nn.models:{factory}", "arguments": arguments},
+        "model": {"factory": factory(builder), "arguments": arguments},
         "data": {"path": settings.data, "limit": settings.limit},
         "noise": {"kind": "gaussian", "sigma": sigma} if sigma else None,
         "optimizer": {"kind": "adam", "lr": 2e-3},

@@ -11,10 +11,10 @@ from torch import nn
 
 from equipoise.checkpoints import load_weights
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.models import build
 from equipoise_lab.bench.lipschitz import ryu_product
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import COLOURS, Figure, canvas, legend, published
+from equipoise_lab.models import build
 from equipoise_lab.timing import take_turns
 
 #: product relative to Ryu's in the thesis

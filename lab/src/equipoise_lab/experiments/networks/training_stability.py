@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from equipoise.nn.models import build
 from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.shared.training import train
+from equipoise_lab.models import build
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def one_batch_norm(**arguments: Any) -> nn.Sequential:
 
 
 VARIANTS: dict[str, tuple[str, list[dict[str, object]]]] = {
-    "BatchNorm everywhere": ("equipoise.nn.models:resnet18", []),
+    "BatchNorm everywhere": ("equipoise_lab.models:resnet18", []),
     "one BatchNorm, regularised": (
         f"{__name__}:one_batch_norm",
         [{"kind": "spectral", "penalty": "hinge", "target": 1.0, "weight": 0.1}],

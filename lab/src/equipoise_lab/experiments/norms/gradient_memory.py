@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.functional import conv_norm
-from equipoise.nn.models import build
 from equipoise.regularizers.selection import input_shapes
 from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import COLOURS, Figure, canvas, legend
+from equipoise_lab.models import build
 from equipoise_lab.peers import complex_gram
 from equipoise_lab.timing import peak_bytes
 

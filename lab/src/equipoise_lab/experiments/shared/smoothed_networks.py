@@ -49,7 +49,7 @@ DESK["model"] = {"factory": "equipoise.nn.models:mlp", "arguments": {"widths": [
 
 CIFAR: Plain = {
     "model": {
-        "factory": "equipoise.nn.models:cifar_resnet110",
+        "factory": "equipoise_lab.models:cifar_resnet110",
         "arguments": {"mean": [0.4914, 0.4822, 0.4465], "std": [0.247, 0.2435, 0.2616]},
     },
     "data": {

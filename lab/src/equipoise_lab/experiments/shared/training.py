@@ -11,6 +11,7 @@ from equipoise.core.errors import InputError
 from equipoise_lab.experiments.experiment import Context, Experiment, Power, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, intervals, legend, published
 from equipoise_lab.experiments.intervals import gain_label, mean_of, power_of
+from equipoise_lab.models import factory
 
 if TYPE_CHECKING:
     from equipoise.train import Result
@@ -36,9 +37,9 @@ def recipe(
     warmup: float = 0.0,
     **rest: Any,
 ) -> Plain:
-    """A network of `nn.models` (or `module:factory`) on images with a cosine schedule, measured after the last epoch."""
+    """A network by name (or `module:factory`) on images with a cosine schedule, measured after the last epoch."""
     return {
-        "model": {"factory": model if ":" in model else f"equipoise.nn.models:{model}", "arguments": dict(arguments)},
+        "model": {"factory": model if ":" in model else factory(model), "arguments": dict(arguments)},
         "data": {"path": data, "limit": limit, "test_limit": test_limit, "augment": list(augment)},
         "optimizer": dict(optimizer),
         "schedule": {"kind": "cosine", "warmup": warmup},

@@ -1,14 +1,21 @@
-"""Residual networks: ResNet-18/34/50, the CIFAR ResNets of depth 6n + 2, wide ResNets. Layer names are the customary ones."""
+"""Plain networks of the experiments: ResNet-18/34/50, CIFAR ResNets of depth 6n + 2, wide ResNets, VGG, MLP-Mixer.
 
-from collections.abc import Sequence
+Layer names are the customary ones, so that published weights fit. Recipes name them `equipoise_lab.models:resnet18`.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
-from equipoise.nn.models.plain import IMAGENET_MEAN, IMAGENET_STD, Size, normalising, pair
+from equipoise.nn import models
+from equipoise.nn.models.plain import Size, normalising, pair
+
+#: per-channel mean and standard deviation of ImageNet in [0, 1]
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def _conv(i: int, o: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:
@@ -232,3 +239,155 @@ def wide_resnet(
             channels = out
     layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(channels, num_classes))
+
+
+class MixerBlock(nn.Module):
+    """Token mixing, then channel mixing, each a two-layer perceptron behind a layer norm and a skip connection."""
+
+    def __init__(self, tokens: int, width: int, token_hidden: int, channel_hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.tokens = nn.Sequential(nn.Linear(tokens, token_hidden), nn.GELU(), nn.Linear(token_hidden, tokens))
+        self.channels = nn.Sequential(nn.Linear(width, channel_hidden), nn.GELU(), nn.Linear(channel_hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) → the same."""
+        x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.channels(self.norm2(x))
+
+
+class Mixer(nn.Module):
+    """Patches, mixer blocks, layer norm, mean over tokens, dense head."""
+
+    def __init__(self, normalise: list[nn.Module], embed: nn.Module, blocks: list[nn.Module], width: int, out: int):
+        super().__init__()
+        self.normalise, self.embed = nn.Sequential(*normalise), embed
+        self.blocks, self.norm, self.head = nn.Sequential(*blocks), nn.LayerNorm(width), nn.Linear(width, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        tokens = self.embed(self.normalise(x)).flatten(2).transpose(1, 2)
+        return self.head(self.norm(self.blocks(tokens)).mean(1))
+
+
+def mlp_mixer(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    patch_size: int = 4,
+    width: int = 128,
+    depth: int = 8,
+    token_hidden: int = 64,
+    channel_hidden: int = 512,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Mixer:
+    """MLP-Mixer.
+
+    Reference: Tolstikhin et al. (2021), MLP-Mixer: an all-MLP architecture for vision.
+
+    >>> import torch
+    >>> mlp_mixer(in_channels=1, input_size=8, width=8, depth=1)(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 10])
+    """
+    height, columns = pair(input_size)
+    if height % patch_size or columns % patch_size:
+        raise InputError(f"patches of {patch_size}×{patch_size} do not tile {height}×{columns} pixels")
+    tokens = (height // patch_size) * (columns // patch_size)
+    embed = nn.Conv2d(in_channels, width, patch_size, patch_size)
+    blocks: list[nn.Module] = [MixerBlock(tokens, width, token_hidden, channel_hidden) for _ in range(depth)]
+    return Mixer(normalising(mean, std), embed, blocks, width, num_classes)
+
+
+class VGG(nn.Module):
+    """`features` (3×3 convolutions with batch norm, 2×2 max pooling), mean pooling, `classifier`."""
+
+    def __init__(self, normalise: list[nn.Module], features: list[nn.Module], pool: int, classifier: list[nn.Module]):
+        super().__init__()
+        self.normalise, self.features = nn.Sequential(*normalise), nn.Sequential(*features)
+        self.pool, self.classifier = nn.AdaptiveAvgPool2d(pool), nn.Sequential(*classifier)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.classifier(self.pool(self.features(self.normalise(x))).flatten(1))
+
+
+_VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+
+
+def vgg(
+    *,
+    depth: int = 16,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    width: int = 64,
+    hidden: int | None = None,
+    batch_norm: bool = True,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> VGG:
+    """VGG-16 or -19: a single dense layer as head for CIFAR, the three of ImageNet with `hidden=4096, num_classes=1000`.
+
+    Reference: Simonyan, Zisserman (2015).
+    """
+    if depth not in _VGG:
+        raise InputError(f"a VGG has depth {' or '.join(map(str, _VGG))}, got {depth}")
+    if min(pair(input_size)) < 32:
+        raise InputError(f"VGG halves the image five times: it needs at least 32×32 pixels, got {input_size}")
+    features: list[nn.Module] = []
+    channels = in_channels
+    for stage, count in enumerate(_VGG[depth]):
+        out = width * min(2**stage, 8)
+        for _ in range(count):
+            features += [nn.Conv2d(channels, out, 3, padding=1)]
+            features += [nn.BatchNorm2d(out)] if batch_norm else []
+            features += [nn.ReLU()]
+            channels = out
+        features.append(nn.MaxPool2d(2))
+    if hidden is None:
+        return VGG(normalising(mean, std), features, 1, [nn.Linear(channels, num_classes)])
+    head: list[nn.Module] = [nn.Linear(channels * 49, hidden), nn.ReLU(), nn.Dropout()]
+    head += [nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(), nn.Linear(hidden, num_classes)]
+    return VGG(normalising(mean, std), features, 7, head)
+
+
+vgg16, vgg19 = partial(vgg, depth=16), partial(vgg, depth=19)
+
+#: the networks by name
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp_mixer": mlp_mixer,
+    "vgg16": vgg16,
+    "vgg19": vgg19,
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "cifar_resnet": cifar_resnet,
+    "cifar_resnet20": cifar_resnet20,
+    "cifar_resnet56": cifar_resnet56,
+    "cifar_resnet110": cifar_resnet110,
+    "wide_resnet": wide_resnet,
+}
+
+
+def build(name: str, **arguments: Any) -> nn.Module:
+    """The network of that name, of this module or of `equipoise.nn.models`.
+
+    Args:
+        name: of the builder.
+        arguments: of the builder.
+
+    >>> build("cifar_resnet", depth=8, width=2).__class__.__name__
+    'CifarResNet'
+    """
+    return MODELS[name](**arguments) if name in MODELS else models.build(name, **arguments)
+
+
+def factory(name: str) -> str:
+    """What a recipe calls the builder.
+
+    >>> factory("resnet18"), factory("mlp")
+    ('equipoise_lab.models:resnet18', 'equipoise.nn.models:mlp')
+    """
+    return f"{__name__}:{name}" if name in MODELS else models.factory(name)
