@@ -176,10 +176,7 @@ class SmoothedClassifier:
         lipschitz: Any = None, grid: Sequence[SimplexMap] | None = None, ids: Ids | None = None,
     ) -> SimplexMap:  # fmt: skip
         """Fix the simplex map once for all, as the best on average over calibration inputs; sets and returns `map`."""
-        source = self
-        if lipschitz is not None and self.noise != "float":
-            source = self.floating()
-        logits = source.selection(x, n0, ids, Stream.CALIBRATION)
+        logits = self.suited(lipschitz).selection(x, n0, ids, Stream.CALIBRATION)
         chosen = choose_map(
             logits, n, self.sigma, alpha, procedure=procedure, lipschitz=self.round_constant(lipschitz), grid=grid
         )
@@ -222,23 +219,19 @@ class SmoothedClassifier:
             raise InputError(
                 f"{procedure!r} counts votes, which have no Lipschitz constant: use 'rivals', 'lvm' or 'direct'"
             )
-        if network is not None and self.noise != "float":
-            floating = self.floating()
-            return floating.certify(
-                x, n0, n, alpha, procedure, lipschitz=lipschitz, map=map, interval=interval, grid=grid, ids=ids
-            )
-        spec = self.noise_spec(x)
+        source = self.suited(lipschitz)
+        spec = source.noise_spec(x)
         unasked = map is None and network is None and self.map is None
         if not row.soft or (unasked and row.map == "hardmax"):
             return self._certify_votes(x, n0, n, alpha, row, spec, ids)
-        logits = self.selection(x, n0, ids, Stream.SELECTION)
-        maps, source = self._maps(logits, map, n, alpha, procedure, network, grid)
-        setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {source}")
+        logits = source.selection(x, n0, ids, Stream.SELECTION)
+        maps, origin = self._maps(logits, map, n, alpha, procedure, network, grid)
+        setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {origin}")
         parts = []
-        for k, (xi, name) in enumerate(self.inputs(x, ids)):
+        for k, (xi, name) in enumerate(source.inputs(x, ids)):
             own = spec.setting(alpha, "")
             plan = plan_map(maps[k], logits[k : k + 1], procedure, n, own.noise, alpha, network)
-            found = derive(self._sample(xi, name, maps[k], logits[k : k + 1], plan, n, network, interval), row, own)
+            found = derive(source._sample(xi, name, maps[k], logits[k : k + 1], plan, n, network, interval), row, own)
             parts.append(([k], found))
         whole = joined(parts, len(x), row.name, setting)
         whole.details["maps"] = [str(m) for m in maps]
@@ -312,17 +305,18 @@ class SmoothedClassifier:
         size = x[0].numel()
         return NoiseSpec(self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen)
 
-    def settings(self) -> dict[str, Any]:
-        """What makes another classifier of the same kind: `SmoothedClassifier(model, sigma, classes, **settings)`."""
-        names = ("seed", "chunk_size", "map", "noise", "noise_dtype", "nonfinite")
-        return {name: getattr(self, name) for name in names}
-
     def like(self, kind: type[Kind], **changes: Any) -> Kind:
         """The same classifier as another kind, or with some settings changed."""
-        made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **(self.settings() | changes))
+        names = ("seed", "chunk_size", "map", "noise", "noise_dtype", "nonfinite")
+        settings = {name: getattr(self, name) for name in names} | changes
+        made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **settings)
         made.cells, made.chosen = (self.cells if made.noise == self.noise else None), self.chosen
         made.rowwise_checked = self.rowwise_checked
         return made
+
+    def suited(self, lipschitz: Any) -> SmoothedClassifier:
+        """The classifier that a Lipschitz constant can be used with: itself without one, else one with float noise."""
+        return self if lipschitz is None or self.noise == "float" else self.floating()
 
     def floating(self) -> SmoothedClassifier:
         """The same with float noise, for Lipschitz-aware radii; refused if the grid was asked for."""
@@ -404,12 +398,12 @@ def require_rowwise(model: nn.Module, batch: Tensor, answers: Tensor, states: Se
     others = last - torch.arange(len(batch), device=batch.device) % (len(batch) - row)
     others[row] = row
 
-    after = _generators(batch.device)
-    try:
-        _restore(batch.device, states)
+    cuda = [batch.device] if batch.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):
+        torch.set_rng_state(states[0])
+        for device in cuda:
+            torch.cuda.set_rng_state(states[1], device)
         again = model(batch[others])
-    finally:
-        _restore(batch.device, after)
 
     for name, buffer in model.named_buffers():
         if name in before and not torch.equal(buffer.nan_to_num(), before[name].nan_to_num()):
@@ -429,12 +423,6 @@ def require_rowwise(model: nn.Module, batch: Tensor, answers: Tensor, states: Se
 def _generators(device: torch.device) -> Sequence[Tensor]:
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
-
-
-def _restore(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 class Denoised(nn.Module):
