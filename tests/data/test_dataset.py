@@ -324,7 +324,7 @@ def test_classes_are_numbered_as_the_model_does(name):
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (["cats", "dog", "fox"], r"'cat', which the list of classes does not name; is it 'cats'\?"),
+        (["cats", "dog", "fox"], r"'cat', which the list of classes does not name; did you mean 'cats'\?"),
         (["cat", "cat", "dog", "fox"], "distinct"),
         ([], "distinct"),
         ({"cat": 0, "dog": 0, "fox": 1}, "same number"),

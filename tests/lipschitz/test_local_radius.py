@@ -125,7 +125,7 @@ BAD = {
     "two inputs": (lambda f: f(NET, (ONE, ONE)), "one input"),
     "integer images": (lambda f: f(NET, torch.zeros(1, 2, dtype=torch.uint8)), "uint8"),
     "no batch": (lambda f: f(NET, torch.zeros(2)), "batch dimension"),
-    "empty": (lambda f: f(NET, torch.zeros(0, 2)), "batch dimension"),
+    "empty": (lambda f: f(NET, torch.zeros(0, 2)), "empty"),
     "NaN": (lambda f: f(NET, torch.full((1, 2), float("nan"))), "finite"),
     "wrong shape": (lambda f: f(NET, torch.zeros(1, 5)), ""),
     "seconds": (lambda f: f(NET, ONE, seconds="soon"), "seconds"),

@@ -33,29 +33,12 @@ def test_the_row_holds_on_a_grid(name):
     assert bool((y[1:] - y[:-1] >= low * gap - room).all())
     assert abs(float(curve.value(torch.zeros(1, dtype=torch.float64)))) <= curve.at_zero
     assert float(y.abs().max()) <= curve.peak
-    tangent = curve.tangent(X)
+    at = X.clone().requires_grad_()
+    (tangent,) = torch.autograd.grad(curve.value(at).sum(), at)
     if math.isfinite(curve.curvature):
         assert bool(((tangent[1:] - tangent[:-1]).abs() <= curve.curvature * gap + 1e-9).all())
     if curve.homogeneous:
         assert torch.allclose(curve.value(3 * X), 3 * y, rtol=1e-14)
-
-
-@pytest.mark.parametrize("half", [0.0, 1e-3, 0.7, 30.0])
-@pytest.mark.parametrize("name", ROWS)
-def test_secant_slopes_lie_between_their_bounds(name, half):
-    curve = ROWS[name]
-    mid = torch.linspace(-6, 6, 241, dtype=torch.float64)
-    lows, highs = curve.secants(mid, torch.full_like(mid, half))
-    assert bool((lows >= curve.slopes[0]).all())
-    assert bool((highs <= curve.slopes[1]).all())
-    for s, t in ((-1.0, 1.0), (-1.0, -0.5), (0.2, 0.9), (-0.1, 0.1)):
-        a, b = mid + s * half, mid + t * half
-        if half == 0:
-            continue
-        slope = (curve.value(b) - curve.value(a)) / (b - a)
-        assert bool((slope <= highs + 1e-9).all())
-        assert bool((slope >= lows - 1e-9).all())
-        assert bool((curve.chord(a, b) <= highs + 1e-9).all())
 
 
 MODULES = [

@@ -32,6 +32,7 @@ from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
 from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.maps.linear import Diagonal, Padding
+from equipoise.maps.pointwise import Pointwise
 from equipoise.norms import spectral_norm
 from equipoise.norms.spectral import Cache, bracket
 
@@ -229,7 +230,8 @@ def _activation(state: Zonotope, call: Call, step: Step, cloud: Cloud, alone: bo
     c, h = cloud.centre, state.half(cloud)
     before = step.gains[0][0].node
     assert step.curve is not None
-    relu = step.curve.is_relu
+    hinge = step.curve.hinge
+    relu = hinge is not None and not bool(hinge[0].any()) and bool((hinge[1] == 1).all())
     if relu:
         slope, centre, mu, width = _relu(c, h)
         rough = 4 * _U * (c.abs() + centre.abs())
@@ -340,11 +342,31 @@ def secant_slopes(step: Step, box: Box) -> tuple[Tensor, Tensor]:
     assert step.curve is not None
     shape = step.gains[0][0].shape
     if box.mid is not None and box.half is not None:
-        lows, highs = step.curve.secants(box.mid, box.half)
+        lows, highs = _secants(step.curve, box.mid, box.half)
     else:
         lows, highs = (torch.full(shape, s, dtype=torch.float64) for s in step.curve.slopes)
     middle = (lows + highs) / 2
     return middle, inflate((highs - lows) / 2 + 2.0**-52 * middle.abs())
+
+
+def _secants(curve: Pointwise, mid: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest slope between two points of `mid ± half`, entry by entry.
+
+    Exact for a hinge, from the curvature for smooth maps, else the whole interval.
+    """
+    lows, highs = (torch.full_like(mid, s) for s in curve.slopes)
+    if curve.hinge is not None:
+        left, right = (t.to(mid).expand_as(mid) for t in curve.hinge)
+        below, above = mid + half <= 0, mid - half >= 0
+        lows = torch.where(below, left, torch.where(above, right, torch.minimum(left, right)))
+        highs = torch.where(below, left, torch.where(above, right, torch.maximum(left, right)))
+    elif math.isfinite(curve.curvature) and curve.function is not None:
+        at = mid.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(curve.value(at).sum(), at)
+        lows = torch.maximum(lows, slope - curve.curvature * half - 1e-9)
+        highs = torch.minimum(highs, slope + curve.curvature * half + 1e-9)
+    return lows, highs
 
 
 #: directions mapped at once

@@ -74,12 +74,11 @@ def _allowed() -> frozenset[str]:
     return _WRITTEN_OUT | ruled
 
 
-def find_operation(target: Any, name: str) -> torch._ops.OpOverload:
+def find_operation(target: Any) -> torch._ops.OpOverload:
     """The operation that a file calls by this name.
 
     Args:
         target: what stands in the file, e.g. `torch.ops.aten.relu.default`.
-        name: what error messages call the file.
 
     Raises:
         Refused: where it is not one of the operations that a file may call; nothing is looked up under that name.
@@ -90,17 +89,17 @@ def find_operation(target: Any, name: str) -> torch._ops.OpOverload:
 
     if plain not in _allowed() or "backward" in operation:
         raise Refused(
-            f"{name} calls {str(target)[:80]!r}, which is not among the tensor operations that a file may call: those with a "
+            f"it calls {str(target)[:80]!r}, which is not among the tensor operations that a file may call: those with a "
             "Lipschitz rule and compositions of them; export the model again without decompositions"
         )
 
     overloads = {schema.overload_name or "default" for schema in _schemas(operation)}
     if overload not in overloads:
-        raise Refused(f"{name} calls {target!r}, which is not an operation of this PyTorch")
+        raise Refused(f"it calls {target!r}, which is not an operation of this PyTorch")
 
     found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, operation), overload)
     if not all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in found._schema.returns):
-        raise Refused(f"{name} calls {target!r}, which does not give tensors")
+        raise Refused(f"it calls {target!r}, which does not give tensors")
     return found
 
 

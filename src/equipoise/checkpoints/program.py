@@ -112,26 +112,26 @@ def read_program(path: str | Path, batch: int = 1) -> tuple[ExportedProgram, str
         path: the file.
         batch: the size at which a dynamic batch dimension is fixed.
     """
-    name = str(path)
-    entries = _entries(read_bounded(path, LARGEST_ARCHIVE), name)
-    document = _document(entries, "models/model.json", name)
-    weights: dict[str, Tensor] = {}
-
-    for kind in ("weights", "constants"):
-        listed = _document(entries, f"data/{kind}/model_{kind}_config.json", name)
-        config = _get(listed, "config", dict, name)
-        for key, payload in config.items():
-            weights[_path(key, name)] = _weight(payload, key, kind, entries, name)
-
+    data = read_bounded(path, LARGEST_ARCHIVE)
     try:
         with unlogged():
-            program = _Reader(document, weights, batch, name).program()
-            return program, _digest(document, weights)
-    except EquipoiseError:
-        raise
+            return _read(data, batch)
+    except EquipoiseError as error:
+        raise type(error)(f"{path}: {error}") from error
     except Exception as error:  # whatever operations raise that do not fit together
         said = f"{type(error).__name__}: {one_line(error)[:160]}"
-        raise InputError(f"{name} is not a program this PyTorch can read ({said}); export it again") from error
+        raise InputError(f"{path} is not a program this PyTorch can read ({said}); export it again") from error
+
+
+def _read(data: bytes, batch: int) -> tuple[ExportedProgram, str]:
+    entries = _entries(data)
+    document = _document(entries, "models/model.json")
+    weights: dict[str, Tensor] = {}
+    for kind in ("weights", "constants"):
+        listed = _document(entries, f"data/{kind}/model_{kind}_config.json")
+        for key, payload in _get(listed, "config", dict).items():
+            weights[_path(key)] = _weight(payload, key, kind, entries)
+    return _Reader(document, weights, batch).program(), _digest(document, weights)
 
 
 def _digest(document: dict[str, Any], weights: dict[str, Tensor]) -> str:
@@ -148,77 +148,77 @@ def _digest(document: dict[str, Any], weights: dict[str, Tensor]) -> str:
 # ---- the archive ------------------------------------------------------------------------------------------------------
 
 
-def _entries(data: bytes, name: str) -> dict[str, bytes]:
+def _entries(data: bytes) -> dict[str, bytes]:
     """The entries of the archive without their common folder; repeated, compressed or damaged ones are refused."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
         infos = [info for info in archive.infolist() if not info.is_dir()]
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
-        raise InputError(f"{name} is not a .pt2 file: it is not a zip archive ({one_line(error)[:160]})") from error
+        raise InputError(f"it is not a .pt2 file: it is not a zip archive ({one_line(error)[:160]})") from error
 
     repeated = [entry for entry, count in Counter(info.filename for info in infos).items() if count > 1]
     if repeated:
-        raise Refused(f"{name} holds the entry {repeated[0][:100]!r} twice: two readers would see two different files")
+        raise Refused(f"it holds the entry {repeated[0][:100]!r} twice: two readers would see two different files")
 
     found: dict[str, bytes] = {}
     for info in infos:
         entry = info.filename.partition("/")[2]
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise Refused(f"{name} holds {entry[:100]!r} compressed, which PyTorch never does; export it again")
+            raise Refused(f"it holds {entry[:100]!r} compressed, which PyTorch never does; export it again")
         if info.file_size > len(data):
-            raise Refused(f"{name} holds {entry[:100]!r}, which declares more bytes than the whole file has")
+            raise Refused(f"it holds {entry[:100]!r}, which declares more bytes than the whole file has")
         try:
             found[entry] = archive.read(info)
         except Exception as error:  # the many ways in which a damaged archive fails
-            raise InputError(f"{name} is damaged at {entry[:100]!r} ({one_line(error)[:160]})") from error
+            raise InputError(f"it is damaged at {entry[:100]!r} ({one_line(error)[:160]})") from error
 
     for entry, expected in _MARKS.items():
         if found.get(entry) != expected:
-            raise InputError(f"{name} says {found.get(entry, b'')[:20]!r} in {entry!r}, expected {expected!r}")
+            raise InputError(f"it says {found.get(entry, b'')[:20]!r} in {entry!r}, expected {expected!r}")
     return found
 
 
-def _document(entries: dict[str, bytes], entry: str, name: str) -> Any:
+def _document(entries: dict[str, bytes], entry: str) -> Any:
     if entry not in entries:
-        raise InputError(f"{name} holds no {entry!r}: it is not written by torch.export.save of this PyTorch")
+        raise InputError(f"it holds no {entry!r}: it is not written by torch.export.save of this PyTorch")
     if len(entries[entry]) > LARGEST_JSON:
-        raise Refused(f"{name}: {entry!r} is larger than {LARGEST_JSON:,} bytes")
-    return parse_json(entries[entry], f"{name}: {entry!r}")
+        raise Refused(f"{entry!r} is larger than {LARGEST_JSON:,} bytes")
+    return parse_json(entries[entry], f"{entry!r}")
 
 
-def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes], name: str) -> Tensor:
+def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes]) -> Tensor:
     """A stored tensor: sizes, strides and offset stay inside the stored bytes, and cannot ask for much more than these."""
-    stored = _get(payload, "path_name", str, name)
+    stored = _get(payload, "path_name", str)
     if payload.get("use_pickle") is not False or not _STORED.match(stored):
-        raise Refused(f"{name} stores {key[:80]!r} as an object that would be unpickled: export tensors only")
+        raise Refused(f"it stores {key[:80]!r} as an object that would be unpickled: export tensors only")
     content = entries.get(f"data/{kind}/{stored}")
     if content is None:
-        raise InputError(f"{name} lacks the stored numbers {stored!r} of {key[:80]!r}: it is damaged")
+        raise InputError(f"it lacks the stored numbers {stored!r} of {key[:80]!r}: it is damaged")
 
-    meta = _get(payload, "tensor_meta", dict, name)
-    dtype = _SERIALIZE_TO_TORCH_DTYPE.get(_get(meta, "dtype", int, name))
-    sizes, strides = ([_get(s, "as_int", int, name) for s in _get(meta, k, list, name)] for k in ("sizes", "strides"))
-    offset = _get(_get(meta, "storage_offset", dict, name), "as_int", int, name)
+    meta = _get(payload, "tensor_meta", dict)
+    dtype = _SERIALIZE_TO_TORCH_DTYPE.get(_get(meta, "dtype", int))
+    sizes, strides = ([_get(s, "as_int", int) for s in _get(meta, k, list)] for k in ("sizes", "strides"))
+    offset = _get(_get(meta, "storage_offset", dict), "as_int", int)
     plain = dtype is not None and _SERIALIZE_TO_TORCH_LAYOUT.get(meta.get("layout")) is torch.strided
     if not plain or len(sizes) != len(strides) or min([0, offset, *sizes, *strides]) < 0:
-        raise InputError(f"{name}: the weight {key[:80]!r} has the sizes {sizes} and strides {strides}: it is damaged")
+        raise InputError(f"the weight {key[:80]!r} has the sizes {sizes} and strides {strides}: it is damaged")
 
     if dtype.is_floating_point and dtype.itemsize < 4:
-        raise _half(name, f"weight {key[:80]!r}", dtype)
+        raise _half(f"weight {key[:80]!r}", dtype)
 
     count = math.prod(sizes)
     numbers = len(content) // dtype.itemsize
     last = offset + sum((s - 1) * t for s, t in zip(sizes, strides, strict=True)) if count else -1
     if last >= numbers or count > 1024 * max(numbers, 1):
-        raise InputError(f"{name}: the weight {key[:80]!r} reaches beyond the {len(content):,} bytes stored for it")
+        raise InputError(f"the weight {key[:80]!r} reaches beyond the {len(content):,} bytes stored for it")
 
     flat = torch.frombuffer(bytearray(content), dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)
     return flat.as_strided(sizes, strides, offset)
 
 
-def _half(name: str, what: str, dtype: torch.dtype) -> Refused:
+def _half(what: str, dtype: torch.dtype) -> Refused:
     return Refused(
-        f"{name} has the {what} in {str(dtype).removeprefix('torch.')}: bounds and certificates are for float32 and float64; "
+        f"it has the {what} in {str(dtype).removeprefix('torch.')}: bounds and certificates are for float32 and float64; "
         "export model.float()"
     )
 
@@ -226,29 +226,29 @@ def _half(name: str, what: str, dtype: torch.dtype) -> Refused:
 # ---- plain values -----------------------------------------------------------------------------------------------------
 
 
-def _get(document: Any, key: str, kind: type, name: str) -> Any:
+def _get(document: Any, key: str, kind: type) -> Any:
     """A field of this type."""
     value: Any = document.get(key) if isinstance(document, dict) else None
     fits = isinstance(value, kind)
     if not fits or (kind is int and isinstance(value, bool)):
-        raise InputError(f"{name} has {str(value)[:60]!r} as {key!r}, expected {kind.__name__}; export it again")
+        raise InputError(f"it has {str(value)[:60]!r} as {key!r}, expected {kind.__name__}; export it again")
     if kind is int and abs(value) >= 2**63:
-        raise InputError(f"{name} has a whole number beyond 64 bits as {key!r}; export it again")
+        raise InputError(f"it has a whole number beyond 64 bits as {key!r}; export it again")
     return value
 
 
-def _identifier(value: Any, name: str) -> str:
+def _identifier(value: Any) -> str:
     """A name that may stand in code."""
     if not (isinstance(value, str) and _NAME.match(value)) or keyword.iskeyword(value):
-        raise Refused(f"{name} calls something {str(value)[:80]!r}, which is no name: names become code")
+        raise Refused(f"it calls something {str(value)[:80]!r}, which is no name: names become code")
     return value
 
 
-def _path(value: Any, name: str) -> str:
+def _path(value: Any) -> str:
     """Names joined by dots."""
     parts = value.split(".") if isinstance(value, str) else [""]
     if not all(_PART.match(p) and not (p.startswith("__") and p.endswith("__")) for p in parts):
-        raise Refused(f"{name} calls a weight {str(value)[:80]!r}, which is no name: names become code")
+        raise Refused(f"it calls a weight {str(value)[:80]!r}, which is no name: names become code")
     return str(value)
 
 
@@ -258,12 +258,12 @@ def _path(value: Any, name: str) -> str:
 class _Reader:
     """Builds the graph of one file: `values` maps the file's names to nodes, or to whole numbers for sizes."""
 
-    def __init__(self, document: Any, weights: dict[str, Tensor], batch: int, name: str) -> None:
-        self.name, self.weights, self.wanted = name, weights, batch
-        module = _get(document, "graph_module", dict, name)
-        self.described = _get(module, "graph", dict, name)
-        self.signature = _get(module, "signature", dict, name)
-        self.calls = _get(module, "module_call_graph", list, name)
+    def __init__(self, document: Any, weights: dict[str, Tensor], batch: int) -> None:
+        self.weights, self.wanted = weights, batch
+        module = _get(document, "graph_module", dict)
+        self.described = _get(module, "graph", dict)
+        self.signature = _get(module, "signature", dict)
+        self.calls = _get(module, "module_call_graph", list)
         self.ranges = document.get("range_constraints") or {}
 
         self.graph = fx.Graph()
@@ -273,31 +273,29 @@ class _Reader:
         self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
 
     def program(self) -> ExportedProgram:
-        inputs = [self.input(spec) for spec in _get(self.signature, "input_specs", list, self.name)]
+        inputs = [self.input(spec) for spec in _get(self.signature, "input_specs", list)]
 
-        nodes = _get(self.described, "nodes", list, self.name)
+        nodes = _get(self.described, "nodes", list)
         if len(nodes) > MOST_NODES:
-            raise Refused(f"{self.name} has {len(nodes):,} operations; at most {MOST_NODES:,} are read from a file")
+            raise Refused(f"it has {len(nodes):,} operations; at most {MOST_NODES:,} are read from a file")
         for node in nodes:
             self.node(node)
 
-        outputs = [self.output(spec) for spec in _get(self.signature, "output_specs", list, self.name)]
+        outputs = [self.output(spec) for spec in _get(self.signature, "output_specs", list)]
         self.graph.output(tuple(outputs))
         specs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in outputs]
         return self.exported(inputs, specs)
 
     def exported(self, inputs: list[InputSpec], outputs: list[OutputSpec]) -> ExportedProgram:
         """The program around the graph; how inputs and outputs are nested is the only thing read of the module's signature."""
-        called = _get(self.calls[0] if self.calls else None, "signature", dict, self.name)
+        called = _get(self.calls[0] if self.calls else None, "signature", dict)
         users = [spec for spec in inputs if spec.kind is InputKind.USER_INPUT]
         in_spec, out_spec = (self.tree(called.get(key)) for key in ("in_spec", "out_spec"))
         if in_spec.num_leaves != len(users) or out_spec.num_leaves != len(outputs):
-            raise InputError(f"{self.name} nests other numbers of inputs or outputs than it has; export it again")
+            raise InputError("it nests other numbers of inputs or outputs than it has; export it again")
 
         names = called.get("forward_arg_names")
-        names = (
-            None if names is None else [_identifier(n, self.name) for n in _get(called, "forward_arg_names", list, "")]
-        )
+        names = None if names is None else [_identifier(n) for n in _get(called, "forward_arg_names", list)]
         call = ModuleCallSignature(
             [spec.arg for spec in users], [spec.arg for spec in outputs], in_spec, out_spec, forward_arg_names=names
         )
@@ -331,24 +329,24 @@ class _Reader:
         }
         tag, body = self.tagged(value)
         if tag not in kinds:
-            raise Refused(f"{self.name} takes an input of the kind {tag[:60]!r}: export it with tensors as inputs only")
+            raise Refused(f"it takes an input of the kind {tag[:60]!r}: export it with tensors as inputs only")
 
         kind, key = kinds[tag]
-        argument = _get(body, "arg", dict, self.name)
+        argument = _get(body, "arg", dict)
         if kind is InputKind.USER_INPUT:
             label, argument = self.tagged(argument)
             if label != "as_tensor":
-                raise Refused(f"{self.name} takes an input {label[:60]!r} that is no tensor: fix it inside the model")
-        node = self.graph.placeholder(_identifier(argument.get("name"), self.name))
+                raise Refused(f"it takes an input {label[:60]!r} that is no tensor: fix it inside the model")
+        node = self.graph.placeholder(_identifier(argument.get("name")))
         self.values[argument["name"]] = node
 
         if kind is InputKind.USER_INPUT:
             node.meta["val"] = self.user_input(argument["name"])
             return InputSpec(kind, TensorArgument(node.name), None)
 
-        target = _path(body.get(key), self.name)
+        target = _path(body.get(key))
         if target not in self.weights:
-            raise InputError(f"{self.name} lacks the weight {target[:80]!r}: it is damaged")
+            raise InputError(f"it lacks the weight {target[:80]!r}: it is damaged")
         self.constant.add(node)
         with self.mode:
             like = self.weights[target]
@@ -358,15 +356,13 @@ class _Reader:
 
     def user_input(self, name: str) -> Tensor:
         """A tensor of the shape that the file states for an input, which is the user's to meet; the batch may be a symbol."""
-        meta = _get(_get(self.described, "tensor_values", dict, self.name), name, dict, self.name)
-        shape = [self.size(size, place) for place, size in enumerate(_get(meta, "sizes", list, self.name))]
-        dtype = _SERIALIZE_TO_TORCH_DTYPE.get(_get(meta, "dtype", int, self.name))
+        meta = _get(_get(self.described, "tensor_values", dict), name, dict)
+        shape = [self.size(size, place) for place, size in enumerate(_get(meta, "sizes", list))]
+        dtype = _SERIALIZE_TO_TORCH_DTYPE.get(_get(meta, "dtype", int))
         if dtype is None or min([0, *shape]) < 0:
-            raise InputError(
-                f"{self.name} has an input {name[:60]!r} of shape {shape} and unknown type; export it again"
-            )
+            raise InputError(f"it has an input {name[:60]!r} of shape {shape} and unknown type; export it again")
         if dtype.is_floating_point and dtype.itemsize < 4:
-            raise _half(self.name, f"input {name[:60]!r}", dtype)
+            raise _half(f"input {name[:60]!r}", dtype)
         self.require_room(math.prod(shape) * dtype.itemsize, f"input {name!r}", constant=False)
         with self.mode:
             return torch.empty(shape, dtype=dtype)
@@ -374,13 +370,13 @@ class _Reader:
     def size(self, value: Any, place: int) -> int:
         """A size of an input: a whole number, or for the first dimension the symbol of the batch."""
         if isinstance(value, dict) and type(value.get("as_int")) is int:
-            return _get(value, "as_int", int, self.name)
+            return _get(value, "as_int", int)
         expression = value.get("as_expr") if isinstance(value, dict) else None
         text = expression.get("expr_str") if isinstance(expression, dict) else None
         match = _SYMBOL.match(text) if isinstance(text, str) else None
         if match is None or place > 0 or list(self.ranges) != [match[1]]:
             raise Refused(
-                f"{self.name} has the dynamic size {str(text)[:60]!r} in dimension {place} of an input; only the first one, the "
+                f"it has the dynamic size {str(text)[:60]!r} in dimension {place} of an input; only the first one, the "
                 "batch, may be dynamic: export it with dynamic_shapes=({0: torch.export.Dim('batch')},), or with static shapes"
             )
         limits = self.ranges[match[1]]
@@ -392,50 +388,50 @@ class _Reader:
         """An output of the graph."""
         tag, body = self.tagged(value)
         if tag == "buffer_mutation":
-            raise Refused(f"{self.name} changes its buffers while it runs: call model.eval() before exporting it")
-        node = self.argument(_get(body, "arg", dict, self.name))
+            raise Refused("it changes its buffers while it runs: call model.eval() before exporting it")
+        node = self.argument(_get(body, "arg", dict))
         if tag != "user_output" or not isinstance(node, fx.Node):
-            raise Refused(f"{self.name} has an output that is no tensor; export the model with tensors as outputs")
+            raise Refused("it has an output that is no tensor; export the model with tensors as outputs")
         return node
 
     def tree(self, value: Any) -> pytree.TreeSpec:
         """How inputs or outputs are nested, in tuples, lists and dictionaries; nothing that a file names is imported."""
-        found = parse_json(value, f"{self.name}: a tree specification") if isinstance(value, str) else None
+        found = parse_json(value, "a tree specification") if isinstance(value, str) else None
         if not (isinstance(found, list) and len(found) == 2 and found[0] == 1):
-            raise InputError(f"{self.name} has an unknown kind of tree specification: {str(value)[:80]!r}")
+            raise InputError(f"it has an unknown kind of tree specification: {str(value)[:80]!r}")
         return pytree.tree_structure(self.nested(found[1], 20))
 
     def nested(self, value: Any, depth: int) -> Any:
         kind = value.get("type") if isinstance(value, dict) else ""
         if depth == 0 or kind not in (None, "builtins.tuple", "builtins.list", "builtins.dict"):
-            raise Refused(f"{self.name} passes inputs or outputs in a {str(kind)[:60]!r}: use tuples, lists and dicts")
+            raise Refused(f"it passes inputs or outputs in a {str(kind)[:60]!r}: use tuples, lists and dicts")
         if kind is None:
             return 0
-        children = [self.nested(child, depth - 1) for child in _get(value, "children_spec", list, self.name)]
+        children = [self.nested(child, depth - 1) for child in _get(value, "children_spec", list)]
         if kind != "builtins.dict":
             return tuple(children) if kind == "builtins.tuple" else children
-        keys = parse_json(_get(value, "context", str, self.name), f"{self.name}: the keys of a dictionary")
+        keys = parse_json(_get(value, "context", str), "the keys of a dictionary")
         if not isinstance(keys, list) or len(keys) != len(children):
-            raise InputError(f"{self.name} has {len(children)} values for other keys in a dictionary")
-        return {_identifier(key, self.name): child for key, child in zip(keys, children, strict=True)}
+            raise InputError(f"it has {len(children)} values for other keys in a dictionary")
+        return {_identifier(key): child for key, child in zip(keys, children, strict=True)}
 
     # ---- operations
 
     def node(self, value: Any) -> None:
         """Add an operation to the graph, or compute a size."""
-        target = _get(value, "target", str, self.name)
+        target = _get(value, "target", str)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for given in _get(value, "inputs", list, self.name):
-            argument = self.argument(_get(given, "arg", dict, self.name))
+        for given in _get(value, "inputs", list):
+            argument = self.argument(_get(given, "arg", dict))
             if given.get("kind") == 2:
-                kwargs[_identifier(given.get("name"), self.name)] = argument
+                kwargs[_identifier(given.get("name"))] = argument
             else:
                 args.append(argument)
 
         if target in _ASSERTIONS:
             if args and args[0] is False:
-                raise Refused(f"{self.name} has a condition on its batch that this batch does not meet")
+                raise Refused("it has a condition on its batch that this batch does not meet")
         elif target in _ARITHMETIC or target in _SIZES:
             self.compute_size(target, args, value)
         else:
@@ -447,29 +443,26 @@ class _Reader:
             result = _SIZES[target](*args)
         else:
             if not all(type(a) is int for a in args):
-                raise Refused(f"{self.name} calls {target!r} on something else than sizes")
+                raise Refused(f"it calls {target!r} on something else than sizes")
             result = _ARITHMETIC[target](*args)
         if abs(result) >= 2**63:
-            raise Refused(f"{self.name} computes a size beyond 64 bits")
-        for out in _get(value, "outputs", list, self.name):
+            raise Refused("it computes a size beyond 64 bits")
+        for out in _get(value, "outputs", list):
             _, body = self.tagged(out)
-            self.values[_identifier(_get(body, "as_name", str, self.name), self.name)] = result
+            self.values[_identifier(_get(body, "as_name", str))] = result
 
     def call(self, target: str, args: list[Any], kwargs: dict[str, Any], value: Any) -> None:
         """Run an operation on tensors without numbers, and add it with what came out."""
-        operation = find_operation(target, self.name)
+        operation = find_operation(target)
         shadows = fx.node.map_arg((tuple(args), kwargs), lambda node: node.meta["val"])
-        try:
-            check_arguments_of(operation, *shadows)
-        except Refused as refused:
-            raise Refused(f"{self.name}: {refused}") from refused
+        check_arguments_of(operation, *shadows)
         with self.mode, torch.no_grad():
             result = operation(*shadows[0], **shadows[1])
 
-        outputs = [self.tagged(out) for out in _get(value, "outputs", list, self.name)]
+        outputs = [self.tagged(out) for out in _get(value, "outputs", list)]
         single = len(outputs) == 1 and outputs[0][0] == "as_tensor"
         own = outputs[0][1].get("name") if single else value.get("name") or "several"
-        node = self.graph.create_node("call_function", operation, tuple(args), kwargs, _identifier(own, self.name))
+        node = self.graph.create_node("call_function", operation, tuple(args), kwargs, _identifier(own))
         node.meta |= {"val": result, **self.origin(value.get("metadata"))}
         if all(used in self.constant for used in node.all_input_nodes):
             self.constant.add(node)
@@ -477,14 +470,14 @@ class _Reader:
         size = sum(t.numel() * t.element_size() for t in flat_tensors(result))
         self.require_room(size, f"node {node.name!r}", node in self.constant)
         if any(not isinstance(n, int) for t in flat_tensors(result) for n in t.shape):
-            raise Refused(f"{self.name}: the shape of node {node.name!r} depends on the numbers")
+            raise Refused(f"the shape of node {node.name!r} depends on the numbers")
 
         if single:
             self.define(outputs[0][1], node, result)
             return
         places = outputs[0][1] if len(outputs) == 1 and outputs[0][0] == "as_tensors" else [body for _, body in outputs]
         if not isinstance(result, tuple | list) or not isinstance(places, list) or len(places) > len(result):
-            raise InputError(f"{self.name}: node {node.name!r} states other outputs than it has; export it again")
+            raise InputError(f"node {node.name!r} states other outputs than it has; export it again")
         for place, body in enumerate(places):
             item = self.graph.create_node("call_function", operator.getitem, (node, place), name=f"getitem_{place}")
             item.meta |= {**node.meta, "val": result[place]}
@@ -493,9 +486,9 @@ class _Reader:
             self.define(body, item, result[place])
 
     def define(self, body: Any, node: fx.Node, value: Any) -> None:
-        name = _identifier(body.get("name") if isinstance(body, dict) else None, self.name)
+        name = _identifier(body.get("name") if isinstance(body, dict) else None)
         if name in self.values or not isinstance(value, Tensor):
-            raise InputError(f"{self.name} defines {name[:60]!r} twice, or as no tensor; export it again")
+            raise InputError(f"it defines {name[:60]!r} twice, or as no tensor; export it again")
         self.values[name] = node
 
     def require_room(self, size: int, what: str, constant: bool) -> None:
@@ -503,24 +496,24 @@ class _Reader:
         self.left[constant] -= size
         if size > LARGEST:
             raise Refused(
-                f"{self.name}: {what} makes {size / 2**30:.3g} GiB at once, more than the {LARGEST / 2**30:g} GiB that a value "
+                f"{what} makes {size / 2**30:.3g} GiB at once, more than the {LARGEST / 2**30:g} GiB that a value "
                 "may take: bound its parts, or the module it was exported from"
             )
         if self.left[constant] < 0:
             limit = LARGEST_CONSTANTS if constant else LARGEST_TOTAL
-            raise Refused(f"{self.name}: up to {what} its values take more than {limit / 2**30:g} GiB")
+            raise Refused(f"up to {what} its values take more than {limit / 2**30:g} GiB")
 
     def tagged(self, value: Any) -> tuple[str, Any]:
         """A tagged union: its one key that is set, and its value."""
         given = [key for key in value if value[key] is not None] if isinstance(value, dict) else []
         if len(given) != 1:
-            raise Refused(f"{self.name} has {str(value)[:80]!r} where one value belongs; export it again")
+            raise Refused(f"it has {str(value)[:80]!r} where one value belongs; export it again")
         return given[0], value[given[0]]
 
     def tensor(self, value: Any) -> Any:
-        name = _get(value, "name", str, self.name)
+        name = _get(value, "name", str)
         if name not in self.values:
-            raise InputError(f"{self.name} reads {name[:80]!r}, which nothing before it writes; export it again")
+            raise InputError(f"it reads {name[:80]!r}, which nothing before it writes; export it again")
         return self.values[name]
 
     def argument(self, value: Any) -> Any:
@@ -542,29 +535,27 @@ class _Reader:
             case "as_sym_ints" | "as_optional_tensors" if isinstance(body, list):
                 return [self.symbol(item) for item in body]
             case "as_scalar_type":
-                return _SERIALIZE_TO_TORCH_DTYPE[_get(value, tag, int, self.name)]
+                return _SERIALIZE_TO_TORCH_DTYPE[_get(value, tag, int)]
             case "as_memory_format":
-                return _SERIALIZE_TO_TORCH_MEMORY_FORMAT[_get(value, tag, int, self.name)]
+                return _SERIALIZE_TO_TORCH_MEMORY_FORMAT[_get(value, tag, int)]
             case "as_layout" if _SERIALIZE_TO_TORCH_LAYOUT.get(body) is torch.strided:
                 return torch.strided
             case "as_device":
                 return torch.device("cpu")  # where files are read, whatever they were written on
             case "as_complex":
-                return complex(
-                    *(self.plain("as_float", _get(value, tag, dict, self.name).get(k)) for k in ("real", "imag"))
-                )
-        raise Refused(f"{self.name} has {tag[:60]!r} as an argument, which is not a plain tensor program")
+                return complex(*(self.plain("as_float", _get(value, tag, dict).get(k)) for k in ("real", "imag")))
+        raise Refused(f"it has {tag[:60]!r} as an argument, which is not a plain tensor program")
 
     def plain(self, tag: str, value: Any) -> Any:
         if tag == "as_float" and value in ("Infinity", "-Infinity", "NaN"):
             return float(value.replace("Infinity", "inf"))
         kinds = {"as_int": int, "as_bool": bool, "as_float": int | float, "as_string": str}
         if not isinstance(value, kinds[tag]) or (tag != "as_bool" and isinstance(value, bool)):
-            raise InputError(f"{self.name} has {str(value)[:60]!r} as an argument {tag!r}; export it again")
+            raise InputError(f"it has {str(value)[:60]!r} as an argument {tag!r}; export it again")
         if isinstance(value, str) and (len(value) > 500 or not value.isprintable()):
-            raise InputError(f"{self.name} has a strange text as an argument: {value[:60]!r}")
+            raise InputError(f"it has a strange text as an argument: {value[:60]!r}")
         if isinstance(value, int) and abs(value) >= 2**63:
-            raise InputError(f"{self.name} has a whole number beyond 64 bits as an argument")
+            raise InputError("it has a whole number beyond 64 bits as an argument")
         return float(value) if tag == "as_float" else value
 
     def symbol(self, value: Any) -> Any:

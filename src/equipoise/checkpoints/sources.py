@@ -50,18 +50,15 @@ def load_model(source: str | Path, weights: str | Path | None = None, *, batch: 
     source = str(source)
     if "\0" in source:
         raise InputError(f"{source!r} is no name of a file: it holds a zero byte")
+    folder = Path(source).is_dir()
+    if weights is not None and (folder or source.endswith((".pt2", ".onnx"))):
+        raise InputError(f"{source} holds its own weights; leave --weights out")
     if source.endswith(".pt2"):
-        if weights is not None:
-            raise InputError("a .pt2 holds its own weights; leave --weights out")
         program, digest = read_program(source, batch)
         return Loaded(source, program, _program_shape(program), digest=digest)
     if source.endswith(".onnx"):
-        if weights is not None:
-            raise InputError("an .onnx file holds its own weights; leave --weights out")
         return _onnx(source)
-    if Path(source).is_dir():
-        if weights is not None:
-            raise InputError("a checkpoint directory holds its own weights; leave --weights out")
+    if folder:
         return _directory(source)
     if Path(source).suffix in _PICKLES and (":" not in source or Path(source).is_file()):
         raise Refused(

@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -95,16 +94,7 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 
 def emit_json(document: Any, indent: int | None = 2) -> None:
     """Write one JSON document to stdout; numbers JSON cannot hold become null, letters it cannot print are escaped."""
+    finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
     plain = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    sys.stdout.write(json.dumps(_finite(document), indent=indent, ensure_ascii=plain, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(finite, indent=indent, ensure_ascii=plain, allow_nan=False) + "\n")
     sys.stdout.flush()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -187,7 +187,12 @@ def full_precision() -> Iterator[None]:
     The settings found are restored on exit. Every function that returns a guarantee runs under it.
     """
     with contextlib.ExitStack() as stack:
-        stack.callback(_restore, _set_ieee())
+        if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        for owner, name, value in _switches():
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False, dtype=torch.bfloat16))
         if _flushes_subnormals():
@@ -207,22 +212,3 @@ def _switches() -> list[tuple[Any, str, Any]]:
         owners = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
         return [(owner, "fp32_precision", "ieee") for owner in owners]
     return [(backends.cuda.matmul, "allow_tf32", False), (backends.cudnn, "allow_tf32", False)]
-
-
-def _set_ieee() -> list[tuple[Any, str, Any]]:
-    found = []
-    for owner, name, value in _switches():
-        found.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        found.append((torch, "float32_matmul_precision", torch.get_float32_matmul_precision()))
-        torch.set_float32_matmul_precision("highest")
-    return found
-
-
-def _restore(found: list[tuple[Any, str, Any]]) -> None:
-    for owner, name, value in found:
-        if owner is torch:
-            torch.set_float32_matmul_precision(value)
-        else:
-            setattr(owner, name, value)

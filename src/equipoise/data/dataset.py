@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from equipoise.core import InputError, fresh_strides
 from equipoise.core.digests import Digest
+from equipoise.core.errors import did_you_mean
 from equipoise.data.sources import Ints, Layout, Source, array_source, as_array, check_labels, first_non_finite
 
 _CHUNK_BYTES = 16 * 2**20
@@ -178,8 +178,7 @@ class Dataset:
             )
         missing = [name for name in self.classes if name not in numbers]
         if missing:
-            close = difflib.get_close_matches(missing[0], list(numbers), n=1)
-            hint = f"; is it {close[0]!r}?" if close else f"; the list has {', '.join(map(repr, list(numbers)[:8]))}"
+            hint = did_you_mean(missing[0], numbers)
             raise InputError(f"{self.name} has the class {missing[0]!r}, which the list of classes does not name{hint}")
         changed = np.array([numbers[name] for name in self.classes], dtype=np.int64)
         if len(np.unique(changed)) != len(changed) or int(changed.min()) < 0:

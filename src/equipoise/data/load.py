@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from equipoise.core.errors import InputError, one_line
+from equipoise.core.errors import InputError, did_you_mean, one_line
 from equipoise.core.imports import SPEC
 from equipoise.data.dataset import Dataset
 from equipoise.data.files import find_tables, load_archive, load_folder, load_tables
@@ -110,9 +109,7 @@ def _kind_of(spec: str) -> tuple[Kind, str | Path]:
         return kinds[path.suffix], path
     if SPEC.match(spec):
         return FACTORY, spec
-    near = re.fullmatch(r"\w+", spec) and difflib.get_close_matches(spec.lower(), ["digits"])
-    hint = "did you mean 'digits'? " if near else ""
-    raise InputError(f"there is no {spec[:200]!r}; {hint}expected {_EXPECTED}")
+    raise InputError(f"there is no {spec[:200]!r}{did_you_mean(spec[:200], ['digits'])}; expected {_EXPECTED}")
 
 
 def _split_of(spec: str, split: str | None) -> tuple[str, str | None]:

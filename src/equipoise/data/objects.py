@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,8 @@ def load_object(spec: str, split: str | None, options: Options) -> Dataset:
     """
     target = resolve(spec)
     if callable(target):
-        arguments: dict[str, Any] = {}
-        if split is not None:
-            parameters = guarded(lambda: inspect.signature(target).parameters.values(), f"the signature of {spec}")
-            if not any(p.name == "split" or p.kind is p.VAR_KEYWORD for p in parameters):
-                raise InputError(f"{spec} takes no argument named split: leave the split out, or add it to the factory")
-            arguments = {"split": split}
-        target = guarded(lambda: target(**arguments), repr(spec))
+        given = {} if split is None else {"split": split}
+        target = guarded(lambda: target(**given), repr(spec))
     elif split is not None:
         raise InputError(f"{spec} is not a factory, so it has no splits: leave the split out")
     return as_dataset(target, spec, options.num_classes, options.layout, options.columns)
@@ -75,51 +70,61 @@ def as_dataset(
         )
     if len(data) == 0:
         raise InputError(f"{name} holds no data")
-    first, label = _item(data, 0, name, layout, columns)
-    again, _ = _item(data, 0, name, layout, columns)
+    rows = _Rows(data, name, layout, columns)
+    (first, label), (again, _) = rows.item(0), rows.item(0)
     if first.shape != again.shape or not np.array_equal(first, again, equal_nan=first.dtype.kind == "f"):
         raise InputError(f"{name} gives another input each time row 0 is read: take the random augmentation out")
 
-    labels = _labels(data, name, layout, columns)
+    labels = rows.labels()
     if labels[0] != label:
         raise InputError(f"{name}: row 0 has label {label}, but its list of labels says {labels[0]}")
-    read = functools.partial(_items, data, labels, name, layout, columns, first.shape, first.dtype)
+    read = functools.partial(rows.read, labels, first.shape, first.dtype)
     source = Source(len(labels), first.shape, first.dtype, default_scale(first.dtype), read)
     return Dataset.from_source(source, labels, name=name, num_classes=num_classes)
 
 
-def _items(
-    items: Any,
-    labels: Ints,
-    name: str,
-    layout: Layout,
-    columns: tuple[str, str] | None,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    rows: Ints,
-) -> NDArray[Any]:
-    """The inputs of these rows, asked for one by one; shape, type and label are checked at every reading."""
-    found = np.empty((len(rows), *shape), dtype)
-    for position, row in enumerate(rows):
-        x, y = _item(items, int(row), name, layout, columns)
-        if x.shape != shape or x.dtype != dtype:
-            raise InputError(f"{name}: row {row} is {x.dtype} of shape {x.shape}, the first row is {dtype} of {shape}")
-        if y != labels[row]:
-            raise InputError(f"{name}: row {row} has label {y}, but {labels[row]} was announced")
-        found[position] = x
-    return found
+@dataclass(frozen=True)
+class _Rows:
+    """A map-style dataset, whose rows are read one by one."""
 
+    data: Any
+    name: str
+    layout: Layout
+    columns: tuple[str, str] | None
 
-def _labels(items: Any, name: str, layout: Layout, columns: tuple[str, str] | None) -> Ints:
-    """The attribute `targets` or `labels` if it fits, otherwise every item is read once."""
-    for attribute in ("targets", "labels"):
-        announced = getattr(items, attribute, None)
-        if announced is None or callable(announced):
-            continue
-        array = as_array(announced, f"{name}: {attribute}")
-        if array.shape == (len(items),) and array.dtype.kind in "iu":
-            return check_labels(array, len(items), None, name)[0]
-    return np.array([_item(items, row, name, layout, columns)[1] for row in range(len(items))], dtype=np.int64)
+    def item(self, row: int) -> tuple[NDArray[Any], int]:
+        """(raw input as (C, H, W) or (features,), label) of one row."""
+        where = f"{self.name}: row {row}"
+        x, y = pair_of(guarded(lambda: self.data[row], f"row {row} of {self.name}"), self.columns, where)
+        array, label = as_array(x, where), as_array(y, f"{self.name}: the label of row {row}")
+        if label.size != 1 or label.dtype.kind not in "iu":
+            raise InputError(f"{where} has the label {y!r}, expected one integer")
+        return np.ascontiguousarray(channels_ahead(array[None], where, self.layout)[0]), int(label.reshape(-1)[0])
+
+    def labels(self) -> Ints:
+        """The attribute `targets` or `labels` if it fits, otherwise every item is read once."""
+        for attribute in ("targets", "labels"):
+            announced = getattr(self.data, attribute, None)
+            if announced is None or callable(announced):
+                continue
+            array = as_array(announced, f"{self.name}: {attribute}")
+            if array.shape == (len(self.data),) and array.dtype.kind in "iu":
+                return check_labels(array, len(array), None, self.name)[0]
+        return np.array([self.item(row)[1] for row in range(len(self.data))], dtype=np.int64)
+
+    def read(self, labels: Ints, shape: tuple[int, ...], dtype: np.dtype[Any], rows: Ints) -> NDArray[Any]:
+        """The inputs of these rows; shape, type and label are checked at every reading."""
+        found = np.empty((len(rows), *shape), dtype)
+        for position, row in enumerate(rows):
+            x, y = self.item(int(row))
+            if x.shape != shape or x.dtype != dtype:
+                raise InputError(
+                    f"{self.name}: row {row} is {x.dtype} of shape {x.shape}, the first row is {dtype} of {shape}"
+                )
+            if y != labels[row]:
+                raise InputError(f"{self.name}: row {row} has label {y}, but {labels[row]} was announced")
+            found[position] = x
+        return found
 
 
 def pair_of(item: Any, columns: tuple[str, str] | None, where: str) -> tuple[Any, Any]:
@@ -145,13 +150,3 @@ def pair_of(item: Any, columns: tuple[str, str] | None, where: str) -> tuple[Any
     except (TypeError, ValueError) as error:
         raise InputError(f"{where} is not a pair (input, label): {one_line(error)}") from error
     return x, y
-
-
-def _item(items: Any, row: int, name: str, layout: Layout, columns: tuple[str, str] | None) -> tuple[NDArray[Any], int]:
-    """(raw input as (C, H, W) or (features,), label) of one row."""
-    where = f"{name}: row {row}"
-    x, y = pair_of(guarded(lambda: items[row], f"row {row} of {name}"), columns, where)
-    array, label = as_array(x, where), as_array(y, f"{name}: the label of row {row}")
-    if label.size != 1 or label.dtype.kind not in "iu":
-        raise InputError(f"{where} has the label {y!r}, expected one integer")
-    return np.ascontiguousarray(channels_ahead(array[None], where, layout)[0]), int(label.reshape(-1)[0])

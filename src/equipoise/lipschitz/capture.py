@@ -141,6 +141,19 @@ def as_examples(example_input: Any, name: str = "example_input") -> Examples:
     return tuple(examples)
 
 
+def as_batch(x: Any) -> Tensor:
+    """The inputs of a network with one input: a finite float tensor with a batch dimension, or a tuple of one."""
+    examples = as_examples(x, "x")
+    if len(examples) != 1:
+        raise InputError(
+            f"expected the one input of a network, got {len(examples)} tensors: fix the others inside the model, or use "
+            "lipschitz_bound, which takes several"
+        )
+    if examples[0].dim() < 2 or not bool(torch.isfinite(examples[0]).all()):
+        raise InputError(f"x needs a batch dimension and finite values, got shape {tuple(examples[0].shape)}")
+    return examples[0]
+
+
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -183,24 +183,29 @@ def chain_total(run: Propagation) -> float | None:
         return None
     layers: list[Matrix] = []
     slopes: list[tuple[float, float]] = []
-    node, after = _skip(run, run.program.outputs[0]), 0.0
-    step = run.steps.get(node)
+    start, after = _skip(run, run.program.outputs[0]), 0.0
+    step = run.steps.get(start)
     if step is not None and step.curve is not None:
         after = log_up(step.gains[0][1])
-        node = _skip(run, step.gains[0][0].node)
-    while True:
-        facts = run.facts[node]
-        if not isinstance(facts.form, Matrix) or facts.base is None:
-            return None if len(layers) < 2 else _finish(run, layers, slopes[: len(layers) - 1], node, after)
+        start = _skip(run, step.gains[0][0].node)
+
+    facts = run.facts[start]
+    while isinstance(facts.form, Matrix) and facts.base is not None:
         layers.insert(0, facts.form)
-        base = _skip(run, facts.base)
-        step = run.steps.get(base)
+        start = _skip(run, facts.base)
+        step = run.steps.get(start)
         if step is None or step.curve is None:
-            return None if len(layers) < 2 else _finish(run, layers, slopes, base, after)
+            break
         slopes.insert(0, step.curve.slopes)
-        node = _skip(run, step.gains[0][0].node)
-        if not isinstance(run.facts[node].form, Matrix):
-            return None if len(layers) < 2 else _finish(run, layers, slopes[1:], base, after)
+        facts = run.facts[_skip(run, step.gains[0][0].node)]
+    if len(layers) < 2 or max(layer.matrix.shape[0] for layer in layers[:-1]) > WIDEST:
+        return None
+
+    with torch.no_grad(), full_precision():
+        closed = _closed_form(
+            layers, slopes[1 - len(layers) :]
+        )  # an activation before the first layer is not part of it
+    return None if closed is None else log_product(closed, run.facts[start].fused, after)
 
 
 def _skip(run: Propagation, node: fx.Node) -> fx.Node:
@@ -211,17 +216,3 @@ def _skip(run: Propagation, node: fx.Node) -> fx.Node:
             break
         node = step.gains[0][0].node
     return node
-
-
-def _finish(
-    run: Propagation,
-    layers: list[Matrix],
-    slopes: list[tuple[float, float]],
-    start: fx.Node,
-    after: float,
-) -> float | None:
-    if max(layer.matrix.shape[0] for layer in layers[:-1]) > WIDEST:
-        return None
-    with torch.no_grad(), full_precision():
-        closed = _closed_form(layers, slopes)
-    return None if closed is None else log_product(closed, run.facts[start].fused, after)

@@ -42,6 +42,13 @@ class Box:
     rho: float
     log: float
 
+    @property
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """Centre and half-widths, where they are kept."""
+        assert self.mid is not None
+        assert self.half is not None
+        return self.mid, self.half
+
 
 def enclose(run: Propagation, x: Tensor, radius: float, cache: Cache) -> dict[fx.Node, Box]:
     """Boxes of every node of a program with one input, for inputs within `radius` of `x` (a batch of one)."""
@@ -63,7 +70,9 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     if isinstance(step.map, op.Normalised):
         sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
     log = _combine(step, [log_product(log_up(g), b.log) for b, g in sources])
-    log = min(log, short, run.facts[node].fused, _pruned(node, step, run, boxes, call.cache))
+    log = min(log, short, run.facts[node].fused)
+    if not isinstance(step.linear, Diagonal):
+        log = min(log, _pruned(node, run, boxes, call.cache))
     image = _image(call, step, sources, boxes)
     if image is None:
         return Box(None, None, math.inf, math.inf, log)
@@ -78,7 +87,8 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     dev = min(dev, float(frobenius(half.reshape(1, -1))), inflate(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)
     if step.curve is not None:
-        log = min(log, _pruned_rows(step, run, boxes, half, call.cache))
+        source, gain = step.gains[0]
+        log = min(log, log_product(log_up(gain), _pruned(source.node, run, boxes, call.cache, half > 0)))
     return Box(mid, half, dev, rho, log)
 
 
@@ -94,8 +104,7 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
     if not sources or any(b.mid is None for b, _ in sources):
         return None
     box, gain = sources[0]
-    assert box.mid is not None
-    assert box.half is not None
+    before, _ = box.entries
     match step.map:
         case op.Copy() | op.Pieces() | op.Piece() | op.Padded() | op.Join() | op.Scaled() | op.Sum():
             return _moved(call, step, boxes) if supported(call, step) else None
@@ -103,7 +112,7 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
             return _weighted(step.map, box)
         case op.Average():
             run = _runner(call, boxes)
-            rounding = gamma(box.mid.numel() + 8, torch.float64) * run(lambda b: b.mid.abs())
+            rounding = gamma(before.numel() + 8, torch.float64) * run(lambda b: b.mid.abs())
             return run(lambda b: b.mid), inflate(run(lambda b: b.half) * (1 + 1e-10)), inflate(rounding)
         case op.Largest(sliding=True):
             run = _runner(call, boxes)
@@ -116,7 +125,7 @@ def _image(call: Call, step: Step, sources: list[tuple[Box, float]], boxes: dict
         case op.Normalised():
             mid = _runner(call, boxes)(lambda b: b.mid)
             noise = inflate(
-                gain * gamma(8 * box.mid.shape[-1] + 64, torch.float64) * float(frobenius(box.mid.reshape(1, -1)))
+                gain * gamma(8 * before.shape[-1] + 64, torch.float64) * float(frobenius(before.reshape(1, -1)))
             )
             return mid, torch.full_like(mid, inflate(gain * box.dev)), noise + 2.0**-40 * (mid.abs() + 1)
         case _:
@@ -144,21 +153,14 @@ def activated(call: Call, curve: Pointwise, x: Tensor) -> Tensor:
 
 
 def _bent(call: Call, curve: Pointwise, box: Box, gain: float) -> Image:
-    assert box.mid is not None
-    assert box.half is not None
-    mid = activated(call, curve, box.mid)
-    half = inflate(box.half * gain)
+    before, width = box.entries
+    mid = activated(call, curve, before)
+    half = inflate(width * gain)
     if curve.slopes[0] >= 0:
-        high, low = (activated(call, curve, box.mid + sign * _outward(box)) for sign in (1, -1))
+        outward = width + 4 * _U * (before.abs() + width)  # covers the rounding of `before ± width`
+        high, low = (activated(call, curve, before + sign * outward) for sign in (1, -1))
         half = torch.minimum(inflate(torch.maximum(high - mid, mid - low)), half)
-    return mid, half, None if curve.exact else 2.0**-44 * (mid.abs() + box.mid.abs())
-
-
-def _outward(box: Box) -> Tensor:
-    """The half-width, wide enough for `mid ± half` to be rounded."""
-    assert box.mid is not None
-    assert box.half is not None
-    return box.half + 4 * _U * (box.mid.abs() + box.half)
+    return mid, half, None if curve.exact else 2.0**-44 * (mid.abs() + before.abs())
 
 
 def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], Any]], Tensor]:
@@ -173,13 +175,12 @@ def _runner(call: Call, boxes: dict[fx.Node, Box]) -> Callable[[Callable[[Any], 
 
 def _weighted(layer: op.Weighted, box: Box) -> Image:
     """`|W|·half` and, where rows are known, `‖row‖·dev`."""
-    assert box.mid is not None
-    assert box.half is not None
+    before, width = box.entries
     W, b = layer.weight.double(), None if layer.bias is None else layer.bias.detach().double()
     g = gamma(max(W[0].numel(), W[:, 0].numel()) + 8, torch.float64)
-    mid = layer.run(box.mid, W, b)
-    rounding = inflate(g * layer.run(box.mid.abs(), W.abs(), None if b is None else b.abs())) * (1 + 1e-9)
-    half = layer.run(box.half, W.abs(), None) * (1 + 2 * g)
+    mid = layer.run(before, W, b)
+    rounding = inflate(g * layer.run(before.abs(), W.abs(), None if b is None else b.abs())) * (1 + 1e-9)
+    half = layer.run(width, W.abs(), None) * (1 + 2 * g)
     if layer.rows is not None:
         rows = inflate(frobenius(W.flatten(1), (-1,)) * box.dev)
         shape = [1] * mid.dim()
@@ -201,25 +202,24 @@ def _local_norm(layer: op.Normalised, gain: float, box: Box) -> float:
     return min(gain, inflate(layer.top / math.sqrt(least * least + layer.eps)))
 
 
-def _pruned(node: fx.Node, step: Step, run: Propagation, boxes: dict[fx.Node, Box], cache: Cache) -> float:
-    """log of ‖W[:, moving columns]‖·L(base) for the linear run that ends in this node."""
+def _pruned(
+    node: fx.Node, run: Propagation, boxes: dict[fx.Node, Box], cache: Cache, rows: Tensor | None = None
+) -> float:
+    """log of ‖W[moving rows, moving columns]‖·L(base) for the linear run that ends in this node.
+
+    Args:
+        node: the end of the run.
+        run: of the network.
+        boxes: of the nodes before it.
+        cache: of operator norms.
+        rows: entries of the node that move; the others belong to neurons that stay off.
+    """
     facts = run.facts[node]
-    if facts.form is None or facts.base is None or isinstance(step.linear, Diagonal):
-        return math.inf
-    base = boxes[facts.base]
-    alive = None if base.half is None else base.half > 0
-    return log_product(log_up(masked_norm(facts.form, alive, None, cache)), base.log)
-
-
-def _pruned_rows(step: Step, run: Propagation, boxes: dict[fx.Node, Box], half: Tensor, cache: Cache) -> float:
-    """The same with the rows of neurons that stay off dropped as well, for the output of an activation."""
-    facts = run.facts[step.gains[0][0].node]
     if facts.form is None or facts.base is None:
         return math.inf
     base = boxes[facts.base]
     alive = None if base.half is None else base.half > 0
-    norm = masked_norm(facts.form, alive, half > 0, cache)
-    return log_product(log_up(norm), log_up(step.gains[0][1]), base.log)
+    return log_product(log_up(masked_norm(facts.form, alive, rows, cache)), base.log)
 
 
 def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:

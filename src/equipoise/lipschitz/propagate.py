@@ -20,8 +20,7 @@ from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.residual import residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
-from equipoise.lipschitz.rules.finite import refuse_nonfinite
-from equipoise.lipschitz.rules.registry import shape_of
+from equipoise.lipschitz.rules.registry import refuse_nonfinite, shape_of
 from equipoise.lipschitz.values import module_path, replay, where
 from equipoise.maps.algebra import add, compose
 from equipoise.maps.linear import Diagonal, Linear, Padding

@@ -131,9 +131,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; numbers beyond the floats appear as null next to their logarithm."""
+        totals = ("upper", "log_upper", "product", "log_product", "fused", "log_fused")
         return {
-            "upper": _finite(self.upper), "log_upper": _finite(self.log_upper), "product": _finite(self.product),
-            "log_product": _finite(self.log_product), "fused": _finite(self.fused), "log_fused": _finite(self.log_fused),
+            **{name: _finite(getattr(self, name)) for name in totals},
             "log_chain": self.log_chain, "method": self.method, "norm": "l2", "kind": "upper", "ball": self.ball,
             "notes": list(self.notes),
             "blocks": [{k: _finite(v) for k, v in asdict(b).items()} for b in self.blocks],

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, inflate, unit_roundoff
-from equipoise.lipschitz.capture import as_examples, capture
+from equipoise.lipschitz.capture import as_batch, capture
 from equipoise.lipschitz.enclose import activated
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.operations import Copy, Largest, Scaled, Sorted, Sum
@@ -80,9 +80,7 @@ def forward_error(model: nn.Module, x: Tensor, *, radius: float | Tensor = 0.0, 
 
     Reference: Higham (2002), Accuracy and Stability of Numerical Algorithms, §3.3.
     """
-    (x,) = as_examples(x)
-    if x.dim() < 2 or not bool(torch.isfinite(x).all()):
-        raise InputError(f"x needs a batch dimension and finite values, got shape {tuple(x.shape)}")
+    x = as_batch(x)
     with torch.no_grad(), full_precision():
         cache = Cache(rtol)
         return Rounding.of(propagate(capture(model, x[:1]), None, rtol, cache), cache)(x, radius)

@@ -34,8 +34,8 @@ class Pointwise:
     `curvature` bounds |φ''| and is infinite where φ has kinks; `at_zero` bounds |φ(0)|, `peak` |φ|. `hinge` holds the
     slopes below and above 0 of a positively homogeneous φ, numbers or tensors that broadcast against the entries.
 
-    >>> TABLE["relu"].chord(torch.tensor([-1.0]), torch.tensor([3.0]))
-    tensor([0.7500])
+    >>> TABLE["relu"].value(torch.tensor([-1.0, 3.0]))
+    tensor([0., 3.])
     """
 
     slopes: tuple[float, float]
@@ -57,47 +57,10 @@ class Pointwise:
         """Whether `φ(t·x) = t·φ(x)` for t ≥ 0."""
         return self.hinge is not None
 
-    @property
-    def is_relu(self) -> bool:
-        """Whether φ is `max(x, 0)`."""
-        return self.hinge is not None and not bool(self.hinge[0].any()) and bool((self.hinge[1] == 1).all())
-
     def value(self, x: Tensor) -> Tensor:
         """φ(x)."""
         assert self.function is not None
         return self.function(x)
-
-    def tangent(self, x: Tensor) -> Tensor:
-        """φ'(x), by automatic differentiation."""
-        at = x.detach().clone().requires_grad_()
-        with torch.enable_grad():
-            (found,) = torch.autograd.grad(self.value(at).sum(), at)
-        return found
-
-    def chord(self, low: Tensor, high: Tensor) -> Tensor:
-        """The slope between two points, within the interval of slopes; the tangent where they meet."""
-        gap = high - low
-        slope = (self.value(high) - self.value(low)) / torch.where(gap > 0, gap, torch.ones_like(gap))
-        if bool((gap <= 0).any()):
-            slope = torch.where(gap > 0, slope, self.tangent(low))
-        return slope.clamp(*self.slopes)
-
-    def secants(self, mid: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
-        """Least and largest slope between two points of `mid ± half`, entry by entry.
-
-        Exact for a hinge, from the curvature for smooth maps, else the whole interval.
-        """
-        lows, highs = (torch.full_like(mid, s) for s in self.slopes)
-        if self.hinge is not None:
-            left, right = (t.to(mid).expand_as(mid) for t in self.hinge)
-            below, above = mid + half <= 0, mid - half >= 0
-            lows = torch.where(below, left, torch.where(above, right, torch.minimum(left, right)))
-            highs = torch.where(below, left, torch.where(above, right, torch.maximum(left, right)))
-        elif math.isfinite(self.curvature) and self.function is not None:
-            slope = self.tangent(mid)
-            lows = torch.maximum(lows, slope - self.curvature * half - 1e-9)
-            highs = torch.minimum(highs, slope + self.curvature * half + 1e-9)
-        return lows, highs
 
 
 def _number(x: float) -> Tensor:

@@ -182,20 +182,18 @@ class ActivationDecay(_Watching):
         super().__init__(model)
         self._seen: tuple[str, Tensor, Tensor] | None = None
 
-    def __call__(
-        self, targets: Tensor | None = None, mask: Tensor | None = None, count: Tensor | float | None = None
-    ) -> Tensor:
+    def __call__(self, targets: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The penalty of the latest forward pass, to be added to a mean cross-entropy.
 
-        `mask` says which rows count, of the shape of h without its last axis; `count` replaces their number as the divisor.
+        Args:
+            targets: class numbers of all rows, for `form="montecarlo"`.
+            mask: which rows count, of the shape of h without its last axis.
         """
         rows = self._rows(targets)
         if mask is not None:
             if mask.shape != rows.shape:
                 raise InputError(f"the mask has shape {tuple(mask.shape)}, the activations {tuple(rows.shape)}")
             rows = rows[mask.to(torch.bool)]
-        if count is not None:
-            return rows.sum() / count
         return rows.sum() / max(rows.numel(), 1)
 
     def smoothed_loss(self, targets: Tensor, samples: int = 1000) -> SmoothedLoss:

@@ -40,7 +40,7 @@ def noisy_copies(x: Tensor, sigma: float, copies: int, generator: torch.Generato
     torch.Size([8, 3])
     """
     require_number(copies, "copies", least=1, whole=True)
-    return add_noise(_batch(x).repeat(copies, *(1,) * (x.dim() - 1)), sigma, generator)
+    return add_noise(_repeated(_batch(x), copies), sigma, generator)
 
 
 def consistency_loss(
@@ -99,18 +99,23 @@ def smooth_adversarial(
     require_number(steps, "steps", least=1, whole=True)
     x = fresh_strides(_batch(x).detach())
     y = require_labels(y, len(x))
-    many = x.repeat(copies, *(1,) * (x.dim() - 1))
+    many = _repeated(x, copies)
     noise = sigma * torch.randn(many.shape, generator=generator, dtype=x.dtype, device=x.device)
     step = 2 * epsilon / steps if step_size is None else step_size
     delta = torch.zeros_like(x)
     for _ in range(steps):
         with torch.enable_grad():
             delta.requires_grad_()
-            log_p = functional.log_softmax(model(many + delta.repeat(copies, *(1,) * (x.dim() - 1)) + noise), dim=1)
+            log_p = functional.log_softmax(model(many + _repeated(delta, copies) + noise), dim=1)
             soft = log_p.reshape(copies, len(x), -1).logsumexp(0)
             (slope,) = torch.autograd.grad(functional.nll_loss(soft, y, reduction="sum"), delta)
         delta = _into_ball((delta + step * _unit(slope)).detach(), epsilon)
-    return (many + delta.repeat(copies, *(1,) * (x.dim() - 1)) + noise).detach(), y.repeat(copies)
+    return (many + _repeated(delta, copies) + noise).detach(), y.repeat(copies)
+
+
+def _repeated(x: Tensor, copies: int) -> Tensor:
+    """The batch so many times over."""
+    return x.repeat(copies, *(1,) * (x.dim() - 1))
 
 
 def _unit(v: Tensor) -> Tensor:
@@ -202,7 +207,7 @@ def expected_radius(scores: Tensor, y: Tensor, sigma: float, lipschitz: float) -
 
 
 def input_gradient_penalty(
-    model: nn.Module | Callable[[Tensor], Tensor],
+    model: Model,
     x: Tensor,
     y: Tensor | None = None,
     *,

@@ -26,7 +26,21 @@ from equipoise.regularizers.selection import (
 )
 
 
-class FrobeniusPenalty:
+class _WeightPenalty:
+    """A penalty on the weights of chosen layers: the sum over them of what `_term` gives."""
+
+    def __init__(self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0) -> None:
+        self.layers, self.weight = select_layers(model, only, names), require_number(weight, "weight", least=0)
+
+    def __call__(self) -> Tensor:
+        """The penalty, to be added to the loss."""
+        return self.weight * torch.stack([self._term(name, module) for name, module in self.layers.items()]).sum()
+
+    def _term(self, name: str, module: nn.Module) -> Tensor:
+        raise NotImplementedError
+
+
+class FrobeniusPenalty(_WeightPenalty):
     """`weight · Σ_l ‖W_l‖_F²`: weight decay of chosen layers, inside the loss.
 
     >>> net = nn.Linear(2, 2, bias=False)
@@ -35,15 +49,11 @@ class FrobeniusPenalty:
     2.5
     """
 
-    def __init__(self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0) -> None:
-        self.layers, self.weight = select_layers(model, only, names), require_number(weight, "weight", least=0)
-
-    def __call__(self) -> Tensor:
-        """The penalty, to be added to the loss."""
-        return self.weight * torch.stack([weight_of(m).square().sum() for m in self.layers.values()]).sum()
+    def _term(self, name: str, module: nn.Module) -> Tensor:
+        return weight_of(module).square().sum()
 
 
-class OrthogonalityPenalty:
+class OrthogonalityPenalty(_WeightPenalty):
     """`weight · Σ_l ‖W_l W_lᵀ − I‖_F²` with W_l as a matrix `(outputs, rest)`, or its transpose where that is the smaller side.
 
     For a convolution that is orthogonality of the flattened filters, which does not make the convolution orthogonal.
@@ -56,18 +66,14 @@ class OrthogonalityPenalty:
     """
 
     def __init__(self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0) -> None:
-        self.layers, self.weight = select_layers(model, only, names), require_number(weight, "weight", least=0)
+        super().__init__(model, only, names, weight)
         for name, module in self.layers.items():
             as_matrix(name, module)
 
-    def __call__(self) -> Tensor:
-        """The penalty, to be added to the loss."""
-        return self.weight * torch.stack([_deviation(as_matrix(n, m)) for n, m in self.layers.items()]).sum()
-
-
-def _deviation(W: Tensor) -> Tensor:
-    W = W if W.shape[0] <= W.shape[1] else W.mT
-    return (W @ W.mT - torch.eye(len(W), dtype=W.dtype, device=W.device)).square().sum()
+    def _term(self, name: str, module: nn.Module) -> Tensor:
+        W = as_matrix(name, module)
+        W = W if W.shape[0] <= W.shape[1] else W.mT
+        return (W @ W.mT - torch.eye(len(W), dtype=W.dtype, device=W.device)).square().sum()
 
 
 Exponent = Literal[1, 2] | float

@@ -1,8 +1,7 @@
 """Which layers a regularizer speaks of, by module type and name pattern; a layer as an operator on inputs of the size it sees."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -101,7 +100,10 @@ def linear_map(module: nn.Module, shape: tuple[int, ...]) -> Linear:
 def input_shapes(model: nn.Module, layers: dict[str, nn.Module], example: Tensor) -> dict[str, tuple[int, ...]]:
     """Shape without batch of what every layer reads when the model sees `example`; mode and statistics are left as they are."""
     shapes: dict[str, tuple[int, ...]] = {}
-    with recording(layers, shapes), evaluating(model), torch.no_grad():
+    with ExitStack() as hooks, evaluating(model), torch.no_grad():
+        for name, module in layers.items():
+            handle = module.register_forward_pre_hook(_note(name, shapes))
+            hooks.callback(handle.remove)
         model(example)
     missing = [name for name in layers if name not in shapes]
     if missing:
@@ -121,17 +123,6 @@ def zero_image(model: nn.Module, input_size: int | tuple[int, ...]) -> Tensor:
         raise InputError(f"input_size must be {dims} positive number(s), got {input_size}")
     channels = getattr(first, "in_channels", 1)
     return torch.zeros(1, int(channels), *size, device=weight.device, dtype=weight.dtype)
-
-
-@contextmanager
-def recording(layers: dict[str, nn.Module], shapes: dict[str, tuple[int, ...]]) -> Iterator[None]:
-    """While inside, note the input shape of every layer that is called."""
-    handles = [module.register_forward_pre_hook(_note(name, shapes)) for name, module in layers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _note(name: str, shapes: dict[str, tuple[int, ...]]) -> Any:

@@ -176,8 +176,7 @@ def _spectrum(name: str, layer: nn.Module, shape: tuple[int, ...]) -> Spectrum |
 
 def _periodic(layer: nn.Conv2d, shape: tuple[int, ...]) -> Tensor:
     """Singular values with periodic boundary: those of the symbol at every frequency of the layer's input."""
-    size = [min(64, max(n, k)) for n, k in zip(shape[1:], layer.kernel_size, strict=True)]
-    size = [max(n, k) for n, k in zip(size, layer.kernel_size, strict=True)]
+    size = [max(min(64, n), k) for n, k in zip(shape[1:], layer.kernel_size, strict=True)]
     symbol = torch.fft.fft2(layer.weight.detach().double(), s=size).permute(2, 3, 0, 1)
     return torch.linalg.svdvals(symbol)
 

@@ -246,26 +246,16 @@ def limits(data: ReportData) -> list[str]:
 
 
 def numbers(data: ReportData) -> dict[str, Any]:
-    """Every number behind the page, compact: columns of doubles and integers as base64, little-endian."""
+    """Every number behind the page, with every digit; names of inputs that several curves share are stored once."""
     document = as_document(data)
     ids: dict[tuple[str, ...], int] = {}
     for entry, s in zip(document["series"], data.series, strict=True):
         columns = {"label": s.results.labels, "prediction": s.results.prediction, "radius": s.results.radius}
         entry |= {"ids": ids.setdefault(s.ids, len(ids)), "status": s.results.status}
-        entry |= {name: packed(column) for name, column in columns.items()}
+        entry |= {name: column.tolist() for name, column in columns.items()}
     for entry, a in zip(document["attacks"], data.attacks, strict=True):
-        entry |= {"ids": ids.setdefault(a.ids, len(ids)), "distance": packed(a.distance)}
+        entry |= {"ids": ids.setdefault(a.ids, len(ids)), "distance": a.distance.tolist()}
     return {**document, "ids": list(ids)}
-
-
-def packed(column: Any) -> str:
-    """A column as base64: doubles with every digit, integers as 32 bits.
-
-    >>> packed(np.array([1, 2]))
-    'AQAAAAIAAAA='
-    """
-    kind = "<f8" if np.asarray(column).dtype.kind == "f" else "<i4"
-    return base64.b64encode(np.ascontiguousarray(column, dtype=kind).tobytes()).decode()
 
 
 def in_script(value: Any) -> str:
@@ -274,18 +264,11 @@ def in_script(value: Any) -> str:
     >>> in_script({"a": "</script>"})
     '{"a":"\\\\u003c/script\\\\u003e"}'
     """
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    text = json.dumps(finite, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def data_uri(image: ArrayLike) -> str:

@@ -19,6 +19,7 @@ from scipy.special import betainc, betaincinv, betaln, ndtr, ndtri
 
 from equipoise.core import InputError, as_upper
 from equipoise.smoothing.bounds import Gaussian
+from equipoise.smoothing.intervals import complement
 from equipoise.smoothing.moments import one_against_rest
 from equipoise.smoothing.procedures import Procedure
 from equipoise.smoothing.radii import radius_mono, radius_mono_lipschitz
@@ -89,8 +90,7 @@ def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Float
 
 def upper_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Floats:
     """The mirror image of `lower_sequence`: above p at all times with probability ≥ 1 − α."""
-    below = lower_sequence(np.asarray(draws) - np.asarray(hits), draws, alpha)
-    return np.where(below > 0, np.minimum(np.nextafter(1 - below, 2.0), 1.0), 1.0)
+    return complement(lower_sequence(np.asarray(draws) - np.asarray(hits), draws, alpha))
 
 
 def target_probability(epsilon: float, sigma: float, lipschitz: Any = np.inf) -> float:

@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from equipoise.core import InputError, as_upper
-from equipoise.smoothing.intervals import Side, clopper_pearson, empirical_bernstein, randomized_binomial
+from equipoise.smoothing.intervals import (
+    Side,
+    clopper_pearson,
+    complement,
+    empirical_bernstein,
+    randomized_binomial,
+    sides,
+)
 from equipoise.smoothing.moments import Moments, Partition
 from equipoise.smoothing.radii import positive, radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
 from equipoise.smoothing.ramp import Floats
@@ -49,13 +56,7 @@ def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
     alpha = np.broadcast_to(np.asarray(alpha, dtype=np.float64), x.shape[:-1])
     if not bool(np.all((alpha > 0) & (alpha < 1))):
         raise InputError("the risk alpha must lie strictly between 0 and 1")
-    if side == "lower":
-        return _lower(x, alpha)
-    if side == "upper":
-        return _above(x, alpha)
-    if side == "both":
-        return _lower(x, alpha / 2), _above(x, alpha / 2)
-    raise InputError(f"side must be 'lower', 'upper' or 'both', got {side!r}")
+    return sides(side, alpha, lambda a: _lower(x, a), lambda a: _above(x, a))
 
 
 def _above(x: Floats, alpha: Floats) -> Floats:
@@ -170,13 +171,12 @@ def count_bounds(
     hits = partition.gather(counts.astype(np.float64))
     n = np.maximum(n, 1.0)
     lower = noise.below(_binomial(hits[:, 0], n, top, None if ties is None else ties[:, 0]))
-    upper = _cap(lower)
+    upper = complement(lower)
     several = partition.buckets > 2
     if several.any():
         most = hits[several, 1:].max(axis=1)
         u = None if ties is None else ties[several, 1]
-        bound = 1 - _binomial(n[several] - most, n[several], np.broadcast_to(rival, n.shape)[several], u)
-        bound = np.where(bound < 1, np.minimum(np.nextafter(bound, 2.0), 1.0), 1.0)
+        bound = complement(_binomial(n[several] - most, n[several], np.broadcast_to(rival, n.shape)[several], u))
         spread = np.broadcast_to(np.asarray(noise.variation, dtype=np.float64), n.shape)[several]
         upper[several] = np.minimum(upper[several], Gaussian(noise.sigma, spread).above(bound))
     return Bounds(lower, upper, radius_multi(lower, upper, noise.sigma))
@@ -214,7 +214,7 @@ def two_sided(lower: Floats, upper: Floats, partition: Partition, noise: Gaussia
     """One lower bound (N,), upper bounds (N, B − 1) of the other buckets → the largest of those, capped, and the
     radius."""
     lower = noise.below(lower)
-    cap = np.minimum(_cap(lower) + 1e-9, 1.0)  # soft scores sum to 1 up to rounding (checked where they come in)
+    cap = np.minimum(complement(lower) + 1e-9, 1.0)  # soft scores sum to 1 up to rounding (checked where they come in)
     worst = noise.above(np.where(partition.present()[:, 1:], upper, 0.0).max(axis=1))
     top = np.where(partition.buckets > 2, np.minimum(worst, cap), cap)
     return Bounds(lower, top, radius_multi_lipschitz(lower, top, noise.sigma, smoothness.component))
@@ -233,7 +233,7 @@ def margin_bounds(
     low_mean = np.clip(mean[:, 1:] - moments.rounding, 0, 1)
     lower = empirical_bernstein(low_mean, var[:, 1:], moments.n[:, None], _column(risk), "lower")
     h = noise.below(np.where(partition.present()[:, 1:], lower, 1.0).min(axis=1))
-    return Bounds(h, _cap(h), _margin_radius(h, noise.sigma, smoothness))
+    return Bounds(h, complement(h), _margin_radius(h, noise.sigma, smoothness))
 
 
 def _margin_radius(h: Floats, sigma: Any, smoothness: Smoothness) -> Floats:
@@ -244,8 +244,3 @@ def _margin_radius(h: Floats, sigma: Any, smoothness: Smoothness) -> Floats:
 
 def _column(risk: Any) -> Floats:
     return np.asarray(risk, dtype=np.float64)[..., None]
-
-
-def _cap(lower: Floats) -> Floats:
-    """`1 − p̲`, rounded up."""
-    return np.asarray(np.minimum(np.nextafter(1 - lower, 2.0), 1.0))

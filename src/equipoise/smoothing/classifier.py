@@ -312,14 +312,11 @@ class SmoothedClassifier:
         size = x[0].numel()
         return NoiseSpec(self.levels, self.noise, self.cells, size, self.chunk_size, self.seed, self.chosen)
 
-    def settings(self) -> dict[str, Any]:
-        """What makes another classifier of the same kind: `SmoothedClassifier(model, sigma, classes, **settings)`."""
-        names = ("seed", "chunk_size", "map", "noise", "noise_dtype", "nonfinite")
-        return {name: getattr(self, name) for name in names}
-
     def like(self, kind: type[Kind], **changes: Any) -> Kind:
         """The same classifier as another kind, or with some settings changed."""
-        made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **(self.settings() | changes))
+        names = ("seed", "chunk_size", "map", "noise", "noise_dtype", "nonfinite")
+        settings = {name: getattr(self, name) for name in names} | changes
+        made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **settings)
         made.cells, made.chosen = (self.cells if made.noise == self.noise else None), self.chosen
         made.rowwise_checked = self.rowwise_checked
         return made
@@ -404,12 +401,12 @@ def require_rowwise(model: nn.Module, batch: Tensor, answers: Tensor, states: Se
     others = last - torch.arange(len(batch), device=batch.device) % (len(batch) - row)
     others[row] = row
 
-    after = _generators(batch.device)
-    try:
-        _restore(batch.device, states)
+    cuda = [batch.device] if batch.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):
+        torch.set_rng_state(states[0])
+        for device in cuda:
+            torch.cuda.set_rng_state(states[1], device)
         again = model(batch[others])
-    finally:
-        _restore(batch.device, after)
 
     for name, buffer in model.named_buffers():
         if name in before and not torch.equal(buffer.nan_to_num(), before[name].nan_to_num()):
@@ -429,12 +426,6 @@ def require_rowwise(model: nn.Module, batch: Tensor, answers: Tensor, states: Se
 def _generators(device: torch.device) -> Sequence[Tensor]:
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
-
-
-def _restore(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
 
 
 class Denoised(nn.Module):

@@ -25,6 +25,7 @@ from equipoise.smoothing.bounds import (
     sample_bounds,
 )
 from equipoise.smoothing.certificates import ABSTAIN, NOT_COVERED, Certificates
+from equipoise.smoothing.intervals import complement
 from equipoise.smoothing.joint import joint_radius
 from equipoise.smoothing.moments import Moments, Partition, bucket_scores, ranking
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
@@ -199,7 +200,7 @@ def _stopped(sample: Stopped, row: Procedure, setting: Setting) -> Certificates:
 def sequence_bounds(hits: Floats, rival: Floats, draws: Floats, plan: Plan, noise: Gaussian, alpha: float) -> Bounds:
     """The class and its strongest rival by confidence sequences, which hold at all times at once: the radius of now."""
     lower = noise.below(lower_sequence(hits, draws, alpha * plan.top))
-    upper = np.minimum(np.nextafter(1 - lower, 2.0), 1.0)
+    upper = complement(lower)
     several = plan.partition.buckets > 2
     if several.any():
         bound = noise.above(upper_sequence(rival, draws, alpha * plan.rival))

@@ -47,7 +47,7 @@ def clopper_pearson(k: ArrayLike, n: ArrayLike, alpha: ArrayLike, side: Side = "
     def lower(hits: Floats, risk: Floats) -> Floats:
         return once(_binomial_lower, hits, n, risk)
 
-    return _sides(side, alpha, lambda a: lower(k, a), lambda a: _complement(lower(n - k, a)))
+    return sides(side, alpha, lambda a: lower(k, a), lambda a: complement(lower(n - k, a)))
 
 
 def once(function: Callable[..., Floats], *arguments: Floats) -> Floats:
@@ -155,12 +155,20 @@ def _around(mean: Floats, n: Floats, side: Side, alpha: Floats, shift: Callable[
     def upper(a: Floats) -> Floats:
         return np.minimum(mean + shift(a) * (1 + 2.0**-48) + rounding, 1.0)
 
-    return _sides(side, alpha, lower, upper)
+    return sides(side, alpha, lower, upper)
 
 
-def _sides(
+def sides(
     side: Side, alpha: Floats, lower: Callable[[Floats], Floats], upper: Callable[[Floats], Floats]
 ) -> Floats | Pair:
+    """One bound at the whole risk, or both at half of it each.
+
+    Args:
+        side: "lower", "upper" or "both".
+        alpha: the risk.
+        lower: the lower bound at a risk.
+        upper: the upper bound at a risk.
+    """
     if side == "lower":
         return lower(alpha)
     if side == "upper":
@@ -170,7 +178,7 @@ def _sides(
     raise InputError(f"side must be 'lower', 'upper' or 'both', got {side!r}")
 
 
-def _complement(p: Floats) -> Floats:
+def complement(p: Floats) -> Floats:
     """`1 − p`, rounded up."""
     return np.asarray(np.where(p > 0, np.minimum(np.nextafter(1 - p, 2.0), 1.0), 1.0))
 

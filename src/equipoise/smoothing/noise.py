@@ -150,6 +150,11 @@ def fresh_seed() -> int:
     return secrets.randbits(63)
 
 
+def _on_host(buffer: Tensor) -> Tensor:
+    """Where NumPy can write: the buffer itself, or one of its shape."""
+    return buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+
+
 @dataclass(frozen=True)
 class FloatNoise:
     """`x + σ·g` in floating point; g in float32 or, with `dtype`, in float64."""
@@ -159,12 +164,10 @@ class FloatNoise:
 
     def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
         """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype."""
-        kind: Any = np.float64 if self.dtype == torch.float64 else np.float32
-        on_host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
-        np.random.Generator(philox(key)).standard_normal(dtype=kind, out=on_host.numpy())
-        if on_host is not buffer:
-            buffer.copy_(on_host)
-        return buffer.mul_(self.levels.scale(buffer[0])).add_(x)
+        drawn = _on_host(buffer)
+        out = drawn.numpy()
+        np.random.Generator(philox(key)).standard_normal(dtype=out.dtype, out=out)
+        return buffer.copy_(drawn).mul_(self.levels.scale(buffer[0])).add_(x)
 
 
 @dataclass(frozen=True)
@@ -176,16 +179,15 @@ class GridNoise:
 
     def fill(self, buffer: Tensor, x: Tensor, key: int) -> Tensor:
         """Write noisy copies of x into a buffer (chunk, *x.shape) of this dtype."""
-        kind: Any = np.float64 if self.dtype == torch.float64 else np.float32
         first = self.grids[0]
         place = first.integers(x.detach().cpu().double().numpy())
-        if np.abs(place).max(initial=0) + max(g.reach for g in self.grids) >= 2 ** (53 if kind is np.float64 else 24):
+        exact = 2 / torch.finfo(self.dtype).eps  # whole numbers below are exact
+        if np.abs(place).max(initial=0) + max(g.reach for g in self.grids) >= exact:
             raise InputError(
                 f"the input is too large for a grid of step {first.step:g} in {self.dtype}: rescale it, or use noise='float'"
             )
-        on_host = buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
-        out = on_host.numpy()
-        bits = philox(key)
+        drawn, bits = _on_host(buffer), philox(key)
+        out = drawn.numpy()
         if len(self.grids) == 1:
             first.draw(bits, out)
         else:
@@ -193,11 +195,9 @@ class GridNoise:
                 part = np.empty_like(out[:, channel], order="C")
                 grid.draw(bits, part)
                 out[:, channel] = part
-        out += place.astype(kind)
-        out /= kind(first.cells)
-        if on_host is not buffer:
-            buffer.copy_(on_host)
-        return buffer
+        out += place.astype(out.dtype)
+        out /= out.dtype.type(first.cells)
+        return buffer.copy_(drawn)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,11 @@ def random_layer(batch: Batch) -> tuple[Any, tuple[int, ...]]:
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     most = max(2, int((MOST_INPUTS / channels[0]) ** (1 / dims)))
     if batch.integer(0, 4) == 0:
-        return _transposed(batch, dims, channels, kernel, stride, dilation, groups, most)
+        padding = [batch.integer(0, min(r, 2)) for r in reach]
+        extra = [batch.integer(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
+        sizes = [batch.integer(2 + 2 * p, max(2 + 2 * p, most // 2)) for p in padding]
+        layer = TRANSPOSED[dims - 1](*channels, kernel, stride, padding, extra, groups, False, dilation)
+        return _filled(batch, layer), (channels[0], *sizes)
     mode = batch.choose("zeros", "zeros", "circular", "reflect", "replicate")
     padding = [batch.integer(0, min(r + 1, 3)) for r in reach]
     smallest = [
@@ -49,23 +53,6 @@ def random_layer(batch: Batch) -> tuple[Any, tuple[int, ...]]:
     ]
     sizes = [batch.integer(s, max(s, most)) for s in smallest]
     layer = CONV[dims - 1](*channels, kernel, stride, padding, dilation, groups, padding_mode=mode, bias=False)
-    return _filled(batch, layer), (channels[0], *sizes)
-
-
-def _transposed(
-    batch: Batch,
-    dims: int,
-    channels: list[int],
-    kernel: list[int],
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-    most: int,
-) -> tuple[Any, tuple[int, ...]]:
-    padding = [batch.integer(0, min(d * (k - 1), 2)) for d, k in zip(dilation, kernel, strict=True)]
-    extra = [batch.integer(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
-    sizes = [batch.integer(2 + 2 * p, max(2 + 2 * p, most // 2)) for p in padding]
-    layer = TRANSPOSED[dims - 1](*channels, kernel, stride, padding, extra, groups, False, dilation)
     return _filled(batch, layer), (channels[0], *sizes)
 
 

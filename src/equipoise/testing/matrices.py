@@ -5,6 +5,7 @@ gradient, so the ascent follows a smooth stand-in for the upper end and every st
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 
 import torch
@@ -163,15 +164,7 @@ def trained_kernels(batch: Batch) -> None:
 
 
 def _judge(batch: Batch, layer: nn.Conv2d, K: Tensor, n: int, norm: float, step: int) -> None:
-    stored = nn.Conv2d(
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel_size,  # type: ignore[arg-type]
-        padding=layer.padding,  # type: ignore[arg-type]
-        padding_mode=layer.padding_mode,
-        bias=False,
-        dtype=torch.float64,
-    ).requires_grad_(False)
+    stored = copy.deepcopy(layer)
     stored.weight.copy_(K.detach())
     moved = stored if batch.device.type == "mps" else stored.to(batch.device)
     what = f"{batch.label}: trained {layer} on {n}×{n}, step {step}"

@@ -1,5 +1,6 @@
 """Random networks of ordinary building blocks: every node's facts are checked, and the bound is attacked."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -35,10 +36,9 @@ class Combined(nn.Module):
 
 
 #: keep the shape of an image or a vector
-POINTWISE: tuple[Make, ...] = (
-    lambda c: nn.ReLU(), lambda c: nn.LeakyReLU(0.2), lambda c: nn.ELU(), lambda c: nn.GELU(), lambda c: nn.SiLU(),
-    lambda c: nn.Tanh(), lambda c: nn.Sigmoid(), lambda c: nn.Softplus(), lambda c: nn.Hardswish(), lambda c: nn.Mish(),
-    lambda c: nn.Softmax(1), lambda c: nn.Softsign(), lambda c: nn.Hardtanh(), lambda c: nn.Identity(), lambda c: nn.Dropout(),
+POINTWISE: tuple[nn.Module, ...] = (
+    nn.ReLU(), nn.LeakyReLU(0.2), nn.ELU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.Softplus(), nn.Hardswish(),
+    nn.Mish(), nn.Softmax(1), nn.Softsign(), nn.Hardtanh(), nn.Identity(), nn.Dropout(),
 )  # fmt: skip
 #: from c channels of an image to c channels, of any size
 IMAGE: tuple[Make, ...] = (
@@ -82,6 +82,11 @@ def _block(batch: Batch, kind: tuple[Make, ...], size: int) -> nn.Module:
     make = batch.choose(*kind, *POINTWISE)
     how = batch.choose(*["plain"] * 6, *_HOW)
     if how == "plain":
-        return make(size)
+        return _made(make, size)
     keeping = (POINTWISE[0], kind[0], batch.choose(*POINTWISE))
-    return Combined(batch.choose(*keeping)(size), batch.choose(*keeping)(size), how)
+    return Combined(_made(batch.choose(*keeping), size), _made(batch.choose(*keeping), size), how)
+
+
+def _made(block: Make | nn.Module, size: int) -> nn.Module:
+    """A module of its own: a copy of one without weights, or one built for the size."""
+    return copy.deepcopy(block) if isinstance(block, nn.Module) else block(size)

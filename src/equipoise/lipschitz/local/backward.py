@@ -93,7 +93,7 @@ def enclose_ball(
     local Lipschitz bounds of nodes from elsewhere.
     """
     ball = Ball(network, x.detach().double().flatten(), radius, norm)
-    read = {node.source for node in network.nodes if isinstance(node, Activation)}
+    read = {node.source for node in network.activations.values()}
     for k, node in enumerate(network.nodes):
         if node is None:
             _enter(ball)
@@ -199,7 +199,7 @@ def _activation(ball: Ball, node: Activation, k: int, inner: Ball | None) -> Non
 def _refine(ball: Ball, k: int, most_rows: int | None, deadline: float) -> None:
     """Tighten the interval of node k, for the entries whose activation is not known to be linear."""
     low, high = ball.low[k], ball.high[k]
-    readers = [n.curve for n in ball.network.nodes if isinstance(n, Activation) and n.source == k]
+    readers = [node.curve for node in ball.network.activations.values() if node.source == k]
     hinges = all(isinstance(curve, Hinge) for curve in readers)
     wanted = ((low < 0) & (high > 0) if hinges else high > low).nonzero().flatten()
     if not len(wanted) or (most_rows is not None and len(wanted) > most_rows):
@@ -227,10 +227,8 @@ def _sharpen(ball: Ball, k: int) -> None:
     moved = torch.zeros(network.sizes[k], dtype=torch.float64)
 
     def through(i: int, A: Tensor) -> tuple[Tensor, None]:
-        node = network.nodes[i]
-        assert isinstance(node, Activation)
         middle, width = slopes[i]
-        moved.add_(A.abs() @ (width * ball.lip[node.source]))
+        moved.add_(A.abs() @ (width * ball.lip[network.activations[i].source]))
         return A * middle, None
 
     unit = torch.eye(network.sizes[k], dtype=torch.float64)
@@ -248,11 +246,9 @@ def slope_ranges(ball: Ball, inner: Ball | None = None, *, anchored: bool = Fals
     With `inner`, a smaller ball around the same point, one of the two lies in that; with `anchored` it is the centre.
     """
     found: Slopes = {}
-    for k in ball.network.activations:
+    for k, node in ball.network.activations.items():
         if before is not None and k > before:
             break
-        node = ball.network.nodes[k]
-        assert isinstance(node, Activation)
         s = node.source
         near = (ball.low[s], ball.high[s])
         if anchored:

@@ -8,7 +8,6 @@ Any other curve is sampled: between two sample points h apart `g = φ − αz` l
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,26 +37,6 @@ class Lines:
             least - 8 * _U * (self.lower.abs() * size + self.below.abs()),
             most + 8 * _U * (self.upper.abs() * size + self.above.abs()),
         )
-
-
-class Curve(Protocol):
-    """A pointwise activation."""
-
-    @property
-    def slopes(self) -> tuple[float, float]:
-        """Bounds of the slopes everywhere."""
-
-    def value(self, z: Tensor) -> Tensor:
-        """φ(z) in float64."""
-
-    def noise(self, z: Tensor) -> Tensor:
-        """Bound of the rounding in `value(z)`."""
-
-    def lines(self, low: Tensor, high: Tensor) -> Lines:
-        """Lines below and above on `[low, high]`."""
-
-    def secants(self, near: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Least and largest `(φ(a) − φ(b))/(a − b)` over a in `near`, an interval inside `[low, high]`, and b in that."""
 
 
 @dataclass(frozen=True)
@@ -181,3 +160,8 @@ class Sampled:
         """The range of the derivative: a secant slope is a mean of derivatives."""
         points, h = self._grid(low, high)
         return self._derivatives(points, h)
+
+
+#: a pointwise activation: bounds of its slopes everywhere, its value with the rounding, lines on an interval, and least and
+#: largest `(φ(a) − φ(b))/(a − b)` over a in an inner interval and b in an outer one
+Curve = Hinge | Sampled

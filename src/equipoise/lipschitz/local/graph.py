@@ -5,10 +5,10 @@ activations. Max pooling becomes affine maps and ReLUs, `max(a, b) = b + relu(a 
 not fit is named in `Unsupported`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +18,7 @@ from equipoise.lipschitz.local.curves import Curve, Hinge, Sampled
 from equipoise.lipschitz.operations import Copy, Largest, Pieces
 from equipoise.lipschitz.propagate import Propagation
 from equipoise.lipschitz.rules import Call, Step
+from equipoise.lipschitz.rules.registry import per_axis
 from equipoise.lipschitz.tangent import apply, roundoff, supported
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
@@ -98,10 +99,10 @@ class Network:
     sizes: tuple[int, ...]
     places: dict[fx.Node, int] = field(default_factory=dict, repr=False)
 
-    @property
-    def activations(self) -> list[int]:
-        """Indices of the activations."""
-        return [k for k, node in enumerate(self.nodes) if isinstance(node, Activation)]
+    @functools.cached_property
+    def activations(self) -> dict[int, Activation]:
+        """The activations by index."""
+        return {k: node for k, node in enumerate(self.nodes) if isinstance(node, Activation)}
 
     @property
     def widest(self) -> int:
@@ -276,15 +277,10 @@ class _Winner:
 
 def _windows(call: Call, shape: tuple[int, ...], d: int) -> Tensor:
     """Flat input index of every window's entries, (entries, windows); padded places repeat an entry of the window."""
-
-    def per_axis(value: Any, default: list[int]) -> list[int]:
-        values = list(value) if isinstance(value, list | tuple) else [value]
-        return default if not values or value is None else values * d if len(values) == 1 else values
-
-    kernel = per_axis(call["kernel_size"], [])
-    stride = per_axis(call["stride"], kernel)
-    padding = per_axis(call["padding"], [0] * d)
-    dilation = per_axis(call["dilation"], [1] * d)
+    kernel = per_axis(call["kernel_size"], d)
+    stride = per_axis(call["stride"], d, kernel)
+    padding = per_axis(call["padding"], d, (0,))
+    dilation = per_axis(call["dilation"], d, (1,))
 
     index = torch.arange(math.prod(shape)).reshape(-1, *shape[-d:])
     for axis, out in enumerate(call.shape[-d:]):

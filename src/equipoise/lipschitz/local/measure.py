@@ -14,20 +14,20 @@ By the same multipliers the constant of the whole space (`whole_bound`): every n
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
+from equipoise.core.errors import Refused, require_one_of, require_positive
 from equipoise.core.precision import frobenius, full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_batch, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.local.backward import (
@@ -40,7 +40,7 @@ from equipoise.lipschitz.local.backward import (
     walk,
     whole_space,
 )
-from equipoise.lipschitz.local.graph import Activation, Network, Unsupported, read_network
+from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.multipliers import best_multipliers, count_switching, reduced_maps
 from equipoise.lipschitz.logs import exp_up, log_root, log_up
 from equipoise.lipschitz.propagate import Propagation, propagate
@@ -102,7 +102,7 @@ def local_lipschitz(
 
     References: Yang et al. 2020 (empirical local Lipschitz constant); Huang et al. 2021 (local bounds by pruning).
     """
-    x = checked_batch(model, x, "local_lipschitz")
+    x = as_batch(x)
     require_positive(radius=radius, rtol=rtol)
     require_one_of(get_args(Effort), effort=effort)
     if seconds is not None:
@@ -117,43 +117,12 @@ def local_lipschitz(
         upper = torch.tensor([engine.upper(sample[None], radius) for sample in x], dtype=torch.float64)
     lower, note = torch.zeros_like(upper), ""
     if steps > 0 and bool((upper > 0).any()):
-        lower, note = lower_ends(model, program, engine.evaluate, x, radius, steps, seed)
+        values = functools.partial(evaluate, run, cache, engine.rounding)
+        lower, note = lower_ends(model, program, values, x, radius, steps, seed)
     if bool((lower > upper).any()):
         raise AssertionError("an attack exceeded the certified bound: this is a bug of equipoise, please report it")
     note = "; ".join(text for text in (*engine.notes, note) if text)
     return Bracket(lower, upper, method="pairs of values, certified on the ball", note=note)
-
-
-def checked_batch(model: Any, x: Any, what: str) -> Tensor:
-    """The batch of inputs, as the one tensor it must be; everything else is refused in a sentence.
-
-    Args:
-        model: must be a module or an exported program.
-        x: a float tensor with a batch dimension, or a tuple of one.
-        what: the function that was called.
-    """
-    if not isinstance(model, nn.Module | ExportedProgram):
-        raise InputError(f"{what} expects a model, an nn.Module or an ExportedProgram, got {type(model).__name__}")
-    if isinstance(x, tuple | list):
-        if len(x) != 1:
-            raise InputError(
-                f"{what} takes networks with one input, got {len(x)} tensors: fix the others inside the model, or use "
-                "lipschitz_bound, which takes several"
-            )
-        x = x[0]
-    if not isinstance(x, Tensor):
-        raise InputError(f"{what} expects a batch of inputs as a tensor, got {type(x).__name__}")
-    if x.dtype not in (torch.float32, torch.float64):
-        raise InputError(
-            f"{what} expects float32 or float64 inputs, got {x.dtype}: convert them first, e.g. x.float() / 255"
-        )
-    if x.is_meta or x.layout is not torch.strided:
-        raise InputError(f"{what} expects a dense tensor with values, got one on the meta device or a sparse one")
-    if x.dim() < 2 or x.numel() == 0:
-        raise InputError(f"{what} expects inputs with a batch dimension, got shape {tuple(x.shape)}")
-    if not bool(torch.isfinite(x).all()):
-        raise InputError(f"{what} expects finite inputs, got NaN or infinity among them")
-    return x
 
 
 @dataclass
@@ -245,10 +214,6 @@ class LocalBound:
         self.say(f"multipliers of {n:,} neurons that may switch, {found.steps} steps{ended}")
         return min(best, found.bound)
 
-    def evaluate(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See `evaluate`."""
-        return evaluate(self.run, self.cache, self.rounding, x)
-
 
 def evaluate(run: Propagation, cache: Cache, rounding: Rounding | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """Values of all outputs in float64, a row per sample, and bounds, entry by entry, of how far the real ones may be off.
@@ -285,14 +250,13 @@ def gradient_bound(ball: Ball, slopes: Slopes) -> float:
 
     def through(i: int, A: Tensor) -> tuple[Tensor, None]:
         nonlocal switching
-        node = network.nodes[i]
-        assert isinstance(node, Activation)
+        source = network.activations[i].source
         middle, width = slopes[i]
         moving = width > 0
         if bool(moving.any()):
             G = A[:, moving] * width[moving]
-            together = _norm(G) * ball.total[node.source]
-            apart = float(frobenius(G, (0,)) @ ball.lip[node.source][moving]) * (1 + 1e-9)
+            together = _norm(G) * ball.total[source]
+            apart = float(frobenius(G, (0,)) @ ball.lip[source][moving]) * (1 + 1e-9)
             switching = inflate(switching + inflate(min(together, apart)))
         return A * middle, None
 
@@ -341,9 +305,7 @@ def whole_bound(run: Propagation, cache: Cache) -> float:
 def everywhere(network: Network) -> Slopes:
     """Middle and half-width of the slopes that every activation has anywhere."""
     found: Slopes = {}
-    for k in network.activations:
-        node = network.nodes[k]
-        assert isinstance(node, Activation)
+    for k, node in network.activations.items():
         low, high = node.curve.slopes
         size = torch.ones(network.sizes[k], dtype=torch.float64)
         middle = (low + high) / 2

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from equipoise.core.precision import gamma, inflate
 from equipoise.lipschitz.local.backward import ENTRIES, Ball, Slopes, difference_spread, walk
-from equipoise.lipschitz.local.graph import Activation
 from equipoise.norms.cholesky import below
 
 _U = 2.0**-53
@@ -104,12 +103,11 @@ def reduced_maps(ball: Ball, slopes: Slopes, outputs: Tensor) -> Reduced:
 
     chunk = max(1, ENTRIES // network.widest)
     for k, i in index.items():
-        node = network.nodes[k]
-        assert isinstance(node, Activation)
+        source = network.activations[k].source
         for first, part in enumerate(i.split(chunk) if len(i) else ()):
-            unit = torch.zeros(len(part), network.sizes[node.source], dtype=torch.float64)
+            unit = torch.zeros(len(part), network.sizes[source], dtype=torch.float64)
             unit[torch.arange(len(part)), part] = 1.0
-            fill(starts[k] + first * chunk, node.source, unit)
+            fill(starts[k] + first * chunk, source, unit)
     fill(n, len(network.nodes) - 1, outputs.double())
     return Reduced(C, D, slack, tuple(len(i) for i in index.values()))
 

@@ -18,13 +18,13 @@ from torch.export import ExportedProgram
 
 from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
 from equipoise.core.precision import deflate, full_precision, inflate
-from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.capture import as_batch, capture
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
 from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius, together_radius
-from equipoise.lipschitz.local.measure import checked_batch, evaluate
+from equipoise.lipschitz.local.measure import evaluate
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.report import pair_constants
@@ -135,7 +135,7 @@ def certified_radius(
 
     References: Tsuzuku et al. 2018 (global, pairs); Zhang et al. 2018 (relaxation); Fazlyab et al. 2019 (multipliers).
     """
-    x = checked_batch(model, x, "certified_radius")
+    x = as_batch(x)
     certifier = Certifier.of(model, x[:1], norm=norm, effort=effort, rtol=rtol, deployed=deployed)
     return certifier.radii(x, labels, seconds=seconds, progress=progress)
 

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import float64, frobenius, full_precision, inflate
 from equipoise.lipschitz.operations import Map, Own, Product, Scaled, Sum, Weighted
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, norm_of, rule
+from equipoise.lipschitz.rules.products import branch_matmul, branch_product, branch_quotient
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, lower, norm_of, per_axis, rule
 from equipoise.maps import linear as linear_maps
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix
 from equipoise.norms import spectral_norm
@@ -46,18 +47,13 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @rule("aten.linear.default")
 def linear(call: Call) -> Step:
     """A dense layer: its spectral norm, whatever the number of rows it is applied to."""
-    return matrix_step(call, call.signal("input"), call.constant("weight"), call.constant("bias"))
+    return matrix_step(call, call.x, call.constant("weight"), call.constant("bias"))
 
 
 @rule("aten.addmm.default")
 def addmm(call: Call) -> Step:
     """`b + x·M` with constant b and M; other forms are written out (see `decompose`)."""
     return matrix_step(call, call.signal("mat1"), call.constant("mat2").mT, call.constant("self"))
-
-
-def _numbers(value: Any, dims: int) -> tuple[int, ...]:
-    values = [int(v) for v in (value if isinstance(value, list | tuple) else [value])]
-    return tuple(values * dims if len(values) == 1 else values)
 
 
 def _spatial(call: Call, x: Signal, weight: Tensor) -> tuple[int, ...]:
@@ -70,11 +66,11 @@ def _spatial(call: Call, x: Signal, weight: Tensor) -> tuple[int, ...]:
 @rule(*(f"aten.conv{d}d.{o}" for d in (1, 2, 3) for o in ("default", "padding")), "aten.convolution.default")
 def convolution(call: Call) -> Step:
     """A convolution with the padding, stride, dilation, groups and input size of this very call."""
-    x, weight = call.signal("input"), call.constant("weight")
+    x, weight = call.x, call.constant("weight")
     dims = weight.dim() - 2
     if call.get("transposed"):
         return conv_transpose(call)
-    dilation, stride = _numbers(call["dilation"], dims), _numbers(call["stride"], dims)
+    dilation, stride = per_axis(call["dilation"], dims), per_axis(call["stride"], dims)
     padding = call["padding"]
     if padding == "valid":
         padding = 0
@@ -82,7 +78,7 @@ def convolution(call: Call) -> Step:
         reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         amount = tuple((r // 2, r - r // 2) for r in reach)
     else:
-        amount = tuple((p, p) for p in _numbers(padding, dims))
+        amount = tuple((p, p) for p in per_axis(padding, dims))
     size = _spatial(call, x, weight)
     form = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount, size)
     found = call.bracket(form)
@@ -113,10 +109,10 @@ def _conv_step(call: Call, x: Signal, found: Bracket, form: Linear | None, rows:
 @rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
 def conv_transpose(call: Call) -> Step:
     """The adjoint of a convolution: the same norm, on the sizes of this call."""
-    x, weight = call.signal("input"), call.constant("weight")
+    x, weight = call.x, call.constant("weight")
     dims = weight.dim() - 2
-    stride, dilation = _numbers(call["stride"], dims), _numbers(call["dilation"], dims)
-    amount = [(p, p) for p in _numbers(call["padding"], dims)]
+    stride, dilation = per_axis(call["stride"], dims), per_axis(call["dilation"], dims)
+    amount = [(p, p) for p in per_axis(call["padding"], dims)]
     plain = linear_maps.convolution(weight.detach(), "zeros", stride, dilation, int(call["groups"]), amount)
     sizes = zip(plain.axes, call.shape[-dims:], _spatial(call, x, weight), strict=True)
     form = Adjoint(plain.on([replace(axis, size=big, out=small) for axis, big, small in sizes]))
@@ -130,7 +126,7 @@ def batch_norm(call: Call) -> Step:
     mean, var = call.constant("running_mean"), call.constant("running_var")
     if call.get("training") or var is None:
         call.refuse("batch normalisation with batch statistics mixes the samples", "call model.eval() first")
-    x = call.signal("input")
+    x = call.x
     scale = normalising(call.constant("weight"), var, float(call["eps"]))
     shift = -mean.double() * scale
     if call["bias"] is not None:
@@ -156,8 +152,6 @@ def multiplication(call: Call) -> Step:
     """By a constant: max|c|, with broadcasting. Two branches: see `products`."""
     a, b = call["self"], call["other"]
     if isinstance(a, Signal) and isinstance(b, Signal):
-        from equipoise.lipschitz.rules.products import branch_product
-
         return branch_product(call, a, b)
     return _scaling(call, a, float64(b)) if isinstance(a, Signal) else _scaling(call, b, float64(a))
 
@@ -167,8 +161,6 @@ def division(call: Call) -> Step:
     """By a constant: max|1/c|, with broadcasting. Two branches: see `products`."""
     a, b = call["self"], call["other"]
     if isinstance(a, Signal) and isinstance(b, Signal):
-        from equipoise.lipschitz.rules.products import branch_quotient
-
         return branch_quotient(call, a, b)
     if isinstance(b, Signal):
         call.refuse(
@@ -219,12 +211,8 @@ def _as_diagonal(c: Tensor, dims: int) -> Diagonal | None:
 @rule("aten.add.Tensor", "aten.add.Scalar")
 def addition(call: Call) -> Step:
     """`a + α·b`: the bounds of the branches add up; a constant only shifts."""
-    found = _interpolation(call)
-    return (
-        found
-        if found is not None
-        else sum_of(call, ((call["self"], 1.0), (call["other"], float(call.get("alpha", 1)))))
-    )
+    terms = (call["self"], 1.0), (call["other"], float(call.get("alpha", 1)))
+    return _interpolation(call) or sum_of(call, terms)
 
 
 def _interpolation(call: Call) -> Step | None:
@@ -301,8 +289,6 @@ def matmul(call: Call) -> Step:
     a = call["self"]
     b = call.get("other", call.get("mat2", call.get("vec")))
     if isinstance(a, Signal) and isinstance(b, Signal):
-        from equipoise.lipschitz.rules.products import branch_matmul
-
         return branch_matmul(call, a, b)
     if isinstance(a, Signal) and b.dim() <= 2:
         return matrix_step(call, a, b.mT if b.dim() == 2 else b, None, "matmul")

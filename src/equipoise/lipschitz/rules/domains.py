@@ -56,7 +56,7 @@ _STEEP = {
 
 def _steep(call: Call, steep: _Steep, label: str, x: Signal | None = None) -> Step:
     """The step of a steep function of x, on the interval in which x is known to lie."""
-    x = call.signal("self") if x is None else x
+    x = call.x if x is None else x
     a, b = max(x.low, -x.peak), min(x.peak, _highest(call, x))
     if not a > steep.domain[0] and math.isfinite(steep.domain[0]) and steep.domain[1] == math.inf:
         call.refuse(
@@ -119,7 +119,7 @@ for _name, _row in _STEEP.items():
 @rule("aten.pow.Tensor_Scalar")
 def power(call: Call) -> Step:
     """`x^p` on a bounded domain (p > 1: slope p·peak^(p−1)), or away from 0 (p < 1)."""
-    p, x = float(call["exponent"]), call.signal("self")
+    p, x = float(call["exponent"]), call.x
     if p == 1:
         return pointwise(call, TABLE["identity"], "power 1")
     if p == 0:

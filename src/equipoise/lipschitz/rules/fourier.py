@@ -17,21 +17,17 @@ from equipoise.lipschitz.rules.products import branch_product
 from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, norm_of, root
 
 
-def _first(call: Call) -> Signal:
-    return call.signal(next(iter(call.arguments)))
-
-
 def _transform(call: Call, count: int, gain: float, label: str) -> Step:
     """`normalization`: 0 none, 1 divided by √N, 2 by N."""
     scale = {0: 1.0, 1: 1 / root(count) * (1 + 2.0**-50), 2: 1 / count * (1 + 2.0**-50)}
-    x = call.signal("self")
+    x = call.x
     return Step(((x, inflate(gain * scale[int(call["normalization"])])),), label, offset=0.0)
 
 
 @complex_rule("aten._fft_r2c.default", "aten._fft_c2c.default")
 def forward(call: Call) -> Step:
     """`√N` over N points; a constant real signal attains it in one half of its spectrum too."""
-    x = call.signal("self")
+    x = call.x
     count = math.prod(x.shape[d] for d in call["dim"])
     return _transform(call, count, root(count), "Fourier transform")
 
@@ -39,7 +35,7 @@ def forward(call: Call) -> Step:
 @complex_rule("aten._fft_c2r.default")
 def backward(call: Call) -> Step:
     """`√(2N)`: one half of a spectrum stands for both, its ends apart."""
-    x, last = call.signal("self"), int(call["last_dim_size"])
+    x, last = call.x, int(call["last_dim_size"])
     count = math.prod(x.shape[d] for d in call["dim"][:-1]) * last
     return _transform(call, count, root(2 * count if last > 2 else count), "inverse Fourier transform")
 
@@ -50,14 +46,13 @@ def backward(call: Call) -> Step:
               "aten.view_as_real_copy.default", "aten.clone.default")  # fmt: skip
 def isometry(call: Call) -> Step:
     """The same numbers, as pairs or as one, turned or reflected."""
-    x, value = _first(call), call.node.meta["val"]
+    x, value = call.x, call.node.meta["val"]
     if value.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         call.refuse("a cast to a narrow type rounds", "keep complex64 or complex128")
     if x.dtype.is_complex and not value.dtype.is_complex and math.prod(call.shape) == x.numel:
         call.refuse("a cast that drops imaginary parts", "take .real")
-    pairs = (
-        value.dtype.is_complex and not x.dtype.is_complex
-    )  # a complex number is as large as both of its parts together
+    # a complex number is as large as both of its parts together
+    pairs = value.dtype.is_complex and not x.dtype.is_complex
     peak = inflate(math.sqrt(2) * x.peak) if pairs else x.peak
     return Step(((x, 1.0),), "complex numbers", offset=0.0, norm=x.norm, peak=peak)
 
@@ -65,7 +60,7 @@ def isometry(call: Call) -> Step:
 @complex_rule("aten.abs.default")
 def modulus(call: Call) -> Step:
     """`|z|`: 1."""
-    x = call.signal("self")
+    x = call.x
     return Step(((x, 1.0),), "modulus", offset=0.0, peak=x.peak, low=0.0)
 
 
@@ -77,26 +72,25 @@ complex_rule("aten.slice.Tensor", "aten.narrow.default", "aten.select.int", "ate
 complex_rule(*(f"aten.{name}" for name in shapes.PIECES), "aten.unbind.int")(shapes.pieces)
 complex_rule("aten.expand.default", "aten.repeat.default")(shapes.repetition)
 complex_rule("aten.index.Tensor")(shapes.index)
-
-
-@complex_rule("getitem")
-def piece(call: Call) -> Step:
-    """One of several pieces."""
-    x = _first(call)
-    return Step(((x, 1.0),), "piece", peak=x.peak, norm=x.norm)
-
-
 complex_rule("aten.index_select.default")(shapes.index_select)
 complex_rule("aten.sum.dim_IntList", "aten.sum.default")(reduce.total)
 complex_rule("aten.mean.dim", "aten.mean.default")(reduce.mean)
 
 
-@complex_rule("aten.cat.default", "aten.stack.default")
+@complex_rule("getitem")
+def piece(call: Call) -> Step:
+    """One of several pieces."""
+    x = call.x
+    return Step(((x, 1.0),), "piece", peak=x.peak, norm=x.norm)
+
+
+@complex_rule("aten.cat.default", "aten.stack.default", "aten.slice_scatter.default", "aten.select_scatter.default")
 def joined(call: Call) -> Step:
-    """Root of the sum of squares."""
-    parts = [t for t in call["tensors"] if isinstance(t, Signal)]
-    fixed = math.hypot(*(norm_of(t) for t in call["tensors"] if isinstance(t, Tensor)))
-    return Step(tuple((p, 1.0) for p in parts), "concatenation", "root", offset=inflate(fixed))
+    """Entries of several tensors, one of which may be written over another: root of the sum of squares."""
+    parts = call["tensors"] if "tensors" in call.arguments else (call["self"], call["src"])
+    fixed = math.hypot(*(norm_of(t) for t in parts if isinstance(t, Tensor)))
+    signals = tuple((p, 1.0) for p in parts if isinstance(p, Signal))
+    return Step(signals, "concatenation", "root", offset=inflate(fixed))
 
 
 @complex_rule("aten.constant_pad_nd.default")
@@ -104,15 +98,7 @@ def padded(call: Call) -> Step:
     """Zeros around, or entries cut off."""
     if call["value"]:
         call.refuse("a spectrum padded by another number than 0")
-    return Step(((_first(call), 1.0),), "padding", offset=0.0)
-
-
-@complex_rule("aten.slice_scatter.default", "aten.select_scatter.default")
-def overwritten(call: Call) -> Step:
-    """Some entries of one tensor, some of another: root of the sum of squares."""
-    values = (call["self"], call["src"])
-    fixed = math.hypot(*(norm_of(t) for t in values if isinstance(t, Tensor)))
-    return Step(tuple((v, 1.0) for v in values if isinstance(v, Signal)), "overwritten", "root", offset=inflate(fixed))
+    return Step(((call.x, 1.0),), "padding", offset=0.0)
 
 
 def _largest(value: Any) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.operations import Average, Copy, Own
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, norm_of, root, rule
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, carried, copies, norm_of, root, rule
 from equipoise.lipschitz.rules.shapes import entries
 from equipoise.norms import spectral_norm
 
@@ -30,14 +30,14 @@ def _fixed(call: Call, name: str) -> Tensor:
 @rule("aten.gather.default")
 def gather(call: Call) -> Step:
     """Entries at constant positions along a dimension."""
-    x, flat = call.signal("self"), torch.arange(call.signal("self").numel)
+    x, flat = call.x, torch.arange(call.x.numel)
     return entries(x, flat.reshape(x.shape).gather(call["dim"], _fixed(call, "index")))
 
 
 @rule("aten.unfold.default")
 def windows(call: Call) -> Step:
     """Sliding windows along a dimension: √ of how many hold one entry."""
-    x = call.signal("self")
+    x = call.x
     flat = torch.arange(x.numel).reshape(x.shape)
     return entries(x, flat.unfold(call["dimension"], call["size"], call["step"]))
 
@@ -45,7 +45,7 @@ def windows(call: Call) -> Step:
 @rule("aten.im2col.default")
 def patches(call: Call) -> Step:
     """Patches of an image, with zeros around: √ of how many hold one pixel."""
-    x = call.signal("self")
+    x = call.x
     count = _patches_holding(call, call.shape, x.shape[-2:])
     return Step(((x, root(count)),), "patches", offset=0.0, peak=x.peak, low=min(0.0, x.low), map=Copy())
 
@@ -53,7 +53,7 @@ def patches(call: Call) -> Step:
 @rule("aten.col2im.default")
 def fold(call: Call) -> Step:
     """Patches added up, the adjoint of taking them: √ of how many hold one pixel."""
-    x = call.signal("self")
+    x = call.x
     count = _patches_holding(call, x.shape, call["output_size"])
     return Step(((x, root(count)),), "fold", offset=0.0, peak=inflate(count * x.peak), map=Average())
 
@@ -145,13 +145,13 @@ def overwritten(call: Call) -> Step:
 def overwrite(call: Call) -> Step:
     """One tensor in the place of another, with broadcasting."""
     x = call.signal("src")
-    return Step(((x, copies(x, call.shape)),), "copy", offset=0.0, peak=x.peak, low=x.low)
+    return carried(x, copies(x, call.shape), "copy")
 
 
 @rule("aten.diag_embed.default", "aten.trace.default")
 def on_the_diagonal(call: Call) -> Step:
     """Entries put on a diagonal: 1; the sum of one: √n."""
-    x = call.signal("self")
+    x = call.x
     if call.node.target is torch.ops.aten.trace.default:
         n = min(x.shape)
         return Step(((x, root(n)),), "trace", offset=0.0, peak=inflate(n * x.peak), map=Own())
@@ -161,7 +161,7 @@ def on_the_diagonal(call: Call) -> Step:
 @rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
 def sampling(call: Call) -> Step:
     """Sampling at constant positions: the norm of the matrix of weights, which are not negative but for bicubic ones."""
-    x, grid = call.signal("input"), _fixed(call, "grid")
+    x, grid = call.x, _fixed(call, "grid")
     rest = (int(call["interpolation_mode"]), int(call["padding_mode"]), bool(call["align_corners"]))
     linear, sizes = rest[0], x.shape[2:]
     dtypes = (torch.float64, x.dtype) if linear == 1 else (torch.float64,)  # the nearest place depends on the precision

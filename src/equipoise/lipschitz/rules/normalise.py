@@ -6,6 +6,7 @@ import torch
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Normalised, Opaque, Product
+from equipoise.lipschitz.rules.affine import batch_norm
 from equipoise.lipschitz.rules.registry import Call, Step, norm_of, rule
 
 GLOBAL = "max|γ|/√ε, over the whole space"
@@ -14,7 +15,7 @@ GLOBAL = "max|γ|/√ε, over the whole space"
 @rule("aten.softmax.int", "aten._softmax.default", "aten._safe_softmax.default")
 def softmax(call: Call) -> Step:
     """1/2, attained at (½, ½, 0, …); rows have norm at most 1 (Jacobian diag(p) − ppᵀ)."""
-    x = call.signal("self")
+    x = call.x
     last = call["dim"] % max(1, len(x.shape)) == len(x.shape) - 1
     groups = x.numel // max(1, x.shape[call["dim"]])
     return Step(
@@ -26,7 +27,7 @@ def softmax(call: Call) -> Step:
 @rule("aten.log_softmax.int", "aten._log_softmax.default")
 def log_softmax(call: Call) -> Step:
     """√n over n entries: the Jacobian I − 1pᵀ at a vertex."""
-    x = call.signal("self")
+    x = call.x
     n = x.shape[call["dim"]]
     return Step(
         ((x, inflate(math.sqrt(n)) if n > 1 else 0.0),),
@@ -38,7 +39,7 @@ def log_softmax(call: Call) -> Step:
 @rule("aten.logsumexp.default")
 def logsumexp(call: Call) -> Step:
     """1: the gradient is a probability vector."""
-    x = call.signal("self")
+    x = call.x
     return Step(((x, 1.0),), "logsumexp", offset=inflate(math.log(x.numel + 1) * math.sqrt(math.prod(call.shape))))
 
 
@@ -54,7 +55,7 @@ def _normalised(call: Call, size: int, repeat: int, label: str, centred: bool | 
         label: for the report.
         centred: whether the mean is taken off, where groups may be the rows of the last dimension; None where they are not.
     """
-    x, weight, bias = call.signal("input"), call.constant("weight"), call.constant("bias")
+    x, weight, bias = call.x, call.constant("weight"), call.constant("bias")
     eps = torch.finfo(x.dtype).eps if call["eps"] is None else float(call["eps"])
     if not eps > 0:
         call.refuse("a normalisation with ε = 0 is not Lipschitz near constant inputs", "set eps > 0")
@@ -92,7 +93,7 @@ def rms_norm(call: Call) -> Step:
 @rule("aten.group_norm.default")
 def group_norm(call: Call) -> Step:
     """`max|γ|/√ε` over the whole space."""
-    shape = call.signal("input").shape
+    shape = call.x.shape
     return _normalised(call, math.prod(shape[1:]) // int(call["num_groups"]), math.prod(shape[2:]), "group norm")
 
 
@@ -100,10 +101,8 @@ def group_norm(call: Call) -> Step:
 def instance_norm(call: Call) -> Step:
     """With input statistics `max|γ|/√ε`; with running statistics it is a batch norm in evaluation."""
     if not call["use_input_stats"]:
-        from equipoise.lipschitz.rules.affine import batch_norm
-
         return batch_norm(call)
     if call["running_mean"] is not None:
         call.refuse("instance norm updates its running statistics", "call model.eval() first")
-    size = math.prod(call.signal("input").shape[2:])
+    size = math.prod(call.x.shape[2:])
     return _normalised(call, size, size, "instance norm")

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Sorted
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, norm_of, repeated, root, rule, unchanged
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, carried, norm_of, repeated, root, rule, unchanged
 
 _aten = torch.ops.aten
 
@@ -18,12 +18,11 @@ _aten = torch.ops.aten
 @rule("aten.sort.default", "aten.sort.stable", "aten.topk.default")
 def sort(call: Call) -> Step:
     """Sorting along a dimension (GroupSort), or the k largest, is a contraction: the values only."""
-    x = call.signal("self")
+    x = call.x
     if not call.get("sorted", True) and call["k"] > 1:
         call.refuse("the k largest in no fixed order jump where two of them change places", "ask for sorted=True")
-    same = call.get("dim", -1) in (-1, len(x.shape) - 1)
-    row = x.row if same else math.inf
-    return Step(((x, 1.0),), "sort", offset=0.0, peak=x.peak, row=row, low=x.low, map=Sorted())
+    by_rows = call.get("dim", -1) in (-1, len(x.shape) - 1)
+    return carried(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
 
 
 _EXTREMES = ("amax.default", "amin.default", "max.dim", "min.dim", "max.default", "min.default")
@@ -33,23 +32,21 @@ _RANKS = ("kthvalue.default", "median.dim", "median.default", "nanmedian.dim", "
 @rule(*(f"aten.{name}" for name in (*_EXTREMES, *_RANKS)))
 def rank(call: Call) -> Step:
     """One order statistic of disjoint sets of entries: 1, the values only."""
-    x = call.signal("self")
-    found: Map = Largest() if str(call.node.target).removeprefix("aten.") in _EXTREMES else Sorted()
-    return Step(((x, 1.0),), "order statistic", offset=0.0, peak=x.peak, low=x.low, map=found)
+    extreme = str(call.node.target).removeprefix("aten.") in _EXTREMES
+    return carried(call.x, 1.0, "order statistic", Largest() if extreme else Sorted())
 
 
 @rule("aten.quantile.scalar", "aten.quantile.default")
 def quantile(call: Call) -> Step:
     """Weighted means of neighbouring order statistics: √ of how many levels are asked for."""
-    x, levels = call.signal("self"), call.constant("q")
-    count = levels.numel() if isinstance(levels, Tensor) else 1
-    return Step(((x, root(count)),), "quantile", offset=0.0, peak=x.peak, low=x.low)
+    levels = call.constant("q")
+    return carried(call.x, root(levels.numel() if isinstance(levels, Tensor) else 1), "quantile")
 
 
 @rule("aten.cumsum.default")
 def running_sum(call: Call) -> Step:
     """Running sums over n entries: `1/(2·sin(π/(4n + 2)))`, the largest singular value of the triangle of ones."""
-    x = call.signal("self")
+    x = call.x
     n = x.shape[call["dim"]] if x.shape else 1
     gain = 1.0 if n == 1 else inflate(0.5 / math.sin(math.pi / (4 * n + 2)))
     return Step(((x, gain),), "running sum", offset=0.0, peak=inflate(n * x.peak), map=Average())
@@ -58,7 +55,7 @@ def running_sum(call: Call) -> Step:
 @rule("aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default")
 def running_maximum(call: Call) -> Step:
     """Running maxima, or their smooth form: every output can follow the first of n entries, √n."""
-    x = call.signal("self")
+    x = call.x
     n = x.shape[call["dim"]] if x.shape else 1
     smooth = call.node.target is _aten.logcumsumexp.default
     more = math.log(n + 1) if smooth else 0.0
@@ -111,7 +108,7 @@ def distances(call: Call) -> Step:
 @rule("aten.nan_to_num.default")
 def numbers(call: Call) -> Step:
     """The identity on numbers."""
-    return unchanged(call.signal("self"))
+    return unchanged(call.x)
 
 
 @rule("aten.cat.default", "aten.concat.default")

@@ -60,7 +60,7 @@ for _name, _made in _CURVES.items():
 @rule("aten.neg.default", "aten._neg_view.default")
 def negative(call: Call) -> Step:
     """`−x`: an isometry."""
-    x, minus = call.signal("self"), torch.tensor(-1.0, dtype=torch.float64)
+    x, minus = call.x, torch.tensor(-1.0, dtype=torch.float64)
     found = Scaled(minus, form=Diagonal(minus.reshape(1), 1))
     return Step(((x, 1.0),), "neg", offset=0.0, peak=x.peak, row=x.row, norm=x.norm, map=found)
 
@@ -118,7 +118,7 @@ def clipped(call: Call) -> Step:
     low, high = call.get("min", call.get("min_val")), call.get("max", call.get("max_val"))
     if isinstance(low, Signal) or isinstance(high, Signal):
         call.refuse("the limits depend on the input")
-    x, curve = call.signal("self"), clamp(low, high)
+    x, curve = call.x, clamp(low, high)
     if x.shape != call.shape:  # limits of a larger shape copy the entries
         offset = inflate(math.sqrt(math.prod(call.shape)) * curve.at_zero)
         peak = min(curve.peak, inflate(x.peak + curve.at_zero))

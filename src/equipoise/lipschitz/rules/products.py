@@ -27,7 +27,7 @@ def branch_product(call: Call, a: Signal, b: Signal) -> Step:
     gains = []
     for x, other in ((a, b), (b, a)):
         grown = copies(x, call.shape)
-        size = min(inflate(other.peak * grown), other.norm if copies(other, call.shape) == 1 else math.inf)
+        size = min(inflate(other.peak * grown), _whole(other, call))
         if not math.isfinite(size):
             _unbounded(call, "a product of two branches")
         gains.append((x, size))
@@ -170,7 +170,7 @@ def attention_read(call: Call, scores: Signal, v: Signal, temperature: float = 1
 @rule("aten.glu.default")
 def glu(call: Call) -> Step:
     """`a·σ(b)`: √(1 + (|a|_∞/4)²) on a bounded domain."""
-    x = call.signal("self")
+    x = call.x
     if not math.isfinite(x.peak):
         _unbounded(call, "a gated linear unit")
     return Step(
@@ -181,7 +181,7 @@ def glu(call: Call) -> Step:
 @rule("aten.prod.dim_int", "aten.prod.default")
 def product(call: Call) -> Step:
     """`∏ x_i` over n entries: √n·m^(n−1) where every |x_i| ≤ m, or with m = R/√n where ‖x‖ ≤ R (Maclaurin's inequality)."""
-    x, dim = call.signal("self"), call.get("dim")
+    x, dim = call.x, call.get("dim")
     n = x.numel if dim is None else x.shape[dim]
     size = min(x.peak, inflate(x.norm / math.sqrt(max(1, n))))
     if n > 1 and not n * math.log(max(1.0, size)) < 600:

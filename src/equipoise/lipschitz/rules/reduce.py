@@ -11,7 +11,7 @@ from torch import Tensor
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.operations import Average, Largest, Map, Own
-from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, lower, root, rule
+from equipoise.lipschitz.rules.registry import BALL, Call, Signal, Step, carried, lower, per_axis, root, rule
 from equipoise.norms import spectral_norm
 
 
@@ -27,7 +27,7 @@ def _count(call: Call, x: Signal) -> int:
 @rule("aten.mean.dim", "aten.mean.default")
 def mean(call: Call) -> Step:
     """Mean over n entries: 1/√n. Exact."""
-    x = call.signal("self")
+    x = call.x
     n = _count(call, x)
     return Step(
         ((x, inflate(1 / math.sqrt(n)) if n > 1 else 1.0),),
@@ -42,7 +42,7 @@ def mean(call: Call) -> Step:
 @rule("aten.sum.dim_IntList", "aten.sum.default")
 def total(call: Call) -> Step:
     """Sum over n entries: √n. Exact."""
-    x = call.signal("self")
+    x = call.x
     n = _count(call, x)
     return Step(
         ((x, root(n)),), "sum over entries", offset=0.0, peak=inflate(n * x.peak), low=lower(n * x.low), map=Average()
@@ -52,7 +52,7 @@ def total(call: Call) -> Step:
 @rule("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar")
 def vector_norm(call: Call) -> Step:
     """The ℓ2 norm is 1-Lipschitz, so is every ℓp with p ≥ 2; ℓ1 over n entries √n."""
-    x = call.signal("self")
+    x = call.x
     order = call.get("ord", call.get("p", 2))
     order = 2.0 if order is None else float(order)
     if order < 1:
@@ -65,7 +65,7 @@ def vector_norm(call: Call) -> Step:
 @rule("aten.std.correction", "aten.std.dim", "aten.std.default")
 def std(call: Call) -> Step:
     """`‖x − mean‖/√(n − c)`: 1/√(n − c)."""
-    x = call.signal("self")
+    x = call.x
     n = _count(call, x)
     correction = call.get("correction")
     lost = (1.0 if call.get("unbiased", True) else 0.0) if correction is None else float(correction)
@@ -77,7 +77,7 @@ def std(call: Call) -> Step:
 @rule("aten.var.correction")
 def variance(call: Call) -> Step:
     """`‖x − mean‖²/(n − c)` on a bounded domain: 2·‖x − mean‖/(n − c)."""
-    x = call.signal("self")
+    x = call.x
     n = _count(call, x)
     lost = 1.0 if call["correction"] is None else float(call["correction"])
     size = min(x.norm, inflate(root(n) * x.peak))
@@ -90,20 +90,13 @@ def variance(call: Call) -> Step:
     )
 
 
-def _per_axis(value: Any, dims: int, default: Any = None) -> list[int]:
-    if value is None or value == []:
-        return list(default)
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * dims if len(values) == 1 else values
-
-
 def _max_pool(call: Call, *, d: int) -> Step:
     """`√Π_axes ⌈k·gcd(s, dil)/s⌉`: the number of windows that hold one pixel; attained by a single spike."""
-    k = _per_axis(call["kernel_size"], d)
-    s = _per_axis(call["stride"], d, k)
-    dil = _per_axis(call["dilation"], d)
-    out, sizes = call.shape[-d:], call.signal("self").shape[-d:]
-    for axis in zip(sizes, out, k, s, _per_axis(call["padding"], d), dil, strict=True):
+    k = per_axis(call["kernel_size"], d)
+    s = per_axis(call["stride"], d, k)
+    dil = per_axis(call["dilation"], d)
+    out, sizes = call.shape[-d:], call.x.shape[-d:]
+    for axis in zip(sizes, out, k, s, per_axis(call["padding"], d), dil, strict=True):
         if _has_empty_window(*axis):
             call.refuse("a window holds nothing but padding, so its maximum is −∞", "pad less, or dilate less")
     windows = math.prod(min(o, -(-a * math.gcd(b, c) // b)) for a, b, c, o in zip(k, s, dil, out, strict=True))
@@ -119,7 +112,7 @@ def _has_empty_window(n: int, out: int, kernel: int, stride: int, padding: int, 
 def _adaptive_max_pool(call: Call, *, d: int) -> Step:
     """Windows `[⌊i·n/o⌋, ⌈(i + 1)·n/o⌉)`: √ of how many hold the most covered pixel, per axis."""
     windows = 1
-    for n, o in zip(call.signal("self").shape[-d:], call.shape[-d:], strict=True):
+    for n, o in zip(call.x.shape[-d:], call.shape[-d:], strict=True):
         cover = [0] * n
         for i in range(o):
             for j in range(i * n // o, -(-(i + 1) * n // o)):
@@ -129,9 +122,7 @@ def _adaptive_max_pool(call: Call, *, d: int) -> Step:
 
 
 def _pooled(call: Call, windows: int, d: int) -> Step:
-    x = call.signal("self")
-    found = Largest(windows, sliding=True, dims=d)
-    return Step(((x, root(windows)),), "max pooling", offset=0.0, peak=x.peak, low=x.low, map=found)
+    return carried(call.x, root(windows), "max pooling", Largest(windows, sliding=True, dims=d))
 
 
 def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
@@ -146,10 +137,10 @@ def separable(matrices: list[Tensor], factor: float = 1.0) -> Bracket:
 
 def _avg_pool(call: Call, *, d: int) -> Step:
     """Average pooling, exactly: overlap, `ceil_mode`, `count_include_pad` and `divisor_override` change its norm."""
-    x = call.signal("self")
-    k = _per_axis(call["kernel_size"], d)
-    s = _per_axis(call["stride"], d, k)
-    p = _per_axis(call["padding"], d)
+    x = call.x
+    k = per_axis(call["kernel_size"], d)
+    s = per_axis(call["stride"], d, k)
+    p = per_axis(call["padding"], d)
     divisor = call.get("divisor_override")
     matrices = []
     for size, *axis in zip(x.shape[-d:], k, s, p, strict=True):

@@ -4,7 +4,7 @@ import functools
 import importlib.metadata
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -100,10 +100,22 @@ class Step:
         return self.map.form if isinstance(self.map, Weighted | Scaled | Padded) else None
 
 
+def carried(x: Signal, gain: float, label: str, map: Map | None = None, row: float = math.inf) -> Step:
+    """The step of an operation that is 0 at 0, and whose entries never leave the range of those of x.
+
+    Args:
+        x: the one input.
+        gain: the Lipschitz constant.
+        label: shown in the report.
+        map: what the operation is, where that is known.
+        row: bound of the ℓ2 norm of every row of the result.
+    """
+    return Step(((x, gain),), label, offset=0.0, peak=x.peak, row=row, low=x.low, map=map or Opaque())
+
+
 def unchanged(x: Signal) -> Step:
     """The step of an operation that is the identity here: a cast, dropout in evaluation."""
-    same = Copy(same=True, traced=True)
-    return Step(((x, 1.0),), "identity", offset=0.0, row=x.row, peak=x.peak, low=x.low, map=same)
+    return carried(x, 1.0, "identity", Copy(same=True, traced=True), x.row)
 
 
 class Call:
@@ -139,6 +151,11 @@ class Call:
         """Shape of the output."""
         return shape_of(self.node)
 
+    @property
+    def x(self) -> Signal:
+        """The first argument, which must depend on the input."""
+        return self.signal(next(iter(self.arguments)))
+
     def signal(self, name: str) -> Signal:
         """An argument that must depend on the input."""
         value = self.arguments[name]
@@ -164,27 +181,27 @@ _RULES: dict[str, Rule] = {}
 _COMPLEX: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Decorator: this function bounds these operations, named as in the graph, e.g. `aten.relu.default`."""
+def _keeps(table: dict[str, Rule], names: Iterable[str], override: bool = False) -> Callable[[Rule], Rule]:
+    """Decorator: put a function into the table under these names."""
 
     def keep(function: Rule) -> Rule:
         for name in names:
-            if name in _RULES:
+            if name in table and not override:
                 raise InputError(f"{name} has a rule already; use register_rule(..., override=True) to replace it")
-            _RULES[name] = function
+            table[name] = function
         return function
 
     return keep
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Decorator: this function bounds these operations, named as in the graph, e.g. `aten.relu.default`."""
+    return _keeps(_RULES, names)
 
 
 def complex_rule(*names: str) -> Callable[[Rule], Rule]:
     """Decorator: this function bounds these operations where a complex number goes in or comes out."""
-
-    def keep(function: Rule) -> Rule:
-        _COMPLEX.update(dict.fromkeys(names, function))
-        return function
-
-    return keep
+    return _keeps(_COMPLEX, names)
 
 
 def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]:
@@ -199,14 +216,7 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
     """
     if not names or not all(isinstance(n, str) and n.count(".") >= 2 for n in names):
         raise InputError(f"name operations as namespace.op.overload, e.g. 'aten.relu.default'; got {names}")
-
-    def keep(function: Rule) -> Rule:
-        if override:
-            for name in names:
-                _RULES.pop(name, None)
-        return rule(*names)(function)
-
-    return keep
+    return _keeps(_RULES, names, override)
 
 
 def find_rule(node: fx.Node) -> Rule:
@@ -318,6 +328,19 @@ def repeated(call: "Call", values: Iterable[Any]) -> tuple[tuple[tuple[Signal, f
     return tuple(gains), fixed, max([fixed, *(s.peak for s, _ in gains)])
 
 
+def per_axis(value: Any, dims: int, default: Sequence[int] = ()) -> tuple[int, ...]:
+    """One number per axis, from one for all, one each, or none at all.
+
+    Args:
+        value: the argument of a convolution or pooling.
+        dims: number of axes.
+        default: what counts where the argument is None or empty.
+    """
+    values = tuple(value) if isinstance(value, list | tuple) else () if value is None else (int(value),)
+    values = values or tuple(default)
+    return values * dims if len(values) == 1 else values
+
+
 def _bind(node: fx.Node, lookup: Callable[[fx.Node], Any]) -> dict[str, Any]:
     args = fx.node.map_arg(node.args, lookup)
     kwargs = fx.node.map_arg(node.kwargs, lookup)
@@ -334,3 +357,58 @@ def _bind(node: fx.Node, lookup: Callable[[fx.Node], Any]) -> dict[str, Any]:
         else:
             bound[argument.name] = argument.default_value if argument.has_default_value() else None
     return bound
+
+
+# --- numbers that are none: a NaN or infinite constant has no bound, masks of −∞ before a softmax apart --------------------
+
+_aten = torch.ops.aten
+#: a constant −∞ may enter here …
+_MASKING = {
+    _aten.add.Tensor, _aten.add.Scalar, _aten.where.self, _aten.where.ScalarOther, _aten.where.ScalarSelf,
+    _aten.masked_fill.Scalar, _aten.masked_fill.Tensor,
+}  # fmt: skip
+#: … be carried on by these …
+_CARRYING = {
+    _aten.view.default, _aten.reshape.default, _aten.transpose.int, _aten.permute.default, _aten.contiguous.default,
+    _aten.clone.default, _aten.flatten.using_ints, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.expand.default,
+}  # fmt: skip
+#: … and must end in one of these, where it is a weight of 0
+_ABSORBING = {_aten.softmax.int, _aten._softmax.default, _aten._safe_softmax.default, _aten.logsumexp.default}
+#: limits that may be open on this side, and orders of norms
+_OPEN = {"min": -1, "min_val": -1, "max": 1, "max_val": 1, "ord": 1, "p": 1}
+
+
+def refuse_nonfinite(call: Call) -> None:
+    """Refuse NaN and infinite constants among the arguments, naming the one."""
+    for name, value in call.arguments.items():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            wrong = _wrong(one)
+            if wrong is None or (math.isinf(wrong) and _OPEN.get(name) == math.copysign(1, wrong)):
+                continue
+            if wrong == -math.inf and call.node.target in _MASKING and _absorbed(call.node):
+                continue
+            call.refuse(
+                f"its constant argument {name!r} holds a non-finite number ({wrong})",
+                "check the weights and the checkpoint",
+            )
+
+
+def _wrong(value: Any) -> float | None:
+    """NaN or +∞ if there is one among the numbers, else −∞ if there is one, else None."""
+    if isinstance(value, Tensor) and value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if isinstance(value, Tensor) and value.is_floating_point():
+        if value.numel() == 0 or bool(torch.isfinite(value).all()):
+            return None
+        rest = value[~torch.isfinite(value)]
+        return math.nan if bool(rest.isnan().any()) else float(rest.max())
+    return value if isinstance(value, float) and not math.isfinite(value) else None
+
+
+def _absorbed(node: fx.Node) -> bool:
+    """Whether everything that reads this node turns −∞ into a weight of 0."""
+    for user in node.users:
+        target = user.target if user.op == "call_function" else None
+        if target not in _ABSORBING and not (target in _MASKING | _CARRYING and _absorbed(user)):
+            return False
+    return bool(node.users)

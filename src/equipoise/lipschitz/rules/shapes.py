@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.operations import Copy, Map, Padded, Piece, Pieces, Product
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, copies, repeated, root, rule, unchanged
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, carried, copies, repeated, root, rule, unchanged
 from equipoise.maps.linear import Padding
 
 #: the same entries in another order of dimensions
@@ -36,25 +36,20 @@ _aten = torch.ops.aten
 _SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
 
 
-def _first(call: Call) -> Signal:
-    return call.signal(next(iter(call.arguments)))
-
-
 def _view(x: Signal, keeps_rows: bool) -> Step:
-    row = x.row if keeps_rows else math.inf
-    return Step(((x, 1.0),), "view", offset=0.0, row=row, peak=x.peak, low=x.low, map=Copy(traced=True))
+    return carried(x, 1.0, "view", Copy(traced=True), x.row if keeps_rows else math.inf)
 
 
 @rule(*(f"aten.{name}" for name in VIEWS))
 def view(call: Call) -> Step:
     """The same entries in another order: an isometry."""
-    return _view(_first(call), False)
+    return _view(call.x, False)
 
 
 @rule(*(f"aten.{name}" for name in RESHAPES))
 def reshape(call: Call) -> Step:
     """The same entries in the same order; rows stay inside old rows where the last dimension divides."""
-    x = _first(call)
+    x = call.x
     rows = bool(x.shape) and bool(call.shape) and call.shape[-1] > 0 and x.shape[-1] % call.shape[-1] == 0
     return _view(x, rows)
 
@@ -62,7 +57,7 @@ def reshape(call: Call) -> Step:
 @rule("aten.transpose.int")
 def transpose(call: Call) -> Step:
     """Two dimensions exchanged."""
-    x = _first(call)
+    x = call.x
     dims = len(x.shape)
     a, b = call["dim0"] % max(1, dims), call["dim1"] % max(1, dims)
     return _view(x, a == b or dims - 1 not in (a, b))
@@ -71,32 +66,32 @@ def transpose(call: Call) -> Step:
 @rule("aten.permute.default")
 def permute(call: Call) -> Step:
     """Dimensions in another order."""
-    x = _first(call)
+    x = call.x
     return _view(x, bool(x.shape) and call["dims"][-1] % len(x.shape) == len(x.shape) - 1)
 
 
 @rule("aten.slice.Tensor", "aten.narrow.default")
 def stretch_of(call: Call) -> Step:
     """Some entries along a dimension: a contraction. One component of a softmax: 1/(2√2), p_i(1 − p_i)·√2 at most."""
-    x, dim = _first(call), call["dim"]
+    x, dim = call.x, call["dim"]
     return _component(call, x, dim if call.shape[dim] == 1 else None) or _chosen(x, x.row)
 
 
 @rule("aten.select.int")
 def select(call: Call) -> Step:
     """One position along a dimension."""
-    x, dim = _first(call), call["dim"]
+    x, dim = call.x, call["dim"]
     return _component(call, x, dim) or _chosen(x, x.row if dim % len(x.shape) != len(x.shape) - 1 else math.inf)
 
 
 @rule("aten.diagonal.default")
 def diagonal(call: Call) -> Step:
     """Some entries."""
-    return _chosen(_first(call), math.inf)
+    return _chosen(call.x, math.inf)
 
 
 def _chosen(x: Signal, row: float) -> Step:
-    return Step(((x, 1.0),), "selection", offset=0.0, peak=x.peak, row=row, low=x.low, map=Copy(traced=True))
+    return carried(x, 1.0, "selection", Copy(traced=True), row)
 
 
 def _component(call: Call, x: Signal, dim: int | None) -> Step | None:
@@ -114,16 +109,16 @@ def _component(call: Call, x: Signal, dim: int | None) -> Step | None:
 @rule(*(f"aten.{name}" for name in PIECES), "aten.unbind.int")
 def pieces(call: Call) -> Step:
     """All pieces together hold every entry once; `getitem` takes one."""
-    x = _first(call)
+    x = call.x
     removed = call["dim"] % len(x.shape) if call.node.target is _aten.unbind.int else None
     row = math.inf if removed == len(x.shape) - 1 else x.row
-    return Step(((x, 1.0),), "split", offset=0.0, peak=x.peak, row=row, low=x.low, map=Pieces())
+    return carried(x, 1.0, "split", Pieces(), row)
 
 
 @rule("getitem")
 def getitem(call: Call) -> Step:
     """One piece of a split, or the values (never the indices) of a maximum or sort."""
-    x, index = _first(call), call.node.args[1]
+    x, index = call.x, call.node.args[1]
     assert isinstance(index, int)
     value = call.node.meta.get("val")
     if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -138,7 +133,7 @@ def getitem(call: Call) -> Step:
 @rule("aten.tril.default", "aten.triu.default")
 def triangle(call: Call) -> Step:
     """Entries set to zero: a contraction."""
-    x = _first(call)
+    x = call.x
     return Step(((x, 1.0),), "selection", offset=0.0, peak=x.peak, row=x.row, map=Copy())
 
 
@@ -148,20 +143,13 @@ def triangle(call: Call) -> Step:
     "aten.broadcast_to.default",
     "aten.repeat.default",
     "aten.tile.default",
+    "aten.repeat_interleave.self_int",
 )
 def repetition(call: Call) -> Step:
     """Every entry n times: √n."""
-    x = _first(call)
-    grown = copies(x, call.shape)
+    x = call.x
     row = x.row if x.shape and call.shape[-1] == x.shape[-1] else math.inf
-    return Step(((x, grown),), "repeat", offset=0.0, peak=x.peak, row=row, low=x.low, map=Copy())
-
-
-@rule("aten.repeat_interleave.self_int")
-def interleave(call: Call) -> Step:
-    """Every entry n times: √n."""
-    x = _first(call)
-    return Step(((x, copies(x, call.shape)),), "repeat", offset=0.0, peak=x.peak, low=x.low, map=Copy())
+    return carried(x, copies(x, call.shape), "repeat", Copy(), row)
 
 
 @rule("aten.index.Tensor")
@@ -173,12 +161,12 @@ def index(call: Call) -> Step:
 @rule("aten.index_select.default")
 def index_select(call: Call) -> Step:
     """Entries at constant positions along one dimension."""
-    x = _first(call)
+    x = call.x
     return _indexed(call, [None] * (call["dim"] % len(x.shape)) + [call.constant("index")])
 
 
 def _indexed(call: Call, indices: list[Any]) -> Step:
-    x = _first(call)
+    x = call.x
     if any(isinstance(i, Signal) for i in indices or []):
         call.refuse("positions that depend on the input jump with it", "index with constants")
     flat = torch.arange(x.numel).reshape(x.shape)
@@ -188,7 +176,7 @@ def _indexed(call: Call, indices: list[Any]) -> Step:
 def entries(x: Signal, places: Tensor) -> Step:
     """Entries of x at these places of its flat order: √ of how often the most frequent one is read."""
     most = int(torch.bincount(places.flatten(), minlength=1).max()) if places.numel() else 0
-    return Step(((x, root(most)),), "index", offset=0.0, peak=x.peak, low=x.low, map=Copy())
+    return carried(x, root(most), "index", Copy())
 
 
 @rule(
@@ -201,7 +189,7 @@ def dropout(call: Call) -> Step:
     """The identity in evaluation; random in training."""
     if call["train"]:
         call.refuse("dropout is active, so the map is random", "call model.eval() first")
-    return unchanged(_first(call))
+    return unchanged(call.x)
 
 
 @rule(
@@ -214,7 +202,7 @@ def dropout(call: Call) -> Step:
 )
 def cast(call: Call) -> Step:
     """A change between float32 and float64 is the identity; other types round, which no constant covers."""
-    x = _first(call)
+    x = call.x
     value = call.node.meta.get("val")
     kept = (torch.float32, torch.float64)
     if not isinstance(value, Tensor) or value.dtype not in kept or x.dtype not in kept:
@@ -225,7 +213,7 @@ def cast(call: Call) -> Step:
 @rule("aten.constant_pad_nd.default", "aten.pad.default")
 def pad(call: Call) -> Step:
     """Padding: √ of how often the most copied entry appears, per axis; zeros 1, reflect and circular ≤ √2, replicate √(p + 1)."""
-    x, mode, value = _first(call), call.get("mode", "constant"), float(call["value"] or 0.0)
+    x, mode, value = call.x, call.get("mode", "constant"), float(call["value"] or 0.0)
     twice = list(call["pad"])
     amounts = [(twice[2 * i], twice[2 * i + 1]) for i in range(len(twice) // 2)][::-1]
     sizes = x.shape[len(x.shape) - len(amounts) :]

@@ -5,14 +5,10 @@
   const by = (id) => document.getElementById(id);
 
   // ---- columns --------------------------------------------------------------------------------------------------
-  const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const doubles = (text) => { const b = bytes(text); return new Float64Array(b.buffer, 0, b.length / 8); };
-  const integers = (text) => { const b = bytes(text); return new Int32Array(b.buffer, 0, b.length / 4); };
-  for (const s of data.series) {
-    s.radius = doubles(s.radius); s.prediction = integers(s.prediction); s.label = integers(s.label);
-  }
+  const infinite = (column) => column.map((v) => (v === null ? Infinity : v)); // JSON has no ∞
+  for (const s of data.series) s.radius = infinite(s.radius);
   for (const a of data.attacks) {
-    a.distance = doubles(a.distance);
+    a.distance = infinite(a.distance);
     a.of = new Map(data.ids[a.ids].map((id, i) => [id, a.distance[i]]));
   }
   const floor = (v) => { // never shows more than was certified
@@ -201,7 +197,7 @@
     const { charts: _, ids, ...rest } = data;
     return JSON.stringify({
       ...rest,
-      series: data.series.map((s) => ({ ...s, ids: ids[s.ids], label: plain(s.label), prediction: plain(s.prediction), radius: plain(s.radius) })),
+      series: data.series.map((s) => ({ ...s, ids: ids[s.ids], radius: plain(s.radius) })),
       attacks: data.attacks.map(({ of: _of, ...a }) => ({ ...a, ids: ids[a.ids], distance: plain(a.distance) })),
     }, null, 1);
   };
