@@ -116,10 +116,6 @@ class LossHessian:
         """The whole matrix, one product per column: for small networks."""
         return np.stack([self.matvec(e) for e in np.eye(self.size)], axis=1)
 
-    def flat(self) -> Vector:
-        """θ, flat, in the order of `shapes`."""
-        return self.theta.double().cpu().numpy()
-
     def _sum(
         self, work: Callable[[Tensor, Tensor, Tensor], Tensor], shift: Vector | None = None, finite: bool = True
     ) -> Vector:

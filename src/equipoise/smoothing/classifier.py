@@ -176,10 +176,7 @@ class SmoothedClassifier:
         lipschitz: Any = None, grid: Sequence[SimplexMap] | None = None, ids: Ids | None = None,
     ) -> SimplexMap:  # fmt: skip
         """Fix the simplex map once for all, as the best on average over calibration inputs; sets and returns `map`."""
-        source = self
-        if lipschitz is not None and self.noise != "float":
-            source = self.floating()
-        logits = source.selection(x, n0, ids, Stream.CALIBRATION)
+        logits = self.suited(lipschitz).selection(x, n0, ids, Stream.CALIBRATION)
         chosen = choose_map(
             logits, n, self.sigma, alpha, procedure=procedure, lipschitz=self.round_constant(lipschitz), grid=grid
         )
@@ -222,23 +219,19 @@ class SmoothedClassifier:
             raise InputError(
                 f"{procedure!r} counts votes, which have no Lipschitz constant: use 'rivals', 'lvm' or 'direct'"
             )
-        if network is not None and self.noise != "float":
-            floating = self.floating()
-            return floating.certify(
-                x, n0, n, alpha, procedure, lipschitz=lipschitz, map=map, interval=interval, grid=grid, ids=ids
-            )
-        spec = self.noise_spec(x)
+        source = self.suited(lipschitz)
+        spec = source.noise_spec(x)
         unasked = map is None and network is None and self.map is None
         if not row.soft or (unasked and row.map == "hardmax"):
             return self._certify_votes(x, n0, n, alpha, row, spec, ids)
-        logits = self.selection(x, n0, ids, Stream.SELECTION)
-        maps, source = self._maps(logits, map, n, alpha, procedure, network, grid)
-        setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {source}")
+        logits = source.selection(x, n0, ids, Stream.SELECTION)
+        maps, origin = self._maps(logits, map, n, alpha, procedure, network, grid)
+        setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {origin}")
         parts = []
-        for k, (xi, name) in enumerate(self.inputs(x, ids)):
+        for k, (xi, name) in enumerate(source.inputs(x, ids)):
             own = spec.setting(alpha, "")
             plan = plan_map(maps[k], logits[k : k + 1], procedure, n, own.noise, alpha, network)
-            found = derive(self._sample(xi, name, maps[k], logits[k : k + 1], plan, n, network, interval), row, own)
+            found = derive(source._sample(xi, name, maps[k], logits[k : k + 1], plan, n, network, interval), row, own)
             parts.append(([k], found))
         whole = joined(parts, len(x), row.name, setting)
         whole.details["maps"] = [str(m) for m in maps]
@@ -320,6 +313,10 @@ class SmoothedClassifier:
         made.cells, made.chosen = (self.cells if made.noise == self.noise else None), self.chosen
         made.rowwise_checked = self.rowwise_checked
         return made
+
+    def suited(self, lipschitz: Any) -> SmoothedClassifier:
+        """The classifier that a Lipschitz constant can be used with: itself without one, else one with float noise."""
+        return self if lipschitz is None or self.noise == "float" else self.floating()
 
     def floating(self) -> SmoothedClassifier:
         """The same with float noise, for Lipschitz-aware radii; refused if the grid was asked for."""

@@ -72,8 +72,7 @@ def certify_adaptive(
         raise InputError("relative needs a share strictly between 0 and 1, the majority vote and no Lipschitz constant")
     if hard and lipschitz is not None:
         raise InputError("votes have no Lipschitz constant: give a soft map with it")
-    if lipschitz is not None and classifier.noise != "float":
-        classifier = classifier.floating()
+    classifier = classifier.suited(lipschitz)
     row, spec = find_procedure(procedure), classifier.noise_spec(x)
     setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {chosen}")
     parts, verdicts = [], []

@@ -2,6 +2,7 @@
 
 import math
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,10 +166,8 @@ def run(
 
 
 def _run_batch(check: Check, where: torch.device, seed: int, number: int, tally: Tally) -> None:
-    mixed = seed
-    for character in f"{check.name}#{number}":
-        mixed = (mixed * 1_000_003 + ord(character)) % (2**62)
-    generator = torch.Generator().manual_seed(mixed)
+    own = zlib.crc32(f"{seed}/{check.name}/{number}".encode())
+    generator = torch.Generator().manual_seed(own)
     try:
         check.run(Batch(where, generator, tally, f"{check.name}, seed {seed}, batch {number}"))
     except EquipoiseError as error:
