@@ -18,9 +18,10 @@ from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
 from equipoise.checker import check_exact
-from equipoise.conversion import export
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write, make_folder
+from equipoise.core.modules import evaluating
+from equipoise.nn.convert import with_effective_weights
 from equipoise.norms import spectral_norm
 
 #: certified distances that are counted by default: those of the literature for images in [0, 1]
@@ -73,9 +74,17 @@ def write(
         proved = _provable(network, images, labels, divisor)
     claimed = proved if radii is None else np.minimum(proved, np.asarray(radii.detach().cpu(), dtype=np.float64))
     counts = {repr(float(epsilon)): int((claimed >= epsilon).sum()) for epsilon in epsilons}
+    lowered = 0 if radii is None else int((claimed < np.asarray(radii.detach().cpu()) * (1 - 1e-6)).sum())
     claims = {
         "lipschitz": constant,
-        "radii": {"x": "x", "labels": "labels", "radii": "radii", "divisor": divisor, "certified": counts},
+        "radii": {
+            "x": "x",
+            "labels": "labels",
+            "radii": "radii",
+            "divisor": divisor,
+            "certified": counts,
+            "lowered": lowered,
+        },
     }
     files = {
         "weights.safetensors": to_safetensors(weights),
@@ -95,8 +104,8 @@ def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[st
     Returns:
         The document without claims, and the tensors by name.
     """
-    plain = export(model, example).eval()
-    with torch.no_grad():
+    plain = with_effective_weights(model, example)
+    with evaluating(plain), torch.no_grad():
         program = torch.export.export(plain, (example[:1],))
     writer = _Writer(plain, program)
     document = {
@@ -112,7 +121,7 @@ class _Writer:
     """Translates the graph of an exported program, node by node."""
 
     def __init__(self, model: nn.Module, program: torch.export.ExportedProgram) -> None:
-        self.model = model
+        self.modules = dict(model.named_modules())
         self.nodes: list[dict[str, Any]] = []
         self.tensors: dict[str, np.ndarray] = {}
         self.names: dict[fx.Node, str] = {}
@@ -122,13 +131,13 @@ class _Writer:
             if node.op == "placeholder" and node not in self.constants:
                 self.names[node] = "input"
             elif node.op == "call_function":
-                call = _fused_module(node)
+                call = _fused_module(node, self.modules)
                 if call is None:
                     _translate(self, node)
                 elif call == fused:
                     self.names[node] = self.nodes[-1]["name"]
                 else:
-                    _FUSED[call[1]](self, node, model.get_submodule(call[0]))
+                    _FUSED[call[1]](self, node, self.modules[call[0]])
                 fused = call
 
     def emit(
@@ -181,11 +190,14 @@ def _constants(program: torch.export.ExportedProgram) -> dict[fx.Node, Tensor]:
     }
 
 
-def _fused_module(node: fx.Node) -> tuple[str, str] | None:
-    """Path and class name of the innermost module around a node that bundles have one operation for."""
+def _fused_module(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
+    """Path and class name of the innermost module around a node that bundles have one operation for.
+
+    A stored program may still name modules that it no longer has; its activations are recognised by their operations.
+    """
     for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         name = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]
-        if name in _FUSED:
+        if name in _FUSED and type(modules.get(path)).__name__ == name:
             return path, name
     return None
 
@@ -255,12 +267,54 @@ _PASS = {"dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 _CONVOLUTIONS = {"conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d}
 
 
+#: operations on the parts of a value
+_PARTS = {"split_with_sizes", "split", "chunk", "getitem", "maximum", "minimum"}
+
+
+def _named(node: Any, *names: str) -> bool:
+    """Whether a node calls one of these operations."""
+    packet = getattr(getattr(node, "target", None), "overloadpacket", getattr(node, "target", None))
+    return isinstance(node, fx.Node) and getattr(packet, "__name__", "") in names
+
+
+def _joined(node: fx.Node) -> tuple[fx.Node, dict[str, Any]] | None:
+    """The value and the activation of a concatenation `(|a|, b)` or `(max(a, b), min(a, b))` of the two parts of a value."""
+    parts: Any = node.args[0]
+    if len(parts) != 2:
+        return None
+    first, second = parts
+    ordered = _named(first, "maximum") and _named(second, "minimum") and first.args == second.args
+    if not ordered and not _named(first, "abs"):
+        return None
+    a, b = first.args if ordered else (first.args[0], second)
+    if not (_named(a, "getitem") and _named(b, "getitem") and a.args[0] is b.args[0]):
+        return None
+    split = a.args[0]
+    axis, sizes = _axis(node), [part.meta["val"].shape for part in (a, b)]
+    whole = split.args[0].meta["val"].shape
+    if (a.args[1], b.args[1]) != (0, 1) or not axis or sizes[0][axis] + sizes[1][axis] != whole[axis]:
+        return None
+    if ordered:
+        return (split.args[0], {"kind": "maxmin", "axis": axis}) if sizes[0] == sizes[1] else None
+    return split.args[0], {"kind": "abs", "axis": axis, "start": 0, "stop": int(sizes[0][axis])}
+
+
+def _axis(node: fx.Node) -> int:
+    """The axis of a concatenation, counted from the front."""
+    axis: Any = node.args[1] if len(node.args) > 1 else 0
+    return int(axis) % int(node.meta["val"].dim())
+
+
 def _translate(writer: _Writer, node: fx.Node) -> None:
     """Append the operations of one node of the graph, or refuse it by name."""
     name = getattr(node.target, "overloadpacket", node.target)
     name = str(getattr(name, "__name__", name)).removesuffix("_")
     arguments = list(node.args)
     moving = [writer.names[a] for a in node.all_input_nodes if a in writer.names]
+    if not moving and name not in ("cat", "abs", *_PARTS):
+        raise Refused(f"a bundle has no operation for the input of {node.name} ({name})")
+    if name in _PARTS or (name == "abs" and not moving):
+        return  # a part of an activation, which is recognised where its parts are joined
     if name in _PASS:
         writer.names[node] = moving[0]
     elif name in ("linear", *_CONVOLUTIONS):
@@ -283,10 +337,13 @@ def _translate(writer: _Writer, node: fx.Node) -> None:
         _shuffle(writer, node, int(arguments[1]), unshuffle=name == "pixel_unshuffle")  # type: ignore[arg-type]
     elif name in ("add", "sub", "mul", "div"):
         _arithmetic(writer, node, name)
+    elif name == "cat" and (joined := _joined(node)) is not None:
+        writer.emit(node, "rearrange", [writer.names[joined[0]]], joined[1])
     elif name == "cat":
-        rank = node.meta["val"].dim()
-        axis = int(arguments[1]) % rank if len(arguments) > 1 else 0  # type: ignore[arg-type]
-        writer.emit(node, "concatenate", [writer.names[a] for a in arguments[0]], {"axis": axis})  # type: ignore
+        if any(part not in writer.names for part in node.all_input_nodes):
+            raise Refused(f"a bundle has no operation for the parts that {node.name} joins")
+        parts: Any = arguments[0]
+        writer.emit(node, "concatenate", [writer.names[part] for part in parts], {"axis": _axis(node)})
     elif name in ("avg_pool2d", "max_pool2d"):
         _pool(writer, node, name)
     else:
@@ -398,13 +455,9 @@ def _pool(writer: _Writer, node: fx.Node, name: str) -> None:
 
 def _require_same_function(model: nn.Module, network: "checker.Network", example: Tensor) -> None:
     """Compare the bundle's network with the model on the example."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            expected = np.asarray(model(example).detach().cpu().double())
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        # one by one: a program may be fixed to a batch of one
+        expected = np.asarray(torch.cat([model(x[None]) for x in example]).cpu().double())
     batch = np.asarray(example.detach().cpu().double())
     value = network.evaluate(batch, np.zeros(len(batch))).x
     scale = float(np.abs(expected).max()) + 1e-30

@@ -390,3 +390,20 @@ def test_exact_norms_are_proved_without_slack():
     check_exact.check_norm(weight, 1 + 2.0**-20)
     with pytest.raises(checker.Rejected):
         check_exact.check_norm(weight, 1 - 2.0**-52)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pt2"])
+def test_prove_writes_a_bundle_that_is_accepted(equipoise, tmp_path, kind):
+    digits = eq.models.load("digits")
+    source = tmp_path / "model.pt2"
+    if kind == "folder":
+        source = certificates.__file__.replace("certificates.py", "models/digits")
+    else:
+        plain = eq.export(digits.model, torch.zeros(1, *digits.input_shape))
+        torch.export.save(torch.export.export(plain, (torch.zeros(1, *digits.input_shape),)), source)
+    arguments = ("--data", "digits", "--limit", 10, "--effort", "fast", "--epsilon", "0.1,0.3")
+    ran = equipoise("prove", source, *arguments, "--run", tmp_path / "run", "--bundle", tmp_path / "bundle")
+    assert ran.code == 0, ran.err
+    checked = equipoise("check", tmp_path / "bundle", "--json")
+    assert checked.json["accepted"] is True
+    assert (tmp_path / "bundle" / "inputs.safetensors").is_file()

@@ -197,14 +197,19 @@ def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) 
     import torch
 
     from equipoise import certificates
+    from equipoise.runs.models import Batched
 
+    network = job.model.network()
+    network = network.model if isinstance(network, Batched) else network
     results = run.results()
     x = torch.stack([item.x for item in job.inputs.read(run.positions)])
     y = torch.as_tensor(results.labels if results.labelled else results.answer)
     radii = torch.as_tensor(results.radius)
     epsilons = levels or certificates.EPSILONS
-    certificates.write(job.model.network(), x, y, folder, radii=radii, epsilons=[e for e in epsilons if e > 0])
-    say(f"wrote {folder}; `equipoise check {folder}` checks it")
+    claims = certificates.write(network, x, y, folder, radii=radii, epsilons=[e for e in epsilons if e > 0])
+    lowered = claims["radii"]["lowered"]
+    note = f", {lowered} radii lowered to what the checker proves" if lowered else ""
+    say(f"wrote {folder}{note}; `equipoise check {folder}` checks it")
 
 
 def show_run(

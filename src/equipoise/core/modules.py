@@ -151,7 +151,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     True
     """
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    if any(modes.values()):  # exported programs have one mode, and refuse to be switched
+        model.eval()
     try:
         yield
     finally:
