@@ -272,7 +272,7 @@ def checked_labels(x: Tensor, y: Tensor) -> Tensor:
     return y.long()
 
 
-def checked_logits(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
+def checked_logits(model: nn.Module, z: Tensor, y: Tensor | None = None) -> Tensor:
     """The model's logits at z; a shape it does not take and a label it has no logit for are refused."""
     try:
         logits: Any = model(z)
@@ -283,8 +283,8 @@ def checked_logits(model: nn.Module, z: Tensor, y: Tensor) -> Tensor:
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(z):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise InputError(f"expected logits of shape ({len(z)}, classes) from the model, got {got}")
-    outside = y[(y < 0) | (y >= logits.shape[1])]
-    if len(outside):
+    outside = None if y is None else y[(y < 0) | (y >= logits.shape[1])]
+    if outside is not None and len(outside):
         raise InputError(f"label {int(outside[0])} is none of the model's {logits.shape[1]} classes, counted from 0")
     return logits
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 _READING: dict[str, type] = {"layout": str, "columns": str}
 _RUNNING: dict[str, type] = {"batch_size": int, "device": str, "address": str, "gpus": float, "retry_failed": bool}
 _SAMPLING: dict[str, type] = {
-    "n0": int, "seed": int, "map": str, "lipschitz": str, "noise": str, "nonfinite": str, "hopeless": float,
-    "calibration": int, "noise_dtype": str,
+    "n0": int, "seed": int, "map": str, "lipschitz": str, "noise": str, "nonfinite": str,
 }  # fmt: skip
 _PROVING: dict[str, type] = {"retry_failed": bool}
 
@@ -55,8 +54,8 @@ def certify(
     Counts are stored in a run directory, one input at a time: kill it whenever you like, the same
     command continues. Before sampling, a few inputs show the accuracy and the time it will take.
     Keys of --set: n0, seed, map, lipschitz (a bound or auto), noise (grid or float), nonfinite,
-    batch_size, device, address (of a Ray cluster), gpus, retry_failed, layout, columns, hopeless,
-    calibration, noise_dtype. Exit code 1: some inputs failed.
+    batch_size, device, address (of a Ray cluster), gpus, retry_failed, layout, columns.
+    Exit code 1: some inputs failed.
 
     Examples:
 

@@ -173,16 +173,6 @@ def _average_pool(
     return run(_filled(x, pairs), kernel_shape, strides)
 
 
-@operator("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
-def _global_pool(spec: Spec, x: Tensor, *, p: int = 2) -> Tensor:
-    axes = list(range(2, x.dim()))
-    if spec.kind == "GlobalMaxPool":
-        return x.amax(axes, True)
-    if spec.kind == "GlobalLpPool":
-        return torch.linalg.vector_norm(x, p, axes, True)
-    return x.mean(axes, True)
-
-
 @operator("LpPool")
 def _lp_pool(
     spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int = 0, p: int = 2, **window: Any
@@ -212,11 +202,6 @@ def _batch_norm(
     if training_mode or spatial != 1:
         raise spec.refuse("it is in training mode or not per channel")
     return (F.batch_norm(x, mean, variance, scale, shift, False, 0.0, epsilon),)
-
-
-@operator("InstanceNormalization")
-def _instance_norm(spec: Spec, x: Tensor, scale: Tensor, shift: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    return F.instance_norm(x, None, None, scale, shift, True, 0.0, epsilon)
 
 
 @operator("GroupNormalization")
@@ -250,11 +235,6 @@ def _standardized(spec: Spec, x: Tensor, *, axes: Any = None) -> Tensor:
     axes = [a % x.dim() for a in axes or (0, 2, 3)]
     centred = x - x.mean(axes, True)
     return centred / torch.sqrt((centred * centred).mean(axes, True) + 1e-9)
-
-
-@operator("LpNormalization")
-def _unit(spec: Spec, x: Tensor, *, p: int = 2, axis: int = -1) -> Tensor:
-    return x / torch.linalg.vector_norm(x, p, [axis], True)
 
 
 @operator("LRN")

@@ -267,11 +267,15 @@ class _Attacker:
             if not bool(torch.isfinite(out).all()):
                 raise Refused("the network returns NaN or infinity there: it gives no answer to attack")
             return bool(out.argmax(dim=1) != y)
-        judge = self._classifier(chosen, self.seed + 2)
+        return self._beaten(x, y, chosen, self.seed + 2, self.votes, self.alpha)
+
+    def _beaten(self, x: Tensor, y: Tensor, chosen: SimplexMap | None, seed: int, draws: int, level: float) -> bool:
+        """Whether the smoothed classifier prefers another class than y at x, shown by a test on fresh draws."""
+        judge = self._classifier(chosen, seed)
         if chosen is not None and not chosen.votes:
-            return bool(overtaken(judge, x, y, chosen, self.votes, self.alpha)[0])
-        answer = int(judge.predict(x, self.votes, self.alpha)[0])
-        return answer >= 0 and answer != int(y)
+            return bool(overtaken(judge, x, y, chosen, draws, level)[0])
+        counts = judge.counts(x[0], draws, input_id=0, stream=Stream.PREDICTION)
+        return outvoted(counts, int(y), level)
 
     def _search(self, x: Tensor, y: Tensor, epsilon: float, chosen: SimplexMap | None) -> AttackResult:
         how: dict[str, Any] = {"restarts": self.restarts, "seed": self.seed}
@@ -289,12 +293,8 @@ class _Attacker:
         if self.kind == Attacked.BASE or distance >= self.certified[item.id]:
             return True
         fresh = noise_key(self.seed, f"confirm/{item.id}", Stream.PREDICTION, 0)
-        judge, draws = self._classifier(chosen, fresh), 10 * self.votes
-        if chosen is not None and not chosen.votes:
-            y = torch.tensor([item.label], device=z.device)
-            return bool(overtaken(judge, z[None], y, chosen, draws, CONFIRMED)[0])
-        counts = judge.counts(z, draws, input_id=item.id, stream=Stream.PREDICTION)
-        return outvoted(counts, item.label, CONFIRMED)
+        y = torch.tensor([item.label], device=z.device)
+        return self._beaten(z[None], y, chosen, fresh, 10 * self.votes, CONFIRMED)
 
     def summary(
         self, rows: Sequence[Row], levels: Sequence[float], stored: dict[tuple[InputId, float], AttackRow]

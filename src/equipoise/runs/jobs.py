@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from equipoise.attacks.pgd import checked_logits
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import make_folder
 from equipoise.runs.engines import Execution
@@ -44,6 +45,9 @@ from equipoise.smoothing import Stream, choose_map
 from equipoise.smoothing.grid import is_image, power_of_two
 from equipoise.smoothing.moments import Ints
 from equipoise.smoothing.noise import fresh_seed
+
+#: inputs that the map of a soft run is calibrated on
+CALIBRATION = 32
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
 Progress = Callable[[Row, int, int], None]
@@ -262,13 +266,10 @@ def _resolve_noise(settings: Settings, inputs: Inputs, positions: Ints) -> dict[
     image = all(is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8))
     noise = settings.noise or ("grid" if image and settings.lipschitz is None else "float")
     cells = (255.0 if image else power_of_two(settings.levels.sigma)) if noise == "grid" else None
-    chosen = settings.map or ("global" if settings.soft else None)
     return {
         "noise": noise,
         "cells": cells,
-        "map": chosen,
-        "calibration": settings.calibration or (32 if chosen == "global" else None),
-        "hopeless": settings.hopeless or (0.05 if settings.adaptive else None),
+        "map": settings.map or ("global" if settings.soft else None),
         "seed": fresh_seed() if settings.seed is None else settings.seed,
         "seed_source": "system" if settings.seed is None else "user",
     }
@@ -390,7 +391,7 @@ def fixed_map(job: Job, network: float | None) -> str | None:
         return None if fixed is None else map_text(fixed)
 
     classifier, samples = job.spec().classifier(), []
-    for item in job.inputs.some(np.arange(len(job.inputs)), settings.calibration or 1):
+    for item in job.inputs.some(np.arange(len(job.inputs)), CALIBRATION):
         try:
             x = item.x.to(job.device)[None]
             samples.append(classifier.selection(x, settings.n0, [item.id], Stream.CALIBRATION)[0])
@@ -430,20 +431,12 @@ def count_logits(model: Portable, inputs: Inputs, positions: Ints, device: str) 
         positions: whose first readable input is given to the network.
         device: where the pass runs.
     """
-    item, module = first_input(inputs, positions), model.network(device)
-    try:
-        with torch.inference_mode():
-            out = module(item.x[None].to(device))
-    except EquipoiseError:
-        raise
-    except Exception as error:  # whatever the user's own code, or the guards of an exported program, raise
-        raise InputError(f"the model does not take inputs of shape {tuple(item.x.shape)}: {one_line(error)}") from error
-    if not isinstance(out, torch.Tensor) or out.ndim != 2 or len(out) != 1:
-        shape = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-        raise InputError(f"the model must return logits (batch, classes), it returned {shape} for one input")
-    if out.shape[1] < 2:
-        raise InputError(f"a classifier has at least two classes, the model returned {out.shape[1]} logit")
-    return int(out.shape[1])
+    x = first_input(inputs, positions).x[None].to(device)
+    with torch.inference_mode():
+        count = checked_logits(model.network(device), x).shape[1]
+    if count < 2:
+        raise InputError(f"a classifier has at least two classes, the model returned {count} logit")
+    return count
 
 
 def usable_device(name: str) -> str:

@@ -54,14 +54,11 @@ class Settings(Document):
         seed: of the noise; None: drawn from the operating system.
         seed_source: "user" or "system".
         chunk_size: draws per noise key; part of the key.
-        map: of soft procedures: "global" (calibrated once before the run), "per-input", or a map such as "softmax:0.5".
-        calibration: inputs the global map is calibrated on.
+        map: of soft procedures: "global" (calibrated once, on 32 inputs), "per-input", or such as "softmax:0.5".
         lipschitz: None, a number (the user's own claim), or "auto" (`equipoise.lipschitz_bound`).
         target_radius: adaptive: stop an input as soon as it is certified or hopeless at this radius.
         relative: adaptive: stop within this share of the radius that n draws could still give.
-        hopeless: adaptive: risk of giving up an input that would have been certified.
         nonfinite: "refuse" records an input with a NaN or infinite logit as failed, "miss" counts such draws for no class.
-        noise_dtype: "float32" or "float64"; None: that of the input.
         noise: "grid" (exact integers) or "float"; None: the grid for 8-bit data.
         cells: points per unit of the grid.
         dimension: numbers in one input.
@@ -87,13 +84,10 @@ class Settings(Document):
     seed_source: Literal["user", "system"] = "user"
     chunk_size: Annotated[int, Field(ge=1, le=10**6)] = 100
     map: str | None = None
-    calibration: Annotated[int, Field(ge=1, le=10**6)] | None = None
     lipschitz: NonNegative | Literal["auto"] | None = None
     target_radius: Positive | None = None
     relative: Share | None = None
-    hopeless: Share | None = None
     nonfinite: Literal["refuse", "miss"] = "refuse"
-    noise_dtype: Literal["float32", "float64"] | None = None
     noise: NoiseName | None = None
     cells: Positive | None = None
     dimension: PositiveCount | None = None

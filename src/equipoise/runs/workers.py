@@ -63,7 +63,6 @@ class TaskSpec:
         size = self.model.batch or self.batch_size
         if size is not None and (size < settings.chunk_size or (self.model.batch and size != settings.chunk_size)):
             module = Batched(module, size)
-        dtype = None if settings.noise_dtype is None else getattr(torch, settings.noise_dtype)
         made = SmoothedClassifier(
             module,
             settings.channels or settings.levels.sigma,
@@ -71,7 +70,6 @@ class TaskSpec:
             seed=settings.seed,
             chunk_size=settings.chunk_size,
             map=self.map,
-            noise_dtype=dtype,
             nonfinite=settings.nonfinite,
             noise=settings.noise,
         )
@@ -179,7 +177,6 @@ class SampledWorker(Worker):
             alpha=settings.alpha,
             procedure=settings.procedure,
             map=SimplexMap("hardmax"),
-            hopeless=settings.hopeless or 0.05,
             ids=[item.id],
         )
         return {"draws": int(outcome.draws[0]), "stopped": outcome.details["verdicts"][0]}
