@@ -198,15 +198,6 @@ class Recipe(Part):
         return plain
 
 
-_PARTS: dict[str, type[Part]] = {
-    "model": Model,
-    "data": Data,
-    "optimizer": Optimizer,
-    "schedule": Schedule,
-    "metrics": Metrics,
-}
-
-
 def describe(error: ValidationError, where: str, known: Iterable[str] | None = None) -> str:
     """The first problem as one sentence: the key's path, what was expected, what came.
 
@@ -224,8 +215,9 @@ def describe(error: ValidationError, where: str, known: Iterable[str] | None = N
     key = ".".join(location)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if problem["type"] in unknown:
-        part: type[Part] = _PARTS.get(location[0], Recipe) if len(location) > 1 else Recipe
-        hint = did_you_mean(location[-1], part.model_fields if known is None else known, 0.5)
+        part = Recipe.model_fields[location[0]].annotation if len(location) > 1 and known is None else Recipe
+        keys = getattr(part, "model_fields", Recipe.model_fields) if known is None else known
+        hint = did_you_mean(location[-1], keys, 0.5)
         return f"{where}: unknown key {key!r}{hint}{more}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{where}: {key!r} is missing{more}"

@@ -17,6 +17,11 @@ from torch.nn import functional as F
 
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.errors import InputError, did_you_mean
+from equipoise.nn import losses
+from equipoise.nn.constants import known_constant
+from equipoise.nn.wrappers import ending
+from equipoise.regularizers import noise
+from equipoise.smoothing.simplex import SimplexMap
 from equipoise.train.config import Few, Fraction, NonNegative, Positive, Share
 from equipoise.train.randomness import generator, in_blocks
 
@@ -102,7 +107,6 @@ class AtRadius(Classification):
     start: float = 1.0
     ramp: float = 0.0
     lipschitz: float | None = None
-    train_constants: bool = False
     weight: Callable[[], Tensor] | None = field(default=None, repr=False)
 
     def fit(self, model: nn.Module, source: Any) -> AtRadius:
@@ -110,9 +114,6 @@ class AtRadius(Classification):
 
         L is the recipe's `lipschitz`, or what the construction of the network guarantees.
         """
-        from equipoise.nn.constants import known_constant
-        from equipoise.nn.wrappers import ending
-
         head = ending(model)
         constructed = head.trunk if head is not None else known_constant(model)
         constant = self.lipschitz if self.lipschitz is not None else constructed
@@ -130,9 +131,7 @@ class AtRadius(Classification):
 
     def loss(self, output: Any, y: Tensor) -> Tensor:
         """The mean loss of a batch."""
-        weight = None if self.weight is None else self.weight()
-        if weight is not None and not self.train_constants:
-            weight = weight.detach()
+        weight = None if self.weight is None else self.weight().detach()
         lipschitz = 1.0 if self.lipschitz is None else self.lipschitz
         return self.function(output, y, self.epsilon, lipschitz, weight)
 
@@ -157,9 +156,7 @@ def lipschitz_cross_entropy(
     >>> round(lipschitz_cross_entropy(1.0, 0.0).loss(torch.zeros(1, 2), torch.tensor([0])).item(), 4)
     0.6931
     """
-    from equipoise.nn.losses import offset_cross_entropy
-
-    return Classification(lambda z, y: offset_cross_entropy(z, y, temperature, offset, lipschitz))
+    return Classification(lambda z, y: losses.offset_cross_entropy(z, y, temperature, offset, lipschitz))
 
 
 def _at_radius(name: str, default_epsilon: float = 1.0, **defaults: float) -> Callable[..., Task]:
@@ -170,17 +167,14 @@ def _at_radius(name: str, default_epsilon: float = 1.0, **defaults: float) -> Ca
         start: NonNegative | None = None,
         ramp: Share = 0.5,
         lipschitz: Positive | None = None,
-        train_constants: bool = False,
         **own: float,
     ) -> Task:
-        import equipoise.nn.losses as losses
-
         for key in own:
             if key not in defaults:
                 raise InputError(f"loss: unknown key {key!r}{did_you_mean(key, [*defaults, 'epsilon'])}")
         function = functools.partial(getattr(losses, name), **{**defaults, **own})
         first = epsilon if start is None else start
-        return AtRadius(function, epsilon, first, ramp, lipschitz, train_constants)
+        return AtRadius(function, epsilon, first, ramp, lipschitz)
 
     return row
 
@@ -192,9 +186,7 @@ def hinge(epsilon: NonNegative = 1.0, lipschitz: Positive = 1.0) -> Classificati
         epsilon: ε, the radius asked for.
         lipschitz: L, the constant the network is built for.
     """
-    from equipoise.nn.losses import margin_hinge
-
-    return Classification(lambda z, y: margin_hinge(z, y, epsilon, lipschitz))
+    return Classification(lambda z, y: losses.margin_hinge(z, y, epsilon, lipschitz))
 
 
 def hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0) -> Classification:
@@ -204,9 +196,7 @@ def hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0) -> Classificatio
         alpha: weight of the hinge.
         margin: of the hinge.
     """
-    from equipoise.nn.losses import hkr
-
-    return Classification(lambda z, y: hkr(z, y, alpha, margin))
+    return Classification(lambda z, y: losses.hkr(z, y, alpha, margin))
 
 
 def soft_hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0, temperature: Positive = 1.0) -> Classification:
@@ -217,14 +207,7 @@ def soft_hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0, temperature
         margin: of the hinge.
         temperature: of the weights.
     """
-    from equipoise.nn.losses import soft_hkr
-
-    return Classification(lambda z, y: soft_hkr(z, y, alpha, margin, temperature))
-
-
-def multi_margin(margin: Positive = 1.0) -> Classification:
-    """`Σ_{k≠y} max(0, margin − (z_y − z_k)) / c`, the multi-class hinge."""
-    return Classification(functools.partial(F.multi_margin_loss, margin=margin))
+    return Classification(lambda z, y: losses.soft_hkr(z, y, alpha, margin, temperature))
 
 
 #: every loss a recipe can name; a new one is a new row, or `package.module:function` in the recipe
@@ -239,7 +222,6 @@ LOSSES: dict[str, Callable[..., Task]] = {
     "la": _at_radius("logit_annealing", 0.0, temperature=0.75, offset=2.0, gamma=5.0),
     "hkr": hinge_transport,
     "soft-hkr": soft_hinge_transport,
-    "multi-margin": multi_margin,
 }
 
 
@@ -310,7 +292,6 @@ def consistency(
         weight: of the pull.
         entropy: weight of the mean prediction's entropy.
     """
-    from equipoise.regularizers.noise import consistency_loss
 
     def objective(batch: Batch) -> Outcome:
         outputs: list[Tensor] = []
@@ -319,7 +300,7 @@ def consistency(
             outputs.append(batch.network(z))
             return outputs[-1]
 
-        loss = consistency_loss(
+        loss = noise.consistency_loss(
             remembering,
             batch.x,
             batch.y,
@@ -344,13 +325,12 @@ def smooth_adversarial(task: Task, sigma: Positive, epsilon: NonNegative, steps:
         steps: of the attack.
         copies: noisy copies of every input.
     """
-    from equipoise.regularizers.noise import smooth_adversarial as adversaries
 
     def objective(batch: Batch) -> Outcome:
         inner = getattr(
             batch.network, "module", batch.network
         )  # the ascent needs no gradient of the weights: not by DDP
-        noisy, labels = adversaries(
+        noisy, labels = noise.smooth_adversarial(
             inner, batch.x, batch.y, sigma, epsilon, steps=steps, copies=copies, generator=batch.generator()
         )
         output = batch.network(noisy)
@@ -371,14 +351,11 @@ def soft_vote(
         temperature: T.
         copies: noisy copies of every input.
     """
-    from equipoise.regularizers.noise import smoothed_scores, soft_vote_loss
-    from equipoise.smoothing.simplex import SimplexMap
-
     simplex = SimplexMap(map, temperature)
 
     def objective(batch: Batch) -> Outcome:
-        scores, output = smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
-        return soft_vote_loss(scores, batch.y), output
+        scores, output = noise.smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
+        return noise.soft_vote_loss(scores, batch.y), output
 
     return objective
 
@@ -403,14 +380,11 @@ def lipschitz_radius(
         lipschitz: the constant the network is built for; certificates prove their own.
         copies: noisy copies of every input.
     """
-    from equipoise.regularizers.noise import expected_radius, smoothed_scores
-    from equipoise.smoothing.simplex import SimplexMap
-
     simplex = SimplexMap(map, temperature)
 
     def objective(batch: Batch) -> Outcome:
-        scores, output = smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
-        radius = expected_radius(scores, batch.y, sigma, simplex.component_lipschitz(lipschitz, scores.shape[1]))
+        scores, output = noise.smoothed_scores(batch.network, batch.x, sigma, simplex, copies, batch.generator())
+        radius = noise.expected_radius(scores, batch.y, sigma, simplex.component_lipschitz(lipschitz, scores.shape[1]))
         return (1 - radius / target).clamp_min(0).mean(), output
 
     return objective

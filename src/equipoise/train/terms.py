@@ -12,6 +12,13 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError, did_you_mean
 from equipoise.core.imports import resolve
+from equipoise.data import augment
+from equipoise.nn.models import LipschitzGPT
+from equipoise.optim import SpectralGuard
+from equipoise.regularizers.decay import ActivationDecay
+from equipoise.regularizers.noise import input_gradient_penalty
+from equipoise.regularizers.projections import clip_weights_, project_
+from equipoise.regularizers.selection import LINEAR_MAPS
 from equipoise.train.config import Few, NonNegative, Positive, Share
 from equipoise.train.losses import Task
 
@@ -68,8 +75,6 @@ def selection(only: Names = None, names: Names = None) -> dict[str, Any]:
     >>> selection("Conv2d")
     {'only': (<class 'torch.nn.modules.conv.Conv2d'>,)}
     """
-    from equipoise.regularizers.selection import LINEAR_MAPS
-
     chosen: dict[str, Any] = {}
     known = {kind.__name__: kind for kind in LINEAR_MAPS}
     if only is not None:
@@ -99,7 +104,6 @@ def input_gradient(
     context: Context, weight: NonNegative = 1.0, target: NonNegative = 0.0, two_sided: bool = False
 ) -> Term:
     """`weight·mean max(‖∇ₓ loss‖ − target, 0)²`."""
-    from equipoise.regularizers.noise import input_gradient_penalty
 
     def penalty(x: Tensor, y: Tensor) -> Tensor:
         return input_gradient_penalty(
@@ -116,8 +120,6 @@ def activation_decay(
     form: Literal["jensen", "centred", "taylor"] = "jensen",
 ) -> Term:
     """`ActivationDecay`: `(σ²/2)·mean‖h‖²` on the input of the last linear layer."""
-    from equipoise.regularizers.decay import ActivationDecay
-
     decay = ActivationDecay(context.model, sigma, layer, form=form)
     return Term(lambda x, y: decay(mask=context.task.mask(layer, y)), decay)
 
@@ -138,8 +140,6 @@ def project_norm(
     context: Context, p: float = 2, radius: Positive = 1.0, only: Names = None, names: Names = None
 ) -> Term:
     """`W ← W/max(1, ‖W‖_p/radius)` after each step, p ∈ {1, 2, ∞}."""
-    from equipoise.regularizers.projections import project_
-
     if p not in (1, 2, float("inf")):
         raise InputError(f"projections: p must be 1, 2 or .inf, got {p}")
     exponent: Any = p if p == float("inf") else int(p)
@@ -149,8 +149,6 @@ def project_norm(
 
 def clip(context: Context, limit: NonNegative, only: Names = None, names: Names = None) -> Term:
     """`W ← clamp(W, −limit, limit)` after each step."""
-    from equipoise.regularizers.projections import clip_weights_
-
     options = selection(only, names)
     return Term(lambda: clip_weights_(context.model, limit, **options))
 
@@ -164,9 +162,6 @@ def guard(
     **options: Any,
 ) -> Term:
     """`SpectralGuard`: norms held at `radius`, proved after each step; a model with a constant has radii of its own."""
-    from equipoise.nn.models import LipschitzGPT
-    from equipoise.optim import SpectralGuard
-
     chosen = {"headroom": 0.01, **options, **selection(only, names)}
     if radius is None:
         if not isinstance(context.model, LipschitzGPT):
@@ -183,30 +178,22 @@ PROJECTIONS: dict[str, Callable[..., Term]] = {"norm": project_norm, "clip": cli
 
 def flip(p: Share = 0.5) -> Augment:
     """Mirror left to right with probability p."""
-    from equipoise.data.augment import random_flip
-
-    return lambda x, source: random_flip(x, source, p)
+    return lambda x, source: augment.random_flip(x, source, p)
 
 
 def pad_crop(padding: Annotated[int, Field(ge=0, le=64)] = 4, border: Literal["zeros", "reflect"] = "zeros") -> Augment:
     """Pad, then cut the original size out at a random place."""
-    from equipoise.data.augment import random_crop
-
-    return lambda x, source: random_crop(x, padding, source, border)
+    return lambda x, source: augment.random_crop(x, padding, source, border)
 
 
 def cover(size: Annotated[int, Field(ge=1, le=10**4)] = 8, p: Share = 1.0, value: float = 0.0) -> Augment:
     """Cover a square at a random place."""
-    from equipoise.data.augment import cutout
-
-    return lambda x, source: cutout(x, size, source, p, value)
+    return lambda x, source: augment.cutout(x, size, source, p, value)
 
 
 def random_operations(operations: Few = 2, strength: Share = 0.3) -> Augment:
     """RandAugment: a few operations from a table per image."""
-    from equipoise.data.augment import randaugment
-
-    return lambda x, source: randaugment(x, source, operations, strength)
+    return lambda x, source: augment.randaugment(x, source, operations, strength)
 
 
 #: what is done to the training images
