@@ -105,7 +105,7 @@ def search_pairs(f: Function, x: Tensor, radius: float, steps: int, seed: int) -
         with torch.enable_grad():
             ratio = stretch(f, x + a, x + b)
             grad_a, grad_b = torch.autograd.grad(ratio.sum(), (a, b))
-        better = (ratio.detach() > best).reshape(-1, *[1] * (x.dim() - 1))
+        better = _per_sample(ratio.detach() > best, x)
         best = torch.maximum(best, ratio.detach().nan_to_num(nan=0.0, posinf=0.0))
         kept = (torch.where(better, a.detach(), kept[0]), torch.where(better, b.detach(), kept[1]))
         size = radius * 0.2 * (1 - step / (steps + 1))
@@ -145,15 +145,19 @@ def _length(v: Tensor) -> Tensor:
     return torch.linalg.vector_norm(v.flatten(1), dim=1)
 
 
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    """One value per sample, shaped to broadcast against a batch."""
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
 def unit(v: Tensor) -> Tensor:
     """Every sample divided by its norm."""
-    return v / _length(v).clamp_min(1e-300).reshape(-1, *[1] * (v.dim() - 1))
+    return v / _per_sample(_length(v).clamp_min(1e-300), v)
 
 
 def project(d: Tensor, radius: float) -> Tensor:
     """Every sample scaled into the ball, a little inside: adding it to an input rounds."""
-    norms = _length(d).reshape(-1, *[1] * (d.dim() - 1))
-    return d * (radius * (1 - 1e-6) / norms.clamp_min(radius))
+    return d * _per_sample(radius * (1 - 1e-6) / _length(d).clamp_min(radius), d)
 
 
 def stretch(f: Function, a: Tensor, b: Tensor) -> Tensor:
@@ -173,7 +177,7 @@ def _top_direction(f: Function, x: Tensor, v: Tensor, steps: int) -> Tensor:
         u = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         for _ in range(steps):
             (g,) = torch.autograd.grad(out, leaf, unit(u), retain_graph=True)
-            v = torch.where(_length(g).reshape(-1, *[1] * (x.dim() - 1)) > 0, g, v)
+            v = torch.where(_per_sample(_length(g) > 0, x), g, v)
             with torch.no_grad():
                 u = _rows(f, x + 1e-6 * unit(v)) - _rows(f, x - 1e-6 * unit(v))
     return unit(v)

@@ -425,19 +425,10 @@ def _agree(a: Tensor, b: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter logs every failed guard and prints the graph it had; a refusal says it once."""
-    with warnings.catch_warnings(), unlogged(), contextlib.redirect_stderr(io.StringIO()) as printed:
-        warnings.simplefilter("ignore")
-        yield
-    if printed.getvalue():  # by the network itself, since nothing was raised
-        sys.stderr.write(printed.getvalue())
+def _exporting() -> Iterator[None]:
+    """Without the exporter's logs of every failed guard: a refusal says it once; and with cuDNN's old TF32 switch readable.
 
-
-@contextlib.contextmanager
-def _readable_switches() -> Iterator[None]:
-    """The exporter reads cuDNN's old TF32 switch, which raises after `full_precision` has set the new ones; tracing has no need
-    of either.
+    The exporter reads that switch, which raises after `full_precision` has set the new ones; tracing has no need of either.
     """
     cudnn: Any = torch.backends.cudnn
     both: list[Any] = [getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)]
@@ -450,7 +441,11 @@ def _readable_switches() -> Iterator[None]:
                 break
             for owner in owners:
                 owner.fp32_precision = value
-        yield
+        with warnings.catch_warnings(), unlogged(), contextlib.redirect_stderr(io.StringIO()) as printed:
+            warnings.simplefilter("ignore")
+            yield
+        if printed.getvalue():  # by the network itself, since nothing was raised
+            sys.stderr.write(printed.getvalue())
     finally:
         for owner, value in zip(owners, before, strict=True):
             owner.fp32_precision = value
@@ -475,7 +470,7 @@ def export(model: nn.Module, examples: Examples) -> ExportedProgram:
             ) from error
         jumps = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
         try:
-            with _quiet(), _readable_switches():
+            with _exporting():
                 return torch.export.export(model, examples, strict=False)
         except Exception as error:
             hint = "control flow depends on the data" if isinstance(error, jumps) else "the forward cannot be captured"
@@ -490,7 +485,7 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
     if not is_mutable(program.graph_module.graph, but=is_fresh):  # those are replaced in `decompose`
         return program
     try:
-        with torch.no_grad(), _quiet(), _readable_switches():
+        with torch.no_grad(), _exporting():
             program = program.run_decompositions({})
     except Exception as error:
         raise Refused(

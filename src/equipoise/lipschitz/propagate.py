@@ -96,11 +96,8 @@ def propagate(
             facts[node] = _shortened(known, regions.get(node, ()), facts)
     if program.doubt:
         raise Refused(program.doubt)
-    totals = [(facts[o].product, facts[o].fused) for o in dict.fromkeys(program.outputs)]
-    repeats = {o: program.outputs.count(o) for o in program.outputs}
-    logs = [0.5 * log_up(float(repeats[o])) if repeats[o] > 1 else 0.0 for o in dict.fromkeys(program.outputs)]
-    product = log_root(log_product(p, r) for (p, _), r in zip(totals, logs, strict=True))
-    fused = log_root(log_product(f, r) for (_, f), r in zip(totals, logs, strict=True))
+    product = log_root(facts[o].product for o in program.outputs)
+    fused = log_root(facts[o].fused for o in program.outputs)
     return Propagation(program, facts, steps, product, min(product, fused), regions)
 
 

@@ -1,6 +1,5 @@
 """What a network's bound says, layer by layer; and constants by pairs of classes where it ends in a linear layer."""
 
-import html
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -146,29 +145,12 @@ class Report:
 
     def to_html(self, title: str = "Lipschitz audit") -> str:
         """A self-contained HTML page; every text is escaped."""
-        names = ("layer", "kind", "shape", "norm in", "constant", "share of the log-bound", "method")
-        head = "".join(f"<th{_RIGHT if i in (4, 5) else ''}>{h}</th>" for i, h in enumerate(names))
+        from jinja2 import Template
+
         most = max((abs(r.share) for r in self.layers), default=0.0) or 1.0
-        rows = "\n".join(_html_row(r, most, self._has_shares) for r in self.layers)
-        first, *rest = self.summary()
-        summary = f'<p class="total">{html.escape(first)}</p>' + "".join(f"<p>{html.escape(line)}</p>" for line in rest)
-        return _PAGE.format(title=html.escape(title), summary=summary, head=head, rows=rows)
-
-
-_RIGHT = ' class="number"'
-
-
-def _html_row(row: Row, most: float, shares: bool) -> str:
-    """One line of the table; the bar is the share relative to the largest, pale where the layer shrinks the bound."""
-    cells = [html.escape(c) for c in _cells(row, shares)]
-    bar = f'<span class="bar{" less" if row.share < 0 else ""}" style="width:{abs(row.share) / most * 6:.2f}em"></span>'
-    bar = bar if shares else ""
-    note = f' title="{html.escape(row.note, quote=True)}"' if row.note else ""
-    name, kind, shape, inside, constant, share, method = cells
-    return (
-        f"<tr{note}><td><code>{name}</code></td><td>{kind}</td><td>{shape}</td><td>{inside}</td>"
-        f"<td{_RIGHT}>{constant}</td><td{_RIGHT}>{bar}{share}</td><td>{method}</td></tr>"
-    )
+        rows = [(row, _cells(row, self._has_shares), abs(row.share) / most * 6) for row in self.layers]
+        page = Template(_PAGE, autoescape=True)
+        return page.render(title=title, summary=self.summary(), rows=rows, shares=self._has_shares)
 
 
 def _finite(value: Any) -> Any:
@@ -182,18 +164,26 @@ def _cells(row: Row, shares: bool) -> tuple[str, ...]:
     return row.name, row.kind, row.shape, inside, format_up(row.upper, 5), share, row.method or row.note
 
 
+#: the bar of a row is its share relative to the largest, pale where the layer shrinks the bound
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{{ title }}</title>
 <style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #1b1f24 }}
-p {{ margin: .3em 0 }} p.total {{ font-size: 1.25em; font-weight: 600 }} .wide {{ overflow-x: auto; margin-top: 1.5em }}
-table {{ border-collapse: collapse; width: 100% }} th, td {{ text-align: left; padding: .25em .6em; white-space: nowrap }}
-th {{ border-bottom: 2px solid #1b1f24 }} tbody tr:nth-child(even) {{ background: #f4f6f8 }}
-td {{ font-variant-numeric: tabular-nums }} .number {{ text-align: right }} td:last-child {{ color: #57606a }}
-.bar {{ display: inline-block; background: #c2410c; height: .7em; margin-right: .6em }} .less {{ background: #9fc3a8 }}
-</style></head><body><h1>{title}</h1>{summary}
-<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
-{rows}
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #1b1f24 }
+p { margin: .3em 0 } p.total { font-size: 1.25em; font-weight: 600 } .wide { overflow-x: auto; margin-top: 1.5em }
+table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .25em .6em; white-space: nowrap }
+th { border-bottom: 2px solid #1b1f24 } tbody tr:nth-child(even) { background: #f4f6f8 }
+td { font-variant-numeric: tabular-nums } .number { text-align: right } td:last-child { color: #57606a }
+.bar { display: inline-block; background: #c2410c; height: .7em; margin-right: .6em } .less { background: #9fc3a8 }
+</style></head><body><h1>{{ title }}</h1>
+<p class="total">{{ summary[0] }}</p>{% for line in summary[1:] %}<p>{{ line }}</p>{% endfor %}
+<div class="wide"><table><thead><tr><th>layer</th><th>kind</th><th>shape</th><th>norm in</th><th class="number">constant</th>
+<th class="number">share of the log-bound</th><th>method</th></tr></thead><tbody>
+{% for row, cells, width in rows -%}
+<tr{% if row.note %} title="{{ row.note }}"{% endif %}><td><code>{{ cells[0] }}</code></td><td>{{ cells[1] }}</td>
+<td>{{ cells[2] }}</td><td>{{ cells[3] }}</td><td class="number">{{ cells[4] }}</td><td class="number">
+{%- if shares %}<span class="bar{{ ' less' if row.share < 0 }}" style="width:{{ '%.2f' % width }}em"></span>{% endif -%}
+{{ cells[5] }}</td><td>{{ cells[6] }}</td></tr>
+{% endfor -%}
 </tbody></table></div></body></html>
 """
 

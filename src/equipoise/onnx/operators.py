@@ -5,6 +5,7 @@ tuple. Definitions follow ONNX's operator documents for the file's opset; an att
 never ignored.
 """
 
+import functools
 import inspect
 import operator as python_operator
 from collections.abc import Callable
@@ -102,52 +103,13 @@ def bounded(spec: Spec, shape: list[int]) -> list[int]:
     return shape
 
 
-def _alone(function: Callable[[Tensor], Tensor]) -> Operator:
-    def run(spec: Spec, x: Tensor) -> Tensor:
-        return function(x)
+def _plain(function: Callable[..., Tensor], count: int) -> Operator:
+    """An operator without attributes, of so many inputs."""
 
-    return run
-
-
-_UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "Relu": torch.relu,
-    "Sigmoid": torch.sigmoid,
-    "Tanh": torch.tanh,
-    "Abs": torch.abs,
-    "Neg": torch.neg,
-    "Exp": torch.exp,
-    "Log": torch.log,
-    "Sqrt": torch.sqrt,
-    "Reciprocal": torch.reciprocal,
-    "Sin": torch.sin,
-    "Cos": torch.cos,
-    "Tan": torch.tan,
-    "Atan": torch.atan,
-    "Sinh": torch.sinh,
-    "Cosh": torch.cosh,
-    "Asin": torch.asin,
-    "Acos": torch.acos,
-    "Atanh": torch.atanh,
-    "Acosh": torch.acosh,
-    "Asinh": torch.asinh,
-    "Erf": torch.erf,
-    "Softplus": F.softplus,
-    "Softsign": F.softsign,
-    "HardSwish": F.hardswish,
-    "Mish": F.mish,
-    "Floor": torch.floor,
-    "Ceil": torch.ceil,
-    "Round": torch.round,
-    "Sign": torch.sign,
-    "Not": torch.logical_not,
-    "Identity": lambda x: x,
-}
-_TABLE.update({name: _alone(function) for name, function in _UNARY.items()})
-
-
-def _pair(function: Callable[[Any, Any], Tensor]) -> Operator:
-    def run(spec: Spec, a: Any, b: Any) -> Tensor:
-        return function(a, b)
+    def run(spec: Spec, *inputs: Any) -> Tensor:
+        if len(inputs) != count:
+            raise spec.refuse(f"it has {len(inputs)} inputs, expected {count}")
+        return function(*inputs)
 
     return run
 
@@ -157,7 +119,21 @@ def _divide(a: Any, b: Any) -> Tensor:
     return a / b if numbers or a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
-_BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
+#: what torch calls as ONNX does
+_SAME_NAME = (
+    "Relu", "Sigmoid", "Tanh", "Abs", "Neg", "Exp", "Log", "Sqrt", "Reciprocal", "Sin", "Cos", "Tan", "Atan", "Sinh", "Cosh",
+    "Asin", "Acos", "Atanh", "Acosh", "Asinh", "Erf", "Floor", "Ceil", "Round", "Sign",
+)  # fmt: skip
+_UNARY: dict[str, Callable[..., Tensor]] = {
+    **{name: getattr(torch, name.lower()) for name in _SAME_NAME},
+    "Softplus": F.softplus,
+    "Softsign": F.softsign,
+    "HardSwish": F.hardswish,
+    "Mish": F.mish,
+    "Not": torch.logical_not,
+    "Identity": lambda x: x,
+}
+_BINARY: dict[str, Callable[..., Tensor]] = {
     "Add": python_operator.add,
     "Sub": python_operator.sub,
     "Mul": python_operator.mul,
@@ -172,7 +148,39 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "Or": torch.logical_or,
     "Xor": torch.logical_xor,
 }
-_TABLE.update({name: _pair(function) for name, function in _BINARY.items()})
+#: operators whose definition is one expression; what follows the star are attributes with ONNX's defaults
+_FORMULAS: dict[str, Operator] = {
+    "Where": _plain(torch.where, 3),
+    "LeakyRelu": lambda spec, x, *, alpha=0.01: F.leaky_relu(x, alpha),
+    "ThresholdedRelu": lambda spec, x, *, alpha=1.0: torch.where(x > alpha, x, torch.zeros_like(x)),
+    "Elu": lambda spec, x, *, alpha=1.0: F.elu(x, alpha),
+    "Celu": lambda spec, x, *, alpha=1.0: F.celu(x, alpha),
+    "Selu": lambda spec, x, *, alpha=1.6732631921768188, gamma=1.0507010221481323: gamma * F.elu(x, alpha),
+    "HardSigmoid": lambda spec, x, *, alpha=0.2, beta=0.5: torch.clamp(x * alpha + beta, 0.0, 1.0),
+    "Gelu": lambda spec, x, *, approximate="none": F.gelu(x, approximate=approximate),
+    "Swish": lambda spec, x, *, alpha=1.0: F.silu(x) if alpha == 1 else F.silu(alpha * x) / alpha,
+    "Min": lambda spec, *inputs: functools.reduce(torch.minimum, inputs),
+    "Max": lambda spec, *inputs: functools.reduce(torch.maximum, inputs),
+    "Sum": lambda spec, *inputs: functools.reduce(torch.add, inputs),
+    "Mean": lambda spec, *inputs: functools.reduce(torch.add, inputs) / len(inputs),
+    "Mod": lambda spec, a, b, *, fmod=0: torch.fmod(a, b) if fmod else torch.remainder(a, b),
+    "Einsum": lambda spec, *inputs, equation="": torch.einsum(equation, *inputs),
+    "Concat": lambda spec, *inputs, axis=0: torch.cat(inputs, axis),
+    "Shape": lambda spec, x, *, start=0, end=None: torch.tensor(
+        [int(n) for n in x.shape][start:end], dtype=torch.int64
+    ),
+    "Size": lambda spec, x: torch.tensor(x.numel(), dtype=torch.int64),
+    "GlobalAveragePool": lambda spec, x: x.mean(list(range(2, x.dim())), True),
+    "GlobalMaxPool": lambda spec, x: x.amax(list(range(2, x.dim())), True),
+    "GlobalLpPool": lambda spec, x, *, p=2: torch.linalg.vector_norm(x, p, list(range(2, x.dim())), True),
+    "LpNormalization": lambda spec, x, *, p=2, axis=-1: x / torch.linalg.vector_norm(x, p, [axis], True),
+    "InstanceNormalization": lambda spec, x, scale, shift, *, epsilon=1e-5: F.instance_norm(
+        x, None, None, scale, shift, True, 0.0, epsilon
+    ),
+}
+_TABLE.update(_FORMULAS)
+_TABLE.update({name: _plain(function, 1) for name, function in _UNARY.items()})
+_TABLE.update({name: _plain(function, 2) for name, function in _BINARY.items()})
 
 
 #: operators for which a constant of one entry is a plain number, as it is in a network written in torch
@@ -182,19 +190,8 @@ PLAIN_NUMBERS = frozenset({"Add", "Sub", "Mul", "Div", "Greater", "GreaterOrEqua
 @operator("Pow", fixed=(1,))
 def _power(spec: Spec, x: Tensor, exponent: np.ndarray) -> Tensor:
     if exponent.size == 1 and exponent.ndim <= x.dim():
-        return torch.pow(x, exponent.reshape(()).item())
+        return torch.pow(x, exponent.item())
     return torch.pow(x, torch.from_numpy(exponent.copy()))
-
-
-@operator("Min", "Max", "Sum", "Mean")
-def _several(spec: Spec, *inputs: Tensor) -> Tensor:
-    join: Callable[[Tensor, Tensor], Tensor] = torch.add
-    if spec.kind in ("Min", "Max"):
-        join = torch.minimum if spec.kind == "Min" else torch.maximum
-    result = inputs[0]
-    for x in inputs[1:]:
-        result = join(result, x)
-    return result / len(inputs) if spec.kind == "Mean" else result
 
 
 @operator("Clip", fixed=(1, 2))
@@ -204,11 +201,6 @@ def _clip(spec: Spec, x: Tensor, low: Fixed = None, high: Fixed = None, *, min: 
     return x if least is None and most is None else torch.clamp(x, least, most)
 
 
-@operator("LeakyRelu")
-def _leaky(spec: Spec, x: Tensor, *, alpha: float = 0.01) -> Tensor:
-    return F.leaky_relu(x, alpha)
-
-
 @operator("PRelu")
 def _prelu(spec: Spec, x: Tensor, slope: Tensor) -> Tensor:
     if slope.numel() == 1:
@@ -216,38 +208,6 @@ def _prelu(spec: Spec, x: Tensor, slope: Tensor) -> Tensor:
     if x.dim() > 1 and slope.numel() == x.shape[1] and slope.dim() == x.dim() - 1 and slope.shape[0] == x.shape[1]:
         return F.prelu(x, slope.reshape(-1))
     return torch.clamp(x, min=0) + slope * torch.clamp(x, max=0)
-
-
-@operator("ThresholdedRelu")
-def _thresholded(spec: Spec, x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return torch.where(x > alpha, x, torch.zeros_like(x))
-
-
-@operator("Elu", "Celu", "Selu", "HardSigmoid", "Gelu")
-def _curve(
-    spec: Spec,
-    x: Tensor,
-    *,
-    alpha: Any = None,
-    gamma: float = 1.0507010221481323,
-    beta: float = 0.5,
-    approximate: str = "none",
-) -> Tensor:
-    match spec.kind:
-        case "Elu":
-            return F.elu(x, 1.0 if alpha is None else alpha)
-        case "Celu":
-            return F.celu(x, 1.0 if alpha is None else alpha)
-        case "Selu":
-            return gamma * F.elu(x, 1.6732631921768188 if alpha is None else alpha)
-        case "HardSigmoid":
-            return torch.clamp(x * (0.2 if alpha is None else alpha) + beta, 0.0, 1.0)
-    return F.gelu(x, approximate=approximate)
-
-
-@operator("Swish")
-def _swish(spec: Spec, x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.silu(x) if alpha == 1 else F.silu(alpha * x) / alpha
 
 
 @operator("Shrink")
@@ -284,22 +244,7 @@ def _chosen(spec: Spec, condition: np.ndarray, *results: Tensor) -> tuple[Tensor
     if condition.size != 1:
         raise spec.refuse(f"its condition must be one value, its shape is {condition.shape}")
     half = len(results) // 2
-    return results[:half] if condition.reshape(()).item() else results[half:]
-
-
-@operator("Where")
-def _where(spec: Spec, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(condition, a, b)
-
-
-@operator("Mod")
-def _mod(spec: Spec, a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
-    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
-
-
-@operator("Einsum")
-def _einsum(spec: Spec, *inputs: Tensor, equation: str = "") -> Tensor:
-    return torch.einsum(equation, *inputs)
+    return results[:half] if condition.item() else results[half:]
 
 
 def _reduced(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:
@@ -328,17 +273,17 @@ def _products(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return x
 
 
-_REDUCE: dict[str, Callable[[Tensor, list[int], bool], Any]] = {
-    "ReduceSum": lambda x, axes, keep: x.sum(axes, keep),
-    "ReduceMean": lambda x, axes, keep: x.mean(axes, keep),
-    "ReduceProd": lambda x, axes, keep: _products(x, axes, keep),
-    "ReduceMax": lambda x, axes, keep: x.amax(axes, keep),
-    "ReduceMin": lambda x, axes, keep: x.amin(axes, keep),
+_REDUCE: dict[str, Callable[..., Any]] = {
+    "ReduceSum": torch.sum,
+    "ReduceMean": torch.mean,
+    "ReduceProd": _products,
+    "ReduceMax": torch.amax,
+    "ReduceMin": torch.amin,
     "ReduceL1": lambda x, axes, keep: x.abs().sum(axes, keep),
     "ReduceL2": lambda x, axes, keep: torch.linalg.vector_norm(x, 2, axes, keep),
     "ReduceSumSquare": lambda x, axes, keep: (x * x).sum(axes, keep),
     "ReduceLogSum": lambda x, axes, keep: torch.log(x.sum(axes, keep)),
-    "ReduceLogSumExp": lambda x, axes, keep: torch.logsumexp(x, axes, keep),
+    "ReduceLogSumExp": torch.logsumexp,
 }
 for _name, _function in _REDUCE.items():
     operator(_name, fixed=(1,))(_reduced(_function))

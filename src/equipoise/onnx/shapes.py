@@ -45,19 +45,9 @@ def _eye(spec: Spec, x: Tensor, *, k: int = 0, dtype: int = 0) -> Tensor:
     return torch.eye(*x.shape, dtype=DTYPES.get(dtype, x.dtype))
 
 
-@operator("Shape")
-def _shape(spec: Spec, x: Tensor, *, start: int = 0, end: Any = None) -> Tensor:
-    return torch.tensor([int(n) for n in x.shape][start:end], dtype=torch.int64)
-
-
-@operator("Size")
-def _size(spec: Spec, x: Tensor) -> Tensor:
-    return torch.tensor(x.numel(), dtype=torch.int64)
-
-
 @operator("Range", fixed=(0, 1, 2))
 def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
-    first, last, by = (v.reshape(()).item() for v in (start, limit, step))
+    first, last, by = (v.item() for v in (start, limit, step))
     if by == 0:
         raise spec.refuse("its step is 0")
     bounded(spec, [max(0, math.ceil((last - first) / by))])
@@ -99,11 +89,6 @@ def _unsqueeze(spec: Spec, x: Tensor, given: Fixed = None, *, axes: Any = None) 
     for axis in sorted(a % rank for a in chosen or []):
         x = x.unsqueeze(axis)
     return x
-
-
-@operator("Concat")
-def _concat(spec: Spec, *inputs: Tensor, axis: int = 0) -> Tensor:
-    return torch.cat(list(inputs), axis)
 
 
 @operator("Split", fixed=(1,))

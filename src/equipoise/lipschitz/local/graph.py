@@ -244,35 +244,25 @@ def _max_pool(builder: _Builder, call: Call, step: Step) -> int:
     left, one = len(windows), torch.ones(1, dtype=torch.float64)
     while left > 1:
         half = left // 2
-        gap = builder.linear(at, _Difference(half), inflate(math.sqrt(2)))
+        gap = builder.linear(at, functools.partial(_difference, half), inflate(math.sqrt(2)))
         switch = builder.add(Activation(gap, Hinge(0 * one, one)), builder.shapes[gap])
         shapes = (builder.shapes[at], builder.shapes[switch])
         shape = (left - half, shapes[0][1])
-        node = Affine((at, switch), shape, shapes, _Winner(half), _SHORT, (1.0, 1.0))
+        node = Affine((at, switch), shape, shapes, functools.partial(_winner, half), _SHORT, (1.0, 1.0))
         at, left = builder.add(node, shape), left - half
     return builder.linear(at, lambda v, _: v.reshape(call.shape), 1.0)
 
 
-@dataclass(frozen=True)
-class _Difference:
+def _difference(half: int, v: Tensor, magnitude: bool) -> Tensor:
     """The first `half` rows less the next; in absolute values their sum."""
-
-    half: int
-
-    def __call__(self, v: Tensor, magnitude: bool) -> Tensor:
-        a, b = v[: self.half], v[self.half : 2 * self.half]
-        return a + b if magnitude else a - b
+    a, b = v[:half], v[half : 2 * half]
+    return a + b if magnitude else a - b
 
 
-@dataclass(frozen=True)
-class _Winner:
+def _winner(half: int, values: Sequence[Tensor], offset: bool, magnitude: bool) -> Tensor:
     """The rows that were subtracted plus the ReLU, and the row left over, if any."""
-
-    half: int
-
-    def __call__(self, values: Sequence[Tensor], offset: bool, magnitude: bool) -> Tensor:
-        rows, switch = values
-        return torch.cat([rows[self.half : 2 * self.half] + switch, rows[2 * self.half :]])
+    rows, switch = values
+    return torch.cat([rows[half : 2 * half] + switch, rows[2 * half :]])
 
 
 def _windows(call: Call, shape: tuple[int, ...], d: int) -> Tensor:

@@ -40,6 +40,11 @@ SWITCHING = 500
 _DOWN = 1 - 1e-12
 
 
+def less(margins: Tensor, lost: Tensor) -> Tensor:
+    """`margins − lost`, rounded down."""
+    return margins - lost - 2.0**-50 * (margins.abs() + lost)
+
+
 @dataclass
 class Case:
     """One input: rows of `g_k`, their margins at the input (lower bounds), and what was computed on balls around it.
@@ -88,8 +93,7 @@ class Case:
             return margins
         if radius not in self.losses:
             self.losses[radius] = self.lost(radius)
-        lost = self.losses[radius]
-        return margins - lost - 2.0**-50 * (margins.abs() + lost)
+        return less(margins, self.losses[radius])
 
     def holds(self, radius: float) -> bool:
         """Whether the relaxation alone proves every margin on the ball."""

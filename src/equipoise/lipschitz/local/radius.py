@@ -23,7 +23,7 @@ from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.induced import induced_pairs
 from equipoise.lipschitz.local.backward import Norm
 from equipoise.lipschitz.local.graph import Network, Unsupported, read_network
-from equipoise.lipschitz.local.integral import Case, integral_radius, relaxed_radius, together_radius
+from equipoise.lipschitz.local.integral import Case, integral_radius, less, relaxed_radius, together_radius
 from equipoise.lipschitz.local.measure import evaluate
 from equipoise.lipschitz.logs import exp_up
 from equipoise.lipschitz.propagate import Propagation, propagate
@@ -394,7 +394,7 @@ class Certifier:
         own = torch.nn.functional.one_hot(labels, self.classes).bool()
         for _ in range(_BISECTIONS):
             middle = torch.where(high > 4 * low, torch.maximum(high / 16, 2 * low), (low + high) / 2)
-            left = _less(margins, self._lost(x, labels, middle))
+            left = less(margins, self._lost(x, labels, middle))
             holds = ((left > inflate(constants * middle[:, None])) | own).all(1) & (middle > 0)
             low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
         return low
@@ -439,8 +439,3 @@ class Certifier:
         if time.process_time() >= case.deadline:
             self._say("the time was up for some inputs")
         return best
-
-
-def _less(margins: Tensor, lost: Tensor) -> Tensor:
-    """`margins − lost`, rounded down."""
-    return torch.where(lost > 0, margins - lost - 2.0**-50 * (margins.abs() + lost), margins)

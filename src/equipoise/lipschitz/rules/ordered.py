@@ -1,8 +1,8 @@
 """Order statistics, running sums, maxima, distances and concatenations: what contracts, or stretches by a known root."""
 
+import functools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,22 +111,10 @@ def numbers(call: Call) -> Step:
     return unchanged(call.x)
 
 
-@rule("aten.cat.default", "aten.concat.default")
+@rule("aten.cat.default", "aten.concat.default", "aten.stack.default")
 def concatenation(call: Call) -> Step:
-    """Root of the sum of squares."""
-    dim = call["dim"]
-    return _joined(call, lambda tensors: torch.cat(tensors, dim))
-
-
-@rule("aten.stack.default")
-def stack(call: Call) -> Step:
-    """Root of the sum of squares."""
-    dim = call["dim"]
-    return _joined(call, lambda tensors: torch.stack(tensors, dim))
-
-
-def _joined(call: Call, run: Callable[[list[Tensor]], Tensor]) -> Step:
     """Root of the sum of squares; a maximum next to the minimum of the same two tensors only reorders them (MaxMin)."""
+    join = torch.stack if call.node.target is _aten.stack.default else torch.cat
     tensors = call["tensors"]
     parts = [t for t in tensors if isinstance(t, Signal)]
     constant = math.hypot(*(norm_of(t) for t in tensors if isinstance(t, Tensor)))
@@ -135,7 +123,8 @@ def _joined(call: Call, run: Callable[[list[Tensor]], Tensor]) -> Step:
     norm = inflate(math.hypot(*(t.norm for t in parts), constant))
     low = min([t.low for t in parts] + [float(t.min()) for t in tensors if isinstance(t, Tensor) and t.numel()])
     plain = [s for s, _ in gains] == parts
-    found = Join(tuple(t.detach().double() if isinstance(t, Tensor) else None for t in tensors), run)
+    fixed = tuple(t.detach().double() if isinstance(t, Tensor) else None for t in tensors)
+    found = Join(fixed, functools.partial(join, dim=call["dim"]))
     return Step(
         tuple(gains), "concatenation", "root", offset=inflate(constant), peak=peak, norm=norm, low=low,
         map=found if plain else Sorted(),

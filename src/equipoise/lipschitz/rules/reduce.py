@@ -62,32 +62,21 @@ def vector_norm(call: Call) -> Step:
     return Step(((x, gain),), "vector norm", offset=0.0, low=0.0)
 
 
-@rule("aten.std.correction", "aten.std.dim", "aten.std.default")
-def std(call: Call) -> Step:
-    """`‖x − mean‖/√(n − c)`: 1/√(n − c)."""
+@rule("aten.std.correction", "aten.std.dim", "aten.std.default", "aten.var.correction")
+def deviation(call: Call) -> Step:
+    """`‖x − mean‖/√(n − c)`: 1/√(n − c); its square on a bounded domain: 2·‖x − mean‖/(n − c)."""
     x = call.x
     n = _count(call, x)
     correction = call.get("correction")
-    lost = (1.0 if call.get("unbiased", True) else 0.0) if correction is None else float(correction)
-    if n - lost <= 0:
-        call.refuse("the standard deviation of a single entry is not defined")
-    return Step(((x, inflate(1 / math.sqrt(n - lost))),), "standard deviation", offset=0.0, low=0.0)
-
-
-@rule("aten.var.correction")
-def variance(call: Call) -> Step:
-    """`‖x − mean‖²/(n − c)` on a bounded domain: 2·‖x − mean‖/(n − c)."""
-    x = call.x
-    n = _count(call, x)
-    lost = 1.0 if call["correction"] is None else float(call["correction"])
+    left = n - (float(call.get("unbiased", True)) if correction is None else float(correction))
+    if left <= 0:
+        call.refuse("the deviation of a single entry is not defined")
+    if call.node.target is not torch.ops.aten.var.correction:
+        return Step(((x, inflate(1 / math.sqrt(left))),), "standard deviation", offset=0.0, low=0.0)
     size = min(x.norm, inflate(root(n) * x.peak))
-    if n - lost <= 0:
-        call.refuse("the variance of a single entry is not defined")
     if not math.isfinite(size):
         call.refuse("a variance is not Lipschitz on the whole space", BALL)
-    return Step(
-        ((x, inflate(2 * size / (n - lost))),), "variance", offset=0.0, peak=inflate(size * size / (n - lost)), low=0.0
-    )
+    return Step(((x, inflate(2 * size / left)),), "variance", offset=0.0, peak=inflate(size * size / left), low=0.0)
 
 
 def _max_pool(call: Call, *, d: int) -> Step:
