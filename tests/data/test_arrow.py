@@ -130,3 +130,10 @@ def test_parquet_without_labels(tmp_path):
     with pytest.raises(InputError, match="name the two to use"):  # integers that might be labels are not passed over
         load_dataset(tmp_path / "rows.parquet", labelled=False)
     assert not load_dataset(tmp_path / "rows.parquet", columns=("x", ""), labelled=False).labelled
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    rows = pa.table([pa.array([[1.0], [2.0]])] * 2 + [pa.array([0, 1])], names=["x", "x", "y"])
+    pq.write_table(rows, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="two columns of one name: x, x, y"):
+        load_dataset(tmp_path / "a.parquet")

@@ -18,7 +18,6 @@ from equipoise.nn.pooling import (
     ScaledAvgPool2d,
     ScaledGlobalAvgPool2d,
     SpaceToDepth,
-    SpatialShift,
 )
 
 CASES = {  # layer, input shape, norm exactly 1
@@ -34,8 +33,6 @@ CASES = {  # layer, input shape, norm exactly 1
     "space to depth": (SpaceToDepth(2), (3, 4, 6), True),
     "depth to space": (DepthToSpace(2), (8, 2, 3), True),
     "pad channels": (PadChannels(5), (3, 4, 4), True),
-    "shift, circle": (SpatialShift(5), (7, 4, 5), True),
-    "shift, zeros": (SpatialShift(9, "zeros"), (10, 3, 4), True),
     "first features": (FirstFeatures(3), (7,), True),
 }
 

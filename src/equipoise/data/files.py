@@ -295,6 +295,12 @@ _USUAL = ("train", "test", "validation", "valid", "val", "dev")
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+def _pyarrow() -> Any:
+    for reader in ("pyarrow.ipc", "pyarrow.parquet"):
+        optional(reader, "pyarrow")
+    return optional("pyarrow", "pyarrow")
+
+
 def find_tables(folder: Path) -> dict[str, list[Path]]:
     """Split → files: `test-00000-of-00002.parquet` in the folder or in `data/`, or any table in a folder `test/`.
 
@@ -346,7 +352,7 @@ def load_tables(path: Path, split: str | None, options: Options) -> Dataset:
 
 def _read_table(path: Path, options: Options, labels_only: bool = False) -> tuple[Columns, Any]:
     """The columns of a file and the table of them; its offsets and lengths are verified, a file may lie about them."""
-    pa, parquet = optional("pyarrow", "pyarrow"), optional("pyarrow.parquet", "pyarrow")
+    pa = _pyarrow()
     try:
         with open_regular(path) as plain:
             if path.suffix == ".arrow":
@@ -354,7 +360,7 @@ def _read_table(path: Path, options: Options, labels_only: bool = False) -> tupl
                 columns = find_columns(whole.schema, options.columns, path.name)
                 table = whole.select(columns.names)
             else:
-                file = parquet.ParquetFile(plain)
+                file = pa.parquet.ParquetFile(plain)
                 _require_small(file.metadata, path, options.max_bytes)
                 columns = find_columns(file.schema_arrow, options.columns, path.name)
                 table = file.read(columns=columns.names[labels_only:])
@@ -362,7 +368,7 @@ def _read_table(path: Path, options: Options, labels_only: bool = False) -> tupl
         table.validate(full=True)
     except InputError:
         raise
-    except (OSError, pa.ArrowException, ValueError, MemoryError) as error:
+    except (OSError, pa.ArrowException, ValueError, LookupError, MemoryError) as error:
         raise InputError(f"{path.name} is not a readable Parquet or Arrow file: {one_line(error)}") from error
     return columns, table
 
@@ -376,11 +382,11 @@ def _require_small(metadata: Any, path: Path, max_bytes: int) -> None:
 
 def _stream(path: Path, plain: IO[bytes]) -> Any:
     """The table of an Arrow stream, memory-mapped."""
-    pa, ipc = optional("pyarrow", "pyarrow"), optional("pyarrow.ipc", "pyarrow")
+    pa = _pyarrow()
     plain.seek(max(0, path.stat().st_size - len(_END)))
     if plain.read() != _END:
         raise InputError(f"{path.name} is cut short: the mark at the end of an Arrow stream is missing")
-    return ipc.open_stream(pa.memory_map(str(path), "r")).read_all()
+    return pa.ipc.open_stream(pa.memory_map(str(path), "r")).read_all()
 
 
 @dataclass(frozen=True)
@@ -406,6 +412,8 @@ def find_columns(schema: Any, asked: tuple[str, str] | None, where: str) -> Colu
         where: what error messages call the data.
     """
     names = list(schema.names)
+    if len(set(names)) < len(names):
+        raise InputError(f"{where} has two columns of one name: {', '.join(names)}")
     features = _noted_features(schema)
     kinds = {name: feature.get("_type") for name, feature in features.items() if isinstance(feature, dict)}
 
@@ -417,7 +425,7 @@ def find_columns(schema: Any, asked: tuple[str, str] | None, where: str) -> Colu
         return known[0] if known else typed[0] if len(typed) == 1 else None
 
     image, label = find(0, "Image", IMAGES), find(1, "ClassLabel", LABELS)
-    types = optional("pyarrow", "pyarrow").types
+    types = _pyarrow().types
     others = [name for name in names if name != image and types.is_integer(schema.field(name).type)]
     unlabelled = asked[1] == "" if asked is not None else not others
     if image is None or (label is None and not unlabelled):
@@ -437,7 +445,7 @@ def _noted_features(schema: Any) -> dict[str, Any]:
 
 
 def _integers(table: Any, name: str) -> NDArray[Any]:
-    types = optional("pyarrow", "pyarrow").types
+    types = _pyarrow().types
     if name not in table.schema.names or not types.is_integer(table.schema.field(name).type):
         return np.array([])
     return table.column(name).drop_null().to_numpy()
@@ -447,7 +455,7 @@ def _table_dataset(
     tables: list[Any], columns: Columns, name: str, options: Options, num_classes: int | None
 ) -> Dataset:
     """A dataset over tables of equal columns; the inputs stay encoded in memory, or in the mapped file, until they are read."""
-    pa = optional("pyarrow", "pyarrow")
+    pa = _pyarrow()
     whole = pa.concat_tables(tables)
     if whole.num_rows == 0:
         raise InputError(f"{name} holds no data")
@@ -469,7 +477,7 @@ def _table_dataset(
 
 def _is_picture(kind: Any) -> bool:
     """Whether cells of this Arrow type hold an encoded picture: bytes, or Hugging Face's struct of bytes and path."""
-    types = optional("pyarrow", "pyarrow").types
+    types = _pyarrow().types
     if types.is_struct(kind):
         place = kind.get_field_index("bytes")
         return place >= 0 and _is_picture(kind.field(place).type)
@@ -485,7 +493,7 @@ def _cells(
     rows: Ints,
 ) -> NDArray[Any]:
     """Cells as (B, C, H, W) or (B, features): pictures are decoded, lists of numbers must have equal lengths."""
-    values = column.take(optional("pyarrow", "pyarrow").array(rows)).to_pylist()
+    values = column.take(_pyarrow().array(rows)).to_pylist()
     if _is_picture(column.type):
         found = []
         for row, cell in zip(rows, values, strict=True):
@@ -510,7 +518,7 @@ def _cells(
 def _number_type(kind: Any, name: str) -> np.dtype[Any]:
     """The type of the numbers in nested lists."""
     inner = getattr(kind, "storage_type", kind)
-    types = optional("pyarrow", "pyarrow").types
+    types = _pyarrow().types
     while types.is_list(inner) or types.is_large_list(inner) or types.is_fixed_size_list(inner):
         inner = inner.value_type
     if inner is kind or not (types.is_integer(inner) or types.is_floating(inner)):

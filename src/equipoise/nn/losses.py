@@ -15,7 +15,7 @@ import math
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from equipoise.core.errors import InputError
@@ -308,27 +308,6 @@ def _cooled(lifted: Tensor, y: Tensor, temperature: float) -> Tensor:
     """`t·CE(z/t, y)`."""
     _positive(temperature, "temperature")
     return temperature * functional.cross_entropy(lifted / temperature, y)
-
-
-class OffsetCrossEntropy(nn.Module):
-    """`offset_cross_entropy` as a module.
-
-    >>> OffsetCrossEntropy()(torch.zeros(2, 3), torch.tensor([0, 1])).shape
-    torch.Size([])
-    """
-
-    def __init__(self, temperature: float = 0.25, offset: float = OFFSET, lipschitz: float = 1.0) -> None:
-        super().__init__()
-        _positive(temperature, "temperature")
-        self.temperature, self.offset, self.lipschitz = temperature, offset, lipschitz
-
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        """The loss."""
-        return offset_cross_entropy(z, y, self.temperature, self.offset, self.lipschitz)
-
-    def extra_repr(self) -> str:
-        """The constants."""
-        return f"temperature={self.temperature}, offset={self.offset:.6g}, lipschitz={self.lipschitz}"
 
 
 def kr(z: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:

@@ -274,14 +274,9 @@ class Parametrization(Computed):
             raise Refused(f"{cls.__name__} makes one weight for a dense layer, not for a convolution: {cls.instead}")
         check_padding(geometry)
 
-    @property
-    def certified(self) -> bool:
-        """Whether the norm is at most 1 by proof; a baseline that only estimates it says False."""
-        return True
-
     def constant(self) -> float | None:
         """The proved bound of the norm for all raw tensors, or None."""
-        return 1.0 if self.certified else None
+        return 1.0
 
     def construct(self, raw: Tensor) -> Tensor:
         """The weight of a raw tensor."""

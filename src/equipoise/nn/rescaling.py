@@ -27,16 +27,11 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
-from equipoise.maps.linear import Convolution, Matrix
 from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
 from equipoise.nn.powers import differentiable, largest_exponent, pays, powers, refuse_large, row_sums, totals
 from equipoise.norms.differentiable import gram_norm, symbol_norm
-from equipoise.norms.power import power_norm
 
-Estimator = Literal["gram", "power"]
 Side = Literal["input", "output", "smaller"]
-#: output pixels per axis of the image that the power iteration runs on
-_PIXELS = 8
 #: largest |log q|: the ratio of two entries of q stays far from overflow
 _LOG_Q = 40.0
 
@@ -270,7 +265,6 @@ class SN(Parametrization):
     Args:
         geometry: of the layer.
         iterations: of the bound.
-        estimator: "power" divides by a power iteration, the usual baseline: a lower bound, hence **not certified**.
         grid: frequencies per unit.
         device: of the buffers.
         dtype: of the buffers.
@@ -282,41 +276,22 @@ class SN(Parametrization):
     References: Miyato et al. 2018; Delattre et al. 2023.
     """
 
-    def __init__(
-        self, geometry: Geometry, iterations: int = 8, estimator: Estimator = "gram", grid: int = 16, **factory: Any
-    ) -> None:
+    def __init__(self, geometry: Geometry, iterations: int = 8, grid: int = 16, **factory: Any) -> None:
         super().__init__(geometry, **factory)
-        if estimator not in get_args(Estimator):
-            raise InputError(f"estimator must be one of {', '.join(get_args(Estimator))}, got {estimator!r}")
-        most = 30 if estimator == "gram" else 1000
-        if not isinstance(iterations, int) or not 1 <= iterations <= most:
-            raise InputError(f"iterations must be a whole number from 1 to {most}, got {iterations}")
+        if not isinstance(iterations, int) or not 1 <= iterations <= 30:
+            raise InputError(f"iterations must be a whole number from 1 to 30, got {iterations}")
         if not isinstance(grid, int) or grid < 4:
             raise InputError(f"grid must be a whole number of at least 4, got {grid}")
-        self.iterations, self.estimator, self.grid = iterations, estimator, grid
+        self.iterations, self.grid = iterations, grid
         self.lattices = _lattices(geometry)
-        if estimator == "power":
-            generator = torch.Generator().manual_seed(0)
-            shape = (1, geometry.shape[0], *[_PIXELS] * geometry.dims)
-            start = torch.randn(shape, generator=generator, device="cpu")
-            self.register_buffer("start", start.to(**self.factory))
-
-    @property
-    def certified(self) -> bool:
-        """Whether the norm is at most 1 by proof."""
-        return self.estimator == "gram"
 
     def construct(self, raw: Tensor) -> Tensor:
         """`W/σ`."""
         return normalised_pair(self.geometry.grouped(raw), *self.bound(raw))[0].reshape(raw.shape)
 
     def bound(self, raw: Tensor) -> tuple[Tensor, float]:
-        """`(σ, δ)` with `‖W‖ ≤ σ·(1 + δ)`: float64, differentiable; for the power estimator a lower bound and 0."""
+        """`(σ, δ)` with `‖W‖ ≤ σ·(1 + δ)`: float64, differentiable."""
         geometry = self.geometry
-        if self.estimator == "power":
-            inner = geometry.unpadded()
-            form = Convolution(raw, inner.giving(_PIXELS, [0] * geometry.dims)) if geometry.dims else Matrix(raw)
-            return power_norm(form, self.get_buffer("start").to(raw.dtype), self.iterations), 0.0
         if math.prod(geometry.shape[2:]) > 1:
             return symbol_norm(polyphase(geometry.grouped(raw), self.lattices), self.iterations, self.grid)
         wide = (raw.cpu() if raw.device.type == "mps" else raw).double()

@@ -11,7 +11,7 @@ References: Meunier et al. 2022 (CPL); Araujo et al. 2023, theorem 1 (SLL); Dela
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from equipoise.nn.parametrize import (
 from equipoise.nn.rescaling import SN, check_steps, normalised_pair, rescaling_pair
 from equipoise.norms.spectral import spectral_norm
 
-Rescaling = Literal["aol", "sr", "sn"]
 Size = int | tuple[int, int]
 
 
@@ -48,11 +47,7 @@ class Residual(Computed):
     Args:
         plain: the inner map, from inputs to hidden units; a convolution keeps the image size.
         activation: slopes in [0, 1]; None is ReLU.
-        rescaling: "aol", "sr" or "sn" (a number).
-        t: steps of spectral rescaling.
-        learn_q: whether q of spectral rescaling is a parameter.
-        iterations: of the bound of the norm, for "sn".
-        grid: of the bound of the norm, for "sn".
+        options: of the subclass that rescales, `CPL` or `SLL`.
 
     >>> block = SLLConv2d(4, kernel_size=3, rescaling="sr")
     >>> block(torch.zeros(2, 4, 6, 6)).shape, block.lipschitz_upper((4, 6, 6)).value
@@ -62,22 +57,14 @@ class Residual(Computed):
     bias: nn.Parameter | None
     log_q: nn.Parameter | None
 
-    def __init__(
-        self,
-        plain: nn.Linear | nn.Conv2d,
-        activation: nn.Module | None,
-        rescaling: Rescaling,
-        t: int = 2,
-        learn_q: bool = True,
-        iterations: int = 8,
-        grid: int = 16,
-    ) -> None:
-        super().__init__()
-        if rescaling not in get_args(Rescaling):
-            raise InputError(f"rescaling must be one of {', '.join(get_args(Rescaling))}, got {rescaling!r}")
-        check_steps(t)
+    #: how the raw weight is rescaled: by the bound `norm` ("sn"), or by t steps
+    rescaling: str = "sn"
+    t: int = 1
+    norm: SN | None
+
+    def __init__(self, plain: nn.Linear | nn.Conv2d, activation: nn.Module | None, **options: Any) -> None:
+        super().__init__(**options)
         self.activation = unit_slopes(nn.ReLU() if activation is None else activation)
-        self.rescaling, self.t = rescaling, t
         self.kernel = plain_geometry(plain)
         _require_same(self.kernel)
         check_padding(self.kernel)
@@ -85,11 +72,10 @@ class Residual(Computed):
         for name in sizes:
             setattr(self, name, self.kernel.channels)
         weight = plain.weight.detach()
-        self.norm = SN(self.kernel, iterations, grid=grid) if rescaling == "sn" else None
+        self.norm = None
         self.raw = nn.Parameter(_nearly_orthogonal(weight.clone(), self.kernel.groups))
         self.register_parameter("bias", cast("nn.Parameter | None", plain.bias))
-        zeros = weight.new_zeros(self.kernel.groups, weight.shape[0] // self.kernel.groups)
-        self.register_parameter("log_q", nn.Parameter(zeros) if rescaling == "sr" and learn_q else None)
+        self.register_parameter("log_q", None)
 
     def compute(self) -> Tensors:
         """`(Uᵀ, 2U, offset, scale)`: both maps in the layout of the plain layer, `R·b` and R (each empty where not used)."""
@@ -135,7 +121,7 @@ class Residual(Computed):
 
     def _constant(self) -> float | None:
         """1, as long as σ is bounded as it was built to be."""
-        return 1.0 if self.norm is None or (type(self.norm) is SN and self.norm.certified) else None
+        return 1.0 if self.norm is None or type(self.norm) is SN else None
 
     @by_construction(_constant)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
@@ -272,35 +258,106 @@ def upper_near_one(plain: nn.Module, input_shape: tuple[int, ...]) -> float:
     return upper
 
 
+class _Dense(Residual):
+    """The arguments of a dense block."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden: int | None = None,
+        activation: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        _require_equal(in_features, out_features)
+        plain = nn.Linear(in_features, hidden or in_features, bias, device, dtype)
+        super().__init__(plain, activation, **options)
+
+
+class _Convolutional(Residual):
+    """The arguments of a convolutional block."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        kernel_size: Size = 3,
+        stride: Size = 1,
+        padding: Size | str = "same",
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        hidden: int | None = None,
+        activation: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        _require_equal(in_channels, out_channels)
+        if stride not in (1, (1, 1)):
+            raise Refused(f"a residual block adds its input to its output, so its stride is 1, got {stride}")
+        sizes: Any = (kernel_size, 1, padding, dilation, groups, bias, padding_mode, device, dtype)
+        super().__init__(nn.Conv2d(in_channels, hidden or in_channels, *sizes), activation, **options)
+
+
 def _require_equal(ins: int, out: int | None) -> None:
     if out is not None and ins != out:
         raise Refused(f"a residual block adds its input to its output: as many outputs as inputs, got {ins} and {out}")
 
 
-def _convolution(
-    ins: int,
-    out: int | None,
-    kernel_size: Size,
-    stride: Size,
-    padding: Size | str,
-    dilation: Size,
-    groups: int,
-    bias: bool,
-    padding_mode: str,
-    device: Any,
-    dtype: Any,
-    hidden: int | None,
-) -> nn.Conv2d:
-    """The inner map of a convolutional block."""
-    _require_equal(ins, out)
-    if stride not in (1, (1, 1)):
-        raise Refused(f"a residual block adds its input to its output, so its stride is 1, got {stride}")
-    options: Any = (kernel_size, 1, padding, dilation, groups, bias, padding_mode, device, dtype)
-    return nn.Conv2d(ins, hidden or ins, *options)
-
-
-class CPLLinear(Residual):
+class CPL(Residual):
     """`x − (2/σ²)·W·act(Wᵀx + b)` with σ an upper bound of ‖W‖: 1-Lipschitz for slopes of act in [0, 1].
+
+    Args:
+        plain: the inner map.
+        activation: slopes in [0, 1]; None is ReLU.
+        iterations: of the bound σ.
+        grid: frequencies of the bound σ, see `SN`.
+    """
+
+    def __init__(
+        self, plain: nn.Linear | nn.Conv2d, activation: nn.Module | None, iterations: int = 8, grid: int = 16
+    ) -> None:
+        super().__init__(plain, activation)
+        self.norm = SN(self.kernel, iterations, grid)
+
+
+class SLL(Residual):
+    """`x − 2·W·R²·act(Wᵀx + b)` with R by AOL or spectral rescaling: 1-Lipschitz for slopes of act in [0, 1].
+
+    Args:
+        plain: the inner map.
+        activation: slopes in [0, 1]; None is ReLU.
+        rescaling: "aol", or "sr" for spectral rescaling.
+        t: steps of spectral rescaling.
+        learn_q: whether its q is a parameter.
+    """
+
+    def __init__(
+        self,
+        plain: nn.Linear | nn.Conv2d,
+        activation: nn.Module | None,
+        rescaling: Literal["aol", "sr"] = "aol",
+        t: int = 2,
+        learn_q: bool = True,
+    ) -> None:
+        super().__init__(plain, activation)
+        if rescaling not in ("aol", "sr"):
+            raise InputError(f"rescaling must be aol or sr, got {rescaling!r}")
+        check_steps(t)
+        self.rescaling, self.t = rescaling, t
+        if rescaling == "sr" and learn_q:
+            self.log_q = nn.Parameter(self.raw.new_zeros(self.kernel.groups, len(self.raw) // self.kernel.groups))
+
+
+class CPLLinear(_Dense, CPL):
+    """A dense block `x − (2/σ²)·W·act(Wᵀx + b)`, see `CPL`.
 
     Args:
         in_features: size of input and output.
@@ -314,26 +371,9 @@ class CPLLinear(Residual):
         grid: frequencies of the bound σ, see `SN`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        hidden: int | None = None,
-        activation: nn.Module | None = None,
-        iterations: int = 8,
-        grid: int = 16,
-    ) -> None:
-        _require_equal(in_features, out_features)
-        plain = nn.Linear(in_features, hidden or in_features, bias, device, dtype)
-        super().__init__(plain, activation, "sn", iterations=iterations, grid=grid)
 
-
-class CPLConv2d(Residual):
-    """`x − (2/σ²)·W·act(Wᵀx + b)` with σ an upper bound of ‖W‖: 1-Lipschitz for slopes of act in [0, 1].
+class CPLConv2d(_Convolutional, CPL):
+    """A convolutional block `x − (2/σ²)·W·act(Wᵀx + b)`, see `CPL`.
 
     Args:
         in_channels: channels of input and output.
@@ -353,32 +393,9 @@ class CPLConv2d(Residual):
         grid: frequencies of the bound σ, see `SN`.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int | None = None,
-        kernel_size: Size = 3,
-        stride: Size = 1,
-        padding: Size | str = "same",
-        dilation: Size = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        hidden: int | None = None,
-        activation: nn.Module | None = None,
-        iterations: int = 8,
-        grid: int = 16,
-    ) -> None:
-        sizes = in_channels, out_channels, kernel_size, stride, padding, dilation
-        plain = _convolution(*sizes, groups, bias, padding_mode, device, dtype, hidden)
-        super().__init__(plain, activation, "sn", iterations=iterations, grid=grid)
 
-
-class SLLLinear(Residual):
-    """`x − 2·W·R²·act(Wᵀx + b)` with R by AOL or spectral rescaling: 1-Lipschitz for slopes of act in [0, 1].
+class SLLLinear(_Dense, SLL):
+    """A dense block `x − 2·W·R²·act(Wᵀx + b)`, see `SLL`.
 
     Args:
         in_features: size of input and output.
@@ -393,27 +410,9 @@ class SLLLinear(Residual):
         learn_q: whether its q is a parameter.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        hidden: int | None = None,
-        activation: nn.Module | None = None,
-        rescaling: Literal["aol", "sr"] = "aol",
-        t: int = 2,
-        learn_q: bool = True,
-    ) -> None:
-        _require_equal(in_features, out_features)
-        plain = nn.Linear(in_features, hidden or in_features, bias, device, dtype)
-        super().__init__(plain, activation, rescaling, t, learn_q)
 
-
-class SLLConv2d(Residual):
-    """`x − 2·W·R²·act(Wᵀx + b)` with R by AOL or spectral rescaling: 1-Lipschitz for slopes of act in [0, 1].
+class SLLConv2d(_Convolutional, SLL):
+    """A convolutional block `x − 2·W·R²·act(Wᵀx + b)`, see `SLL`.
 
     Args:
         in_channels: channels of input and output.
@@ -433,27 +432,3 @@ class SLLConv2d(Residual):
         t: steps of spectral rescaling.
         learn_q: whether its q is a parameter.
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int | None = None,
-        kernel_size: Size = 3,
-        stride: Size = 1,
-        padding: Size | str = "same",
-        dilation: Size = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: str = "zeros",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        hidden: int | None = None,
-        activation: nn.Module | None = None,
-        rescaling: Literal["aol", "sr"] = "aol",
-        t: int = 2,
-        learn_q: bool = True,
-    ) -> None:
-        sizes = in_channels, out_channels, kernel_size, stride, padding, dilation
-        plain = _convolution(*sizes, groups, bias, padding_mode, device, dtype, hidden)
-        super().__init__(plain, activation, rescaling, t, learn_q)

@@ -34,14 +34,6 @@ def unit(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
     return x / size.clamp_min(torch.finfo(x.dtype).tiny)
 
 
-def power_norm(form: Linear, start: Tensor, steps: int) -> Tensor:
-    """`‖A v‖` after power iteration from the output `start`: differentiable in the weights of the map, v held fixed."""
-    with torch.no_grad():
-        turned = form.adjoint()
-        v = power_iteration(form.apply, turned.apply, unit(turned.apply(start)), max(0, steps - 1))
-    return torch.linalg.vector_norm(form.apply(v))
-
-
 def weight_of(form: Linear) -> Tensor:
     """The numbers a map is made of, for their dtype and device."""
     if isinstance(form, Adjoint):

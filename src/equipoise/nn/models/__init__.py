@@ -53,14 +53,19 @@ def build(name: str, **arguments: Any) -> nn.Module:
     >>> build("mlp", widths=[8]).__class__.__name__
     'Sequential'
     """
-    if name not in MODELS:
-        raise InputError(f"there is no model {name!r}; there are {', '.join(sorted(MODELS))}")
-    preset = getattr(MODELS[name], "keywords", {})  # what makes a preset the network of its name
-    known = [key for key in inspect.signature(MODELS[name]).parameters if key not in preset]
+    builder = _builder(name)
+    preset = getattr(builder, "keywords", {})  # what makes a preset the network of its name
+    known = [key for key in inspect.signature(builder).parameters if key not in preset]
     unknown = [key for key in arguments if key not in known]
     if unknown:
         raise InputError(f"{name} takes no argument {unknown[0]!r}; it takes {', '.join(known)}")
-    return MODELS[name](**arguments)
+    return builder(**arguments)
+
+
+def _builder(name: str) -> Builder:
+    if name not in MODELS:
+        raise InputError(f"there is no model {name!r}; there are {', '.join(sorted(MODELS))}")
+    return MODELS[name]
 
 
 def factory(name: str) -> str:
@@ -69,8 +74,7 @@ def factory(name: str) -> str:
     >>> factory("mlp")
     'equipoise.nn.models:mlp'
     """
-    if name not in MODELS:
-        raise InputError(f"there is no model {name!r}; there are {', '.join(sorted(MODELS))}")
+    _builder(name)
     return f"{__name__}:{name}"
 
 
@@ -80,9 +84,7 @@ def input_shape(name: str, **arguments: Any) -> tuple[int, ...]:
     >>> input_shape("cnn"), input_shape("mlp", in_channels=1, input_size=[4, 6])
     ((3, 32, 32), (1, 4, 6))
     """
-    if name not in MODELS:
-        raise InputError(f"there is no model {name!r}; there are {', '.join(sorted(MODELS))}")
-    defaults = {k: p.default for k, p in inspect.signature(MODELS[name]).parameters.items()}
+    defaults = {k: p.default for k, p in inspect.signature(_builder(name)).parameters.items()}
     values = {**defaults, **arguments}
     if values.get("in_features") is not None:
         return (int(values["in_features"]),)
