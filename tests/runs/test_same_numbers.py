@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 from equipoise.core import InputError
 from equipoise.data import Dataset
 from equipoise.runs import Settings, certify, merge_runs, open_run, prepare
+from equipoise.runs.settings import parse_map
 from equipoise.smoothing import SmoothedClassifier, certify_adaptive
 
 #: (procedure, settings): one row puts a kind of run through every check
@@ -38,7 +39,7 @@ IDS = [f"{p}-{'-'.join(str(v) for v in s.values())}" for p, s in KINDS]
 def test_equal_to_the_classifier(tmp_path, net, xy, procedure, settings):
     run = certify(net, xy, run_dir=tmp_path / "a", sigma=0.3, n=400, procedure=procedure, **settings)
     ours = run.certificates()
-    smooth = SmoothedClassifier(net, 0.3, 4, map=run.map, noise=run.settings.noise)
+    smooth = SmoothedClassifier(net, 0.3, 4, map=parse_map(run.manifest.map), noise=run.settings.noise)
     if run.settings.adaptive:
         theirs = certify_adaptive(smooth, xy[0], n_max=400, procedure=procedure, **settings)
     else:

@@ -23,7 +23,6 @@ from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.cholesky import dense_bracket
 from equipoise.norms.convolution import materialise
 from equipoise.norms.lanczos import random_start
-from equipoise.norms.power import power_iteration, unit
 from equipoise.norms.symbol import Symbol
 
 Run = Callable[[Tensor, tuple[int, ...], PaddingMode, int], Bound]
@@ -86,6 +85,31 @@ def _svd(kernel: Tensor, sizes: tuple[int, ...], padding: PaddingMode, iteration
     if math.prod(conv.input_shape) > 20_000:
         raise InputError(f"exact SVD materialises the operator; {math.prod(conv.input_shape)} inputs are too many")
     return Bound(float(torch.linalg.matrix_norm(materialise(conv), ord=2)), Kind.EXACT, "svd")
+
+
+def power_iteration(
+    apply: Callable[[Tensor], Tensor],
+    back: Callable[[Tensor], Tensor],
+    v: Tensor,
+    steps: int,
+    dims: tuple[int, ...] | None = None,
+) -> Tensor:
+    """`v ← A*A v/‖A*A v‖`, `steps` times, for operators on whole tensors (or, with `dims`, on those dimensions of a batch).
+
+    >>> W = torch.diag(torch.tensor([2.0, 1.0]))
+    >>> v = power_iteration(lambda x: W @ x, lambda y: W @ y, torch.ones(2), 30)
+    >>> round(float(torch.linalg.vector_norm(W @ v)), 5)
+    2.0
+    """
+    for _ in range(steps):
+        v = unit(back(apply(v)), dims)
+    return v
+
+
+def unit(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """`x/‖x‖`; 0 stays 0."""
+    size = torch.linalg.vector_norm(x, dim=dims, keepdim=dims is not None)
+    return x / size.clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def _power_iteration(conv: Convolution, iterations: int) -> float:

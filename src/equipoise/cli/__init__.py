@@ -1,6 +1,7 @@
-"""The command line: `equipoise norm`, `selfcheck`, `bench`, `demo` and what later floors add.
+"""The command line.
 
-Nothing here imports torch; every command imports what it needs when it runs, so that `equipoise --help` is quick.
+Only the module of the command that runs is imported (`app.build`), and it imports what it needs when it runs, so that help is
+quick.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Options that several commands share, and lists of numbers in them."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -34,14 +34,12 @@ def numbers(text: str, takes: str, least: float | None = None) -> list[float]:
     >>> numbers("0.25,0.5", "--sigma takes numbers like 0.25")
     [0.25, 0.5]
     """
-    from equipoise.core.errors import InputError
-
     try:
         found = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InputError(f"{takes}, got {text!r}") from error
-    if least is not None and not all(value >= least for value in found):
-        raise InputError(f"{takes}, got {text!r}")
+    except ValueError:
+        found = []
+    if not found or (least is not None and not all(value >= least for value in found)):
+        _refuse(takes, text)
     return found
 
 
@@ -60,14 +58,12 @@ def sizes(text: str, takes: str) -> tuple[int, ...]:
     >>> sizes("3,32x32", "--input-shape takes positive numbers like 3,32,32")
     (3, 32, 32)
     """
-    from equipoise.core.errors import InputError
-
     try:
         found = tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise InputError(f"{takes}, got {text!r}")
+        _refuse(takes, text)
     return found
 
 
@@ -77,14 +73,18 @@ def shard(text: str | None) -> dict[str, int]:
     >>> shard("2/8")
     {'skip': 1, 'stride': 8}
     """
-    from equipoise.core.errors import InputError
-
     if text is None:
         return {}
     part, _, count = text.partition("/")
     if not (part.isdecimal() and count.isdecimal() and len(count) < 10 and 1 <= int(part) <= int(count)):
-        raise InputError(f"--shard takes a part and their number such as 2/8, got {text!r}")
+        _refuse("--shard takes a part and their number such as 2/8", text)
     return {"skip": int(part) - 1, "stride": int(count)}
+
+
+def _refuse(takes: str, text: str) -> NoReturn:
+    from equipoise.core.errors import InputError
+
+    raise InputError(f"{takes}, got {text!r}")
 
 
 def pairs(given: list[str] | None, known: dict[str, type]) -> dict[str, Any]:

@@ -1,11 +1,15 @@
 """Checks of arguments at the public border: what was expected, what came, what to do. Inside the library they are trusted."""
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+
+#: the least positive number allowed where 0 is not
+POSITIVE = sys.float_info.min
 
 
 def describe(value: object) -> str:
@@ -113,18 +117,23 @@ def require_number(
     Args:
         value: what the caller gave: a Python or NumPy number.
         name: of the argument, for the message.
-        least: the smallest value allowed.
+        least: the smallest value allowed; `POSITIVE` for any positive number.
         most: the largest value allowed.
         whole: whether only integers are allowed.
 
     >>> require_number(3, "n", least=1, whole=True)
     3
+    >>> require_number(0, "radius", least=POSITIVE)
+    Traceback (most recent call last):
+    ...
+    equipoise.core.errors.InputError: radius must be a positive number, got 0
     """
     number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
     kinds = int if whole else (int, float)
     fine = isinstance(number, kinds) and not isinstance(number, bool) and least <= number <= most
     if not fine or number in (float("inf"), -float("inf")):
-        kind = "a whole number" if whole else "a finite number"
-        limits = [f"at least {least:g}"] * (least > -float("inf")) + [f"at most {most:g}"] * (most < float("inf"))
+        kind = "a whole number" if whole else "a positive number" if least == POSITIVE else "a finite number"
+        limits = [f"at least {least:g}"] * (least > -float("inf") and least != POSITIVE)
+        limits += [f"at most {most:g}"] * (most < float("inf"))
         raise InputError(f"{name} must be {kind}{', ' if limits else ''}{' and '.join(limits)}, got {describe(value)}")
     return number

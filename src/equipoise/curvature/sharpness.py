@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_number, require_tensor
-from equipoise.core.errors import InputError
+from equipoise.core.checks import POSITIVE, require_number, require_tensor
 from equipoise.core.precision import inflate
 from equipoise.curvature.hessian import LossHessian, Vector, require_operator
 from equipoise.norms.spectral import spectral_norm
@@ -103,8 +102,9 @@ def sharpness(
     >>> round(s.value, 4)
     0.25
     """
-    if not (math.isfinite(radius) and radius > 0) or steps < 1 or restarts < 1:
-        raise InputError(f"expected radius > 0, steps ≥ 1 and restarts ≥ 1; got {radius}, {steps}, {restarts}")
+    require_number(radius, "radius", least=POSITIVE)
+    require_number(steps, "steps", least=1, whole=True)
+    require_number(restarts, "restarts", least=1, whole=True)
     require_operator(hessian)
     rng = np.random.default_rng(seed)
     base = hessian.value()

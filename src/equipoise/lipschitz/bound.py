@@ -21,6 +21,7 @@ from equipoise.lipschitz.propagate import Propagation, combined, elasticities, p
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.report import Block, Report, Row, pair_constants
 from equipoise.lipschitz.rules import Step
+from equipoise.lipschitz.rules.registry import shape_of
 from equipoise.lipschitz.values import module_path
 from equipoise.norms.spectral import Cache
 
@@ -161,16 +162,13 @@ def _own_gain(step: Step) -> float:
 
 
 def _block_row(block: Region, weight: float, share: float) -> Row:
-    shape = f"{_show(tuple(block.source.meta['val'].shape[1:]))}→{_show(tuple(block.output.meta['val'].shape[1:]))}"
+    shape = f"{_show(block.source)}→{_show(block.output)}"
     return Row(block.name, block.output.name, block.kind, shape, math.nan, block.bound, block.method, weight, share)
 
 
 def _row(run: Propagation, node: fx.Node, gain: float, weight: float, share: float) -> Row:
     step = run.steps[node]
-    shapes = [s.shape for s, _ in step.gains][:1]
-    value = node.meta["val"]
-    out = tuple(value[0].shape if isinstance(value, tuple | list) else value.shape)
-    shape = f"{_show(shapes[0][1:])}→{_show(out[1:])}" if shapes else _show(out[1:])
+    shape = "→".join(_show(n) for n in (*(s.node for s, _ in step.gains[:1]), node))
     found = step.bracket
     lower, upper = (float(found.lower), float(found.upper)) if found is not None else (math.nan, gain)
     method = found.method if found is not None else ""
@@ -183,8 +181,9 @@ def _row(run: Propagation, node: fx.Node, gain: float, weight: float, share: flo
     return Row(module_path(node) or node.name, node.name, step.label, shape, lower, upper, method, weight, share, note)
 
 
-def _show(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "1"
+def _show(node: fx.Node) -> str:
+    """The shape of one sample of a node's tensor, of the first for several."""
+    return "×".join(map(str, shape_of(node)[1:])) or "1"
 
 
 def blocks(run: Propagation, layers: Sequence[Row]) -> tuple[Block, ...]:

@@ -17,8 +17,7 @@ from equipoise.core.precision import full_precision, inflate
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
-from equipoise.lipschitz.regions import Region
-from equipoise.lipschitz.residual import residual_bound
+from equipoise.lipschitz.regions import Region, residual_bound
 from equipoise.lipschitz.rules import Call, Signal, Step, find_rule
 from equipoise.lipschitz.rules.registry import refuse_nonfinite, shape_of
 from equipoise.lipschitz.values import module_path, replay, where
@@ -119,7 +118,7 @@ def _shortened(known: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, F
 
 
 def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]) -> Region | None:
-    """`x ± A·φ(B·x + b)`, recognised by its operations: see `residual`."""
+    """`x ± A·φ(B·x + b)`, recognised by its operations: see `residual_bound`."""
     if not isinstance(step.map, Sum) or len(step.gains) != 2 or any(gain != 1 for _, gain in step.gains):
         return None
     sign = math.prod(step.map.weights)  # of the one term relative to the other

@@ -34,8 +34,8 @@ class Pointwise:
     `curvature` bounds |φ''| and is infinite where φ has kinks; `at_zero` bounds |φ(0)|, `peak` |φ|. `hinge` holds the
     slopes below and above 0 of a positively homogeneous φ, numbers or tensors that broadcast against the entries.
 
-    >>> TABLE["relu"].value(torch.tensor([-1.0, 3.0]))
-    tensor([0., 3.])
+    >>> TABLE["relu"].slopes, TABLE["relu"].value(torch.tensor([3.0]))
+    ((0.0, 1.0), tensor([3.]))
     """
 
     slopes: tuple[float, float]

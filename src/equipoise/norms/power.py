@@ -1,4 +1,4 @@
-"""Estimates from below that follow a map: power and subspace iteration, warm-started. Never a certificate.
+"""Estimates from below that follow a map: subspace iteration, warm-started. Never a certificate.
 
 `σ = ‖Av‖ ≤ σ₁` for any unit v: tight once v has settled, and with v held fixed its gradient is that of σ₁ there.
 """
@@ -11,27 +11,6 @@ from torch import Tensor
 
 from equipoise.core.modules import fresh_strides
 from equipoise.maps.linear import Adjoint, Diagonal, Linear, Matrix, Padding
-
-Act = Callable[[Tensor], Tensor]
-
-
-def power_iteration(apply: Act, back: Act, v: Tensor, steps: int, dims: tuple[int, ...] | None = None) -> Tensor:
-    """`v ← A*A v/‖A*A v‖`, `steps` times, for operators on whole tensors (or, with `dims`, on those dimensions of a batch).
-
-    >>> W = torch.diag(torch.tensor([2.0, 1.0]))
-    >>> v = power_iteration(lambda x: W @ x, lambda y: W @ y, torch.ones(2), 30)
-    >>> round(float(torch.linalg.vector_norm(W @ v)), 5)
-    2.0
-    """
-    for _ in range(steps):
-        v = unit(back(apply(v)), dims)
-    return v
-
-
-def unit(x: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
-    """`x/‖x‖`; 0 stays 0."""
-    size = torch.linalg.vector_norm(x, dim=dims, keepdim=dims is not None)
-    return x / size.clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def weight_of(form: Linear) -> Tensor:

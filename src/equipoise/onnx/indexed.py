@@ -20,7 +20,7 @@ def _axis(spec: Spec, value: int, x: Tensor) -> int:
 
 @operator("CumSum", fixed=(1,))
 def _cumsum(spec: Spec, x: Tensor, axis: np.ndarray, *, reverse: int = 0, exclusive: int = 0) -> Tensor:
-    dim = _axis(spec, int(axis.reshape(()).item()), x)
+    dim = _axis(spec, int(axis.item()), x)
     x = x.flip(dim) if reverse else x
     if exclusive:
         zeros = torch.zeros_like(x.narrow(dim, 0, 1))
@@ -33,7 +33,7 @@ def _cumsum(spec: Spec, x: Tensor, axis: np.ndarray, *, reverse: int = 0, exclus
 def _topk(
     spec: Spec, x: Tensor, count: Fixed = None, *, k: Any = None, axis: int = -1, largest: int = 1
 ) -> tuple[Tensor, ...]:
-    k = k if count is None else int(count.reshape(()).item())
+    k = k if count is None else int(count.item())
     dim = _axis(spec, axis, x)
     if k is None or not 0 <= k <= x.shape[dim]:
         raise spec.refuse(f"the {k} largest of {x.shape[dim]} entries")
@@ -50,7 +50,7 @@ def _place(spec: Spec, x: Tensor, *, select_last_index: int = 0, axis: int = 0, 
 
 @operator("Trilu", fixed=(1,))
 def _triangle(spec: Spec, x: Tensor, k: Fixed = None, *, upper: int = 1) -> Tensor:
-    offset = 0 if k is None else int(k.reshape(()).item())
+    offset = 0 if k is None else int(k.item())
     return torch.triu(x, offset) if upper else torch.tril(x, offset)
 
 
@@ -63,7 +63,7 @@ def _wrapped(spec: Spec, index: np.ndarray, size: int) -> Tensor:
 
 @operator("OneHot", fixed=(0, 1, 2))
 def _one_hot(spec: Spec, index: np.ndarray, depth: np.ndarray, values: np.ndarray, *, axis: int = -1) -> Tensor:
-    count = int(depth.reshape(()).item())
+    count = int(depth.item())
     bounded(spec, [*index.shape, count])
     places = np.where(index < 0, index + count, index)
     hot = np.moveaxis(places[..., None] == np.arange(count), -1, axis)

@@ -10,11 +10,6 @@ from torch.nn import functional as F
 from equipoise.onnx.operators import Fixed, operator
 from equipoise.onnx.reading import Spec
 
-_CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TRANSPOSED: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-_AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-_MAXIMUM: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
 
 @operator("Gemm")
 def _gemm(
@@ -36,11 +31,13 @@ def _gemm(
     return product + (c if beta == 1 else beta * c)
 
 
-def _axes(spec: Spec, x: Tensor, table: dict[int, Any]) -> int:
+def _of_rank(spec: Spec, x: Tensor, name: str) -> Callable[..., Any]:
+    """torch's function of this name (`conv`) for as many axes as the input has beside samples and channels (`conv2d`)."""
     axes = x.dim() - 2
-    if axes not in table:
+    if axes not in (1, 2, 3):
         raise spec.refuse(f"inputs of {x.dim()} dimensions are not supported")
-    return axes
+    found: Callable[..., Any] = getattr(F, f"{name}{axes}d")
+    return found
 
 
 def _window(
@@ -99,7 +96,7 @@ def _conv(
     kernel_shape: Any = None,
     **window: Any,
 ) -> Tensor:
-    run = _CONV[_axes(spec, x, _CONV)]
+    run = _of_rank(spec, x, "conv")
     strides, dilations, pairs = _window(spec, x, _kernel(spec, weight, kernel_shape), **window)
     x, padding = _padded(x, pairs)
     return run(x, weight, bias, strides, padding, dilations, group)
@@ -117,12 +114,12 @@ def _conv_transpose(
     output_padding: Any = None,
     **window: Any,
 ) -> Tensor:
-    axes = _axes(spec, x, _TRANSPOSED)
+    run = _of_rank(spec, x, "conv_transpose")
     if window.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise spec.refuse("auto_pad is not supported here; export with explicit pads")
     strides, dilations, pairs = _window(spec, x, _kernel(spec, weight, kernel_shape), **window)
     least = [min(p) for p in pairs]
-    result = _TRANSPOSED[axes](x, weight, bias, strides, least, output_padding or 0, group, dilations)
+    result = run(x, weight, bias, strides, least, output_padding or 0, group, dilations)
     for i, ((before, after), p) in enumerate(zip(pairs, least, strict=True)):
         result = result.narrow(2 + i, before - p, result.shape[2 + i] - (before - p) - (after - p))
     return result
@@ -130,9 +127,9 @@ def _conv_transpose(
 
 @operator("MaxPool")
 def _max_pool(spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int = 0, **window: Any) -> Tensor:
-    if len([o for o in spec.outputs if o]) > 1:
+    if spec.further_results:
         raise spec.refuse("the places of the maxima are not given")
-    run = _MAXIMUM[_axes(spec, x, _MAXIMUM)]
+    run = _of_rank(spec, x, "max_pool")
     strides, dilations, pairs = _window(spec, x, kernel_shape, **window)
     if ceil_mode:
         pairs = _ceiled(x, kernel_shape, strides, dilations, pairs)
@@ -160,7 +157,7 @@ def _ceiled(
 def _average_pool(
     spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int = 0, count_include_pad: int = 0, **window: Any
 ) -> Tensor:
-    run = _AVERAGE[_axes(spec, x, _AVERAGE)]
+    run = _of_rank(spec, x, "avg_pool")
     strides, dilations, pairs = _window(spec, x, kernel_shape, **window)
     if any(d != 1 for d in dilations):
         raise spec.refuse("dilated average pooling is not supported")
@@ -217,7 +214,7 @@ def _group_norm(
 def _layer_norm(
     spec: Spec, x: Tensor, scale: Tensor, shift: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5
 ) -> Tensor:
-    if len([o for o in spec.outputs if o]) > 1:
+    if spec.further_results:
         raise spec.refuse("mean and deviation are not given")
     shape = list(x.shape[axis % x.dim() :])
     scale = scale.expand(shape)
@@ -249,8 +246,8 @@ def _local_response(
 
 @operator("Dropout", fixed=(1, 2))
 def _dropout(spec: Spec, x: Tensor, ratio: Fixed = None, training: Fixed = None) -> tuple[Tensor, ...]:
-    if training is not None and bool(training.reshape(()).item()):
+    if training is not None and bool(training.item()):
         raise spec.refuse("it is in training mode")
-    if len([o for o in spec.outputs if o]) > 1:
+    if spec.further_results:
         return x, torch.ones(x.shape, dtype=torch.bool)
     return (x,)

@@ -190,7 +190,7 @@ PLAIN_NUMBERS = frozenset({"Add", "Sub", "Mul", "Div", "Greater", "GreaterOrEqua
 @operator("Pow", fixed=(1,))
 def _power(spec: Spec, x: Tensor, exponent: np.ndarray) -> Tensor:
     if exponent.size == 1 and exponent.ndim <= x.dim():
-        return torch.pow(x, exponent.reshape(()).item())
+        return torch.pow(x, exponent.item())
     return torch.pow(x, torch.from_numpy(exponent.copy()))
 
 
@@ -244,7 +244,7 @@ def _chosen(spec: Spec, condition: np.ndarray, *results: Tensor) -> tuple[Tensor
     if condition.size != 1:
         raise spec.refuse(f"its condition must be one value, its shape is {condition.shape}")
     half = len(results) // 2
-    return results[:half] if condition.reshape(()).item() else results[half:]
+    return results[:half] if condition.item() else results[half:]
 
 
 def _reduced(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:

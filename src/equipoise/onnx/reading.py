@@ -48,6 +48,11 @@ class Spec:
     #: names of conditions with the value they must have for the node to run: it stands in branches of these
     guards: tuple[tuple[str, bool], ...] = ()
 
+    @property
+    def further_results(self) -> bool:
+        """Whether more than one of its results is used."""
+        return len(list(filter(None, self.outputs))) > 1
+
     def refuse(self, why: str) -> Refused:
         """The refusal of this node, to be raised."""
         return Refused(f"ONNX node {self.name!r} ({self.kind}, opset {self.opset}): {why}")

@@ -114,7 +114,7 @@ def _attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """`softmax(s·QKᵀ + M)·V` per head; heads of the keys are shared by groups of queries."""
-    if any(p is not None for p in past) or len([o for o in spec.outputs if o]) > 1 or softcap:
+    if any(p is not None for p in past) or spec.further_results or softcap:
         raise spec.refuse("past keys, further outputs and softcap are not supported")
     flat = q.dim() == 3
     if flat:

@@ -47,7 +47,7 @@ def _eye(spec: Spec, x: Tensor, *, k: int = 0, dtype: int = 0) -> Tensor:
 
 @operator("Range", fixed=(0, 1, 2))
 def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
-    first, last, by = (v.reshape(()).item() for v in (start, limit, step))
+    first, last, by = (v.item() for v in (start, limit, step))
     if by == 0:
         raise spec.refuse("its step is 0")
     bounded(spec, [max(0, math.ceil((last - first) / by))])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from equipoise.core.checks import describe, require_labels, require_number
+from equipoise.core.checks import POSITIVE, describe, require_labels, require_number
 from equipoise.core.errors import InputError
 from equipoise.core.modules import fresh_strides
 from equipoise.core.precision import safe_root
@@ -198,8 +198,8 @@ def expected_radius(scores: Tensor, y: Tensor, sigma: float, lipschitz: float) -
     >>> round(float(expected_radius(torch.tensor([[0.9, 0.1]]), torch.tensor([0]), 0.5, 1.0)), 4)
     0.7431
     """
-    if not (math.isfinite(lipschitz) and lipschitz > 0 and math.isfinite(sigma) and sigma > 0):
-        raise InputError(f"expected a positive sigma and Lipschitz constant, got {sigma} and {lipschitz}")
+    require_number(sigma, "sigma", least=POSITIVE)
+    require_number(lipschitz, "lipschitz", least=POSITIVE)
     t = _Quantile.apply(scores.clamp(EDGE, 1 - EDGE), 1 / (lipschitz * sigma))
     others = t.masked_fill(functional.one_hot(y, t.shape[1]).bool(), -math.inf)
     radius: Tensor = 0.5 * sigma * (t.gather(1, y[:, None])[:, 0] - others.amax(1))

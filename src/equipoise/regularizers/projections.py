@@ -1,7 +1,6 @@
 """Penalties on the weights alone, and what is done to them after a step: projection onto norm balls, clipping, normalisation."""
 
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import describe, require_number
+from equipoise.core.checks import POSITIVE, describe, require_number
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, inflate, rescaled
 from equipoise.maps.geometry import padding_norm
@@ -132,7 +131,7 @@ def project_(
     >>> float(bounds[""]) <= 1.5, round(net.weight[1, 1].item(), 3)
     (True, 0.5)
     """
-    require_number(radius, "radius", least=sys.float_info.min)
+    require_number(radius, "radius", least=POSITIVE)
     sizes = input_sizes or {}
     layers = select_layers(model, only, names)
     weights = {name: plain_weight(name, module) for name, module in layers.items()}  # refuse before touching any
@@ -164,7 +163,7 @@ def clip_weights_(model: nn.Module, limit: float, only: Types = LINEAR_MAPS, nam
     >>> net.weight.abs().max().item() <= 0.01
     True
     """
-    require_number(limit, "limit", least=sys.float_info.min)
+    require_number(limit, "limit", least=POSITIVE)
     for name, module in select_layers(model, only, names).items():
         W = plain_weight(name, module)
         W.copy_(W.clamp(-limit, limit))

@@ -147,7 +147,7 @@ def attack_run(
 
     network, inputs = portable(model), Inputs.of(dataset)
     require_same_inputs(run, network, inputs)
-    if run.settings.num_classes and not inputs.labelled:
+    if not inputs.labelled:
         raise InputError(f"{inputs.name} has no labels: an attack needs them")
     attacker = _Attacker(run, network, usable_device(device), steps, restarts, samples, votes, alpha, seed)
 

@@ -83,7 +83,7 @@ class Job:
     def spec(self, manifest: Manifest | None = None) -> TaskSpec:
         """What a worker needs."""
         manifest = manifest or self.manifest
-        network = manifest.stretched(manifest.lipschitz) if manifest.lipschitz is not None else None
+        network = manifest.stretched(manifest.lipschitz)
         example = first_input(self.inputs, self.positions).x if self.settings.kind == "proved" else None
         return TaskSpec(
             self.model, manifest.settings, parse_map(manifest.map), network, self.batch_size, self.device, example
@@ -230,7 +230,7 @@ def prepare(
     positions = np.concatenate([s.positions(len(inputs), inputs.labels) for s in selections])
 
     first = first_input(inputs, positions).x
-    classes = settings.num_classes or count_logits(network, inputs, positions, device)
+    classes = settings.num_classes or count_logits(network, first, device)
     if inputs.num_classes is not None and inputs.num_classes > classes:
         raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
     inputs.check_labels(positions, classes)
@@ -345,7 +345,7 @@ def _open(job: Job, folder: Path) -> Manifest:
 
     fixed: dict[str, Any] = {}
     if job.settings.kind == "proved":
-        fixed["note"] = job.prover.note
+        fixed["note"] = job.prover.certifier.note
     else:
         fixed["lipschitz"] = fixed_constant(job)
         fixed["map"] = fixed_map(job, job.manifest.stretched(fixed["lipschitz"]))
@@ -422,18 +422,16 @@ def first_input(inputs: Inputs, positions: Ints) -> Item:
     raise InputError(f"no input of the data can be read: {problem}") from problem
 
 
-def count_logits(model: Portable, inputs: Inputs, positions: Ints, device: str) -> int:
+def count_logits(model: Portable, x: torch.Tensor, device: str) -> int:
     """The number of logits, from one forward pass.
 
     Args:
         model: the network.
-        inputs: of the data.
-        positions: whose first readable input is given to the network.
+        x: one input.
         device: where the pass runs.
     """
-    x = first_input(inputs, positions).x[None].to(device)
     with torch.inference_mode():
-        count = checked_logits(model.network(device), x).shape[1]
+        count = checked_logits(model.network(device), x[None].to(device)).shape[1]
     if count < 2:
         raise InputError(f"a classifier has at least two classes, the model returned {count} logit")
     return count

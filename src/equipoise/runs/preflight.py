@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core import EquipoiseError, fresh_strides
-from equipoise.runs.inputs import in_turn
+from equipoise.runs.inputs import Item, in_turn
 from equipoise.runs.jobs import Job
 from equipoise.smoothing.noise import Stream, noise_key
 
@@ -79,14 +78,15 @@ def preflight(job: Job) -> PreflightReport:
     key = noise_key(settings.seed or 0, "preflight", Stream.CALIBRATION, 0)
     generator = torch.Generator().manual_seed(key % 2**63)
 
-    batches = list(_batches(job))
-    labels = np.array([label for _, part in batches for label in part], dtype=np.int64)
-    if not len(labels):
+    items = _items(job)
+    if not items:
         return PreflightReport(0, None, None, 1.0, sigma, 0, 0.0)
-    clean = np.concatenate([_answers(model, x) for x, _ in batches])
-    noisy = clean
+    labels = np.array([item.label for item in items], dtype=np.int64)
+    x = torch.stack([item.x for item in items])
+    clean = noisy = _answers(model, x, job.device)
     if sigma:
-        noisy = np.concatenate([_answers(model, _disturbed(x, sigma, generator)) for x, _ in batches])
+        noise = sigma * torch.randn(x.shape, generator=generator)
+        noisy = _answers(model, x + noise.to(x), job.device)
 
     labelled = job.inputs.labelled
     right = float((clean == labels).mean()) if labelled else None
@@ -134,29 +134,21 @@ def _cost(job: Job, timed: int = 3) -> tuple[int, float]:
     return passes, passes * float(np.median(times[1:]))
 
 
-def _batches(job: Job) -> Iterator[tuple[Tensor, list[int]]]:
+def _items(job: Job) -> list[Item]:
     """Inputs of every class in turn where labels are known, else evenly spread; those of one shape."""
     positions = job.positions
     if len(positions) > INPUTS and job.inputs.labelled and job.inputs.labels is not None:
         positions = np.sort(positions[in_turn(np.asarray(job.inputs.labels)[positions])[:INPUTS]])
     items = job.inputs.some(positions, INPUTS)
-    items = [item for item in items if item.x.shape == items[0].x.shape]
-    for first in range(0, len(items), BATCH):
-        part = items[first : first + BATCH]
-        yield fresh_strides(torch.stack([i.x for i in part])).to(job.device), [i.label for i in part]
+    return [item for item in items if item.x.shape == items[0].x.shape]
 
 
-def _answers(model: torch.nn.Module, x: Tensor) -> np.ndarray[Any, Any]:
+def _answers(model: torch.nn.Module, x: Tensor, device: str) -> np.ndarray[Any, Any]:
     """The largest logit, −1 where one is not finite."""
     with torch.inference_mode():
-        out = model(x).detach().double().cpu()
+        out = torch.cat([model(fresh_strides(part).to(device)).double().cpu() for part in x.split(BATCH)])
     answers = torch.where(torch.isfinite(out).all(dim=1), out.argmax(dim=1), -1)
     return np.asarray(answers.numpy())
-
-
-def _disturbed(x: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(x.shape, generator=generator, dtype=torch.float32)
-    return fresh_strides(x + (sigma * noise).to(x.dtype).to(x.device))
 
 
 def clock(seconds: float) -> str:

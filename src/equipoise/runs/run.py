@@ -23,9 +23,9 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.runs.derive import derive
 from equipoise.runs.inputs import InputId
-from equipoise.runs.settings import Kind, Manifest, Settings, as_path, parse_map, read_manifest
+from equipoise.runs.settings import Kind, Manifest, Settings, as_path, read_manifest
 from equipoise.runs.store import AttackRow, Row, Session, Store, locked
-from equipoise.smoothing import Certificates, SimplexMap
+from equipoise.smoothing import Certificates
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -194,11 +194,6 @@ class Run:
         """ "sampled" (randomized smoothing) or "proved" (deterministic radii)."""
         return self.settings.kind
 
-    @property
-    def map(self) -> SimplexMap | None:
-        """The map that the run fixed beforehand, for soft votes."""
-        return parse_map(self.manifest.map)
-
     @cached_property
     def rows(self) -> list[Row]:
         """The stored inputs, in the order of the data."""
@@ -291,7 +286,7 @@ class Run:
         ball = _BALL[settings.norm]
         answer = np.array([row.answer for row in self.rows], dtype=np.int64)
         radius = np.array([row.radius for row in self.rows], dtype=np.float64)
-        certified = np.array([row.proved for row in self.rows])
+        certified = np.array([row.radius > 0 for row in self.rows])
         about = (
             f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball, for the real "
             "function of the stored weights, evaluated in float64 with its rounding covered."
@@ -402,7 +397,11 @@ class Run:
             path: the ending chooses the format.
             results: what `results` returned; by default those of the run's own settings.
         """
-        path = check_export(path)
+        path = as_path(path)
+        if path.suffix not in _FORMATS:
+            raise InputError(f"cannot export to {path.name!r}: expected an ending among {', '.join(_FORMATS)}")
+        if not path.parent.is_dir():
+            raise InputError(f"cannot write {path}: there is no folder {path.parent}")
         results = self.results() if results is None else results
         atomic_write(path, _FORMATS[path.suffix](self, results))
         return path
@@ -437,16 +436,6 @@ def as_levels(values: Any) -> list[float]:
 def open_run(folder: str | Path) -> Run:
     """Open a run directory for reading."""
     return Run(folder)
-
-
-def check_export(path: str | Path) -> Path:
-    """Refuse a name that cannot be written later, before a long run begins."""
-    path = as_path(path)
-    if path.suffix not in _FORMATS:
-        raise InputError(f"cannot export to {path.name!r}: expected an ending among {', '.join(_FORMATS)}")
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
-    return path
 
 
 def _records(run: Run, results: Results) -> list[dict[str, Any]]:

@@ -31,9 +31,20 @@ NAME = "store.sqlite"
 LARGEST = 1 << 26
 _SCHEMA = "CREATE TABLE entries (kind TEXT NOT NULL, key TEXT NOT NULL, payload TEXT NOT NULL, PRIMARY KEY (kind, key))"
 _NOWHERE = "file::memory:"
-_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-_CLOSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
+_DAMAGED = "is damaged ({}): move it away and run the same command again, or restore it from a copy"
+_FULL = "cannot be written ({}): free some space and run the same command again; what is stored is kept"
+_CLOSED = "cannot be opened ({}): check the permissions of the folder"
+_BUSY = "is in use by another process ({}): wait for it or stop it"
+#: what an error of SQLite means; every other one is damage
+_HINTS = {
+    sqlite3.SQLITE_FULL: _FULL,
+    sqlite3.SQLITE_IOERR: _FULL,
+    sqlite3.SQLITE_READONLY: _CLOSED,
+    sqlite3.SQLITE_CANTOPEN: _CLOSED,
+    sqlite3.SQLITE_PERM: _CLOSED,
+    sqlite3.SQLITE_BUSY: _BUSY,
+    sqlite3.SQLITE_LOCKED: _BUSY,
+}
 
 
 class SoftVotes(Document):
@@ -64,7 +75,6 @@ class Row(Document):
         selection: sampled: votes per class of the selection draws.
         estimation: sampled: votes per class of the estimation draws.
         soft: sampled: soft votes, if the run samples scores.
-        stopped: sampled: why an adaptive input stopped.
         answer: proved: the network's own answer.
         radius: proved: no point strictly within it has another answer than the label.
         rival: proved: the class that limits the radius.
@@ -83,18 +93,12 @@ class Row(Document):
     selection: tuple[Count, ...] | None = None
     estimation: tuple[Count, ...] | None = None
     soft: SoftVotes | None = None
-    stopped: str | None = None
     answer: int = -1
     radius: NonNegative = 0.0
     rival: int = -1
     margin: float | None = None
     method: str = ""
     deployed: NonNegative | None = None
-
-    @property
-    def proved(self) -> bool:
-        """Whether anything is proved about this input."""
-        return self.radius > 0
 
     def fits(self, settings: Settings, fixed_map: str | None) -> bool:
         """Whether a run with these settings can have produced this row.
@@ -108,7 +112,7 @@ class Row(Document):
             return self.selection is None and self.estimation is None and not self.radius
         if settings.kind == "proved":
             right = self.label < 0 or self.answer == self.label
-            return -1 <= self.answer < classes and (right or not self.proved)
+            return -1 <= self.answer < classes and (right or not self.radius)
         if self.selection is None or self.estimation is None:
             return False
 
@@ -343,13 +347,7 @@ class Store:
             yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            hint = "is damaged ({}): move it away and run the same command again, or restore it from a copy"
-            if code in _FULL:
-                hint = "cannot be written ({}): free some space and run the same command again; what is stored is kept"
-            elif code in _CLOSED:
-                hint = "cannot be opened ({}): check the permissions of the folder"
-            elif code in _BUSY:
-                hint = "is in use by another process ({}): wait for it or stop it"
+            hint = _HINTS.get(code, _DAMAGED)
             raise InputError(f"{self.path} {hint.format(one_line(error))}") from error
 
 

@@ -124,7 +124,7 @@ class SampledWorker(Worker):
         counter.votes = {s: np.zeros(counter.num_classes, dtype=np.int64) for s in Stream}
         values: dict[str, Any] = {"draws": settings.n}
         if settings.adaptive:
-            values = self._adaptive(counter, item, x)
+            values["draws"] = self._adaptive(counter, item, x)
         elif settings.soft and not (self.spec.map is not None and self.spec.map.votes):
             values["soft"] = self._soft(counter, item, x)
         else:
@@ -164,8 +164,8 @@ class SampledWorker(Worker):
             moments=tuple(tuple(row) for row in moments.tolist()),
         )
 
-    def _adaptive(self, counter: Counting, item: Item, x: Tensor) -> dict[str, Any]:
-        """The draws made until the answer was known, and why the input stopped."""
+    def _adaptive(self, counter: Counting, item: Item, x: Tensor) -> int:
+        """The number of draws made until the answer was known."""
         settings = self.spec.settings
         outcome = certify_adaptive(
             counter,
@@ -179,7 +179,7 @@ class SampledWorker(Worker):
             map=SimplexMap("hardmax"),
             ids=[item.id],
         )
-        return {"draws": int(outcome.draws[0]), "stopped": outcome.details["verdicts"][0]}
+        return int(outcome.draws[0])
 
 
 class Counting(SmoothedClassifier):
@@ -210,11 +210,6 @@ class ProvedWorker(Worker):
         self.certifier = Certifier.of(
             self.module, x[None], norm=settings.norm, effort=settings.effort, rtol=RTOL, deployed=settings.deployed
         )
-
-    @property
-    def note(self) -> str:
-        """What was left out, and why."""
-        return self.certifier.note
 
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
         """The radius, what limits it, and the radius of the deployed forward pass if asked for."""

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core import InputError, Refused
+from equipoise.core.checks import POSITIVE, require_number
 from equipoise.smoothing.bounds import Gaussian
 from equipoise.smoothing.certificates import NOT_COVERED
 from equipoise.smoothing.derive import Setting
@@ -68,7 +69,8 @@ class Levels:
                 "moves the Gaussian between x and x', and no radius is certified then; make one run per level"
             )
         several = isinstance(sigma, list | tuple)
-        values = tuple(_level(v) for v in (sigma if several else [sigma]))
+        name = "every level of sigma (a list has one per channel)" if several else "sigma"
+        values = tuple(float(require_number(v, name, least=POSITIVE)) for v in (sigma if several else [sigma]))
         if not values:
             raise InputError("the list of noise levels is empty: give one per channel")
         return cls(min(values), values if len(set(values)) > 1 else None)
@@ -98,18 +100,6 @@ class Levels:
         if self.channels is None:
             return f"N(0, {self.sigma:g}²·I) noise"
         return f"N(0, diag({', '.join(f'{c:g}²' for c in self.channels)})) noise, one level per channel"
-
-
-def _level(value: Any) -> float:
-    if isinstance(value, Tensor | list | tuple | bool) and not (isinstance(value, Tensor) and value.numel() == 1):
-        raise InputError(f"sigma must be a positive number, or a list of them, one per channel, got {value!r}")
-    try:
-        level = float(value)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"sigma must be a positive number, got {value!r}") from error
-    if not (math.isfinite(level) and level > 0):
-        raise InputError(f"sigma must be a positive number, got {level}")
-    return level
 
 
 NoiseName = Literal["grid", "float"]

@@ -5,7 +5,6 @@ temperature T certifies exactly what mass 1 at temperature r·T does; the mass m
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
-from equipoise.core.checks import describe, require_number
+from equipoise.core.checks import POSITIVE, describe, require_number
 from equipoise.core.errors import require_one_of
 from equipoise.smoothing.bounds import UNKNOWN, Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
@@ -101,7 +100,7 @@ class SimplexMap:
     def __post_init__(self) -> None:
         require_one_of(_MAPS, name=self.name)
         for what in ("temperature", "mass"):
-            require_number(getattr(self, what), what, least=sys.float_info.min)
+            require_number(getattr(self, what), what, least=POSITIVE)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Scores of mass `mass` over the last axis."""

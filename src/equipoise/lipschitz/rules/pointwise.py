@@ -43,12 +43,28 @@ for _name, _curve in TABLE.items():
         rule(f"aten.{_name}.default")(functools.partial(pointwise, curve=_curve, label=_name))
 
 
+def _elu(call: Call) -> Pointwise:
+    scale, inner = float(call["scale"]), float(call["input_scale"])
+    if inner < 0 or scale < 0:
+        call.refuse("ELU with a negative scale")
+    return elu(float(call["alpha"]), scale, inner)
+
+
+def _celu(call: Call) -> Pointwise:
+    alpha = float(call["alpha"])
+    if alpha <= 0:
+        call.refuse("CELU with α ≤ 0 grows without bound")
+    return celu(alpha)
+
+
 def _row(call: Call, *, curve: Callable[[Call], Pointwise], label: str) -> Step:
     return pointwise(call, curve(call), label)
 
 
 #: curves with a parameter of the call
 _CURVES: dict[str, Callable[[Call], Pointwise]] = {
+    "elu": _elu,
+    "celu": _celu,
     "gelu": lambda call: gelu(call["approximate"]),
     "leaky_relu": lambda call: hinge(float(call["negative_slope"])),
     "softshrink": lambda call: softshrink(float(call["lambd"])),
@@ -81,23 +97,6 @@ def rrelu(call: Call) -> Step:
     slope = (float(call["lower"]) + float(call["upper"])) / 2
     curve = Pointwise((min(slope, 1.0), inflate(max(abs(slope), 1.0))), hinge(slope).function)
     return pointwise(call, curve, "rrelu")
-
-
-@rule("aten.elu.default")
-def elu_(call: Call) -> Step:
-    """ELU with its scales."""
-    alpha, scale, inner = float(call["alpha"]), float(call["scale"]), float(call["input_scale"])
-    if inner < 0 or scale < 0:
-        call.refuse("ELU with a negative scale")
-    return pointwise(call, elu(alpha, scale, inner), "elu")
-
-
-@rule("aten.celu.default")
-def celu_(call: Call) -> Step:
-    """CELU is ELU with α·β = 1."""
-    if float(call["alpha"]) <= 0:
-        call.refuse("CELU with α ≤ 0 grows without bound")
-    return pointwise(call, celu(float(call["alpha"])), "celu")
 
 
 @rule("aten.softplus.default")

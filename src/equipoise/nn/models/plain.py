@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import inflate
-from equipoise.nn.activations import activation
+from equipoise.nn.activations import activation as _named
 
 Size = int | Sequence[int]
 
@@ -53,7 +53,7 @@ def normalising(mean: Sequence[float] | None, std: Sequence[float] | None) -> li
     return [Normalise(mean, std)]
 
 
-def pair(size: Size, what: str = "input_size") -> tuple[int, int]:
+def pair(size: Size) -> tuple[int, int]:
     """(height, width) from a number or a pair.
 
     >>> pair(32), pair([28, 30])
@@ -61,16 +61,8 @@ def pair(size: Size, what: str = "input_size") -> tuple[int, int]:
     """
     values = (size, size) if isinstance(size, int) else tuple(int(n) for n in size)
     if len(values) != 2 or min(values) < 1:
-        raise InputError(f"{what} must be a positive number or a pair of them, got {size}")
+        raise InputError(f"input_size must be a positive number or a pair of them, got {size}")
     return values[0], values[1]
-
-
-def joined(blocks: Sequence[Sequence[nn.Module]]) -> nn.Sequential:
-    """One `nn.Sequential` of several runs of layers."""
-    return nn.Sequential(*(layer for block in blocks for layer in block))
-
-
-__all__ = ["Normalise", "Size", "activation", "joined", "normalising", "pair"]
 
 
 def mlp(
@@ -104,9 +96,6 @@ def mlp(
         layers += [nn.Dropout(dropout)] if dropout else []
         features = size
     return nn.Sequential(*layers, nn.Linear(features, num_classes, bias))
-
-
-_named = activation  # the builders have an argument of that name
 
 
 def cnn(
