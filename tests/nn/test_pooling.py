@@ -18,6 +18,7 @@ from equipoise.nn.pooling import (
     ScaledAvgPool2d,
     ScaledGlobalAvgPool2d,
     SpaceToDepth,
+    SpatialShift,
 )
 
 CASES = {  # layer, input shape, norm exactly 1
@@ -32,6 +33,8 @@ CASES = {  # layer, input shape, norm exactly 1
     "global": (ScaledGlobalAvgPool2d(), (3, 5, 7), True),
     "space to depth": (SpaceToDepth(2), (3, 4, 6), True),
     "depth to space": (DepthToSpace(2), (8, 2, 3), True),
+    "shift, circle": (SpatialShift(5), (7, 4, 5), True),
+    "shift, zeros": (SpatialShift(9, "zeros"), (10, 3, 4), True),
     "pad channels": (PadChannels(5), (3, 4, 4), True),
     "first features": (FirstFeatures(3), (7,), True),
 }
