@@ -27,7 +27,7 @@ from equipoise.core.bounds import Bracket
 from equipoise.core.errors import Refused, require_one_of, require_positive
 from equipoise.core.precision import frobenius, full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
-from equipoise.lipschitz.capture import as_batch, capture
+from equipoise.lipschitz.capture import as_batch, capture, run_program
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.enclose import Box, enclose
 from equipoise.lipschitz.local.backward import (
@@ -229,11 +229,16 @@ def evaluate(run: Propagation, cache: Cache, rounding: Rounding | None, x: Tenso
             return rounding.evaluate(x)
         values, errors = [], []
         for sample in x:
-            boxes = enclose(run, sample[None], 1e-300, cache)
-            for output in run.program.outputs:
-                box = boxes[output]
-                unknown = torch.zeros(run.facts[output].signal.numel, dtype=torch.float64)
-                values.append(unknown if box.mid is None else box.mid.flatten())
+            enclosure = enclose(run, sample[None], 1e-300, cache)
+            boxes = [enclosure[output] for output in run.program.outputs]
+            # where boxes know nothing, the values of a plain pass in float64, without a bound of their rounding
+            plain = (
+                run_program(run.program, [sample[None].double()], exact=True)
+                if any(b.mid is None for b in boxes)
+                else []
+            )
+            for index, box in enumerate(boxes):
+                values.append((plain[index] if box.mid is None else box.mid).double().flatten())
                 errors.append(torch.full_like(values[-1], math.inf if box.mid is None else box.rho))
     return torch.cat(values).reshape(len(x), -1), torch.cat(errors).reshape(len(x), -1)
 

@@ -1,0 +1,120 @@
+"""Networks of other origin through audit, prove, attack and report: no two outputs contradict each other."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import equipoise as eq
+from equipoise.checkpoints import load_model
+from equipoise.report import collect
+from equipoise.runs import open_run
+
+SIZE = 16
+
+
+class _Block(nn.Module):
+    """A residual block with batch norms, as in the ResNets of CIFAR-10."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels))
+
+    def forward(self, x):
+        return torch.relu(x + self.second(self.first(x)))
+
+
+def _trained(net):
+    """The network after a few steps on inputs whose class is written in their brightness."""
+    x, y = _data(128)
+    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return net.eval()
+
+
+def _data(count):
+    generator = torch.Generator().manual_seed(1)
+    y = torch.arange(count) % 3
+    x = 0.1 * torch.rand(count, 3, SIZE, SIZE, generator=generator)
+    x[torch.arange(count), y] += 0.6
+    return x, y
+
+
+def _resnet(folder):
+    torch.manual_seed(0)
+    net = _trained(
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), _Block(8), nn.AvgPool2d(SIZE), nn.Flatten(), nn.Linear(8, 3))
+    )
+    dims = ({0: torch.export.Dim("batch")},)
+    torch.export.save(torch.export.export(net, (torch.zeros(2, 3, SIZE, SIZE),), dynamic_shapes=dims), folder / "m.pt2")
+    return folder / "m.pt2"
+
+
+def _onnx(folder):
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 3)]
+    torch.onnx.export(
+        _trained(nn.Sequential(*layers)), (torch.zeros(1, 3, SIZE, SIZE),), folder / "m.onnx", dynamo=True
+    )
+    return folder / "m.onnx"
+
+
+def _vit(folder):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=SIZE, patch_size=8,
+        num_labels=3,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(folder / "vit")
+    return folder / "vit"
+
+
+@pytest.mark.parametrize("make", [_resnet, _onnx, _vit], ids=["resnet", "onnx", "vit"])
+def test_no_two_outputs_contradict_each_other(equipoise, tmp_path, make):
+    source = make(tmp_path)
+    x, y = _data(6)
+    np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
+    run = tmp_path / "run"
+
+    network = load_model(source, batch=1).model
+    forward = network.module() if isinstance(network, torch.export.ExportedProgram) else network
+    shape = () if source.suffix else ("--input-shape", f"3,{SIZE},{SIZE}")
+    audit = equipoise("audit", source, *shape, "--json")
+    if audit.code == 2:  # refused: then the Python interface refuses it too
+        with pytest.raises(eq.Refused):
+            eq.lipschitz_bound(network, x[:1])
+    else:
+        assert audit.code == 0, audit.err
+        assert audit.json["upper"] == pytest.approx(eq.lipschitz_bound(network, x[:1]).upper, rel=1e-6)
+
+    ran = equipoise("prove", source, "--data", tmp_path / "data.npz", "--run", run, "--effort", "fast", "--json")
+    assert ran.code in (0, 1), ran.err
+    results, summary = open_run(run).results(), open_run(run).summary()
+    with torch.no_grad():
+        answers = torch.cat([forward(image[None]) for image in x]).argmax(1)
+    right = (answers == y).numpy()
+    assert summary.clean == pytest.approx(right.mean())
+    for status, is_right, radius in zip(results.status, right, results.radius, strict=True):
+        assert status in (("proved", "right, nothing proved") if is_right else ("wrong", "failed"))
+        assert (radius > 0) == (status == "proved")
+
+    radii = eq.certified_radius(network, x[:1], y[:1], effort="fast")
+    assert float(radii.radius[0]) == pytest.approx(results.radius[0] if right[0] else 0.0, rel=1e-3, abs=1e-12)
+
+    attacked = equipoise("attack", run, "--steps", 5, "--json")
+    assert attacked.code in (0, 1), attacked.err
+    assert attacked.json["broken"] == []
+    (series,) = [s for s in collect([run]).series if s.own]
+    assert float(series.results.accuracy(0.0)) == summary.accuracy[0.0]
+    page = tmp_path / "report.html"
+    assert equipoise("report", run, "-o", page).code == 0
+    assert json.dumps(results.status.count("proved")) in page.read_text()
