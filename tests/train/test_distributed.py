@@ -129,7 +129,8 @@ def test_two_processes_measure_the_network_that_is_kept(small, pair, figures):
     folder = pair[0] / "statistics"
     recipe = small["statistics"]
     test = build_data(recipe.data).test
-    kept = build_model(recipe.model, test.source)[0].eval()  # not a builder of the library: its weights alone are stored
+    # not a builder of the library: its weights alone are stored
+    kept = build_model(recipe.model, test.source)[0].eval()
     kept.load_state_dict(load_file(folder / "model.safetensors"))
     found = evaluate(kept, test, cross_entropy(), torch.device("cpu"), 500)
     row = figures(folder)[-1]
