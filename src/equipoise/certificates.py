@@ -54,7 +54,7 @@ def write(
     Returns:
         The claims, as they stand in `certificate.json`.
 
-    Guarantee: what is written was accepted by the checker.
+    Guarantee: norms and radii are those that the checker's own functions proved; `check` reads the files again.
 
     Raises:
         Refused: the network contains an operation that bundles do not have; the message names it.
@@ -477,7 +477,7 @@ def _provable(network: "checker.Network", images: np.ndarray, labels: np.ndarray
 
 
 def _save(folder: Path, document: dict[str, Any], files: Mapping[str, bytes]) -> None:
-    """Write the files, then have the checker accept them."""
+    """Write the tensors, then the document that names their digests."""
     make_folder(folder)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     for name, content in files.items():

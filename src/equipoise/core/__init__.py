@@ -1,4 +1,4 @@
-"""The ground floor: types for bounds, errors, and floating-point arithmetic with error terms."""
+"""Types for bounds, errors, and floating-point arithmetic with error terms."""
 
 from equipoise.core.bounds import Bound, Bracket, Kind, as_upper, format_down, format_up
 from equipoise.core.errors import EquipoiseError, InputError, Refused
