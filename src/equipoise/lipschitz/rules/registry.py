@@ -296,6 +296,17 @@ def norm_of(values: Tensor | None) -> float:
     return float(frobenius(wide.reshape(1, -1)))
 
 
+def largest(value: Tensor | complex) -> float:
+    """Upper bound of the entries of a constant, in modulus; 0 if it has none."""
+    if not isinstance(value, Tensor):
+        return inflate(abs(value)) if isinstance(value, complex) else abs(float(value))
+    if value.numel() == 0:
+        return 0.0
+    if value.is_complex():
+        return inflate(float(value.detach().to(torch.complex128).abs().max()))
+    return float(value.detach().abs().max())
+
+
 def lower(x: float) -> float:
     """A little below a number of either sign, so that it covers the rounding of a few operations."""
     return -inflate(-x) if x < 0 else deflate(x)
@@ -323,8 +334,8 @@ def repeated(call: "Call", values: Iterable[Any]) -> tuple[tuple[tuple[Signal, f
     for value in values:
         if isinstance(value, Signal):
             gains.append((value, copies(value, call.shape)))
-        elif not isinstance(value, Tensor) or value.numel():
-            fixed = max(fixed, float(torch.as_tensor(value).abs().max()))
+        else:
+            fixed = max(fixed, largest(value))
     return tuple(gains), fixed, max([fixed, *(s.peak for s, _ in gains)])
 
 
