@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind
 
 from equipoise.core.errors import InputError, Refused, one_line, unlogged
 from equipoise.core.programs import flat_tensors, lifted, require_stated_shapes
-from equipoise.lipschitz.decompose import Decomposed, decompose, is_fresh, is_mutable
+from equipoise.lipschitz.decompose import Decomposed, decompose, is_mutable
 from equipoise.lipschitz.regions import Region, counted_calls, find_regions, has_blocks
 from equipoise.lipschitz.values import evaluate, in_float64, where
 
@@ -482,7 +482,7 @@ def export(model: nn.Module, examples: Examples) -> ExportedProgram:
 
 def _functional(program: ExportedProgram) -> ExportedProgram:
     """The program without operations that write into their arguments."""
-    if not is_mutable(program.graph_module.graph, but=is_fresh):  # those are replaced in `decompose`
+    if not is_mutable(program.graph_module.graph):
         return program
     try:
         with torch.no_grad(), _exporting():

@@ -138,6 +138,10 @@ def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx
 
 
 _aten = torch.ops.aten
+#: affine operations that are composed with what comes before them
+_AFFINE = (
+    _aten.batch_norm.default, _aten._native_batch_norm_legit_no_training.default, _aten.dropout.default, _aten.clone.default,
+)  # fmt: skip
 _MEANS = {_aten.mean.dim, _aten.mean.default}
 #: views that keep the order of the entries
 _ORDERED = {
@@ -195,7 +199,7 @@ def _pending(node: fx.Node, step: Step) -> bool:
     if isinstance(step.linear, Padding):
         return True
     users = list(node.users)
-    return len(users) == 1 and users[0].target in (_aten.batch_norm.default, _aten.dropout.default)
+    return len(users) == 1 and users[0].target in _AFFINE
 
 
 def combined(step: Step, logs: dict[fx.Node, float]) -> float:

@@ -58,6 +58,7 @@ def modulus(call: Call) -> Step:
 
 # `low` of a complex signal is -inf, and so are bounds from below that these rules derive from it
 complex_rule(*(f"aten.{name}" for name in shapes.VIEWS))(shapes.view)
+complex_rule(*(f"aten.{name}" for name in shapes.COPIES))(shapes.identity)
 complex_rule(*(f"aten.{name}" for name in shapes.SELECTIONS))(shapes.selection)
 complex_rule(*(f"aten.{name}" for name in shapes.PIECES))(shapes.pieces)
 complex_rule("aten.expand.default", "aten.repeat.default", "aten.index.Tensor")(shapes.indexed)

@@ -26,8 +26,7 @@ from equipoise.maps.linear import Padding
 #: the same entries in another shape or order
 VIEWS = (
     "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int", "squeeze.default",
-    "squeeze.dim", "squeeze.dims", "unsqueeze.default", "contiguous.default", "clone.default", "alias.default",
-    "detach.default", "lift_fresh_copy.default", "transpose.int", "permute.default", "t.default", "flip.default",
+    "squeeze.dim", "squeeze.dims", "unsqueeze.default", "transpose.int", "permute.default", "t.default", "flip.default",
     "roll.default", "pixel_shuffle.default", "pixel_unshuffle.default", "channel_shuffle.default",
 )  # fmt: skip
 #: some entries, each once
@@ -39,8 +38,11 @@ INDEXED = (
 )  # fmt: skip
 #: several tensors that together hold every entry once
 PIECES = ("split.Tensor", "split_with_sizes.default", "chunk.default", "unsafe_split.Tensor", "unbind.int")
+#: copies, which hold the same entries
+COPIES = ("contiguous.default", "clone.default", "alias.default", "detach.default", "lift_fresh_copy.default")
 #: the identity on what has a bound: casts to narrow types are refused for their result
 IDENTITIES = (
+    *COPIES,
     "dropout.default", "alpha_dropout.default", "feature_dropout.default", "feature_alpha_dropout.default",
     "nan_to_num.default", "to.dtype", "_to_copy.default", "to.dtype_layout", "to.device", "type_as.default", "to.other",
 )  # fmt: skip
