@@ -271,7 +271,9 @@ def _sized(call: Call, step: Step) -> Signal:
     tensors = list(value) if isinstance(value, tuple | list) else [value]
     value, shape = tensors[0], shape_of(call.node)
     if value.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
-        raise Refused(f"{where(call.node)}: its result is {value.dtype}, which rounds; keep float32 or float64")
+        raise Refused(
+            f"{where(call.node)}: a cast to the narrow or integer type {value.dtype} rounds; keep float32 or float64"
+        )
     pieces = isinstance(step.map, Pieces)
     parts = [shape]
     if pieces:

@@ -81,9 +81,10 @@ def forward_error(model: nn.Module, x: Tensor, *, radius: float | Tensor = 0.0, 
     Reference: Higham (2002), Accuracy and Stability of Numerical Algorithms, §3.3.
     """
     x = as_batch(x)
+    program = capture(model, x[:1])
     with torch.no_grad(), full_precision():
         cache = Cache(rtol)
-        return Rounding.of(propagate(capture(model, x[:1]), None, rtol, cache), cache)(x, radius)
+        return Rounding.of(propagate(program, None, rtol, cache), cache)(x, radius)
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,9 @@ def sort(call: Call) -> Step:
     return carried(x, 1.0, "sort", Sorted(), x.row if by_rows else math.inf)
 
 
-@rule(*(f"aten.{name}" for name in ("amax.default", "amin.default", "max.dim", "min.dim", "max.default", "min.default")))
+@rule(
+    *(f"aten.{name}" for name in ("amax.default", "amin.default", "max.dim", "min.dim", "max.default", "min.default"))
+)
 def extreme(call: Call) -> Step:
     """The largest or smallest of disjoint sets of entries: 1, the values only."""
     return carried(call.x, 1.0, "order statistic", Largest())
