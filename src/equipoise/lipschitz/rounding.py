@@ -24,26 +24,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import full_precision, inflate, unit_roundoff
+from equipoise.core.precision import full_precision
 from equipoise.lipschitz.capture import as_batch, capture
-from equipoise.lipschitz.enclose import activated
 from equipoise.lipschitz.logs import exp_up
-from equipoise.lipschitz.operations import Copy, Largest, Scaled, Sorted, Sum
+from equipoise.lipschitz.operations import Largest, Scaled, Sorted, Sum
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.regions import Region
 from equipoise.lipschitz.rules import Call, Step
-from equipoise.lipschitz.tangent import apply, roundoff, supported
-from equipoise.lipschitz.values import exactly, first_of, where
+from equipoise.lipschitz.tangent import carried, local_rounding, supported, value
+from equipoise.lipschitz.values import where
 from equipoise.maps.linear import Convolution, Matrix
 from equipoise.maps.pointwise import Pointwise
 from equipoise.norms.spectral import Cache, bracket
 
-#: units in the last place that an elementary function may be off, relative to argument and result
-_ULPS = 32
 #: samples evaluated together
 _CHUNK = 16
-#: PyTorch's softplus is x beyond βx = 20: less than this, divided by β, from what it stands for
-_JUMP = 2.2e-9
 
 
 @dataclass(frozen=True)
@@ -211,8 +206,8 @@ class Rounding:
             sizes = {
                 s.node: values[s.node].abs() + (2 * slips[s.node].entry + self.reach[s.node] * r) for s, _ in step.gains
             }
-            values[node] = _value(call, step, values)
-            local[node] = _local(call, step, sizes, values[node], dtype)
+            values[node] = value(call, step, values)
+            local[node] = local_rounding(call, step, sizes, values[node], dtype)
             slips[node] = self._advance(node, slips, local, fresh)
             for region in self.blocks.get(node, ()):
                 if region in self.inner:
@@ -225,7 +220,7 @@ class Rounding:
         self, node: fx.Node, slips: dict[fx.Node, _Slip], local: dict[fx.Node, Tensor], fresh: dict[Block, _Slip]
     ) -> _Slip:
         call, step = self.calls[node], self.run.steps[node]
-        entry = _carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
+        entry = carried(call, step, {s.node: slips[s.node].entry for s, _ in step.gains}) + local[node]
         parts = [gain * slips[s.node].norm for s, gain in step.gains]
         norm = torch.stack(parts).square().sum().sqrt() if step.combine == "root" else sum(parts, torch.zeros(()))
         norm = _grown(norm + _length(local[node]))
@@ -281,62 +276,6 @@ def _known(call: Call, step: Step) -> bool:
             return shift is None or size is not None
         case _:
             return bool(step.gains) and supported(call, step)
-
-
-def _value(call: Call, step: Step, values: dict[fx.Node, Tensor]) -> Tensor:
-    match step.map:
-        case Pointwise():
-            return activated(call, step.map, values[step.gains[0][0].node])
-        case Largest() | Sorted():
-            return first_of(exactly(call.node, values, call.lookup))
-        case _:
-            return apply(call, step, values, offset=True)
-
-
-def _carried(call: Call, step: Step, slips: dict[fx.Node, Tensor]) -> Tensor:
-    """What the operation makes of errors in its operands, entry by entry."""
-    match step.map:
-        case Pointwise():
-            return inflate(next(iter(slips.values())) * step.map.gain)
-        case Largest(sliding=True):
-            return first_of(exactly(call.node, slips, call.lookup))
-        case Largest() if len(step.gains) > 1 or tuple(step.gains[0][0].shape) == call.shape:
-            worst = [s.expand(call.shape) for s in slips.values()]
-            return torch.stack(worst).amax(0)
-        case Largest() | Sorted():
-            worst = [s.amax() for s in slips.values()]
-            return torch.stack(worst).amax().expand(call.shape)
-        case _:
-            return apply(call, step, slips, magnitude=True)
-
-
-def _local(call: Call, step: Step, sizes: dict[fx.Node, Tensor], value: Tensor, asked: torch.dtype | None) -> Tensor:
-    """What the operation rounds itself, given the magnitudes of its operands; infinite where the dtype may overflow."""
-    dtype = asked or torch.float64
-    u, kind = unit_roundoff(dtype), torch.finfo(dtype)
-    match step.map:
-        case Pointwise(hinge=hinge, exact=exact, gain=gain):
-            size = next(iter(sizes.values()))
-            top = value.abs() + gain * size
-            off = (0.0 if hinge is not None else 2 * u) if exact else _ULPS * u
-            rounding = off * (top + size) + (0.0 if off == 0 else kind.tiny) + (0.0 if asked is None else _jump(call))
-        case Largest() | Sorted():
-            return torch.zeros_like(value)
-        case Copy() if step.gains[0][0].dtype != call.node.meta["val"].dtype:
-            top = value.abs() + next(iter(sizes.values())).amax()
-            rounding = 2 * u * top + kind.tiny
-        case _:
-            g = roundoff(step, dtype)
-            if g == 0:
-                return torch.zeros_like(value)
-            top = apply(call, step, sizes, offset=True, magnitude=True)
-            rounding = g * top + 4 * kind.tiny * max(1, *(s.numel for s, _ in step.gains))
-    return torch.where(top < kind.max / 4, inflate(rounding) * (1 + 1e-9), math.inf)
-
-
-def _jump(call: Call) -> float:
-    """PyTorch's own softplus leaves the function it stands for; every other operation rounds it."""
-    return _JUMP / float(call["beta"]) if call.node.target is torch.ops.aten.softplus.default else 0.0
 
 
 def _grown(x: Tensor) -> Tensor:
