@@ -228,25 +228,10 @@ def test_the_largest_and_the_smallest_entry_have_a_local_bound():
     assert float(local_lipschitz(model, torch.randn(1, 6), 0.3, steps=2).upper) == pytest.approx(1)
 
 
-class _Noting(nn.Module):
-    """Writes a buffer in evaluation and draws numbers that it does not use."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x):
-        torch.rand(3)
-        self.seen = self.seen + 1
-        return 2 * x
-
-
-def test_a_capture_leaves_buffers_and_random_numbers_alone():
-    model = _Noting().eval()
+def test_a_capture_leaves_random_numbers_alone():
     before = torch.get_rng_state()
-    with pytest.raises(Refused, match=r"the map differs|other values|draws random"):
-        lipschitz_bound(model, torch.randn(1, 4, generator=torch.Generator().manual_seed(0)))
-    assert float(model.seen) == 0
+    with pytest.raises(Refused, match="draws random"):
+        lipschitz_bound(Op(lambda x: x * torch.rand(4)).eval(), torch.zeros(1, 4))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -324,11 +309,6 @@ def test_large_offsets_are_no_reason_to_refuse():
     assert lipschitz_bound(_far_offsets(), torch.randn(4, 16)).upper < 10
 
 
-def _complex_square(x):
-    z = torch.view_as_complex(x)
-    return torch.view_as_real(z * z)
-
-
 def _unbound_attention(x):
     v = x.unbind(-1)[0]
     return torch.softmax(v, -1) @ v
@@ -337,7 +317,6 @@ def _unbound_attention(x):
 #: name: (function, shape, ball, largest bound or inf); every fact of every node is compared with values
 FACTS = {
     "rows of pieces": (_unbound_attention, (20, 20, 2), 100.0),
-    "complex numbers": (_complex_square, (3, 2), 2.0),
     "in-place power": (lambda x: x.tanh().pow_(2), (4,), 2.0),
     "in-place float power": (lambda x: x.tanh().float_power_(2), (4,), 2.0),
     "lazy negation": (lambda x: torch.fft.fft(x).conj().imag, (4,), 2.0),

@@ -405,9 +405,17 @@ def _agree(a: Tensor, b: Tensor) -> bool:
 @contextlib.contextmanager
 def _exporting() -> Iterator[None]:
     """Without the exporter's warnings and logs of every failed guard: a refusal says it once."""
-    with warnings.catch_warnings(), unlogged(), contextlib.redirect_stderr(io.StringIO()) as printed:
-        warnings.simplefilter("ignore")
-        yield
+    cudnn: Any = torch.backends.cudnn
+    with contextlib.ExitStack() as stack:
+        try:
+            _ = cudnn.allow_tf32
+        except RuntimeError:  # precision was set by the new switches, and the exporter reads the old one
+            for owner in (cudnn.conv, cudnn.rnn):
+                stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
+            cudnn.allow_tf32 = True
+        with warnings.catch_warnings(), unlogged(), contextlib.redirect_stderr(io.StringIO()) as printed:
+            warnings.simplefilter("ignore")
+            yield
     if printed.getvalue():  # by the network itself, since nothing was raised
         sys.stderr.write(printed.getvalue())
 

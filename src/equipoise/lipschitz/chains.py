@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from equipoise.core.checks import require_type
 from equipoise.core.errors import InputError
 from equipoise.core.precision import frobenius, full_precision, gamma, inflate, rescaled
 from equipoise.lipschitz.logs import exp_up, log_product, log_up
@@ -51,25 +50,18 @@ def chain_bound(weights: Sequence[Tensor], slopes: Slopes = (0.0, 1.0)) -> float
     >>> chain_bound(W) <= product
     True
     """
-    require_type(weights, (list, tuple), "weights")
-    weights, each = checked_chain(weights, slopes)
+    hidden = len(weights) - 1
+    if hidden < 0 or any(w.dim() != 2 for w in weights):
+        raise InputError("a chain needs at least one matrix (out, in)")
+    one_for_all = len(slopes) == 2 and not isinstance(slopes[0], tuple)
+    each: list[Any] = [slopes] * hidden if one_for_all else list(slopes)
+    if len(each) != hidden or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
+        raise InputError(f"{len(weights)} matrices in a chain need {hidden} slopes and matching sizes")
     layers = [Matrix(w.detach()) for w in weights]
     with torch.no_grad(), full_precision():
         product = log_product(*(log_up(_norm(layer)) for layer in layers), *(log_up(max(map(abs, s))) for s in each))
         closed = _closed_form(layers, each)
     return exp_up(product if closed is None else min(product, closed))
-
-
-def checked_chain(weights: Sequence[Tensor], slopes: Slopes) -> tuple[list[Tensor], list[tuple[float, float]]]:
-    """The matrices, detached, and one interval of slopes per hidden layer; refused where they do not fit together."""
-    hidden = len(weights) - 1
-    if hidden < 0 or any(w.dim() != 2 for w in weights):
-        raise InputError("a chain needs at least one matrix (out, in)")
-    one = len(slopes) == 2 and not isinstance(slopes[0], tuple)
-    each: list[Any] = [slopes] * hidden if one else list(slopes)
-    if len(each) != hidden or any(a.shape[0] != b.shape[1] for a, b in itertools.pairwise(weights)):
-        raise InputError(f"{len(weights)} matrices in a chain need {hidden} slopes and matching sizes")
-    return [w.detach() for w in weights], [(float(low), float(high)) for low, high in each]
 
 
 def _norm(layer: Matrix) -> float:

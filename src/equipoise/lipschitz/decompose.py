@@ -288,14 +288,6 @@ _KNOWN = (
 )  # fmt: skip
 
 
-def _bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`a_i·W_oij·b_j`: one matrix product with the weight, one with b."""
-    outputs, left, right = weight.shape
-    rows = torch.matmul(a, weight.permute(1, 0, 2).reshape(left, outputs * right)).unflatten(-1, (outputs, right))
-    product = torch.matmul(rows, b.unsqueeze(-1)).squeeze(-1)
-    return product if bias is None else product + bias
-
-
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -328,7 +320,6 @@ def _distances(a: Tensor, b: Tensor, p: float, mode: int | None) -> Tensor:
 
 #: operations that PyTorch does not write out, and what they are
 _OWN: dict[Any, Callable[..., Tensor]] = {
-    _aten.bilinear.default: _bilinear,
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.lerp.Scalar: _lerp,
     _aten.lerp.Tensor: _lerp,

@@ -7,12 +7,11 @@ read constants as real.
 import math
 
 import torch
-from torch import Tensor
 
 from equipoise.core.precision import inflate
 from equipoise.lipschitz.rules import reduce, shapes
 from equipoise.lipschitz.rules.affine import by_matrices
-from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, largest, norm_of, root
+from equipoise.lipschitz.rules.registry import Call, Signal, Step, complex_rule, copies, largest, root
 
 
 def _transform(call: Call, count: int, gain: float) -> Step:
@@ -69,15 +68,6 @@ complex_rule("aten.sum.dim_IntList")(reduce.total)
 complex_rule("aten.mean.dim")(reduce.mean)
 
 
-@complex_rule("aten.cat.default", "aten.stack.default")
-def joined(call: Call) -> Step:
-    """Root of the sum of squares."""
-    parts = call["tensors"]
-    fixed = math.hypot(*(norm_of(t) for t in parts if isinstance(t, Tensor)))
-    signals = tuple((p, 1.0) for p in parts if isinstance(p, Signal))
-    return Step(signals, "concatenation", "root", offset=inflate(fixed))
-
-
 @complex_rule("aten.constant_pad_nd.default")
 def padded(call: Call) -> Step:
     """Zeros around, or entries cut off."""
@@ -98,19 +88,6 @@ def scaling(call: Call) -> Step:
     x, constant = (a, b) if isinstance(a, Signal) else (b, a)
     top = inflate(largest(constant))
     return Step(((x, inflate(top * copies(x, call.shape))),), "scaling", offset=0.0, peak=inflate(top * x.peak))
-
-
-@complex_rule("aten.add.Tensor", "aten.sub.Tensor")
-def total(call: Call) -> Step:
-    """`a ± α·b`; a constant only shifts."""
-    factors = (1.0, abs(complex(call.get("alpha", 1))))
-    gains, offset = [], 0.0
-    for value, factor in zip((call["self"], call["other"]), factors, strict=True):
-        if isinstance(value, Signal):
-            gains.append((value, inflate(factor * copies(value, call.shape))))
-        else:
-            offset = inflate(offset + factor * largest(value) * math.sqrt(math.prod(call.shape)))
-    return Step(tuple(gains), "sum of spectra", offset=offset)
 
 
 @complex_rule("aten.matmul.default", "aten.mm.default", "aten.bmm.default")

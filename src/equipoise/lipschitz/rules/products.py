@@ -186,11 +186,11 @@ def _own_length(bottom: Any, a: Signal) -> tuple[float, list[int]] | None:
     lengths = (_aten.linalg_vector_norm.default, _aten.norm.ScalarOpt_dim)
     if not isinstance(norm, fx.Node) or norm.target not in lengths or norm.kwargs or len(norm.args) != 4:
         return None
-    source, order, dims, kept = norm.args
+    source, order, dims, kept = tuple[Any, ...](norm.args)
     plain = source is a.node and order in (2, None) and isinstance(dims, list | tuple) and kept is True
     if not plain or not isinstance(eps, int | float) or eps <= 0:
         return None
-    return float(eps), [d % len(a.shape) for d in dims]  # type: ignore[operator, union-attr]
+    return float(eps), [d % len(a.shape) for d in dims]
 
 
 def _softmax_source(call: Call, node: fx.Node) -> Signal | None:
