@@ -112,39 +112,6 @@ def test_a_batch_norm_without_running_statistics_is_refused():
         lipschitz_bound(norm, torch.zeros(2, 4))
 
 
-@pytest.mark.parametrize(
-    ("example", "words"),
-    [
-        ("x", "tensor"),
-        (torch.zeros(1, 4, dtype=torch.int64), "int64"),
-        (torch.zeros(0, 4), "empty"),
-        (torch.zeros(1, 5), "run"),
-        (None, "example_input"),
-    ],
-)
-def test_bad_examples_are_refused(example, words):
-    with pytest.raises((Refused, InputError), match=words):
-        lipschitz_bound(nn.Linear(4, 4).eval(), example)
-
-
-@pytest.mark.parametrize("arguments", [{"ball": -1.0}, {"ball": float("inf")}, {"rtol": 0.0}])
-def test_bad_arguments_are_refused(arguments):
-    with pytest.raises(InputError):
-        lipschitz_bound(nn.Linear(4, 4).eval(), torch.zeros(1, 4), **arguments)
-
-
-def test_non_finite_weights_are_refused():
-    layer = nn.Linear(4, 4)
-    layer.weight.data[0, 0] = float("nan")
-    with pytest.raises((Refused, InputError), match="non-finite"):
-        lipschitz_bound(layer, torch.zeros(1, 4))
-
-
-def test_in_place_operations_that_nothing_sees_are_fine():
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True))
-    assert lipschitz_bound(net, torch.zeros(1, 4)).upper > 0
-
-
 def test_torchscript_is_refused_and_inference_mode_is_not():
     net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.zeros(1, 3)
     with pytest.raises(Refused, match="TorchScript"):

@@ -166,33 +166,35 @@ def _pruned(
 
 
 def masked_norm(form: Linear, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
-    """Upper bound of the norm of a linear form restricted to moving inputs and outputs (masks of the batch-of-one tensors)."""
-    if isinstance(form, Matrix):
-        W = form.matrix
-        if columns is not None and columns.numel() == W.shape[1]:
-            W = W[:, columns.flatten()]
-        if rows is not None and rows.numel() == W.shape[0]:
-            W = W[rows.flatten()]
-        if W.numel() == 0:
-            return 0.0
-        same = W.shape == form.matrix.shape
-        return float(bracket(form if same else Matrix(W.contiguous(), form.error), cache).upper)
-    if isinstance(form, Convolution):
-        return _masked_conv(form, columns, rows, cache)
-    if isinstance(form, Diagonal):
+    """Upper bound of the norm of a linear form restricted to moving inputs and outputs.
+
+    A convolution loses the channels that do not move anywhere.
+
+    Args:
+        form: the operator.
+        columns: which entries of its input move (a batch of one); None: all.
+        rows: which entries of its output move.
+        cache: of operator norms.
+    """
+    if isinstance(form, Diagonal) or (isinstance(form, Convolution) and form.groups != 1):
         return float(bracket(form, cache).upper)
-    return math.inf
-
-
-def _masked_conv(form: Convolution, columns: Tensor | None, rows: Tensor | None, cache: Cache) -> float:
-    """A convolution loses the channels that do not move anywhere."""
-    weight = form.weight
-    if form.groups == 1:
-        if columns is not None and columns.dim() > 1 and columns.shape[1] == weight.shape[1]:
-            weight = weight[:, columns.transpose(0, 1).flatten(1).any(1)]
-        if rows is not None and rows.dim() > 1 and rows.shape[1] == weight.shape[0]:
-            weight = weight[rows.transpose(0, 1).flatten(1).any(1)]
+    if not isinstance(form, Matrix | Convolution):
+        return math.inf
+    weight = form.matrix if isinstance(form, Matrix) else form.weight
+    for dim, mask in ((1, columns), (0, rows)):
+        if mask is None:
+            continue
+        moving = mask.flatten()
+        if isinstance(form, Convolution):
+            moving = mask.transpose(0, 1).flatten(1).any(1) if mask.dim() > 1 else mask
+        if len(moving) == weight.shape[dim]:
+            weight = weight.index_select(dim, moving.nonzero().flatten())
     if weight.numel() == 0:
         return 0.0
-    same = weight.shape == form.weight.shape
-    return float(bracket(form if same else form.with_weight(weight.contiguous()), cache).upper)
+    if isinstance(form, Matrix):
+        smaller: Linear = Matrix(weight.contiguous(), form.error)
+        same = weight.shape == form.matrix.shape
+    else:
+        smaller = form.with_weight(weight.contiguous())
+        same = weight.shape == form.weight.shape
+    return float(bracket(form if same else smaller, cache).upper)

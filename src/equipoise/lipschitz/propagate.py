@@ -63,13 +63,11 @@ def propagate(
     cache = Cache(rtol) if cache is None else cache
     facts: dict[fx.Node, Facts] = {}
     steps: dict[fx.Node, Step] = {}
+    run = Propagation(program, facts, steps, math.inf, math.inf)
     size = math.inf if ball is None else float(ball)
     for node in program.inputs:
         value = node.meta["val"]
         facts[node] = Facts(Signal(node, tuple(value.shape), value.dtype, size, size, size, -size), 0.0, 0.0)
-
-    def lookup(node: fx.Node) -> Any:
-        return facts[node].signal if node in facts else program.constants[node]
 
     regions: dict[fx.Node, tuple[Region, ...]] = {}
     for region in program.regions:
@@ -77,27 +75,28 @@ def propagate(
     inside = {n for region in program.regions if math.isfinite(region.bound) for n in region.members}
     with torch.no_grad(), full_precision():
         for node in program.nodes:
-            call = Call(node, lookup, cache)
+            call = run.call(node, cache)
             try:
                 refuse_nonfinite(call)
                 step = find_rule(node)(call)
                 _check(node, step)
-                known = _advance(call, step, facts)
+                node_facts = _advance(call, step, facts)
             except Refused:
                 if node not in inside:
                     raise
                 step = Step((), "inside a block", map=Opaque(inside=True))
-                known = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
+                node_facts = Facts(Signal(node, shape_of(node), _dtype(node)), math.inf, math.inf)
             steps[node] = step
-            for found in (_residual(call, step, steps, facts), _centering(call, step)):
-                if found is not None:
-                    regions[node] = (*regions.get(node, ()), found)
-            facts[node] = _shortened(known, regions.get(node, ()), facts)
+            patterns = (_residual(call, step, steps, facts), _centering(call, step))
+            ending = (*regions.get(node, ()), *(region for region in patterns if region is not None))
+            if ending:
+                regions[node] = ending
+            facts[node] = _shortened(node_facts, ending, facts)
     if program.doubt:
         raise Refused(program.doubt)
     product = log_root(facts[o].product for o in program.outputs)
     fused = log_root(facts[o].fused for o in program.outputs)
-    return Propagation(program, facts, steps, product, min(product, fused), regions)
+    return replace(run, product=product, fused=min(product, fused), regions=regions)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

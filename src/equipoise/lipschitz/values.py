@@ -117,7 +117,7 @@ def first_of(result: Any) -> Tensor:
 def evaluate(
     nodes: Sequence[fx.Node], known: Callable[[fx.Node], Any], values: dict[fx.Node, Any], *, exact: bool = False
 ) -> dict[fx.Node, Any]:
-    """Run the nodes in order; what nothing reads any more is dropped, what an output of the graph reads is kept.
+    """Run the nodes in order.
 
     Args:
         nodes: operations in the order of the graph.
@@ -125,7 +125,6 @@ def evaluate(
         values: of the inputs; filled with the results.
         exact: as in `perform`.
     """
-    left = {n: len(n.users) for n in (*values, *nodes)}
 
     def value(node: fx.Node) -> Any:
         return values[node] if node in values else known(node)
@@ -133,9 +132,4 @@ def evaluate(
     for node in nodes:
         args: Any = fx.node.map_arg(node.args, value)
         values[node] = perform(node, args, fx.node.map_arg(node.kwargs, value), exact=exact)
-        for source in set(node.all_input_nodes):
-            if source in left:
-                left[source] -= 1
-                if left[source] == 0:
-                    values.pop(source, None)
     return values

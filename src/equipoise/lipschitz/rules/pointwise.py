@@ -42,16 +42,14 @@ def pointwise(call: Call, curve: Pointwise, label: str, note: str = "") -> Step:
 
 def _lowest(curve: Pointwise, x: Signal) -> float:
     """Below which no value lies: φ of the lowest entry where φ increases, 0 for |x|."""
-    if curve.hinge is not None:
-        left, right = curve.hinge
-        if bool((right < 0).any()) or x.low >= 0:
-            return -math.inf if x.low < 0 else lower(float(right.min()) * x.low)
-        steepest = float(left.max())
-        return lower(steepest * x.low) if steepest > 0 else 0.0
-    if curve.function is None or curve.slopes[0] < 0:
+    folded = curve.hinge is not None and bool((curve.hinge[1] >= 0).all())
+    if curve.function is None or (curve.slopes[0] < 0 and not folded):
         return -math.inf
-    value = curve.function(torch.tensor(x.low, dtype=torch.float64)).min()
-    return -math.inf if bool(value.isnan()) else float(value - 1e-12 * value.abs())
+    if curve.slopes[0] < 0 and x.low < 0:
+        return 0.0 if bool((curve.hinge[0] <= 0).all()) else -math.inf  # type: ignore[index]
+    lowest = torch.tensor(max(x.low, -1e300), dtype=torch.float64)  # 0·∞ is not a number
+    value = curve.function(lowest).min()
+    return float(value - 1e-12 * value.abs()) if float(value) > -1e200 else -math.inf
 
 
 #: operations that PyTorch writes out, or that are linear
