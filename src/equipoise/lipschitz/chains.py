@@ -84,10 +84,10 @@ def _closed_form(layers: Sequence[Matrix], slopes: Sequence[tuple[float, float]]
             return -math.inf
         total = log_product(total, log_up(a))
         Y = _next(A, a, alpha, beta)
-        found = None if Y is None else verified_inverse(Y)
-        if found is None:
+        next_inverse = None if Y is None else verified_inverse(Y)
+        if next_inverse is None:
             return None
-        inverse = found
+        inverse = next_inverse
     A = _spread(layers[-1], *inverse)
     if A is None:
         return None
@@ -134,10 +134,10 @@ def _next(A: Tensor, a: float, alpha: float, beta: float) -> Tensor | None:
     N = eye - (q * t) * B
     shift = inflate(16 * _U * (math.sqrt(n) + abs(q * t) * float(frobenius(B))))
     N = N - math.copysign(1.0, q) * shift * eye  # towards the larger B
-    found = verified_inverse(N, positive=q * t * 1.0000001 + 4 * shift < 1)
-    if found is None:
+    inverse = verified_inverse(N, positive=q * t * 1.0000001 + 4 * shift < 1)
+    if inverse is None:
         return None
-    X, e = found
+    X, e = inverse
     scale = m * m * t / q
     Y = t * eye - scale * (X - eye)
     lost = abs(scale) * (e + 16 * _U * (float(frobenius(X)) + math.sqrt(n))) + 16 * _U * t * math.sqrt(n)

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision, inflate
+from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.capture import Program
 from equipoise.lipschitz.logs import log_product, log_root, log_sum, log_up
 from equipoise.lipschitz.operations import Constant, Copy, Opaque, Piece, Pieces, Sum
@@ -50,9 +51,9 @@ class Propagation:
 
     def call(self, node: fx.Node, cache: Cache) -> Call:
         """A node with its arguments: signals where they depend on the input, constants elsewhere."""
-        return Call(node, self._known, cache)
+        return Call(node, self._lookup, cache)
 
-    def _known(self, node: fx.Node) -> Any:
+    def _lookup(self, node: fx.Node) -> Any:
         return self.facts[node].signal if node in self.facts else self.program.constants[node]
 
 
@@ -100,20 +101,19 @@ def propagate(
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    value = node.meta["val"]
-    found: torch.dtype = (value[0] if isinstance(value, tuple | list) else value).dtype
-    return found
+    dtype: torch.dtype = flat_tensors(node.meta["val"])[0].dtype
+    return dtype
 
 
-def _shortened(known: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, Facts]) -> Facts:
+def _shortened(plain: Facts, regions: tuple[Region, ...], facts: dict[fx.Node, Facts]) -> Facts:
     """The smaller of what the operations give and what the regions that end here give."""
-    product, fused = known.product, known.fused
+    product, fused = plain.product, plain.fused
     for region in regions:
         before = facts[region.source]
         if region.whole:
             product = min(product, log_product(log_up(region.bound), before.product))
         fused = min(fused, log_product(log_up(region.bound), before.fused))
-    return replace(known, product=product, fused=min(product, fused))
+    return replace(plain, product=product, fused=min(product, fused))
 
 
 def _residual(call: Call, step: Step, steps: dict[fx.Node, Step], facts: dict[fx.Node, Facts]) -> Region | None:
@@ -159,8 +159,8 @@ def _centering(call: Call, step: Step) -> Region | None:
         source = source.args[0]
     if source.target not in _MEANS or source.args[0] is not x.node:
         return None
-    given = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
-    dims = range(len(x.shape)) if not given else [d % len(x.shape) for d in given]
+    named = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
+    dims = range(len(x.shape)) if not named else [d % len(x.shape) for d in named]
     kept = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
     if (1,) * (len(kept) - len(mean.shape)) + mean.shape != kept:
         return None
@@ -235,15 +235,15 @@ def _linear_run(step: Step, facts: dict[fx.Node, Facts]) -> tuple[Linear | None,
     if len(step.gains) != 1:
         return None, None
     source = step.gains[0][0].node
-    known = facts[source]
+    before = facts[source]
     if isinstance(step.map, Copy) and step.map.same:
-        return known.form, known.base
+        return before.form, before.base
     if step.linear is None:
         return None, None
-    if known.form is not None:
-        composed = compose(known.form, step.linear)
+    if before.form is not None:
+        composed = compose(before.form, step.linear)
         if composed is not None:
-            return composed, known.base
+            return composed, before.base
     return step.linear, source
 
 
@@ -305,13 +305,13 @@ def _part(call: Call, step: Step) -> tuple[fx.Node, Tensor] | None:
     if not isinstance(step.map, Copy) or not step.map.traced or len(call.node.all_input_nodes) != 1:
         return None
     source = step.gains[0][0]
-    known = source.part
-    if known is None:
+    part = source.part
+    if part is None:
         places = _places(source.shape) if math.prod(call.shape) < source.numel else None
         if places is None:
             return None
-        known = (source.node, places)
-    return known[0], known[1] if step.map.same else replay(call.node, known[1])
+        part = (source.node, places)
+    return part[0], part[1] if step.map.same else replay(call.node, part[1])
 
 
 def _places(shape: Sequence[int]) -> Tensor | None:

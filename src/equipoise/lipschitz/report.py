@@ -137,8 +137,8 @@ def _finite(value: Any) -> Any:
 
 
 def _cells(row: Row, shares: bool) -> tuple[str, ...]:
-    known = not math.isnan(row.lower)
-    inside = f"[{format_down(row.lower, 5)}, {format_up(row.upper, 5)}]" if known else ""
+    bracketed = not math.isnan(row.lower)
+    inside = f"[{format_down(row.lower, 5)}, {format_up(row.upper, 5)}]" if bracketed else ""
     share = f"{row.share:.1%}".replace("-0.0%", "0.0%") if shares else "–"
     return row.name, row.kind, row.shape, inside, format_up(row.upper, 5), share, row.method or row.note
 

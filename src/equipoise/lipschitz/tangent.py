@@ -74,9 +74,9 @@ def apply(call: Call, step: Step, values: Values, *, offset: bool = False, magni
                 terms.append(shift.abs() if magnitude else shift)
             return _expanded(functools.reduce(torch.add, terms), call)
         case Join(parts=parts, run=run):
-            given = iter([values[s.node] for s, _ in step.gains])
+            operands = iter([values[s.node] for s, _ in step.gains])
             fixed = [None if c is None else c.abs() if magnitude else c for c in parts]
-            return run([next(given) if c is None else c * float(offset) for c in fixed])
+            return run([next(operands) if c is None else c * float(offset) for c in fixed])
         case _:
             raise AssertionError(f"{call.node.name} is not affine")
 

@@ -221,9 +221,9 @@ def register_rule(*names: str, override: bool = False) -> Callable[[Rule], Rule]
 
 def find_rule(node: fx.Node) -> Rule:
     """The rule of a node's operation; refused where there is none."""
-    found = _found(node)
-    if found is not None:
-        return found
+    function = _rule_of(node)
+    if function is not None:
+        return function
     name = _name(node.target)
     kind = " on complex numbers" if _is_complex(node) else ""
     raise Refused(
@@ -234,10 +234,10 @@ def find_rule(node: fx.Node) -> Rule:
 
 def has_rule(node: fx.Node) -> bool:
     """Whether a node's operation has a rule."""
-    return _found(node) is not None
+    return _rule_of(node) is not None
 
 
-def _found(node: fx.Node) -> Rule | None:
+def _rule_of(node: fx.Node) -> Rule | None:
     table, name = _COMPLEX if _is_complex(node) else _RULES, _name(node.target)
     if name not in table:
         _load_installed()
@@ -259,13 +259,13 @@ def _load_installed() -> None:
     """Rules of installed packages, once: entry points of the group `equipoise.rules`, modules that register or mappings."""
     for entry in importlib.metadata.entry_points(group="equipoise.rules"):
         try:
-            found = entry.load()
+            loaded = entry.load()
         except Exception as error:
             raise InputError(
                 f"the rules {entry.value} of an installed package cannot be loaded: {one_line(error)}"
             ) from error
-        if isinstance(found, Mapping):
-            for name, function in found.items():
+        if isinstance(loaded, Mapping):
+            for name, function in loaded.items():
                 if name not in _RULES:
                     register_rule(name)(function)
 

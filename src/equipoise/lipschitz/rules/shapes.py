@@ -189,8 +189,8 @@ def pad(call: Call) -> Step:
 def mask(call: Call) -> Step:
     """A constant mask chooses entries: root of the sum of squares over the branches."""
     values = dict(call.arguments)
-    chosen = values.pop("condition", None) if "condition" in values else values.pop("mask")
-    if isinstance(chosen, Signal):
+    condition = values.pop("condition", None) if "condition" in values else values.pop("mask")
+    if isinstance(condition, Signal):
         call.refuse("the mask depends on the input, so the choice jumps", "use relu, clamp or maximum")
     gains, fixed, peak = repeated(call, values.values())
     offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
