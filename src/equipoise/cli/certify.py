@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from equipoise.runs.settings import Recipe
 
 _READING: dict[str, type] = {"layout": str, "columns": str}
-_RUNNING: dict[str, type] = {"batch_size": int, "device": str, "address": str, "gpus": float, "retry_failed": bool}
+_RUNNING: dict[str, type] = {"batch_size": int, "address": str, "gpus": float, "retry_failed": bool}
 _SAMPLING: dict[str, type] = {
-    "n0": int, "seed": int, "map": str, "lipschitz": str, "noise": str, "nonfinite": str,
+    "n0": int, "seed": int, "device": str, "map": str, "lipschitz": str, "noise": str, "nonfinite": str,
 }  # fmt: skip
 _PROVING: dict[str, type] = {"retry_failed": bool}
 
@@ -83,7 +83,7 @@ def certify(
         model, data, weights=weights, split=split, size=size, classes=classes, mean=mean, std=std, denoiser=denoiser,
         **reading,
     )  # fmt: skip
-    job = _job(recipe, settings, running["device"] or "cpu", running["batch_size"])
+    job = _job(recipe, settings, running["batch_size"])
     _run(job, run, execution, bool(running["retry_failed"]), options.epsilons(epsilon), json)
 
 
@@ -131,7 +131,7 @@ def prove(
     )
     if bundle is not None and norm != "l2":
         raise InputError(f"a bundle holds radii in the l2 norm; --norm is {norm}")
-    job = _job(recipe, settings, "cpu", None)
+    job = _job(recipe, settings, None)
     _run(job, run, Execution(), retry, options.epsilons(epsilon), json, bundle)
 
 
@@ -145,13 +145,13 @@ def _adaptive(text: str | None) -> dict[str, float]:
     return {"target_radius": options.numbers(text, takes)[0]}
 
 
-def _job(recipe: Recipe, settings: Settings, device: str, batch_size: int | None) -> Job:
+def _job(recipe: Recipe, settings: Settings, batch_size: int | None) -> Job:
     from equipoise.runs import prepare
 
     network = load_network(recipe) if settings.kind == "sampled" else load_network(recipe, batch=1)
     name = recipe.data if recipe.split is None else f"{recipe.data}#{recipe.split}"
     dataset = load_data(recipe)
-    return prepare(network, dataset, settings, device=device, batch_size=batch_size, name=name, recipe=recipe)
+    return prepare(network, dataset, settings, batch_size=batch_size, name=name, recipe=recipe)
 
 
 def _run(
@@ -164,8 +164,7 @@ def _run(
     bundle: Path | None = None,
 ) -> None:
     """Look at a few inputs, sample or prove the rest, write the bundle, show the summary."""
-    from equipoise.runs import is_run, open_run, start
-    from equipoise.runs.preflight import preflight
+    from equipoise.runs import is_run, open_run, preflight, start
     from equipoise.runs.settings import read_manifest, require_same
 
     folder = run or job.default_folder()

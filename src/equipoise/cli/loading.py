@@ -69,7 +69,7 @@ def make_recipe(
         mean=centre,
         std=spread,
         split=split,
-        layout=None if layout is None else layout.upper(),
+        layout=None if layout is None else layout.upper(),  # type: ignore[arg-type]
         size=None if shape is None else (shape[0], shape[-1]),
         columns=None if names is None else (names[0], names[1]),
         classes=None if classes is None else read_classes(classes),
