@@ -36,6 +36,7 @@ Kind = Literal["sampled", "proved"]
 Norm = Literal["l2", "linf", "l1"]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
+Pixels = Annotated[int, Field(ge=1, le=10**5)]
 
 
 class Settings(Document):
@@ -280,7 +281,7 @@ class Recipe(Document):
     std: tuple[Positive, ...] | None = None
     split: str | None = None
     layout: Literal["NHWC", "NCHW"] | None = None
-    size: tuple[PositiveCount, PositiveCount] | None = None
+    size: tuple[Pixels, Pixels] | None = None
     columns: tuple[str, str] | None = None
     classes: tuple[str, ...] | dict[str, int] | None = None
 
