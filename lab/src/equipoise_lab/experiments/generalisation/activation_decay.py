@@ -47,6 +47,10 @@ def chosen(*names: str) -> Variants:
     return {name: SWEEP[name] for name in names}
 
 
+#: the arms that decide the claims about MLPs, in the order in which they are trained
+DECIDING = chosen("baseline", "AD", "dropout", "weight decay", "AD + weight decay")
+
+
 def perceptron(data: str, widths: list[int], epochs: int, **options: object) -> Plain:
     """Dense layers with GELU and the thesis' optimizer and augmentation."""
     shared = {"optimizer": SGD, "augment": STANDARD, **options}
@@ -213,7 +217,7 @@ EXPERIMENTS = (
         laptop=Settings(
             perceptron("cifar10.npz", [128] * 3, 10, **SMALL), chosen("baseline", "AD", "dropout"), seeds=2
         ),
-        desk=Settings(perceptron("cifar10.npz", [128] * 3, 12, **SMALL), chosen("baseline", "AD", "dropout"), seeds=4),
+        desk=Settings(perceptron("cifar10-full.npz", [512] * 3, 60), DECIDING, seeds=3),
         paper=Settings(perceptron("cifar10-full.npz", [512] * 3, 200), SWEEP, seeds=10),
         notes=(
             "width and number of epochs are not printed in the thesis: 512, as in its appendix D, and 200, as elsewhere",
@@ -230,7 +234,10 @@ EXPERIMENTS = (
         main=1,
         laptop=Settings(tagger(400, 2, 200), TEXT_VARIANTS, seeds=2, keep=TEXT_KEEP),
         desk=Settings(
-            tagger(300, 3, 300, 5e-4, 8), {k: TEXT_VARIANTS[k] for k in ("dropout", "AD")}, seeds=5, keep=TEXT_KEEP
+            tagger(300, 3, 300, 5e-4, 8),
+            {k: TEXT_VARIANTS[k] for k in ("baseline", "dropout", "AD")},
+            seeds=5,
+            keep=TEXT_KEEP,
         ),
         paper=Settings(tagger(None, 10, None), TEXT_SWEEP, seeds=10, keep=TEXT_KEEP),
         notes=(
