@@ -54,13 +54,11 @@ def audit(
     from equipoise.core.files import atomic_write
 
     if (at is None) != (radius is None):
-        options.refuse(
-            "--at and --radius go together: the data, and the size of the ball around each of its inputs"
-        )
+        options.refuse("--at and --radius go together: the data, and the size of the ball around each of its inputs")
     local: list[dict[str, Any]] = []
     with messages().status(f"bounding {model} …"):  # only on a terminal
         loaded = load_model(model, weights)  # once: a factory may draw its weights
-        report = audit_report(loaded, options.sizes(input_shape), ball=ball, rtol=rtol, chain=chain)
+        report = audit_report(loaded, shape=options.sizes(input_shape), ball=ball, rtol=rtol, chain=chain)
         if at is not None and radius is not None:
             local = local_rows(loaded, at, radius, limit, seconds, rtol)
     if html is not None:
@@ -82,19 +80,24 @@ def audit(
         raise typer.Exit(1)
 
 
-def audit_report(loaded: Loaded, shape: tuple[int, ...] | None = None, **settings: Any) -> Report:
-    """The report of a loaded model.
+def audit_report(
+    source: str | Loaded, weights: Path | None = None, shape: tuple[int, ...] | None = None, **settings: Any
+) -> Report:
+    """The report of a model.
 
     Args:
-        loaded: what `load_model` returned.
+        source: what `load_model` takes, or what it returned.
+        weights: of a factory.
         shape: of one input, where the source does not say it.
         **settings: ball, rtol and chain of `lipschitz_bound`.
     """
     import torch
     from torch.export import ExportedProgram
 
+    from equipoise.checkpoints import load_model
     from equipoise.lipschitz.bound import lipschitz_bound
 
+    loaded = load_model(source, weights) if isinstance(source, str) else source
     network = loaded.model
     if isinstance(network, ExportedProgram):
         if shape is not None:

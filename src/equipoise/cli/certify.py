@@ -173,7 +173,9 @@ def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
             return start(job, folder, execution=execution, progress=show, retry_failed=retry)
     except KeyboardInterrupt:
         done = len(open_run(folder).rows) if is_run(folder) else 0
-        say(f"interrupted: {done} of {job.manifest.total} inputs are stored in {folder}; run the same command to continue")
+        say(
+            f"interrupted: {done} of {job.manifest.total} inputs are stored in {folder}; run the same command to continue"
+        )
         raise typer.Exit(130) from None
 
 

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 def norm(
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", help="a .safetensors file, or a folder of them; they may be larger than memory"
-        ),
+        typer.Argument(metavar="FILE", help="a .safetensors file, or a folder of them; they may be larger than memory"),
     ],
     input_size: Annotated[
         str | None, typer.Option(help="spatial input size, e.g. 32,32 (one number: every axis); default: any size")
@@ -100,7 +98,9 @@ def norm(
         raise typer.Exit(2)
     large = [row["name"] for row in rows if fail_above is not None and not row.get("upper", 0.0) <= fail_above]
     if large:
-        complain(f"{len(large)} of {len(rows)} norms may be larger than {fail_above:g}, the first is that of {large[0]}")
+        complain(
+            f"{len(large)} of {len(rows)} norms may be larger than {fail_above:g}, the first is that of {large[0]}"
+        )
         raise typer.Exit(1)
 
 

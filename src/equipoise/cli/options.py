@@ -142,13 +142,11 @@ def make_recipe(model: str, data: str, **texts: Any) -> Recipe:
     values = {name: text for name, text in texts.items() if text is not None}
     if "size" in values:
         size = sizes(values["size"], "--size takes one or two whole numbers such as 32 or 32,48") or ()
-        values["size"] = (*size, *size)[:2] if len(size) == 1 else size
+        values["size"] = size * 2 if len(size) == 1 else size
     if "classes" in values:
         values["classes"] = read_classes(values["classes"])
     if "columns" in values:
         values["columns"] = values["columns"].split(",")
-    if "layout" in values:
-        values["layout"] = values["layout"].upper()
     if "weights" in values:
         values["weights"] = str(values["weights"])
     if "mean" in values or "std" in values:
@@ -172,7 +170,7 @@ def read_classes(path: Path) -> tuple[str, ...] | dict[str, int]:
         names = [line.strip() for line in text.splitlines() if line.strip()]
     if not names or "\ufffd" in text:
         refuse(f"{path} names no classes: expected one name per line, a JSON list or an object of name → number")
-    return names  # type: ignore[no-any-return]
+    return names
 
 
 def load_network(recipe: Recipe, batch: int = 100) -> Portable:

@@ -36,7 +36,6 @@ Kind = Literal["sampled", "proved"]
 Norm = Literal["l2", "linf", "l1"]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
-Pixels = Annotated[int, Field(ge=1, le=10**5)]
 
 
 class Settings(Document):
@@ -280,8 +279,8 @@ class Recipe(Document):
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     split: str | None = None
-    layout: Literal["NHWC", "NCHW"] | None = None
-    size: tuple[Pixels, Pixels] | None = None
+    layout: str | None = None
+    size: tuple[PositiveCount, PositiveCount] | None = None
     columns: tuple[str, str] | None = None
     classes: tuple[str, ...] | dict[str, int] | None = None
 
