@@ -43,7 +43,7 @@ def norm(
         Literal["zeros", "circular"],
         typer.Option(help="padding of the convolutions («same» amount when the size is given)"),
     ] = "zeros",
-    stride: Annotated[int, typer.Option(min=1, help="stride of every convolution in the file")] = 1,
+    stride: Annotated[int, typer.Option(help="stride of every convolution in the file")] = 1,
     only: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="only tensors of this name, e.g. 'layer1.*'")
     ] = None,
@@ -70,7 +70,7 @@ def norm(
     from equipoise.core.bounds import format_down, format_up
     from equipoise.core.errors import require_positive
 
-    require_positive(rtol=rtol)
+    require_positive(rtol=rtol, stride=stride)
     size = options.sizes(input_size, "--input-size takes positive numbers such as 32,32")
     rows = []
     with progress() as bar:
