@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_weights
 from equipoise.core.modules import fresh_strides
-from equipoise.data import data_file
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise_lab.bench import data_file
 from equipoise_lab.bench.smoothing import Row, row
 from equipoise_lab.models import build
 from equipoise_lab.peers import PEERS
