@@ -16,7 +16,7 @@ from equipoise.core.digests import Digest
 from equipoise.core.documents import Count, Document, PositiveCount
 from equipoise.data.dataset import UNKNOWN
 from equipoise.data.objects import pair_of
-from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.procedures import Ints
 
 InputId = int | str
 
