@@ -160,7 +160,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         f"no risk shared among the rivals: {share:.0%} of all cells without a loss to any of the three "
         f"(largest {max(loss, 0.0):.1f} points), sure gains at {above}, sure losses at {below}"
     )
-    corrected = Label.CORRECTED if above > 0 and below == 0 else Label.NOT
+    corrected = Label.CORRECTED if above > 0 and below == 0 else Label.REFUTED
     return (*verdicts, Verdict(corrected, text, "classes must be partitioned", "the partition is not needed"))
 
 

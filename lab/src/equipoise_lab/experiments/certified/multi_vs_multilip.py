@@ -146,12 +146,13 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         best, worst = max(gains, key=lambda e: gains[e].value), min(gains, key=lambda e: gains[e].value)
         sure = any(g.low > 0 for g in gains.values()) and not any(g.high < 0 for g in gains.values())
         text = f"gain from {gains[worst].signed} (ε = {worst:g}) to {gains[best].signed} points (ε = {best:g})"
-        label = (Label.CORRECTED if sure else Label.NOT) if rival == MULTI else graded(sure)
+        label = (Label.CORRECTED if sure else Label.REFUTED) if rival == MULTI else graded(sure)
         said = EXPERIMENT.published if rival == MULTI else "not claimed"
         chosen = (
             f"{ours[0]['map']} against {smoothed.pick(rows, method=rival)[0]['map']}" if rival == MULTI else "σ = 0.12"
         )
-        verdicts.append(Verdict(label, f"{text}; {ours[0]['inputs']} inputs, {chosen}", said, part))
+        text = f"{text}; {ours[0]['inputs']} inputs, {chosen}"
+        verdicts.append(Verdict(label, text, said, part, own=rival == PLAIN))
     broken = sum(r.get("certified and broken") or 0 for r in rows)
     at = "/".join(f"{e:g}" for e in radii)
     text = f"{lines} % at ε = {at}; {broken} certified inputs broken"

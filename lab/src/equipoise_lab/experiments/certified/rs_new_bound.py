@@ -9,7 +9,7 @@ import torch
 
 from equipoise.smoothing import SimplexMap, margin_radius, radius_multi_lipschitz
 from equipoise.smoothing.radii import optimal_sigma
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, published
 from equipoise_lab.experiments.intervals import combined, gain_label, power_of_mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
@@ -115,6 +115,12 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     return tuple(verdicts)
 
 
+def precondition(rows: Sequence[Row]) -> Precondition:
+    """The accuracy of the network without noise, at ε = 0 of the curve."""
+    clean = smoothed.pick(rows, method=METHODS[0], epsilon=0.0)[0]["accuracy"]
+    return Precondition("clean accuracy", clean, 45.0)
+
+
 def draw(rows: Sequence[Row]) -> Figure:
     """Certified accuracy over ε for every method, and what was published for the first three."""
     figure, (axes,) = canvas(width=5.8, height=3.8)
@@ -136,6 +142,7 @@ EXPERIMENT = of_module(
     laptop=Settings(LAPTOP_NETWORK, smoothed.Sampling(1000)),
     desk=Settings(DESK_NETWORK, smoothed.Sampling(2000)),
     paper=Settings(PAPER_NETWORK, smoothed.Sampling(10_000)),
+    precondition=precondition,
     power=lambda rows: power_of_mean(
         smoothed.gain_of(smoothed.pick(rows, method=METHODS[2], epsilon=PUBLISHED_EPSILONS[0])[0], METHODS[0]),
         12.6,
