@@ -29,7 +29,7 @@ from equipoise.runs.settings import Settings, map_text, versions
 from equipoise.runs.store import Row, SoftVotes
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map
 from equipoise.smoothing.classifier import count_votes
-from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.simplex import plan_map
 
 #: relative gap of every operator norm
@@ -160,7 +160,7 @@ class SampledWorker(Worker):
 
         noise = settings.noise_law().setting(alpha, "").noise
         plan = plan_map(simplex, logits, procedure, n, noise, alpha, network)
-        m, _ = self.counter.moments(x, n, plan, 0, simplex, input_id=item.id)
+        m, _ = self.counter.moments(x, n, plan, simplex, input_id=item.id)
         return SoftVotes(
             map=map_text(simplex),
             order=tuple(plan.partition.order[0].tolist()),
@@ -181,7 +181,6 @@ class SampledWorker(Worker):
             n_max=settings.n,
             alpha=settings.alpha,
             procedure=settings.procedure,
-            map=SimplexMap("hardmax"),
             ids=[item.id],
         )
         return int(outcome.draws[0])
