@@ -15,7 +15,7 @@ from equipoise.core import EquipoiseError, InputError, fresh_strides
 from equipoise.core.digests import Digest
 from equipoise.core.documents import Count, Document, PositiveCount
 from equipoise.data.dataset import UNKNOWN, pair_of
-from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.procedures import Ints
 
 InputId = int | str
 
