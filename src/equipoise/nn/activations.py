@@ -18,6 +18,8 @@ from equipoise.maps.pointwise import read_activation
 class Described(nn.Module):
     """A module that prints the attributes named in `__constants__`."""
 
+    __constants__: tuple[str, ...] = ()
+
     def extra_repr(self) -> str:
         """The attributes."""
         return ", ".join(f"{name}={getattr(self, name)}" for name in self.__constants__)

@@ -70,7 +70,8 @@ def isometric(block: Residual, threshold: float = 0.0) -> Residual:
         raw = block.raw
         centre = nn.init.orthogonal_(raw.new_empty(raw.shape[:2]))
         raw.zero_()
-        raw[(slice(None), slice(None), *(k // 2 for k in raw.shape[2:]))] = centre
+        middle: Any = (slice(None), slice(None), *(k // 2 for k in raw.shape[2:]))
+        raw[middle] = centre
         if block.bias is not None:
             block.bias.fill_(-threshold)
     return block
