@@ -7,7 +7,7 @@ described in `docs/certificates.md`. The claims are about the real function of t
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_safetensors
 from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
-from equipoise.checker import check_exact, check_layers, check_local, check_smoothing
+from equipoise.checker import check_exact, check_layers, check_local, check_smoothing  # noqa: F401 (claims are registered)
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.core.modules import evaluating
@@ -25,6 +25,10 @@ from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
 from equipoise.nn.convert import with_effective_weights
 from equipoise.norms import spectral_norm
+from equipoise.smoothing.bounds import Gaussian
+from equipoise.smoothing.derive import Setting, Votes, derive, plan_votes
+from equipoise.smoothing.joint import joint_cells
+from equipoise.smoothing.procedures import find_procedure
 
 #: certified distances that are counted by default: those of the literature for images in [0, 1]
 EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
@@ -61,7 +65,7 @@ def write(
         deployed: claim the radii of the network as it is executed in float32, sums in any order.
 
     Returns:
-        The claims, as they stand in `certificate.json`.
+        The claims, as they stand in `certificate.json`; `lowered` counts radii that the checker proves smaller than given.
 
     Guarantee: norms and radii are those that the checker's own functions proved; `check` reads the files again.
 
@@ -77,12 +81,17 @@ def write(
     example = (x[:2] / divisor).to(parameter)
     document, weights = describe(model, example)
     if deployed and any(tensor.dtype == np.float64 for tensor in weights.values()):
-        raise Refused("a network that is deployed in float32 has weights in float32, and no batch norms; fold them first")
+        raise Refused(
+            "a network that is deployed in float32 has weights in float32, and no batch norms; fold them first"
+        )
 
-    with np.errstate(all="ignore"):
-        network = checker.Network(document, weights)
-        _require_same_function(model, network, example)
-        proved = _provable(network, images / divisor, labels, deployed)
+    try:
+        with np.errstate(all="ignore"):
+            network = checker.Network(document, weights)
+            _require_same_function(model, network, example)
+            proved = _provable(network, images / divisor, labels, deployed)
+    except checker.Rejected as error:
+        raise Refused(f"the checker proves nothing about this network: {error}") from None
     wanted = proved if radii is None else np.asarray(radii.detach().cpu(), dtype=np.float64)
     tensors = {"x": images, "labels": labels, "radii": np.minimum(proved, wanted)}
     claims: dict[str, Any] = {"lipschitz": network.constant}
@@ -94,6 +103,8 @@ def write(
         if local is not None:
             tensors["local"], tensors["multipliers"] = local
             claims["local"] = _claim("local", tensors, divisor, epsilons)
+    best = tensors.get("local", tensors["radii"])
+    claims["radii"]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
     files = {"weights.safetensors": to_safetensors(weights), "inputs.safetensors": to_safetensors(tensors)}
     _save(folder, {**document, "claims": claims}, files)
     return claims
@@ -102,13 +113,13 @@ def write(
 def write_smoothing(
     selection: np.ndarray,
     estimation: np.ndarray,
-    draws: Iterable[int],
+    draws: Sequence[int],
     folder: str | Path,
     *,
     sigma: float,
     alpha: float,
     procedure: str = "rivals",
-    radii: Iterable[float] | None = None,
+    radii: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Write a bundle that claims radii of randomized smoothing, with the votes from which they follow.
 
@@ -126,8 +137,8 @@ def write_smoothing(
         The claims, as they stand in `certificate.json`.
     """
     rows = smoothing_rows(selection, estimation, draws, sigma, alpha, procedure)
-    for row, radius in zip(rows, radii or [math.inf] * len(rows), strict=True):
-        row["radius"] = min(row["radius"], float(radius))
+    for row in rows:
+        row["radius"] = min(row["radius"], math.inf if radii is None else float(radii[row["input"]]))
     claims = {"smoothing": {"sigma": sigma, "alpha": alpha, "n": int(max(draws)), "rows": rows}}
     _save(folder, {"format": "equipoise-bundle", "version": 1, "claims": claims}, {})
     return claims
@@ -136,7 +147,7 @@ def write_smoothing(
 def smoothing_rows(
     selection: np.ndarray,
     estimation: np.ndarray,
-    draws: Iterable[int],
+    draws: Sequence[int],
     sigma: float,
     alpha: float,
     procedure: str = "rivals",
@@ -147,23 +158,29 @@ def smoothing_rows(
     method = find_procedure(procedure)
     plan = plan_votes(votes, method, setting)
     certificate = derive(votes, method, setting)
-    joint = np.zeros(len(votes.draws), dtype=bool) if plan.joint is None else plan.joint
     rows = []
-    for index, order in enumerate(plan.partition.order):
+    for index in np.flatnonzero(certificate.radius > 0):
+        order = plan.partition.order[index]
         counts = votes.estimation[index, order]
-        row: dict[str, Any] = {"k": int(counts[0]), "rival": int(counts[1:].max())}
+        seen = votes.selection[index, order]
         radius = float(certificate.radius[index]) * _MARGIN
-        if joint[index]:
-            seen = votes.selection[index, order]
-            weight, ends = joint_test(counts[0], votes.draws[index], seen)
-            row |= {"procedure": "joint", "gap": 2 * radius / sigma, "weight": weight, "cells": ends}
-            radius *= _MARGIN
+        row: dict[str, Any] = {"input": int(index), "k": int(counts[0]), "rival": int(counts[1:].max())}
+        if plan.joint[index]:
+            weight, ends = joint_cells(
+                counts[:1], votes.draws[index : index + 1], (seen[:1], seen[1:2], seen.sum(keepdims=True))
+            )
+            row |= {"procedure": "joint", "gap": 2 * radius / sigma}
+            row |= {"weight": float(weight[0]), "cells": ends[0].tolist()}
         else:
             row |= {"procedure": "cohen", "p": float(certificate.p_lower[index]) * _MARGIN}
             if plan.partition.buckets[index] > 2:
                 row |= {"procedure": "rivals", "share": float(plan.top[index])}
                 row["q"] = min(1.0, float(certificate.p_upper[index]) / _MARGIN)
-        rows.append({**row, "radius": radius})
+                if row["q"] > (1 - row["p"]) * (1 - 1e-6):
+                    # the class's own bound is the better one for its rivals
+                    row["q"] = min(1.0, (1 - row["p"]) * (1 + 1e-15))
+        # the bounds' last digits were given away, and the radius follows from them
+        rows.append({**row, "radius": max(radius - 1e-7 * (radius + sigma), 0.0)})
     return rows
 
 
@@ -363,7 +380,9 @@ class _Writer:
         self.tensors[name] = array
         return name
 
-    def layer(self, node: fx.Node, op: str, source: Any, weights: dict[str, Tensor], attributes: dict[str, Any]) -> None:
+    def layer(
+        self, node: fx.Node, op: str, source: Any, weights: dict[str, Tensor], attributes: dict[str, Any]
+    ) -> None:
         """Append a dense layer, a convolution or a block of them, with a norm that the checker has proved."""
         weight = weights["weight"]
         dims = weight.dim() - 2
@@ -374,7 +393,12 @@ class _Writer:
             groups = attributes["groups"]
             keys = {key: attributes[key] for key in ("stride", "padding", "dilation", "groups")}
             operator = kind(
-                weight.shape[1] * groups, len(weight), weight.shape[2:], **keys, bias=False, padding_mode=attributes["mode"]
+                weight.shape[1] * groups,
+                len(weight),
+                weight.shape[2:],
+                **keys,
+                bias=False,
+                padding_mode=attributes["mode"],
             )
             operator.weight = nn.Parameter(weight.detach(), requires_grad=False)
         upper = float(spectral_norm(operator, rtol=1e-4).upper)
@@ -448,7 +472,9 @@ def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
         mode = "circular" if before["mode"] == "circular" else "zeros"
         symmetric = amounts[::2] == amounts[1::2] and before["mode"] in ("circular", "constant") and not before["value"]
         if not symmetric or len(amounts) != 2 * dims or any(attributes["padding"]):
-            raise Refused(f"{source.name}: a bundle has symmetric padding with zeros, or circular, of convolutions only")
+            raise Refused(
+                f"{source.name}: a bundle has symmetric padding with zeros, or circular, of convolutions only"
+            )
         attributes["padding"] = amounts[::-2]
         source = before["self"]
     attributes |= {"groups": int(a["groups"]), "mode": mode}

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from decimal import Decimal
+from decimal import Decimal, getcontext
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,9 @@ NETWORKS = {
     "pooling": lambda: nn.Sequential(
         CONV(2, 4, 3, padding=1), eq.nn.MaxMin(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)
     ),
-    "max pooling": lambda: nn.Sequential(nn.ZeroPad2d(1), CONV(2, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5)),
+    "max pooling": lambda: nn.Sequential(
+        nn.ZeroPad2d(1), CONV(2, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5)
+    ),
     "sorted": lambda: nn.Sequential(
         nn.PixelUnshuffle(2), CONV(8, 6, 1), eq.nn.GroupSort(3), nn.Flatten(), nn.Linear(24, 5), nn.Sigmoid()
     ),
@@ -49,10 +51,17 @@ NETWORKS = {
         eq.nn.BCOPConv2d(2, 4, 3, padding=1), eq.nn.BetaAbs(0.5), nn.Flatten(), eq.nn.SRLinear(64, 5)
     ),
     "circular": lambda: nn.Sequential(
-        CONV(2, 4, 3, padding=1, padding_mode="circular"), nn.BatchNorm2d(4), nn.Hardtanh(), nn.Flatten(), nn.Linear(64, 5)
+        CONV(2, 4, 3, padding=1, padding_mode="circular"),
+        nn.BatchNorm2d(4),
+        nn.Hardtanh(),
+        nn.Flatten(),
+        nn.Linear(64, 5),
     ),
     "transposed": lambda: nn.Sequential(
-        nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), nn.Softplus(), nn.Flatten(), nn.Linear(192, 5)
+        nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1),
+        nn.Softplus(),
+        nn.Flatten(),
+        nn.Linear(192, 5),
     ),
     "reflections": lambda: nn.Sequential(
         CONV(2, 4, 1), eq.nn.HouseholderActivation(4), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)
@@ -152,7 +161,11 @@ def _other(op, a, weights, x):
     if op == "leaky_relu":
         return torch.where(x > 0, x, a["slope"] * x), max(1.0, abs(a["slope"]))
     if op == "curve":
-        function, factor = {"tanh": (torch.tanh, 1.0), "sigmoid": (torch.sigmoid, 0.25), "softplus": (functional.softplus, 1.0)}[a["kind"]]
+        function, factor = {
+            "tanh": (torch.tanh, 1.0),
+            "sigmoid": (torch.sigmoid, 0.25),
+            "softplus": (functional.softplus, 1.0),
+        }[a["kind"]]
         return function(x), factor
     if op == "householder":
         v = torch.stack([weights["first"], weights["second"]])
@@ -367,7 +380,13 @@ def smoothing_claim(**changes):
 
     n, k, alpha, sigma = 1000, 990, 0.001, 0.5
     p = float(beta.ppf(alpha, k, n - k + 1)) * (1 - 1e-9)
-    row = {"procedure": "cohen", "k": k, "rival": 4, "p": p, "radius": sigma * statistics.NormalDist().inv_cdf(p) - 1e-8}
+    row = {
+        "procedure": "cohen",
+        "k": k,
+        "rival": 4,
+        "p": p,
+        "radius": sigma * statistics.NormalDist().inv_cdf(p) - 1e-8,
+    }
     claim = {"sigma": sigma, "alpha": alpha, "n": n, "rows": [row]}
     for key, value in changes.items():
         (row if key in row else claim)[key] = value
@@ -387,7 +406,7 @@ def test_smoothing_radii_follow_from_their_counts():
 
 def test_binomial_tails_and_quantiles_against_many_digits():
     mpmath = pytest.importorskip("mpmath")
-    mpmath.mp.dps = 60
+    mpmath.mp.dps = getcontext().prec = 60
     for n, k, p in ((50, 3, 0.5), (50, 49, 0.1), (2000, 1500, 0.7), (2000, 10, 0.9), (100, 100, 1e-5)):
         low, high = check_smoothing.binomial_tail(n, k, Decimal(p))
         truth = mpmath.betainc(k, n - k + 1, 0, mpmath.mpf(p), regularized=True)
@@ -401,17 +420,22 @@ def test_binomial_tails_and_quantiles_against_many_digits():
             assert mpmath.ncdf(mpmath.mpf(str(bound))) <= mpmath.mpf(str(p))
 
 
-@pytest.mark.parametrize(("k", "rival", "n"), [(300, 70, 1000), (6000, 1500, 10000), (120, 100, 500)])
-def test_radii_of_the_joint_test_are_accepted_and_no_larger_ones(k, rival, n):
-    claim = {"sigma": 2.0, "alpha": 1e-3, "n": n}
-    selection = np.array([[k * 100 // n, rival * 100 // n, 100 - (k + rival) * 100 // n]])
-    estimation = np.array([[k, rival, n - k - rival]])
-    rows = certificates.smoothing_rows(selection, estimation, [n], claim["sigma"], claim["alpha"])
-    assert rows[0]["procedure"] == "joint"
-    check_smoothing.check_smoothing(None, None, {**claim, "rows": rows})
-    rows[0]["gap"] *= 1.02
-    with pytest.raises(checker.Rejected):
-        check_smoothing.check_smoothing(None, None, {**claim, "rows": rows})
+def test_smoothing_certificates_of_the_library_are_accepted_and_no_larger_ones():
+    rng = np.random.default_rng(0)
+    claim = {"sigma": 2.0, "alpha": 1e-3, "n": 2000}
+    shares = rng.dirichlet([3, 1, 1, 0.3], 12)
+    shares[0] = [1, 0, 0, 0]
+    selection, estimation = rng.multinomial(100, shares), rng.multinomial(2000, shares)
+    kinds = set()
+    for procedure in ("rivals", "cohen", "bonferroni"):
+        rows = certificates.smoothing_rows(selection, estimation, [2000] * 12, 2.0, 1e-3, procedure)
+        kinds |= {row["procedure"] for row in rows}
+        assert check_smoothing.check_smoothing(None, None, {**claim, "rows": rows})
+        for row in rows:
+            key = "gap" if row["procedure"] == "joint" else "radius"
+            with pytest.raises(checker.Rejected):
+                check_smoothing.check_smoothing(None, None, {**claim, "rows": [{**row, key: 1.02 * row[key]}]})
+    assert kinds == {"cohen", "rivals", "joint"}
 
 
 def test_the_lone_files_run_without_the_library(tmp_path):
@@ -427,7 +451,12 @@ def test_the_lone_files_run_without_the_library(tmp_path):
         assert result.stdout.startswith("ACCEPTED"), result.stdout + result.stderr
         assert result.returncode == 0
     (tmp_path / "stride" / "inputs.safetensors").write_bytes(b"")
-    result = subprocess.run([*command[:1], str(tmp_path / "check.py"), str(tmp_path / "stride")], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [*command[:1], str(tmp_path / "check.py"), str(tmp_path / "stride")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 1
     assert "digest" in result.stdout
 

@@ -290,7 +290,7 @@ class Network:
         # how far the values of a deployed network may be from x
         drift = value.constant * radii + value.error.sum(axis=0)
         sizes = np.stack([step.size + 0 * drift, step.size + step.reach * drift])
-        require((sizes < OVERFLOW).all(), "overflow")
+        require((sizes < OVERFLOW)[self.units[:, 0] > 0].all(), "overflow")
         rounding = gamma(step.terms, self.units) * sizes
         error = (step.factor * value.error + rounding) * SLACK + UNDERFLOW
         return Value(step.y, error, step.factor * value.constant * SLACK)

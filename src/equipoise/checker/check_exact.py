@@ -1,8 +1,9 @@
 """Check a bundle of a dense ReLU network in exact arithmetic: `python check_exact.py DIR` prints ACCEPTED or REJECTED.
 
-The claims are those of `check.py`, which must be beside this file with `check_local.py`: they read the bundle. Here nothing is
-rounded. Weights, inputs and radii are floats, so they are integers over powers of two; sums and products are done with Python's
-integers. Only the witness of a norm, a Cholesky factor, is found in floating point; it is rounded to integers, then checked exactly.
+The claims are those of `check.py`, which must be beside this file with `check_local.py`: they read the bundle. Here nothing
+is rounded. Weights, inputs and radii are floats, so they are integers over powers of two; sums and products are done with
+Python's integers. Only the witness of a norm, a Cholesky factor, is found in floating point; it is rounded to integers, and
+then checked exactly.
 """
 
 from fractions import Fraction

@@ -8,13 +8,43 @@ import math
 import numpy as np
 
 if __package__:
-    from equipoise.checker.check import MAX_ENTRIES, OPERATIONS, REARRANGEMENTS, SLACK, TINY, U
-    from equipoise.checker.check import Step, add_bias, broadcast, check_gram, check_matrix, gamma
-    from equipoise.checker.check import integer, integers, norm, number, require
+    from equipoise.checker.check import (
+        MAX_ENTRIES,
+        OPERATIONS,
+        REARRANGEMENTS,
+        SLACK,
+        TINY,
+        Step,
+        add_bias,
+        broadcast,
+        check_gram,
+        check_matrix,
+        gamma,
+        integer,
+        integers,
+        norm,
+        number,
+        require,
+    )
 else:
-    from check import MAX_ENTRIES, OPERATIONS, REARRANGEMENTS, SLACK, TINY, U
-    from check import Step, add_bias, broadcast, check_gram, check_matrix, gamma
-    from check import integer, integers, norm, number, require
+    from check import (
+        MAX_ENTRIES,
+        OPERATIONS,
+        REARRANGEMENTS,
+        SLACK,
+        TINY,
+        Step,
+        add_bias,
+        broadcast,
+        check_gram,
+        check_matrix,
+        gamma,
+        integer,
+        integers,
+        norm,
+        number,
+        require,
+    )
 
 
 class Layer:

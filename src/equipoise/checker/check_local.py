@@ -2,21 +2,33 @@
 
 This file belongs beside `check.py` and follows its rules; `python check.py DIR` finds it there.
 
-*Ranges.* A row A of `z = Wv + b` is pushed back to the input, each ReLU between its chord above and the line 0 or z below (CROWN,
-Zhang et al. 2018); it ends as `A'x + c ± r‖A'‖`. So every neuron has a range on the ball.
+*Ranges.* A row A of `z = Wv + b` is pushed back to the input, each ReLU between its chord above and the line 0 or z below
+(CROWN, Zhang et al. 2018); it ends as `A'x + c ± r‖A'‖`. So every neuron has a range on the ball.
 
 *Differences.* Between the input and any point of the ball, a neuron that cannot switch has a constant slope. For the others,
-`δy = m·δz + w·v` with `|v| ≤ |δz|`, m and w the middle and half-width of the slopes. Pushing rows back gives `δz = Cδx + Dv` for these
-neurons and, below them, the margins divided by their values at the input. If R = `diag(σ, L)⁻¹ [C, D·diag(σ)]` has norm at most 1 for some
-σ > 0, the margins' part changes at most by `L‖δx‖` (Fazlyab et al. 2019). With `L·r < 1` no margin vanishes. σ² is the witness.
+`δy = m·δz + w·v` with `|v| ≤ |δz|`, m and w the middle and half-width of the slopes. Pushing rows back gives `δz = Cδx + Dv`
+for these neurons and, below them, for the margins divided by their values at the input. If `diag(σ, L)⁻¹ [C, D·diag(σ)]` has
+norm at most 1 for some σ > 0, the margins' part changes at most by `L‖δx‖` (Fazlyab et al. 2019). With `L·r < 1` no margin
+vanishes. σ² is the witness.
 """
 
 import numpy as np
 
 if __package__:
-    from equipoise.checker.check import CLAIMS, TINY, U, Rejected, check_matrix, gamma, integer, norm, read_inputs, require
+    from equipoise.checker.check import (
+        CLAIMS,
+        TINY,
+        Rejected,
+        U,
+        check_matrix,
+        gamma,
+        integer,
+        norm,
+        read_inputs,
+        require,
+    )
 else:
-    from check import CLAIMS, TINY, U, Rejected, check_matrix, gamma, integer, norm, read_inputs, require
+    from check import CLAIMS, TINY, Rejected, U, check_matrix, gamma, integer, norm, read_inputs, require
 
 #: covers the rounding of sums of up to a million positive numbers
 WIDER = 1 + 1e-9
@@ -48,8 +60,8 @@ def dense_layers(network):
 class Ball:
     """What is known of the neurons of every layer for inputs within a radius of x.
 
-    `centre` is the value at x, within `slip`; `low ≤ z ≤ high` on the ball; `moved` bounds `|δz|/‖δx‖`. Rounding while a row A is pushed
-    back through a layer costs at most `|A|·spread` for values.
+    `centre` is the value at x, within `slip`; `low ≤ z ≤ high` on the ball; `moved` bounds `|δz|/‖δx‖`. Rounding while a row
+    A is pushed back through a layer costs at most `|A|·spread` for values.
     """
 
     def __init__(self, layers, x, radius):

@@ -1,18 +1,19 @@
 """Certificates of randomized smoothing for `check.py`: radii follow from the counts of votes.
 
-This file belongs beside `check.py`; `python check.py DIR` finds it there. A row has the counts of an input: the votes k of its class, those
-of its strongest rival, and a procedure that spends the risk α. The radius r is proved if `2r/σ ≤ Φ⁻¹(p) − Φ⁻¹(q)`, p a lower confidence
-bound of the class's probability, q an upper one of any rival's.
+This file belongs beside `check.py`; `python check.py DIR` finds it there. A row has the counts of an input: the votes k of its
+class, those of its strongest rival, and a procedure that spends the risk α. The radius r is proved if `2r/σ ≤ Φ⁻¹(p) − Φ⁻¹(q)`,
+p a lower confidence bound of the class's probability, q an upper one of any rival's.
 
     cohen       p at level α, q = 1 − p
     bonferroni  every class at level α/c
     rivals      p at level `share·α`, q at `(1 − share)·α`: only the class and its true runner-up matter, not all classes
     joint       one test of class and rival at level α, see `check_joint`
 
-Binomial tails and Φ are computed with sixty digits and rounded toward rejection. That the votes were really drawn, after procedure, share,
-weight and zone were fixed, is evidence, not proof: `equipoise certify --replay` draws them again.
+Binomial tails and Φ are computed with sixty digits and rounded toward rejection. That the votes were really drawn, after
+procedure, share, weight and zone were fixed, is evidence, not proof: `equipoise certify --replay` draws them again.
 """
 
+import itertools
 import math
 from decimal import Decimal, getcontext
 from functools import lru_cache
@@ -25,8 +26,8 @@ else:
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494")
 
-#: covers the rounding of a few thousand operations with sixty digits
-ROUND_UP = 1 + Decimal("1e-30")
+#: covers the rounding of a few thousand operations with sixty digits; written out, since sums are rounded to fewer digits here
+ROUND_UP = Decimal("1.000000000000000000000000000001")
 
 #: a share of the risk that is spent on events this unlikely
 SPARE = Decimal("1e-20")
@@ -43,7 +44,7 @@ def choose(n, k):
 
 
 def binomial_tail(n, k, p):
-    """`P(Bin(n, p) ≥ k)` from below and above: the first term, then the terms' ratios until the rest is a small geometric series."""
+    """`P(Bin(n, p) ≥ k)` from below and above: the first term, then ratios until the rest is a small geometric series."""
     if k <= 0 or p >= 1:
         return Decimal(1), Decimal(1)
     if k > n or p <= 0:
@@ -51,13 +52,15 @@ def binomial_tail(n, k, p):
     odds = p / (1 - p)
     term = choose(n, k) * p**k * (1 - p) ** (n - k)
     total = term
+    rest = 0
     for i in range(k, n):
         ratio = Decimal(n - i) / (i + 1) * odds
         term *= ratio
         total += term
         if ratio < 0.9 and term < total * Decimal("1e-30"):
+            rest = 10 * term
             break
-    return total / ROUND_UP, (total + 10 * term) * ROUND_UP
+    return total / ROUND_UP, (total + rest) * ROUND_UP
 
 
 def normal_tail(x):
@@ -98,7 +101,7 @@ def quantile(low, high):
         require(normal_tail(x)[1] <= low, "a quantile was computed badly")
         return -x
     x = max(guess - apart, Decimal(0))
-    require(normal_tail(x)[0] >= high or x == 0 and high <= 0.5, "a quantile was computed badly")
+    require(normal_tail(x)[0] >= high or (x == 0 and high <= 0.5), "a quantile was computed badly")
     return x
 
 
@@ -124,18 +127,20 @@ def check_bounds(claim, row):
     if row["procedure"] == "cohen":
         return 2 * low
     q = Decimal(number(row["q"], 0, 1))
-    require(binomial_tail(n, n - row["rival"], 1 - q)[1] <= rival, "q is not a confidence bound")
+    implied = q >= 1 - p
+    require(implied or binomial_tail(n, n - row["rival"], 1 - q)[1] <= rival, "q is not a confidence bound")
     return low + quantile(1 - q, q)
 
 
 def check_joint(claim, row):
     """One test of class and rival together: `Φ⁻¹(p) − Φ⁻¹(q) ≥ gap` is shown if every `t = Φ⁻¹(p)` with less is rejected.
 
-    With `q ≥ Φ(t − gap)`, the votes of the class have the p-value `U₁ = P(Bin(n, Φ(t)) ≥ k)`. Given them, those of the rival are binomial
-    among the rest, with probability at least `θ = Φ(t − gap)/(1 − Φ(t))`, and have the p-value `U₂ = P(Bin(n − k, θ) ≤ rival)`. For a weight
-    w fixed before the draws, `w·Φ⁻¹(1 − U₁) + √(1 − w²)·Φ⁻¹(1 − U₂) ≥ Φ⁻¹(1 − α)` has probability at most α (Stouffer 1949). Below the zone of
-    t the class alone decides, above it the rival alone. On a cell [a, b] of the zone, U₁ is largest at b and θ smallest at a. A t at which
-    as few or as many votes as k are next to impossible is rejected too.
+    With `q ≥ Φ(t − gap)`, the votes of the class have the p-value `U₁ = P(Bin(n, Φ(t)) ≥ k)`. Given them, those of the rival
+    are binomial among the rest, with probability at least `θ = Φ(t − gap)/(1 − Φ(t))`, and have the p-value
+    `U₂ = P(Bin(n − k, θ) ≤ rival)`. For a weight w fixed before the draws, `w·Φ⁻¹(1 − U₁) + √(1 − w²)·Φ⁻¹(1 − U₂) ≥ Φ⁻¹(1 − α)`
+    has probability at most α (Stouffer 1949). Below the zone of t the class alone decides, above it the rival alone. On a
+    cell [a, b] of the zone, U₁ is largest at b and θ smallest at a. A t at which as few or as many votes as k are next to
+    impossible is rejected too.
     """
     n, k, gap = claim["n"], row["k"], Decimal(number(row["gap"]))
     weight = Decimal(number(row["weight"], 0, 1))
@@ -154,7 +159,7 @@ def check_joint(claim, row):
     require(own(cells[0]) >= needed, "the class alone does not decide below the zone")
     require(rival(cells[-1]) >= needed, "the rival alone does not decide above the zone")
     other = (1 - weight * weight).sqrt()
-    for a, b in zip(cells, cells[1:]):
+    for a, b in itertools.pairwise(cells):
         # so few or so many votes at such a t: events on which α·SPARE is spent
         few = binomial_tail(n, n - k, normal_cdf(-a)[1])[1]
         many = binomial_tail(n, k, normal_cdf(b)[1])[1]
@@ -178,7 +183,9 @@ def check_smoothing(network, inputs, claim):
         require(votes <= claim["n"], f"row {index}: more votes than draws")
         gap = PROCEDURES[row["procedure"]](claim, row)
         radius = Decimal(number(row["radius"], 0))
-        require(2 * radius * ROUND_UP <= sigma * gap, f"row {index}: the radius {radius} does not follow from the counts")
+        require(
+            2 * radius * ROUND_UP <= sigma * gap, f"row {index}: the radius {radius} does not follow from the counts"
+        )
     return [f"{len(claim['rows'])} radii of randomized smoothing follow from their counts"]
 
 
