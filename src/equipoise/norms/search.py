@@ -27,8 +27,8 @@ from equipoise.norms.symbol import Symbol
 
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
-#: bytes of matrices held at once on the CPU, where they should stay in the cache, and elsewhere, where every batch waits
-CHUNK_BYTES, DEVICE_BYTES = 2 * 2**20, 2**28
+#: bytes of matrices held at once: they should stay in the cache, and forming several at once is cheaper
+CHUNK_BYTES = 4 * 2**20
 #: what a proof in single precision may lose, as a multiple of the tolerance; the target lies twice that above the best square
 MOST_LOSS = 1.4
 
@@ -184,8 +184,7 @@ class Search:
 
     def _chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
         width = 1 if self.proof_dtype is torch.complex64 else 2
-        most = CHUNK_BYTES if rows.device.type == "cpu" else DEVICE_BYTES
-        return rows.split(max(1, most // (width * self.symbol.bytes_per_frequency)))
+        return rows.split(max(1, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency)))
 
     def _raise(self, value: float, group: int, omega: Tensor, v: Tensor) -> None:
         if value > self.best:
@@ -254,7 +253,7 @@ class Search:
         for rows in self._chunks(large):
             part, limit = cells.take(rows), tau[rows]
             G = self.symbol.gram(part.groups, part.omega, self.dtype)
-            open_ = ~below(G.to(self.proof_dtype), limit, torch.zeros_like(limit))
+            open_ = ~below(G, limit, dtype=self.proof_dtype)
             if bool(open_.any()):
                 left.append(rows[open_])
                 scores.append(_powers(G[open_])[0])
