@@ -230,11 +230,12 @@ def _group_sort(writer: _Writer, node: fx.Node, module: Any) -> None:
 
 
 def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
-    """`x − 2·Uᵀ relu(Ux + b)`: `outer` is twice the adjoint of `inner`, which the comparison of the outputs confirms."""
-    inner = module.inner
+    """`x − 2·Uᵀ relu(Ux + b)`."""
+    stored, offset, scale = module.effective()
+    inner = module.inner(stored)
     if (
         not isinstance(module.activation, nn.ReLU)
-        or module.scale.numel()
+        or scale.numel()
         or getattr(inner, "padding_mode", "zeros") != "zeros"
     ):
         raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
@@ -245,8 +246,8 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
         attributes |= {key: [int(n) for n in value] for key, value in keys.items()}
         attributes |= {"groups": inner.groups, "mode": "zeros"}
     weights = {"weight": weight}
-    if module.offset.numel():
-        weights["bias"] = module.offset.reshape(-1, *[1] * dims)
+    if offset.numel():
+        weights["bias"] = offset.reshape(-1, *[1] * dims)
     source = next(a for a in node.all_input_nodes if a in writer.names)
     size = [int(n) for n in source.meta["val"].shape[2:]]
     layer = checker.Linear(_double(weight), attributes)
@@ -259,7 +260,7 @@ _FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
     "MaxMin": _max_min,
     "BetaAbs": _beta_abs,
     "GroupSort": _group_sort,
-    "ExportedResidual": _residual,
+    **dict.fromkeys(("SLLLinear", "SLLConv2d", "CPLLinear", "CPLConv2d"), _residual),
 }
 
 #: operations that return their input

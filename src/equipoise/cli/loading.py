@@ -46,7 +46,7 @@ def make_recipe(
         mean: per channel.
         std: per channel.
         denoiser: a model put before.
-        layout: NHWC or NCHW.
+        layout: NHWC, NCHW, NHW or as-is.
         columns: names of inputs and labels, `image,label`.
     """
     from equipoise.runs.settings import Recipe
@@ -54,8 +54,6 @@ def make_recipe(
     shape = None if size is None else sizes(size, "--size takes one or two whole numbers such as 32 or 32,48")
     if shape is not None and (len(shape) > 2 or max(shape) > 10**5):
         raise InputError(f"--size takes one or two whole numbers such as 32 or 32,48, got {size!r}")
-    if layout is not None and layout.upper() not in ("NHWC", "NCHW"):
-        raise InputError(f"layout is NHWC or NCHW, got {layout!r}")
     names = None if columns is None else tuple(part.strip() for part in columns.split(","))
     if names is not None and (len(names) != 2 or not all(names)):
         raise InputError(f"columns takes two names such as image,label, got {columns!r}")
@@ -69,7 +67,7 @@ def make_recipe(
         mean=centre,
         std=spread,
         split=split,
-        layout=None if layout is None else layout.upper(),
+        layout=layout,
         size=None if shape is None else (shape[0], shape[-1]),
         columns=None if names is None else (names[0], names[1]),
         classes=None if classes is None else read_classes(classes),

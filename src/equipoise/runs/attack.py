@@ -24,8 +24,8 @@ from equipoise.runs.settings import parse_map
 from equipoise.runs.store import Attacked, AttackRow, Row, Store, locked
 from equipoise.runs.workers import TaskSpec
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream
-from equipoise.smoothing.moments import Ints
 from equipoise.smoothing.noise import noise_key
+from equipoise.smoothing.procedures import Ints
 
 #: multiples of the certified radius that are attacked: nothing may break at the first, the second shows the attack's power
 INSIDE, BEYOND = 0.99, 1.5

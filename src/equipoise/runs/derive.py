@@ -16,12 +16,12 @@ from equipoise.core import InputError, Refused, as_upper
 from equipoise.runs.settings import Constant, Manifest, Settings, parse_map
 from equipoise.runs.store import Row
 from equipoise.smoothing import Certificates
-from equipoise.smoothing.bounds import Smoothness
-from equipoise.smoothing.derive import Scores, Stopped, Votes, joined, stored_plan
+from equipoise.smoothing.bounds import Moments, Smoothness
+from equipoise.smoothing.derive import Scores, Stopped, Votes, joined
 from equipoise.smoothing.derive import derive as derive_sample
-from equipoise.smoothing.moments import Moments
 from equipoise.smoothing.noise import tie_breaks
-from equipoise.smoothing.procedures import Procedure, find_procedure
+from equipoise.smoothing.planning import stored_plan
+from equipoise.smoothing.procedures import Partition, Procedure, find_procedure
 from equipoise.smoothing.simplex import map_smoothness
 
 
@@ -126,7 +126,7 @@ def _scores(settings: Settings, rows: list[Row], row: Procedure, network: float 
     order = np.array([s.order for s in softs], dtype=np.int64)
     singles = np.array([s.singles for s in softs])
     direct = np.array([s.direct for s in softs])
-    plan = stored_plan(row, order, singles, direct, stacked[0])
+    plan = stored_plan(row, Partition(order, singles), direct, stacked[0])
 
     smoothness = {}
     for text in {s.map for s in softs}:

@@ -14,9 +14,8 @@ from torch import Tensor
 from equipoise.core import EquipoiseError, InputError, fresh_strides
 from equipoise.core.digests import Digest
 from equipoise.core.documents import Count, Document, PositiveCount
-from equipoise.data.dataset import UNKNOWN
-from equipoise.data.objects import pair_of
-from equipoise.smoothing.moments import Ints
+from equipoise.data.dataset import UNKNOWN, pair_of
+from equipoise.smoothing.procedures import Ints
 
 InputId = int | str
 

@@ -42,9 +42,8 @@ from equipoise.runs.store import NAME as STORE
 from equipoise.runs.store import Row, Session, Store, locked
 from equipoise.runs.workers import ProvedWorker, TaskSpec
 from equipoise.smoothing import Stream, choose_map
-from equipoise.smoothing.grid import is_image, power_of_two
-from equipoise.smoothing.moments import Ints
-from equipoise.smoothing.noise import fresh_seed
+from equipoise.smoothing.noise import fresh_seed, is_image, power_of_two
+from equipoise.smoothing.procedures import Ints
 
 #: inputs that the map of a soft run is calibrated on
 CALIBRATION = 32

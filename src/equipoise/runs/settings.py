@@ -22,8 +22,7 @@ from equipoise.core.errors import InputError, Refused, did_you_mean
 from equipoise.core.files import atomic_write, read_json
 from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.grid import Grid
-from equipoise.smoothing.noise import Levels, NoiseName, NoiseSpec
+from equipoise.smoothing.noise import Grid, Levels, NoiseName, NoiseSpec
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 NAME = "run.json"
@@ -146,8 +145,7 @@ class Settings(Document):
             raise InputError("give either target_radius or relative, not both")
         if self.adaptive and row.soft and not row.hard:
             raise Refused(
-                f"adaptive runs test the majority vote, {self.procedure!r} works on soft scores: use a vote procedure "
-                "(cohen), or smoothing.certify_adaptive with a map"
+                f"adaptive runs test the majority vote, {self.procedure!r} works on soft scores: use a vote procedure (cohen)"
             )
         if not row.soft and self.map is not None:
             raise InputError(

@@ -23,7 +23,7 @@ from equipoise.runs.settings import Settings, map_text
 from equipoise.runs.store import Row, SoftVotes
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map
 from equipoise.smoothing.classifier import count_votes
-from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.simplex import plan_map
 
 #: relative gap of every operator norm
@@ -154,7 +154,7 @@ class SampledWorker(Worker):
 
         noise = settings.noise_law().setting(alpha, "").noise
         plan = plan_map(chosen, logits, procedure, n, noise, alpha, network)
-        m, _ = counter.moments(x, n, plan, 0, chosen, input_id=item.id)
+        m, _ = counter.moments(x, n, plan, chosen, input_id=item.id)
         moments = np.stack([m.shift[0], m.first[0], m.second[0], m.cross[0]])
         return SoftVotes(
             map=map_text(chosen),
@@ -176,7 +176,6 @@ class SampledWorker(Worker):
             n_max=settings.n,
             alpha=settings.alpha,
             procedure=settings.procedure,
-            map=SimplexMap("hardmax"),
             ids=[item.id],
         )
         return int(outcome.draws[0])

@@ -186,11 +186,6 @@ def pad_crop(padding: Annotated[int, Field(ge=0, le=64)] = 4, border: Literal["z
     return lambda x, source: augment.random_crop(x, padding, source, border)
 
 
-def cover(size: Annotated[int, Field(ge=1, le=10**4)] = 8, p: Share = 1.0, value: float = 0.0) -> Augment:
-    """Cover a square at a random place."""
-    return lambda x, source: augment.cutout(x, size, source, p, value)
-
-
 def random_operations(operations: Few = 2, strength: Share = 0.3) -> Augment:
     """RandAugment: a few operations from a table per image."""
     return lambda x, source: augment.randaugment(x, source, operations, strength)
@@ -200,6 +195,5 @@ def random_operations(operations: Few = 2, strength: Share = 0.3) -> Augment:
 AUGMENTATIONS: dict[str, Callable[..., Augment]] = {
     "flip": flip,
     "pad-crop": pad_crop,
-    "cutout": cover,
     "randaugment": random_operations,
 }
