@@ -273,7 +273,7 @@ def _local(
                 if len(margins):
                     C, D, slack, switching = ball.maps(margins)
                     counts = tuple(int(part.sum()) for part in np.split(switching, np.cumsum(neurons)[:-1]))
-                    maps = Reduced(*map(torch.from_numpy, (C, D, slack)), counts)
+                    maps = Reduced(torch.from_numpy(C), torch.from_numpy(D), torch.from_numpy(slack), counts)
                     solution = best_multipliers(maps, enough=0.999 / radius)
                     if solution is None:
                         continue
@@ -389,7 +389,7 @@ class _Writer:
         size = attributes.get("size", _shape(source)[1:])
         operator: Any = weight
         if dims:
-            kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+            kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
             groups = attributes["groups"]
             keys = {key: attributes[key] for key in ("stride", "padding", "dilation", "groups")}
             operator = kind(
@@ -463,7 +463,7 @@ def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     if not dims:
         writer.layer(node, "linear", source, weights, {})
         return
-    attributes = {key: _each(a[key], dims) for key in ("stride", "padding", "dilation")}
+    attributes: dict[str, Any] = {key: _each(a[key], dims) for key in ("stride", "padding", "dilation")}
     mode = "zeros"
     if _name(source) == "pad":
         # padding that is written as an operation of its own
@@ -584,7 +584,9 @@ def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
         attributes = {"kernel": kernel, "stride": _each(a["stride"] or kernel, dims)}
         attributes["padding"] = _each(a["padding"], dims)
         padded = any(attributes["padding"])
-        unusual = a["ceil_mode"] or (padded and not a.get("count_include_pad", True)) or a.get("divisor_override")
+        unusual = (
+            bool(a["ceil_mode"]) or (padded and not a.get("count_include_pad", True)) or bool(a.get("divisor_override"))
+        )
         unusual = unusual or set(_each(a.get("dilation", 1), dims)) != {1}
     if unusual:
         raise Refused(f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only")
@@ -624,10 +626,11 @@ def _end(*keys: str) -> Callable[[fx.Node, Mapping[str, Any]], float]:
 
 
 def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
-    """`x − 2·Uᵀ relu(Ux + b)`: `outer` is twice the adjoint of `inner`, which the comparison of the outputs confirms."""
-    inner = module.inner
+    """`x − 2·Uᵀ relu(Ux + b)`."""
+    stored, offset, scale = module.effective()
+    inner = module.inner(stored)
     zeros = getattr(inner, "padding_mode", "zeros") == "zeros"
-    if not isinstance(module.activation, nn.ReLU) or module.scale.numel() or not zeros:
+    if not isinstance(module.activation, nn.ReLU) or scale.numel() or not zeros:
         raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
     dims = inner.weight.dim() - 2
     attributes: dict[str, Any] = {"h": 2.0}
@@ -635,8 +638,8 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
         attributes |= {key: _each(getattr(inner, key), dims) for key in ("stride", "padding", "dilation")}
         attributes |= {"groups": inner.groups, "mode": "zeros"}
     weights = {"weight": inner.weight}
-    if module.offset.numel():
-        weights["bias"] = module.offset.reshape(-1, *[1] * dims)
+    if offset.numel():
+        weights["bias"] = offset.reshape(-1, *[1] * dims)
     source = next(source for source in node.all_input_nodes if source in writer.names)
     writer.layer(node, "residual", source, weights, attributes)
 
@@ -650,7 +653,7 @@ def _householder(writer: _Writer, node: fx.Node, module: Any) -> None:
 
 #: modules that become one operation
 _FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
-    "ExportedResidual": _residual,
+    **dict.fromkeys(("SLLLinear", "SLLConv2d", "CPLLinear", "CPLConv2d"), _residual),
     "HouseholderActivation": _householder,
 }
 #: operations that are recognised where their results meet
