@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def _stored_numbers(folder: Path) -> int:
     total = 0
     for part in parts:
         with open_weights(folder / part) as file:
-            total += sum(file.numel(name) for name in file.names)
+            total += sum(math.prod(file.shape(name)) for name in file.names)
             small = [
                 name for name in file.names if file.dtype(name) in ("I8", "U8") or file.dtype(name).startswith("F8")
             ]
