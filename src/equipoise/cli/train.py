@@ -33,11 +33,18 @@ def train(
         bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
     ] = False,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Convert this checkpoint to 1-Lipschitz layers and train it further.")
+        str | None,
+        typer.Option(
+            "--from", help="Convert this checkpoint, or package.module:factory, to 1-Lipschitz layers and train it."
+        ),
     ] = None,
+    weights: Annotated[Path | None, typer.Option(help="With --from package.module:factory: safetensors.")] = None,
     method: Annotated[str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")] = "sr",
     data: Annotated[str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")] = None,
     distill: Annotated[float, typer.Option(help="With --from: weight of the original's answers in the loss.")] = 0.0,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after this time; the same command goes on.", min=0)
+    ] = None,
     planned: Annotated[
         bool, typer.Option("--plan", help="Say what it costs (steps, hours on this machine); train nothing.")
     ] = False,
@@ -55,6 +62,7 @@ def train(
       equipoise train sll-sr-digits
       equipoise train sll-sr-small-cifar10 --plan
       equipoise train --from runs/mlp --method sr --data digits
+      equipoise train --from my_nets:net --weights net.safetensors --data digits --minutes 30
       equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
       accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
     """
@@ -68,7 +76,7 @@ def train(
             raise InputError(
                 "--plan and --show are about a recipe alone: leave out --from, or leave out --plan and --show"
             )
-        _robustify(source, recipe, changes or [], run_dir, cpu, method, data, distill, as_json)
+        _robustify(source, weights, recipe, changes or [], run_dir, cpu, method, data, distill, minutes, as_json)
         return
     if recipe is None:
         raise InputError("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
@@ -80,7 +88,7 @@ def train(
         _plan(chosen, as_json)
         return
     folder = run_dir if run_dir is not None else Path("runs") / chosen.name
-    result, main = _run(chosen, folder, cpu)
+    result, main = _run(chosen, folder, cpu, minutes)
     if not main:
         return
     if as_json:
@@ -103,22 +111,24 @@ def _list(as_json: bool) -> None:
 
 
 def _robustify(
-    source: Path, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool, method: str,
-    data: str | None, distill: float, as_json: bool,
+    source: str, weights: Path | None, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool,
+    method: str, data: str | None, distill: float, minutes: float | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Convert, train, and show what it was and what it became."""
-    from equipoise.train.robustify import comparison, robustify
+    from equipoise.train.robustify import robustify
 
-    folder = run_dir if run_dir is not None else Path("runs") / f"{source.resolve().name}-{method}"
+    folder = (
+        run_dir if run_dir is not None else Path("runs") / f"{Path(source).resolve().name}-{method}".replace(":", "-")
+    )
     found = robustify(
-        source, folder, method=method, data=data, recipe=recipe, changes=changes, distill=distill, cpu=cpu,
-        progress=None if as_json else _epochs,
+        source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes, distill=distill,
+        minutes=minutes, cpu=cpu, progress=None if as_json else _epochs,
     )  # fmt: skip
     if as_json:
         emit_json({**found.to_dict(), "folder": str(folder)})
         return
     shown = table(f"{source} → {folder}", "figure", "before", "after", right=("before", "after"))
-    for row in comparison(found.before, found.after):
+    for row in found.comparison():
         shown.add_row(*row)
     results().print(shown, markup=False)
     left = [r.name for r in found.conversion.left]
@@ -160,13 +170,13 @@ def _show_recipe(recipe: Recipe, as_json: bool) -> None:
         typer.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), nl=False)
 
 
-def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
+def _run(recipe: Recipe, folder: Path, cpu: bool, minutes: float | None) -> tuple[Result, bool]:
     """Train with a progress bar on a terminal and a line per epoch elsewhere; whether this is the process that reports."""
     from equipoise.train import run_recipe
 
     with progress() as bar:
         try:
-            result = run_recipe(recipe, folder, cpu=cpu, progress=_reporter(bar, recipe))
+            result = run_recipe(recipe, folder, minutes=minutes, cpu=cpu, progress=_reporter(bar, recipe))
         except KeyboardInterrupt:
             said = f"interrupted: the same command goes on from the last checkpoint in {folder}"
             say(said)
@@ -220,7 +230,8 @@ def _show(result: Result) -> None:
     final = result.final
     split = final.get("split", "test")
     shown = table(f"{result.recipe.name} → {result.folder}", "figure", "value", right=("value",))
-    shown.add_row("epochs", str(final["epoch"]))
+    epochs = f"{final['epoch']} of {result.recipe.epochs}"
+    shown.add_row("epochs", epochs if result.finished else f"{epochs}, stopped: the same command goes on")
     figures = {"train loss": final.get("train_loss"), "train accuracy": final.get("train_accuracy")}
     figures |= {f"{split} loss": final.get("loss"), f"{split} accuracy": final.get("accuracy")}
     figures |= {f"test {name}": value for name, value in (final.get("test") or {}).items()}
