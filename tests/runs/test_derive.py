@@ -12,7 +12,8 @@ from equipoise.runs.derive import derive
 from equipoise.runs.settings import DataRecord, Manifest, ModelRecord, Settings
 from equipoise.runs.store import Row
 from equipoise.smoothing import PROCEDURES, SimplexMap, SmoothedClassifier
-from equipoise.smoothing.adaptive import log_e_value, target_probability
+from equipoise.smoothing.intervals import log_e_value
+from equipoise.smoothing.planning import target_probability
 
 VOTES = ("cohen", "bonferroni", "cpm", "rivals", "randomized", "direct")
 

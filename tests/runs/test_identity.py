@@ -32,9 +32,9 @@ CHANGES = {
     "map": ("softmax:2.0", r"map: softmax:1.0 → softmax:2.0"),
     "lipschitz": (3.0, "lipschitz: unset → 3.0"),
     "nonfinite": ("miss", "nonfinite: refuse → miss"),
-    "skip": (1, "inputs: skip 0 limit None stride 1 → skip 1 limit None stride 1; total: 12 → 11"),
-    "limit": (3, "limit None.*limit 3"),
-    "stride": (2, "stride 1 → .*stride 2"),
+    "skip": (1, "inputs: .*'skip': 0.*'skip': 1.*; total: 12 → 11"),
+    "limit": (3, "inputs: .*'limit': 3"),
+    "stride": (2, "'stride': 1.*'stride': 2"),
 }
 
 
@@ -176,7 +176,6 @@ def test_the_manifest_is_readable_and_complete(tmp_path, net, xy):
     assert {"equipoise", "torch", "numpy", "python"} <= set(plain["versions"])
     assert plain["map"] == "softmax:1.0"
     assert run.manifest.to_dict() == plain
-    assert [s.engine for s in run.sessions()] == ["local"]
 
 
 #: settings that make no sense, and the words they get

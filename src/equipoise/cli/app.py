@@ -38,7 +38,7 @@ _TABLE = {
     "audit": ("audit", "A proved Lipschitz bound of a network, by layer."),
     "certify": ("certify", "Certify a dataset by randomized smoothing."),
     "prove": ("certify", "Prove radii of a network itself, without noise."),
-    "check": ("check", "Check a certificate bundle independently."),
+    "check": ("certify", "Check a certificate bundle independently."),
     "derive": ("certify", "A stored run at another risk or procedure."),
     "merge": ("certify", "Join runs over disjoint inputs."),
     "export": ("certify", "A run as .csv, .json or Cohen's log."),

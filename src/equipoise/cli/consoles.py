@@ -5,10 +5,9 @@ import io
 import json
 import os
 import sys
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -71,12 +70,6 @@ def tell(*lines: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def interrupted(done: int, total: int, folder: Path) -> NoReturn:
-    """Say what a run that was stopped has stored, and end."""
-    say(f"interrupted: {done} of {total} inputs are stored in {folder}; run the same command to continue")
-    raise typer.Exit(130) from None
-
-
 def progress() -> Progress:
     """A progress bar on stderr, shown only on a terminal and gone when done."""
     console = messages()
@@ -84,12 +77,33 @@ def progress() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table in the house style; `right` names the columns of numbers."""
+def table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table.
+
+    Args:
+        title: above it.
+        columns: their headings.
+        right: the columns of numbers.
+    """
     result = Table(title=title, title_justify="left", header_style="bold", title_style="bold")
     for column in columns:
         result.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return result
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """Print a table of results.
+
+    Args:
+        title: above it.
+        columns: their headings.
+        rows: the cells.
+        right: the columns of numbers.
+    """
+    shown = table(title, *columns, right=right)
+    for row in rows:
+        shown.add_row(*row)
+    results().print(shown, markup=False)
 
 
 def emit_json(document: Any, indent: int | None = 2) -> None:

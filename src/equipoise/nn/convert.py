@@ -16,7 +16,7 @@ from equipoise.nn.activations import Contracted, slopes
 from equipoise.nn.constants import known_constant, overlap
 from equipoise.nn.normalise import BatchCentering
 from equipoise.nn.orthogonal import bcop, cayley, polar, soc
-from equipoise.nn.parametrize import PLAIN, Computed, Parametrized
+from equipoise.nn.parametrize import PLAIN, Computed, ComputedLayer, Parametrized
 from equipoise.nn.pooling import MaxPool2d
 from equipoise.nn.rescaling import (
     AOLConv1d,
@@ -62,11 +62,7 @@ def methods() -> dict[str, dict[type[nn.Module], Any]]:
     >>> methods()["sr"][nn.Linear].__name__
     'SRLinear'
     """
-    return {name: {_stands_for(layer): layer for layer in layers} for name, layers in FAMILIES.items()}
-
-
-def _stands_for(layer: Any) -> type[nn.Module]:
-    return layer.plain() if issubclass(layer, Parametrized) else layer.plain_type
+    return {name: {layer.plain_type: layer for layer in layers} for name, layers in FAMILIES.items()}
 
 
 @dataclass(frozen=True)
@@ -290,14 +286,13 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
 def _exported(path: str, layer: nn.Module) -> nn.Module:
     """One layer as a plain module."""
     name = parametrize.type_before_parametrizations(layer).__name__
-    if isinstance(layer, Computed):
-        if not hasattr(layer, "export") or not is_unmodified(layer, "export"):
+    if isinstance(layer, ComputedLayer):
+        if not is_unmodified(layer, "export"):
             raise Refused(
                 f"{path} ({name}) has hooks, or a subclass or a patch changes what its calls do, so that export() would make "
-                "another map; remove them, or define export beside forward in the same class"
+                "another map; remove them"
             )
-        made: nn.Module = copy.deepcopy(layer.export())  # type: ignore[operator]
-        return made
+        return layer.export()
     kind = module_kind(layer)  # refuses hooks and overridden forwards
     if type(layer).__call__ is not nn.Module.__call__:
         raise Refused(f"{path} ({name}) overrides __call__, so that export() would make another map")
@@ -315,7 +310,7 @@ def evaluate_at(model: nn.Module, *inputs: Tensor) -> None:
     """Evaluate once, so that layers whose weights depend on the image size are exported for the size they have in this call."""
     for part in model.modules():
         if isinstance(part, Computed):
-            part._kept.clear()
+            part._cache.clear()
     with evaluating(model), torch.no_grad():
         model(*inputs)
 
@@ -324,7 +319,7 @@ def with_effective_weights(model: nn.Module, *inputs: Tensor) -> nn.Module:
     """The network with the weights it uses in evaluation on inputs of this size: itself where no layer computes its own.
 
     >>> type(with_effective_weights(cayley.CayleyConv2d(2, 2, 3), torch.zeros(1, 2, 6, 6))).__name__
-    'SpectralConv2d'
+    'CayleyConv2d'
     """
     if next(_outermost(model, ""), None) is None:
         return model
@@ -334,7 +329,11 @@ def with_effective_weights(model: nn.Module, *inputs: Tensor) -> nn.Module:
 
 def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Layers that compute their weights and are not part of another one."""
-    if isinstance(module, Computed) or (isinstance(module, PLAIN) and parametrize.is_parametrized(module, "weight")):
+    if isinstance(module, ComputedLayer):
+        if module.stored is None:
+            yield path, module
+        return
+    if isinstance(module, PLAIN) and parametrize.is_parametrized(module, "weight"):
         yield path, module
         return
     for name, child in module.named_children():

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,15 +276,6 @@ def symmetric_gram(W: Tensor, piece: int | None = None) -> Tensor:
         if first:
             G[..., :first, first:last] = block[..., :first].mT
     return G
-
-
-def differentiable(
-    values: Sequence[Tensor], given: Sequence[Tensor], *inputs: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients for the inputs that can be differentiated again, operator by operator; None for what needs none."""
-    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    parts = dict(zip(map(id, wanted), torch.autograd.grad(values, wanted, given, create_graph=True), strict=True))
-    return tuple(parts.get(id(tensor)) for tensor in inputs)
 
 
 def pays(m: int, n: int) -> bool:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
-from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
-from equipoise.nn.powers import differentiable, largest_exponent, pays, powers, refuse_large, row_sums, totals
+from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
+from equipoise.nn.powers import largest_exponent, pays, powers, refuse_large, row_sums, totals
 from equipoise.norms.differentiable import gram_norm, symbol_norm
 
 Side = Literal["input", "output", "smaller"]
@@ -142,7 +142,7 @@ class _Rescaled(torch.autograd.Function):
             E, again = _by_operators(_on_phases(K, ctx.turned, ctx.lattices), ctx.t, log_q)
             pairs = [(_off_phases(E, ctx.turned, ctx.lattices), g), (again, g_R)]
             values, given = zip(*[(v, gradient) for v, gradient in pairs if gradient is not None], strict=True)
-            return *differentiable(values, given, K, log_q), None, None, None
+            return *differentiated(values, given, K, log_q), None, None, None
 
         own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
         if g is not None:

@@ -101,7 +101,7 @@ def attacked(
     y = torch.from_numpy(network.y)
     steps, draws, checks = (context.steps_of(k) for k in (settings.steps, settings.draws, settings.check_draws))
     for name in ATTACKS:
-        classifier = network.classifier(settings.sigma).floating()
+        classifier = network.classifier(settings.sigma).suited(1.0)
         classifier.map = found[name].map
         for epsilon in context.steps(settings.attacked):
             result = smooth_pgd(classifier, network.x, y, epsilon, steps, draws=draws, check_draws=checks)
@@ -113,7 +113,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per method and ε."""
     network = smoothed.prepared(settings.recipe, context)
     bound = constant(network)
-    found = certify(network, network.classifier(settings.sigma).floating(), bound, settings, context)
+    found = certify(network, network.classifier(settings.sigma).suited(1.0), bound, settings, context)
     with torch.no_grad():
         plain = np.asarray(margin_radius(network.model(network.x), torch.from_numpy(network.y), bound))
     methods = {**{m: c.rated for m, c in found.items()}, PLAIN: smoothed.Rated(plain, plain > 0)}

@@ -132,6 +132,7 @@ class Claim:
     least: float
     rival: str = "baseline"
     key: str = "accuracy"
+    own: bool = False
 
 
 def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
@@ -176,7 +177,7 @@ def _gain_verdict(rows: Sequence[Row], claim: Claim) -> Verdict:
     gain = mean_of(paired(rows, claim.wanted, claim.rival, claim.key))
     rival = mean_of([100 * value for value in by_variant(rows, claim.key)[claim.rival]])
     text = f"{gain.show()} points over {claim.rival} at {rival.show()}"
-    verdict = Verdict(gain_label(gain, claim.effect), text, claim.published, claim.part)
+    verdict = Verdict(gain_label(gain, claim.effect), text, claim.published, claim.part, claim.own)
     return Precondition(claim.rival, rival.value, claim.least).apply(verdict)
 
 
