@@ -48,7 +48,7 @@ def conv_bracket(conv: Convolution, rtol: float = 1e-3, enough: float = 0.0) -> 
         enough: an upper end that suffices: where it is true, one proof shows it. If given, the gap is closed only by what the
             symbol shows, not by looking at the borders of the operator.
     """
-    weight = wide(require_finite(conv.weight))
+    weight = wide(require_finite(conv.weight.cpu()))  # proofs run on the CPU
     if not bool(weight.any()):
         return Bracket(0.0, 0.0, rtol, "zero kernel")
     weight, e = rescaled(weight)
@@ -161,7 +161,7 @@ def _lattice_bound(
         reached = not windows or all(lattice.window >= 1 for lattice in lattices)
         return float(high.max()), float(low.max()) if reached else 0.0, None
     symbol, found = _search(kernel, lattices, tol, enough, exact=conv.padding == "circular")
-    group = torch.tensor([found.group], device=kernel.device)
+    group = torch.tensor([found.group])
     G = symbol.gram(group, found.omega[None], torch.float32)[0]
     start = random_start(G.shape[-1], G) if found.vector is None else found.vector.to(G.dtype)
     v = lanczos(G.matmul, start, steps=32, converged=tol / 64)
@@ -191,9 +191,9 @@ def _search(
     budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * groups
     coarse = whole and all(n <= 3 * k for n, k in zip(grid, kernel.shape[3:], strict=True))
     if whole and (points <= GRID_POINTS[len(grid) > 1] or (coarse and points * groups <= 16 * budget)):
-        symbol = Symbol.of(kernel, points * groups)
+        symbol = Symbol.of(kernel, points)
         return symbol, Search(symbol, tol, budget, enough).over_grid(grid)
-    symbol = Symbol.of(kernel, 1000 * groups)
+    symbol = Symbol.of(kernel, 1000)
     search = Search(symbol, tol, budget, enough)
     found = search.over_all()
     if not whole or (found.upper <= enough and not exact):
@@ -214,10 +214,10 @@ def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: 
     sizes = [(axis.out if adjoint else axis.size) or 1 for axis in conv.axes]
     wave = v
     for axis, w, n in zip(conv.axes, omega, sizes, strict=True):
-        i = torch.arange(n, dtype=torch.float64, device=v.device)
+        i = torch.arange(n, dtype=torch.float64)
         wave = wave[..., None] * (torch.sin(math.pi * (i + 1) / (n + 1)) * torch.exp(-1j * w / axis.dilation * i))
     channels = co if adjoint else ci
-    x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype, device=v.device)
+    x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype)
     x[group] = wave
     x = x.flatten(0, 1)[None]
     x = x if conv.kernel.is_complex() else x.real.contiguous()
@@ -268,7 +268,7 @@ def materialise(conv: Convolution) -> Tensor:
     (out, ins), groups, size = conv.weight.shape[:2], conv.groups, conv.size
     pairs = conv.weight.reshape(out * ins, 1, *conv.weight.shape[2:])
     one = Convolution(pairs, replace(conv.geometry, shape=tuple(pairs.shape), groups=1))
-    pixels = torch.eye(math.prod(size), dtype=conv.weight.dtype, device=conv.weight.device).reshape(-1, 1, *size)
+    pixels = torch.eye(math.prod(size), dtype=conv.weight.dtype).reshape(-1, 1, *size)
     y = one.apply(pixels).reshape(len(pixels), groups, out // groups, ins, -1)  # (pixel, group, out, in, place)
     blocks = y.permute(1, 2, 4, 3, 0).reshape(groups, -1, ins * len(pixels))
     return torch.block_diag(*blocks) if groups > 1 else blocks[0]

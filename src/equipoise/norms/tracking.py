@@ -25,7 +25,6 @@ from equipoise.core.precision import (
     deflate,
     frobenius,
     full_precision,
-    gamma,
     inflate,
     require_finite,
     unit_roundoff,
@@ -38,35 +37,7 @@ from equipoise.norms.cholesky import cholesky_bracket
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.gram import small_side
 from equipoise.norms.lanczos import perturb
-
-
-def tap_drift(kernel: Tensor) -> float:
-    """`sup_ω ‖E(ω)‖_F`, rounded up: a bound on the norm of the convolution with `kernel (groups, co, ci, *k)`, zeros around it.
-
-    `‖E(ω)‖_F² = Σ_b c_b e^{ib·ω}` with `c_b = Σ_a ⟨K_a, K_{a+b}⟩` the autocorrelation of the taps, so `Σ_b |c_b|` bounds it for
-    all frequencies at the price of one small Gram matrix; strides and borders can only lower the norm.
-
-    >>> tap_drift(torch.ones(1, 1, 1, 3)) >= 3
-    True
-    """
-    sizes = kernel.shape[3:]
-    taps = kernel.flatten(3).flatten(1, 2).mT.contiguous()  # groups, taps, co·ci
-    if taps.shape[-1] * unit_roundoff(taps.dtype) > 1e-2:
-        taps = taps.double()
-    products = (taps @ taps.mT).double()
-
-    # the offset of every pair of taps, as one number
-    where = torch.cartesian_prod(*(torch.arange(n) for n in sizes)).reshape(-1, len(sizes))
-    places = torch.zeros(len(where), dtype=torch.long)
-    for axis, n in enumerate(sizes):
-        places = places * (2 * n - 1) + where[:, axis]
-    offsets = (places[:, None] - places + int(places.max())).flatten().to(kernel.device)
-    sums = products.new_zeros(len(products), int(offsets.max()) + 1).index_add_(1, offsets, products.flatten(1))
-
-    # every product of taps is off by γ times the product of their lengths
-    lengths = inflate(frobenius(taps[:, :, None]).sum(-1))
-    rounding = gamma(taps.shape[-1] + 8, taps.dtype) + gamma(taps.shape[1] ** 2 + 8, torch.float64)
-    return float(inflate((sums.abs().sum(-1) + 2 * rounding * lengths**2).sqrt()).max())
+from equipoise.norms.symbol import symbol_energy
 
 
 @dataclass(frozen=True)
@@ -200,9 +171,7 @@ class TrackedMatrix(TrackedNorm):
         if W.dim() != 2 or W.is_complex():
             raise InputError(f"expected a real matrix, got {what} of shape {tuple(W.shape)} in {W.dtype}")
         A = W.detach().to(working_dtype(W.dtype))
-        if A.numel() == 0:
-            return require_finite(A, what)
-        return small_side(A.cpu() if A.device.type == "mps" else A)
+        return small_side(A) if A.numel() else require_finite(A, what)
 
     def _distance(self, difference: Tensor) -> float:
         return float(frobenius(_by_rows(difference)))
@@ -251,7 +220,7 @@ class TrackedConvolution(TrackedNorm):
         return W.detach().to(working_dtype(W.dtype))
 
     def _distance(self, difference: Tensor) -> float:
-        return inflate(self.factor * tap_drift(self.conv.geometry.grouped(difference)))
+        return inflate(self.factor * float(symbol_energy(self.conv.geometry.grouped(difference)).max()))
 
     def _lost(self, A: Tensor, proof: Proof, kappa: float) -> float:
         taps = math.sqrt(math.prod(A.shape[2:]))  # ‖E(ω)‖_F ≤ √taps·‖K‖_F
