@@ -212,7 +212,7 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
     if json:
         emit_json({"run": str(run.folder), **summary.to_dict(), "manifest": run.manifest.to_dict()})
     else:
-        share = "certified accuracy" if summary.labelled else "certified (no labels: any answer)"
+        share = "certified accuracy" if results.labelled else "certified (no labels: any answer)"
         shares = {share: summary.accuracy} | ({"deployed": summary.deployed} if summary.deployed else {})
         columns = ["radius ε", *shares]
         # what is certified at ε is certified below it: ε is never shown larger than it is

@@ -8,7 +8,8 @@ import numpy as np
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 from scipy.special import stdtrit
 
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.checks import require_one_of
+from equipoise.core.errors import InputError, Refused
 from equipoise.curvature.hessian import LossHessian, Vector, require_operator
 
 #: up to this many parameters the matrix is formed and solved
