@@ -74,11 +74,17 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
-def plain_weight(name: str, module: nn.Module) -> nn.Parameter:
-    """The weight as a parameter that can be written to; refused where it is computed from others."""
-    weight = module._parameters.get("weight")
-    if weight is None or torch.nn.utils.parametrize.is_parametrized(module, "weight"):
-        raise InputError(f"the weight of {name!r} is computed by a parametrisation and cannot be changed in place")
+def plain_weight(name: str, module: nn.Module, attribute: str = "weight") -> nn.Parameter:
+    """The weight as a parameter that can be written to; refused where it is computed from others.
+
+    Args:
+        name: of the layer, for the message.
+        module: the layer.
+        attribute: name of the parameter in the module.
+    """
+    weight = module._parameters.get(attribute)
+    if weight is None:
+        raise InputError(f"the {attribute} of {name!r} is computed by a parametrisation and cannot be changed in place")
     return weight
 
 
