@@ -123,7 +123,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         meaning = "lower bound of the largest; ± residual"
         rows.append(("top eigenvalue", f"{top['value']:.6g}", f"{top['residual']:.2g}", meaning))
     if trace := report.get("trace"):
-        meaning = f"{trace['method']}; ± standard error"
+        meaning = "Hutch++; ± standard error"
         rows.append(("trace", f"{trace['value']:.6g}", f"{trace['standard_error']:.2g}", meaning))
     if density := report.get("density"):
         nodes = density["nodes"]
