@@ -24,11 +24,10 @@ from equipoise.regularizers.selection import (
     LINEAR_MAPS,
     Names,
     Types,
-    input_shapes,
     name_matches,
     plain_weight,
     select_layers,
-    zero_image,
+    spatial_sizes,
 )
 
 How = Literal["cap", "sphere", "clip", "hammer"]
@@ -196,7 +195,7 @@ class SpectralGuard:
                 f"how={how!r} changes single singular directions of a matrix, and {next(iter(kernels))!r} is a convolution, "
                 "whose singular vectors are images and whose clipped kernel would be larger; take how='cap', or leave it out"
             )
-        sizes = _sizes(model, kernels, input_size, example_input)
+        sizes = spatial_sizes(model, kernels, input_size, example_input)
         self.layers = _weights(model, list(places.values()), radii, sizes)
 
         #: parameters of two or more dimensions that are not guarded, with the kind of module they belong to
@@ -450,17 +449,6 @@ def _radii(names: list[str], radius: Radius) -> dict[str, float]:
         for name in matching:
             radii.setdefault(name, float(value))
     return radii
-
-
-def _sizes(
-    model: nn.Module, kernels: dict[str, nn.Module], input_size: int | tuple[int, ...] | None, example: Tensor | None
-) -> dict[str, tuple[int, ...] | None]:
-    """Spatial size of what every convolution reads; None where it is not known."""
-    if example is None and input_size is not None and kernels:
-        example = zero_image(model, input_size)
-    if example is None or not kernels:
-        return dict.fromkeys(kernels)
-    return {name: shape[1:] for name, shape in input_shapes(model, kernels, example).items()}
 
 
 def _weights(
