@@ -160,7 +160,7 @@ def test_peer_failure_skewness_lost_by_rescaling_channels() -> None:
     plain = exported(layer)
     assert reference_norm(plain, (4, 5, 5)) <= 1 + 1e-5
     with torch.no_grad():
-        plain.kernel.mul_(torch.tensor([3.0, 1.0, 0.3, 0.1])[None, :, None, None, None])
+        plain.effective_0.mul_(torch.tensor([3.0, 1.0, 0.3, 0.1])[None, :, None, None, None])
     assert reference_norm(plain, (4, 5, 5)) > 1.05
     with pytest.raises(Refused, match="not skew"):
         plain.lipschitz_upper((4, 5, 5))

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from equipoise.core.precision import frobenius
-from equipoise.norms import search
-from equipoise.norms.cholesky import below, syrk
 from equipoise.norms.differentiable import conv_norm, gram_norm
 from equipoise.norms.gram import gram_error, gram_iterate, rayleigh_lower
 from equipoise.norms.symbol import Symbol, autocorrelation
@@ -27,9 +25,6 @@ FREQUENCIES = (torch.zeros(7, dtype=torch.long, device="meta"), empty(7, 2, dtyp
 #: what is computed for many matrices, chunks or frequencies at once
 WORK = {
     "frobenius": lambda: frobenius(BATCH),
-    "below": lambda: below(BATCH, NUMBERS, NUMBERS),
-    "below, complex": lambda: below(BATCH.to(torch.complex64), NUMBERS, NUMBERS),
-    "syrk": lambda: syrk(empty(500, 40), torch.float32),
     "gram_iterate": lambda: gram_iterate(BATCH, 4),
     "gram_error": lambda: gram_error(BATCH),
     "rayleigh_lower": lambda: rayleigh_lower(BATCH, empty(20, 30)),
@@ -38,7 +33,6 @@ WORK = {
     "gram_sizes": lambda: symbol().gram_sizes(*FREQUENCIES, torch.float32),
     "symbol.gram_error": lambda: symbol().gram_error(torch.float32),
     "at": lambda: symbol().at(*FREQUENCIES),
-    "powers": lambda: search._powers(BATCH),
     "conv_norm": lambda: conv_norm(empty(6, 5, 3, 3), input_size=8),
     "gram_norm": lambda: gram_norm(empty(4, 6, 5)),
 }

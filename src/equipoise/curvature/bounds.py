@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind, format_up
-from equipoise.core.checks import require_labels, require_number, require_tensor
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.checks import require_labels, require_number, require_one_of, require_tensor
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import hooked
 from equipoise.core.precision import inflate
 from equipoise.curvature.hessian import Data, LossHessian

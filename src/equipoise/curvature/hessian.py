@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from equipoise.core.checks import describe, require_module, require_number
-from equipoise.core.errors import InputError, Refused, one_line, require_one_of
+from equipoise.core.checks import describe, require_module, require_number, require_one_of
+from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.modules import evaluating, fresh_strides, tensor_slots
 
 Loss = Literal["ce", "mse"] | Callable[[Tensor, Tensor], Tensor]

@@ -9,8 +9,8 @@ from scipy.linalg import norm
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 from scipy.special import stdtrit
 
-from equipoise.core.checks import POSITIVE, require_number
-from equipoise.core.errors import Refused, require_one_of
+from equipoise.core.checks import POSITIVE, require_number, require_one_of
+from equipoise.core.errors import Refused
 from equipoise.curvature.hessian import LossHessian, Vector
 
 #: up to this many parameters the matrix is formed and solved

@@ -4,10 +4,11 @@ In a loop of your own, `guard.attach(optimizer)` is enough, and `guard.scalars()
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from equipoise.core import imports
 from equipoise.core.errors import InputError
 from equipoise.core.files import make_folder
 from equipoise.optim.guard import SpectralGuard
@@ -62,7 +63,10 @@ def trainer_callback(guard: SpectralGuard, sink: Sink | None = None) -> Any:
 
 def lightning_callback(guard: SpectralGuard) -> Any:
     """A Lightning `Callback`: attaches to all optimizers, logs with the module, and keeps the guard's state in checkpoints."""
-    base: Any = imports.lightning_callback()
+    package = next((p for p in ("lightning", "pytorch_lightning") if find_spec(p) is not None), None)
+    if package is None:
+        raise InputError("this callback is for Lightning, which is not installed: pip install lightning")
+    base: Any = import_module("lightning.pytorch" if package == "lightning" else package).Callback
 
     class SpectralGuardCallback(base):
         """Attaches at the start, logs at the end of a batch."""

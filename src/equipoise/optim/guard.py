@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket, format_up
-from equipoise.core.checks import POSITIVE, require_module, require_number
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.checks import POSITIVE, require_module, require_number, require_one_of
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, inflate, unit_roundoff
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of, module_kind

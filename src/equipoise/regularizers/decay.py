@@ -9,8 +9,15 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import describe, require_labels, require_module, require_number, require_tensor
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.checks import (
+    describe,
+    require_labels,
+    require_module,
+    require_number,
+    require_one_of,
+    require_tensor,
+)
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import safe_root
 from equipoise.regularizers.selection import Names, select_layers, weight_of
 

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equipoise.core.bounds import Bracket, Kind
-from equipoise.core.checks import require_number
-from equipoise.core.errors import InputError, require_one_of
+from equipoise.core.checks import require_number, require_one_of
+from equipoise.core.errors import InputError
 from equipoise.maps.linear import Convolution, Linear
 from equipoise.maps.reading import geometry_of, linear_part, module_kind
 from equipoise.norms.differentiable import gram_norm, map_norm
-from equipoise.norms.power import SingularVectors
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.tracking import TrackedConvolution, TrackedMatrix, TrackedNorm
+from equipoise.norms.tracking import SingularVectors, TrackedConvolution, TrackedMatrix, TrackedNorm
 from equipoise.regularizers import selection
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
