@@ -8,6 +8,7 @@ device first: it must not be larger than the files, and afterwards every name in
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def _count_numbers(folder: Path) -> int:
     for part in sorted(parts):
         with open_weights(folder / part) as file:
             for name in file.names:
-                total += file.numel(name)
+                total += math.prod(file.shape(name))
                 if file.dtype(name) in ("I8", "U8") or file.dtype(name).startswith("F8"):
                     raise Refused(f"{part} stores {name[:80]} in 8 bits: quantised weights are not read")
     return total

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 from torch.nn.utils import parametrize
 
-from equipoise.core.checks import require_module
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.checks import require_module, require_one_of
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import evaluating, hooked, is_unmodified
 from equipoise.maps.reading import module_kind
 from equipoise.nn import rescaling

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equipoise.core.errors import InputError, require_one_of
+from equipoise.core.checks import require_one_of
+from equipoise.core.errors import InputError
 from equipoise.core.precision import safe_root
 
 Reduction = Literal["mean", "sum", "none"]
