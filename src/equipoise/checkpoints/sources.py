@@ -12,7 +12,7 @@ from equipoise.checkpoints.directory import load_checkpoint, load_weights
 from equipoise.checkpoints.program import read_program
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import read_json
-from equipoise.core.imports import call, resolve
+from equipoise.core.imports import guarded, resolve
 
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 
@@ -107,9 +107,9 @@ def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Modul
 
     For names that come from a file use `equipoise.checkpoints.builders.build_registered`.
     """
-    model = resolve(spec)
-    if callable(model) and not isinstance(model, nn.Module):
-        model = call(spec, arguments)
+    model = target = resolve(spec)
+    if callable(target) and not isinstance(target, nn.Module):
+        model = guarded(lambda: target(**(arguments or {})), repr(spec))
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} gave a {type(model).__name__}, not an nn.Module")
     return model.eval()
