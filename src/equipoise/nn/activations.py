@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_number
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.checks import require_number, require_one_of
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
 from equipoise.maps.pointwise import read_activation
