@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from equipoise.checkpoints import registered, save_checkpoint
-from equipoise.core.errors import EquipoiseError, InputError, one_line, out_of_memory
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, out_of_memory
 from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.regularizers.flatness import frozen_statistics
@@ -32,6 +32,9 @@ from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, p
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
 from equipoise.train.randomness import in_blocks, key
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context, Term
+
+#: inputs in the bundle of a trained network
+_BUNDLED = 500
 
 #: the loss is looked at every so many steps and before every checkpoint, so that a device need not wait
 LOOK = 50
@@ -579,6 +582,13 @@ class Training:
         made |= {"recipe": self.recipe.name, "data": self.parts.fingerprint()}
         pairs = None if self.certified is None else self.certified.pairs
         save_certificate(folder, self.recipe.name, last.get("bound"), pairs, figures, made)
+        if part is not None and last.get("bound") is not None:
+            from equipoise.certificates import write
+
+            x, y = part.batch(torch.arange(min(len(part), _BUNDLED)))
+            # networks with operations that bundles do not have go without one
+            with contextlib.suppress(Refused):
+                write(self.measured, x.cpu(), y, folder / "bundle")
 
     def close(self) -> None:
         """Let go of files, and take the penalties' hooks off the network."""
