@@ -194,7 +194,7 @@ def _write_votes(run: Run, folder: Path) -> None:
     stored = [row for row in run.rows if row.failure is None]
     votes = [np.array([getattr(row, name) for row in stored]) for name in ("selection", "estimation", "draws")]
     radii = [radius for radius, row in zip(run.results().radius, run.rows, strict=True) if row.failure is None]
-    setting = {"sigma": settings.sigma, "alpha": settings.alpha, "procedure": settings.procedure}
+    setting: dict[str, Any] = {"sigma": settings.sigma, "alpha": settings.alpha, "procedure": settings.procedure}
     certificates.write_smoothing(*votes, folder, radii=radii, **setting)
     say(f"wrote {folder}; `equipoise check {folder}` checks it")
 
