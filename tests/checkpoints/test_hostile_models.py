@@ -166,7 +166,9 @@ def refused_or_the_same(work, expected):
 
 
 #: fields that are never read
-UNREAD = ("guard", "expression", "ranges", "verifier", "unknown field", "device", "named tuple", "custom objects")
+UNREAD = (
+    "guard", "expression", "ranges", "verifier", "unknown field", "device", "named tuple", "custom objects", "tree", "forward",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DESCRIPTIONS)
@@ -194,6 +196,10 @@ TRUSTING = {
     "a spectrum": (lambda x: torch.ops.aten._fft_c2r(x, [1], 0, 2**20), torch.zeros(2, 3, dtype=torch.complex64)),
     "sizes of weights": (lambda v, g: torch._weight_norm(v, g, 0), torch.ones(64, 3), torch.ones(1, 1)),
     "scales": (lambda x: torch.ops.aten.upsample_nearest1d(x, [8], 1e-30), torch.zeros(1, 1, 4)),
+    "values without keys": (
+        lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v),
+        torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 64, 8),
+    ),
     "random places": (
         lambda x, u: torch.ops.aten.fractional_max_pool2d(x, [2, 2], [2, 2], u)[0],
         torch.zeros(1, 1, 4, 4),

@@ -21,36 +21,24 @@ _TARGET = re.compile(r"^torch\.ops\.aten\.(\w+)\.(\w+)$", re.ASCII)
 
 #: operations without a rule of their own that networks are exported with
 _WRITTEN_OUT = frozenset({
-    "absolute", "addbmm", "addcdiv", "addcmul", "addmv", "addr", "adjoint", "arange", "arccos", "arccosh", "arcsin",
-    "arcsinh", "arctan", "arctan2", "arctanh", "atleast_1d", "atleast_2d", "atleast_3d", "baddbmm", "bilinear",
-    "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "block_diag", "broadcast_tensors", "cdist", "cholesky",
-    "cholesky_inverse", "clip", "column_stack", "complex", "concatenate", "conj", "conj_physical", "copysign",
-    "cosine_similarity", "cross", "deg2rad", "diag", "diagflat", "diff", "digamma", "divide", "dot", "dsplit",
-    "dstack", "einsum", "embedding", "erfinv", "eye", "fft_fft", "fft_fft2", "fft_fftn", "fft_fftshift", "fft_hfft",
-    "fft_ifft", "fft_ifft2", "fft_ifftn", "fft_ifftshift", "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn",
-    "fft_rfft", "fft_rfft2", "fft_rfftn", "fill", "fliplr", "flipud", "float_power", "frobenius_norm", "full",
-    "full_like", "ger", "greater", "greater_equal", "gru", "gru_cell", "hann_window", "hsplit", "hstack", "imag",
-    "index_add", "index_copy", "index_fill", "inner", "inverse", "isclose", "isfinite", "isinf", "istft", "kron",
-    "ldexp", "less", "less_equal", "lgamma", "lift", "lift_fresh", "linalg_cholesky", "linalg_cholesky_ex",
-    "linalg_cross", "linalg_diagonal", "linalg_eigh", "linalg_eigvalsh", "linalg_householder_product", "linalg_inv",
-    "linalg_inv_ex", "linalg_matmul", "linalg_matrix_exp", "linalg_matrix_norm", "linalg_matrix_power",
-    "linalg_multi_dot", "linalg_norm", "linalg_pinv", "linalg_qr", "linalg_slogdet", "linalg_solve",
-    "linalg_solve_ex", "linalg_solve_triangular", "linalg_svd", "linalg_svdvals", "linalg_vecdot", "linspace",
-    "logical_and", "logical_or", "logical_xor", "lstm", "lstm_cell", "mH", "matrix_H", "matrix_exp", "matrix_power",
-    "meshgrid", "moveaxis", "multiply", "nanmean", "nansum", "native_dropout", "negative", "new_full", "new_ones",
-    "new_zeros", "ones_like", "zeros_like",
-    "norm_except_dim", "not_equal", "nuclear_norm", "one_hot", "ones", "outer", "pairwise_distance", "polar",
-    "positive", "qr", "rad2deg", "real", "renorm", "replication_pad1d", "replication_pad2d", "replication_pad3d",
-    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "resolve_conj", "resolve_neg", "rnn_relu",
-    "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "rot90", "row_stack", "scalar_tensor", "searchsorted", "slogdet",
-    "special_erf", "special_erfc", "special_exp2", "special_expit", "special_expm1", "special_log1p",
-    "special_log_softmax", "special_logit", "special_logsumexp", "special_sinc", "special_softmax", "std_mean",
-    "stft", "subtract", "sum_to_size", "svd", "swapdims", "take_along_dim", "tensordot", "tril_indices",
-    "triu_indices", "true_divide", "vander", "var_mean", "vdot", "view_as_complex", "view_as_real", "vsplit",
-    "vstack", "xlogy", "zero", "zeros", "all", "any", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_conj",
-    "_convolution", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_eigh", "_linalg_svd", "_native_batch_norm_legit",
-    "_prelu_kernel", "_trilinear", "_unsafe_index", "_weight_norm", "__and__", "__or__", "__xor__",
-    "_assert_tensor_metadata",
+    "__and__", "__or__", "__xor__", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_assert_tensor_metadata",
+    "_conj", "_convolution", "_native_batch_norm_legit", "_prelu_kernel", "_unsafe_index", "_weight_norm", "absolute",
+    "addcdiv", "addcmul", "addmv", "adjoint", "all", "any", "arange", "baddbmm", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "broadcast_tensors", "clip", "complex", "concatenate", "conj", "cosine_similarity",
+    "diag", "diff", "divide", "dot", "einsum", "embedding", "eye", "fft_fft", "fft_fft2", "fft_ifft", "fft_ifft2",
+    "fft_irfft", "fft_irfft2", "fft_rfft", "fft_rfft2", "fill", "frobenius_norm", "full", "full_like", "greater",
+    "greater_equal", "gru", "gru_cell", "hstack", "imag", "inner", "inverse", "less", "less_equal", "lift",
+    "lift_fresh", "linalg_cholesky", "linalg_cholesky_ex", "linalg_eigh", "linalg_householder_product", "linalg_inv",
+    "linalg_inv_ex", "linalg_matmul", "linalg_matrix_exp", "linalg_matrix_norm", "linalg_norm", "linalg_pinv",
+    "linalg_qr", "linalg_solve", "linalg_solve_ex", "linalg_solve_triangular", "linalg_svd", "linspace",
+    "logical_and", "logical_or", "logical_xor", "lstm", "lstm_cell", "mH", "matrix_H", "matrix_exp", "meshgrid",
+    "moveaxis", "multiply", "native_dropout", "negative", "new_full", "new_ones", "new_zeros", "norm_except_dim",
+    "not_equal", "one_hot", "ones", "ones_like", "outer", "positive", "qr", "real", "reflection_pad1d",
+    "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
+    "resolve_conj", "resolve_neg", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "scalar_tensor",
+    "scaled_dot_product_attention", "std_mean", "subtract", "sum_to_size", "svd", "swapdims", "take_along_dim",
+    "tensordot", "tril_indices", "triu_indices", "true_divide", "var_mean", "vdot", "view_as_complex", "view_as_real",
+    "vstack", "zero", "zeros", "zeros_like",
 })  # fmt: skip
 #: operations that take as many steps as one of their dimensions is long
 _UNROLLED = frozenset({"lstm", "gru", "rnn_relu", "rnn_tanh"})
@@ -141,9 +129,9 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
     if "upsample" in operation:
         _check_scales(operation, given)
 
-    # two kernels that read as far as their arguments say
-    if operation == "_fft_c2r" and args[0].shape[args[1][-1]] != args[3] // 2 + 1:
-        raise Refused(f"{operation} reads a spectrum of {args[3] // 2 + 1} entries where there are others")
+    # two kernels that read as far as one of their arguments says
+    if "attention" in operation and given["key"].shape[:-1] != given["value"].shape[:-1]:
+        raise Refused(f"{operation} has keys and values of different lengths")
     if operation == "_weight_norm" and args[1].numel() != args[0].shape[args[2] if len(args) > 2 else 0]:
         raise Refused(f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}")
 

@@ -192,10 +192,12 @@ def _write_votes(run: Run, folder: Path) -> None:
     if settings.soft or settings.adaptive or settings.channels or settings.row.ties:
         options.refuse("a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen")
     stored = [row for row in run.rows if row.failure is None]
-    votes = [np.array([getattr(row, name) for row in stored]) for name in ("selection", "estimation", "draws")]
+    selection, estimation, draws = (
+        np.array([getattr(row, name) for row in stored]) for name in ("selection", "estimation", "draws")
+    )
     radii = [radius for radius, row in zip(run.results().radius, run.rows, strict=True) if row.failure is None]
     setting: dict[str, Any] = {"sigma": settings.sigma, "alpha": settings.alpha, "procedure": settings.procedure}
-    certificates.write_smoothing(*votes, folder, radii=radii, **setting)
+    certificates.write_smoothing(selection, estimation, draws, folder, radii=radii, **setting)
     say(f"wrote {folder}; `equipoise check {folder}` checks it")
 
 
@@ -232,7 +234,7 @@ def show_run(run: Run, results: Results, levels: list[float] | None, json: bool)
     if json:
         emit_json({"run": str(run.folder), **summary.to_dict(), "manifest": run.manifest.to_dict()})
     else:
-        share = "certified accuracy" if summary.labelled else "certified (no labels: any answer)"
+        share = "certified accuracy" if results.labelled else "certified (no labels: any answer)"
         shares = {share: summary.accuracy} | ({"deployed": summary.deployed} if summary.deployed else {})
         columns = ["radius ε", *shares]
         # what is certified at ε is certified below it: ε is never shown larger than it is

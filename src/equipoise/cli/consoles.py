@@ -1,46 +1,14 @@
 """Where output goes: results to stdout, progress and complaints to stderr, and stdout holds only JSON when asked for."""
 
-import errno
-import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-
-
-class Closed(io.TextIOBase):
-    """A standard output that was closed before we began: writing to it fails, so that no result is lost without a word."""
-
-    encoding = "utf-8"
-
-    def write(self, text: str, /) -> int:
-        """Fail, as the system would."""
-        raise OSError(errno.EBADF, "standard output is closed")
-
-
-def prepare_streams() -> None:
-    """A closed output fails when it is written to; a terminal without UTF-8 shows "?" for what it cannot show."""
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        if stream is None:
-            _occupy(number)
-            nowhere = Closed() if name == "stdout" else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            setattr(sys, name, nowhere)
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _occupy(number: int) -> None:
-    """Let no file that is opened later take the place of a standard stream, where stray output would go into it."""
-    handle = os.open(os.devnull, os.O_RDWR)
-    if handle != number:
-        os.dup2(handle, number)
-        os.close(handle)
 
 
 def results() -> Console:
@@ -106,9 +74,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     results().print(shown, markup=False)
 
 
-def emit_json(document: Any, indent: int | None = 2) -> None:
+def emit_json(document: Any) -> None:
     """Write one JSON document to stdout; numbers JSON cannot hold become null, letters it cannot print are escaped."""
     finite = json.loads(json.dumps(document), parse_constant=lambda name: None)
-    plain = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    sys.stdout.write(json.dumps(finite, indent=indent, ensure_ascii=plain, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    ascii_only = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    typer.echo(json.dumps(finite, indent=2, ensure_ascii=ascii_only, allow_nan=False))

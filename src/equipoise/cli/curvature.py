@@ -110,15 +110,13 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     rows = []
     if top := report.get("top"):
         meaning = "lower bound of the largest; ± residual"
-        rows.append(("top eigenvalue", f"{top['value']:.6g}", f"{top['residual']:.2g}", meaning))
+        rows.append(("top eigenvalue", top["value"], top["residual"], meaning))
     if trace := report.get("trace"):
-        meaning = f"{trace['method']}; ± standard error"
-        rows.append(("trace", f"{trace['value']:.6g}", f"{trace['standard_error']:.2g}", meaning))
+        rows.append(("trace", trace["value"], trace["standard_error"], "Hutch++; ± standard error"))
     if density := report.get("density"):
         nodes = density["nodes"]
         negative = sum(weight for x, weight in zip(nodes, density["weights"], strict=True) if x < 0)
-        meaning = f"estimate; nodes from {nodes[0]:.4g} to {nodes[-1]:.4g}"
-        rows.append(("share below zero", f"{negative:.3g}", "", meaning))
+        rows.append(("share below zero", negative, None, f"estimate; nodes from {nodes[0]:.4g} to {nodes[-1]:.4g}"))
     if sharp := report.get("sharpness"):
-        rows.append(("sharpness", f"{sharp['value']:.6g}", "", f"lower bound, radius {sharp['radius']:g}"))
-    return rows
+        rows.append(("sharpness", sharp["value"], None, f"lower bound, radius {sharp['radius']:g}"))
+    return [(name, f"{value:.6g}", "" if gap is None else f"{gap:.2g}", note) for name, value, gap, note in rows]

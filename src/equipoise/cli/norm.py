@@ -68,7 +68,7 @@ def norm(
       equipoise norm model.safetensors --only 'layer1.*' --fail-above 1 --json
     """
     from equipoise.core.bounds import format_down, format_up
-    from equipoise.core.errors import require_positive
+    from equipoise.core.checks import require_positive
 
     require_positive(rtol=rtol, stride=stride)
     size = options.sizes(input_size, "--input-size takes positive numbers such as 32,32")

@@ -31,11 +31,18 @@ def train(
         bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
     ] = False,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Convert this checkpoint to 1-Lipschitz layers and train it further.")
+        str | None,
+        typer.Option(
+            "--from", help="Convert this checkpoint, or package.module:factory, to 1-Lipschitz layers and train it."
+        ),
     ] = None,
+    weights: Annotated[Path | None, typer.Option(help="With --from package.module:factory: safetensors.")] = None,
     method: Annotated[str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")] = "sr",
     data: Annotated[str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")] = None,
     distill: Annotated[float, typer.Option(help="With --from: weight of the original's answers in the loss.")] = 0.0,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after this time; the same command goes on.", min=0)
+    ] = None,
     planned: Annotated[
         bool, typer.Option("--plan", help="Say what it costs (steps, hours on this machine); train nothing.")
     ] = False,
@@ -53,6 +60,7 @@ def train(
       equipoise train sll-sr-digits
       equipoise train sll-sr-small-cifar10 --plan
       equipoise train --from runs/mlp --method sr --data digits
+      equipoise train --from my_nets:net --weights net.safetensors --data digits --minutes 30
       equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
       accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
     """
@@ -64,7 +72,7 @@ def train(
     if source is not None:
         if planned or show:
             refuse("--plan and --show are about a recipe alone: leave out --from, or leave out --plan and --show")
-        _robustify(source, recipe, changes or [], run_dir, cpu, method, data, distill, json)
+        _robustify(source, weights, recipe, changes or [], run_dir, cpu, method, data, distill, minutes, json)
         return
     if recipe is None:
         refuse("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
@@ -74,7 +82,7 @@ def train(
     elif planned:
         _plan(chosen, json)
     else:
-        result, main = _run(chosen, run_dir or Path("runs") / chosen.name, cpu)
+        result, main = _run(chosen, run_dir or Path("runs") / chosen.name, cpu, minutes)
         if main:
             emit_json(result.to_dict()) if json else _show(result)
 
@@ -91,26 +99,26 @@ def _list(json: bool) -> None:
 
 
 def _robustify(
-    source: Path, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool, method: str,
-    data: str | None, distill: float, json: bool,
+    source: str, weights: Path | None, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool,
+    method: str, data: str | None, distill: float, minutes: float | None, json: bool,
 ) -> None:  # fmt: skip
     """Convert, train, and show what it was and what it became."""
-    from equipoise.train.robustify import comparison, robustify
+    from equipoise.train.robustify import robustify
 
     def report(event: Progress) -> None:
         if event.row is not None and not json:
             say(_line(event))
 
-    folder = run_dir or Path("runs") / f"{source.resolve().name}-{method}"
+    folder = run_dir or Path("runs") / f"{Path(source).resolve().name}-{method}".replace(":", "-")
     outcome = robustify(
-        source, folder, method=method, data=data, recipe=recipe, changes=changes, distill=distill, cpu=cpu,
-        progress=report,
+        source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes, distill=distill,
+        minutes=minutes, cpu=cpu, progress=report,
     )  # fmt: skip
     if json:
         emit_json({**outcome.to_dict(), "folder": str(folder)})
         return
-    rows = comparison(outcome.before, outcome.after)
-    print_table(f"{source} → {folder}", ("figure", "before", "after"), rows, right=("before", "after"))
+    columns = ("figure", "before", "after")
+    print_table(f"{source} → {folder}", columns, outcome.comparison(), right=columns[1:])
     left = [r.name for r in outcome.conversion.left]
     if left:
         tell(f"not converted: {', '.join(left)}")
@@ -146,7 +154,7 @@ def _show_recipe(recipe: Recipe, json: bool) -> None:
         typer.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), nl=False)
 
 
-def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
+def _run(recipe: Recipe, folder: Path, cpu: bool, minutes: float | None) -> tuple[Result, bool]:
     """Train with a progress bar on a terminal and a line per epoch elsewhere; whether this is the process that reports."""
     from torch import distributed
 
@@ -165,7 +173,7 @@ def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
             bar.update(task, total=event.steps, completed=event.step, description=description)
 
         try:
-            result = run_recipe(recipe, folder, cpu=cpu, progress=report)
+            result = run_recipe(recipe, folder, minutes=minutes, cpu=cpu, progress=report)
         except KeyboardInterrupt:
             say(f"interrupted: the same command goes on from the last checkpoint in {folder}")
             raise typer.Exit(130) from None
@@ -201,7 +209,8 @@ def _show(result: Result) -> None:
     figures = {"train loss": final.get("train_loss"), "train accuracy": final.get("train_accuracy")}
     figures |= {f"{split} loss": final.get("loss"), f"{split} accuracy": final.get("accuracy")}
     figures |= {f"test {name}": value for name, value in (final.get("test") or {}).items()}
-    rows = [("epochs", str(final["epoch"]))]
+    stopped = "" if result.finished else f" of {result.recipe.epochs}; the same command goes on"
+    rows = [("epochs", f"{final['epoch']}{stopped}")]
     for name, value in figures.items():
         if isinstance(value, float):
             rows.append((name, f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"))

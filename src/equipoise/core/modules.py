@@ -12,7 +12,7 @@ that a call performs.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,7 @@ class by_construction:
         functools.update_wrapper(self, measured)
         return self
 
-    @overload
-    def __get__(self, module: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, module: nn.Module, owner: type) -> Callable[[tuple[int, ...]], Bound]: ...
-
-    def __get__(self, module: nn.Module | None, owner: type) -> Self | Callable[[tuple[int, ...]], Bound]:
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self
         if self.measured is None:

@@ -12,12 +12,13 @@ distributions, or `(batch, classes)` with integer labels; `reduction` is that of
 """
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from equipoise.core.checks import require_one_of
 from equipoise.core.errors import InputError
 from equipoise.core.precision import safe_root
 
@@ -48,8 +49,7 @@ def offset_cross_entropy(
     >>> float(offset_cross_entropy(z, torch.tensor([0]))) < float(offset_cross_entropy(z, torch.tensor([1])))
     True
     """
-    check_logits(z, y)
-    wide = widened(z)
+    wide = _checked(z, y)
     return _cooled(wide - offset * lipschitz * one_hot(wide, y), y, temperature).to(z.dtype)
 
 
@@ -65,7 +65,6 @@ def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor |
     >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
     0.0
     """
-    check_logits(z, y)
     return functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(widened(z), y)).mean().to(z.dtype)
 
 
@@ -80,8 +79,7 @@ def margin(z: Tensor, y: Tensor) -> Tensor:
     tensor([1.])
     """
     check_logits(z, y)
-    own = one_hot(z, y).bool()
-    return z.gather(1, y[:, None])[:, 0] - z.masked_fill(own, -math.inf).amax(1)
+    return _own(z, y) - z.masked_fill(one_hot(z, y).bool(), -math.inf).amax(1)
 
 
 def pair_constants(
@@ -104,17 +102,15 @@ def pair_constants(
         lipschitz = widened(lipschitz)
     if weight is not None:
         weight = widened(weight)
-        own = functional.one_hot(y, len(weight)).bool()
-        seen, place = y.unique(return_inverse=True)  # a batch has fewer classes than examples: every pair once
-        distance = _lengths(weight[seen][:, None, :] - weight[None])[place]
-        return (lipschitz * distance).masked_fill(own, 0.0) * _ABOVE
-    if classes is None:
+        classes = len(weight)
+        present, place = y.unique(return_inverse=True)  # a batch has fewer classes than examples: every pair once
+        distance = _lengths(weight[present][:, None, :] - weight[None])[place]
+    elif classes is not None:
+        distance = math.sqrt(2) * widened(torch.ones(len(y), classes, device=y.device))
+    else:
         raise InputError("pair_constants needs the number of classes or the last layer's weight")
     own = functional.one_hot(y, classes).bool()
-    every = math.sqrt(2) * (
-        lipschitz if isinstance(lipschitz, Tensor) else widened(torch.ones(1, device=y.device)) * lipschitz
-    )
-    return every.expand(len(y), classes).masked_fill(own, 0.0) * _ABOVE
+    return (lipschitz * distance).masked_fill(own, 0.0) * _ABOVE
 
 
 def lipschitz_margin(
@@ -142,8 +138,7 @@ def lipschitz_margin(
     >>> bool(lipschitz_margin(z, y, 0.5) > functional.cross_entropy(z, y))
     True
     """
-    check_logits(z, y)
-    lifted = widened(z) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
+    lifted = _checked(z, y) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
     return _cooled(lifted, y, temperature).to(z.dtype)
 
 
@@ -189,8 +184,8 @@ def gloro(
     >>> float(gloro(torch.tensor([[9.0, 0.0]]), torch.tensor([0]), 1.0)) < 0.01
     True
     """
-    check_logits(z, y)
-    return functional.cross_entropy(_with_bottom(widened(z), epsilon, lipschitz, weight), y).to(z.dtype)
+    wide = _checked(z, y)
+    return functional.cross_entropy(_with_bottom(wide, epsilon, lipschitz, weight), y).to(z.dtype)
 
 
 def gloro_trades(
@@ -217,8 +212,7 @@ def gloro_trades(
     >>> bool(gloro_trades(z, y, 0.5) > functional.cross_entropy(z, y))
     True
     """
-    check_logits(z, y)
-    wide = widened(z)
+    wide = _checked(z, y)
     log_p = wide.log_softmax(1)
     log_q = _with_bottom(wide, epsilon, lipschitz, weight).log_softmax(1)[:, :-1]
     divergence = (log_p.exp() * (log_p - log_q)).sum(1).mean()
@@ -253,10 +247,10 @@ def emma(
     >>> torch.allclose(emma(z, y, 1.0), functional.cross_entropy(z, y))  # a wrong class that wins is not lifted
     True
     """
-    check_logits(z, y)
-    K, wide = pair_constants(y, lipschitz, weight, z.shape[1]), widened(z)
+    wide = _checked(z, y)
+    K = pair_constants(y, lipschitz, weight, z.shape[1])
     with torch.no_grad():
-        reached = (wide.gather(1, y[:, None]) - wide) / K.clamp_min(torch.finfo(K.dtype).tiny)
+        reached = (_own(wide, y)[:, None] - wide) / K.clamp_min(torch.finfo(K.dtype).tiny)
         radius = reached.clamp(0, epsilon)
     return _cooled(wide + radius * K, y, temperature).to(z.dtype)
 
@@ -293,14 +287,12 @@ def logit_annealing(
     >>> bool(logit_annealing(z, y) < 1e-3 * logit_annealing(-z, y))
     True
     """
-    check_logits(z, y)
     _positive(temperature, "temperature")
     if not gamma >= 0:
         raise InputError(f"gamma must not be negative, got {gamma}")
-    wide = widened(z)
-    lifted = wide + offset * (1 - one_hot(wide, y))
-    lifted = lifted + epsilon * pair_constants(y, lipschitz, weight, z.shape[1]) if epsilon else lifted
-    log_p = (lifted / temperature).log_softmax(1).gather(1, y[:, None])[:, 0]
+    wide = _checked(z, y)
+    lifted = wide + offset * (1 - one_hot(wide, y)) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
+    log_p = _own((lifted / temperature).log_softmax(1), y)
     return (-temperature * (-torch.expm1(log_p)).clamp_min(0).pow(gamma) * log_p).mean().to(z.dtype)
 
 
@@ -332,8 +324,8 @@ def kr(z: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         share = up.double() / up.sum().clamp_min(1) - down.double() / down.sum().clamp_min(1)
         parts = score * share.to(score) * len(score) * (up.any() & down.any())
     else:
-        own, score = _classes(z, y)
-        right = (score * own).sum(1)
+        score = _checked(z, y)
+        right = _own(score, y)
         parts = right - (score.sum(1) - right) / (z.shape[1] - 1)
     return _reduced(parts, reduction).to(z.dtype)
 
@@ -354,8 +346,8 @@ def hinge(z: Tensor, y: Tensor, margin: float = 1.0, reduction: Reduction = "mea
     if _one_score(z):
         parts = functional.relu(margin / 2 - _signs(z, y) * widened(z).flatten())
     else:
-        own, score = _classes(z, y)
-        parts = functional.relu(margin / 2 - (2 * own - 1) * score).mean(1)
+        score = _checked(z, y)
+        parts = functional.relu(margin / 2 - (2 * one_hot(score, y) - 1) * score).mean(1)
     return _reduced(parts, reduction).to(z.dtype)
 
 
@@ -413,9 +405,9 @@ def soft_hkr(
     _share(alpha)
     _positive(margin)
     _positive(temperature, "temperature")
-    own, score = _classes(z, y)
-    rivals = (score.detach() / temperature).masked_fill(own.bool(), -float("inf")).softmax(1)
-    right = (score * own).sum(1)
+    score = _checked(z, y)
+    rivals = (score.detach() / temperature).masked_fill(one_hot(z, y).bool(), -math.inf).softmax(1)
+    right = _own(score, y)
     hinges = functional.relu(margin / 2 - right) + (rivals * functional.relu(margin / 2 + score)).sum(1)
     parts = alpha * hinges - (1 - alpha) * (right - (rivals * score).sum(1))
     return _reduced(parts, reduction).to(z.dtype)
@@ -450,11 +442,11 @@ def _signs(z: Tensor, y: Tensor) -> Tensor:
     if y.numel() != len(z) or not len(z):
         raise InputError(f"expected one label per score, got scores {tuple(z.shape)} and labels {tuple(y.shape)}")
     labels = y.flatten().to(widened(z).dtype)
-    if not bool(((labels == 1) | (labels == 0) | (labels == -1)).all()) or bool(
-        (labels == 0).any() & (labels == -1).any()
-    ):
+    if set(labels.tolist()) <= {0.0, 1.0}:
+        return 2 * labels - 1
+    if not set(labels.tolist()) <= {-1.0, 1.0}:
         raise InputError("labels of two distributions must be ±1, or 0 and 1")
-    return labels.masked_fill(labels == 0, -1)
+    return labels
 
 
 def check_logits(z: Tensor, y: Tensor) -> None:
@@ -472,8 +464,6 @@ def one_hot(z: Tensor, y: Tensor) -> Tensor:
     Args:
         z: logits (batch, classes), or scores.
         y: labels.
-        z: logits (batch, classes), or scores.
-        y: labels.
     """
     return functional.one_hot(y, z.shape[1]).to(z.dtype)
 
@@ -483,11 +473,15 @@ def widened(x: Tensor) -> Tensor:
     return x if x.device.type == "mps" else x.double()
 
 
-def _classes(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The labels as one-hot rows, and the scores."""
+def _checked(z: Tensor, y: Tensor) -> Tensor:
+    """The logits in float64, refused unless there is one label for each row."""
     check_logits(z, y)
-    score = widened(z)
-    return one_hot(score, y), score
+    return widened(z)
+
+
+def _own(z: Tensor, y: Tensor) -> Tensor:
+    """`z_y` of every row."""
+    return z.gather(1, y[:, None])[:, 0]
 
 
 def _positive(value: float, name: str = "margin") -> None:
@@ -501,11 +495,8 @@ def _share(alpha: float) -> None:
 
 
 def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
-    if reduction == "none":
-        return parts
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    return parts.mean() if reduction == "mean" else parts.sum()
+    require_one_of(get_args(Reduction), reduction=reduction)
+    return parts if reduction == "none" else getattr(parts, reduction)()
 
 
 def _lengths(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ size known), or is bounded by the supremum over all frequencies. Lower end: a Ra
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,12 +28,13 @@ from equipoise.maps.geometry import (
 from equipoise.maps.linear import Convolution
 from equipoise.norms.cholesky import dense_bracket, single_thread
 from equipoise.norms.gram import rayleigh_lower, wide
-from equipoise.norms.lanczos import has_converged, krylov, lanczos, no_further_gain, random_start
+from equipoise.norms.lanczos import has_converged, krylov, lanczos, random_start
 from equipoise.norms.search import Search, SymbolBound
 from equipoise.norms.symbol import Symbol, correlation_error
 
-#: an operator with at most this many entries may be materialised to close the gap that small images leave
-DENSE_ENTRIES = 1_500_000
+#: an operator with at most this many entries may be materialised to close the gap that small images leave: where a larger
+#: tolerance is asked for, and where a smaller one is, which is worth some seconds
+DENSE_ENTRIES, FINE_ENTRIES = 1_500_000, 17_000_000
 #: grids of at most this many points are gone through whole: along one axis, along several
 GRID_POINTS = (900, 2600)
 #: floating-point operations one Lanczos run on the operator itself may cost
@@ -66,7 +68,8 @@ def _scaled_bracket(conv: Convolution, rtol: float, enough: float) -> Bracket:
         return Bracket(min(lower, upper), upper, rtol, method, "only the upper end was asked for")
     if conv.known and upper > (1 + rtol) * lower:
         lower = max(lower, _operator_lower(conv, start, rtol, upper / (1 + rtol)))
-    if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= DENSE_ENTRIES:
+    limit = DENSE_ENTRIES if rtol >= 1e-3 else FINE_ENTRIES
+    if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= limit:
         dense = _materialised(conv, rtol)
         lower, upper = max(lower, float(dense.lower)), min(upper, float(dense.upper))
         method = f"{method}, materialised"
@@ -87,54 +90,37 @@ def _why(conv: Convolution, gap: float) -> str:
 
 def _by_symbol(conv: Convolution, rtol: float, enough: float) -> tuple[float, float, Tensor | None, str]:
     """`(upper, lower, start, method)` from the symbol; `start` seeds a Lanczos run on the operator."""
-    if conv.padding == "circular":
-        found = [circular_lattice(axis) for axis in conv.axes]
-        whole = [f for f in found if f is not None]
-        if len(whole) == len(found):
-            factor = math.prod(f for _, f in whole)
-            exact = all(is_whole_circle(axis) for axis in conv.axes) or not conv.known
-            limit = deflate(enough / factor)
-            bound = _lattice_bound(conv, [lattice for lattice, _ in whole], 0.9 * rtol, rtol, limit)
-            upper, lower, start = bound
-            return _times(upper, factor), lower if exact else 0.0, start, "symbol on the circle"
-        return _irregular_circle(conv, rtol)
     if conv.padding == "zeros":
-        upper, lower, start = _zero_bound(conv, rtol, enough)
-        return upper, lower, start, "symbol"
+        return *_zero_bound(conv, rtol, enough), "symbol"
+
+    if conv.padding == "circular":
+        exact = all(is_whole_circle(axis) for axis in conv.axes) or not conv.known
+        method = "symbol on the circle"
+        pairs = [circular_lattice(axis) for axis in conv.axes]
+        factor = math.prod(pair[1] for pair in pairs if pair is not None)
+        if (
+            None in pairs and conv.known
+        ):  # the stride does not divide the size: outputs are a selection of those of stride 1
+            factor = math.prod(_repeats(axis) for axis in conv.axes)
+            conv = conv.on([replace(a, stride=1, left=a.reach, right=0, out=a.size) for a in conv.axes])
+            pairs = [circular_lattice(axis) for axis in conv.axes]
+            exact, method = False, "stride-1 symbol on the circle"
+        lattices = [pair[0] for pair in pairs if pair is not None]
+        if len(lattices) == len(pairs):
+            upper, lower, start = _lattice_bound(conv, lattices, 0.9 * rtol, rtol, deflate(enough / factor))
+            return _times(upper, factor), lower if exact else 0.0, start, method
+
     factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
-    upper, lower, start = _zero_bound(conv.unpadded(), rtol, deflate(enough / factor))
-    lower = 0.0 if conv.known else lower
-    return _times(upper, factor), lower, None, f"symbol × {conv.padding} padding"
-
-
-def _irregular_circle(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
-    """Circular padding with a stride that does not divide the size: outputs are a selection of all stride-1 outputs."""
-    pad = math.prod(padding_norm(axis, "circular") for axis in conv.axes)
-    by_pad, lower, _ = _zero_bound(conv.unpadded(), rtol, 0.0)
-    upper, method = inflate(by_pad * pad), "symbol × circular padding"
-    plain = conv.on([_dense_outputs(axis) for axis in conv.axes])
-    found = [circular_lattice(axis) for axis in plain.axes]
-    factor = math.prod(_repeats(axis) for axis in conv.axes)
-    by_rows = _lattice_bound(plain, [f[0] for f in found if f is not None], 0.9 * rtol, rtol, 0.0)[0] * factor
-    if inflate(by_rows) < upper:
-        upper, method = inflate(by_rows), "stride-1 symbol on the circle"
-    return upper, 0.0 if conv.known else lower, None, method
-
-
-def _dense_outputs(axis: Axis) -> Axis:
-    """The axis with stride 1 and exactly one output per pixel of the circle."""
-    return replace(axis, stride=1, left=axis.reach, right=0, out=axis.size)
+    upper, lower, _ = _zero_bound(conv.unpadded(), rtol, deflate(enough / factor))
+    return _times(upper, factor), 0.0 if conv.known else lower, None, f"symbol × {conv.padding} padding"
 
 
 def _repeats(axis: Axis) -> float:
-    """√ of how often one position of the circle serves as an output position (worst size where unknown)."""
-    if axis.size is not None and axis.out is not None:
-        visits = [axis.stride * j % axis.size for j in range(axis.out)]
-        worst = max(visits.count(p) for p in set(visits)) if axis.out > axis.size // axis.stride else 1
-        return math.sqrt(worst) * (1 + 2.0**-51)
-    sizes = range(max(1, axis.left, axis.right), axis.left + axis.right + axis.stride + 2)
-    known = [axis.with_size(n) for n in sizes if n + axis.left + axis.right > axis.reach]
-    return max((_repeats(a) for a in known), default=1.0)
+    """√ of how often one position of the circle serves as an output position."""
+    assert axis.size is not None
+    assert axis.out is not None
+    visits = Counter(axis.stride * j % axis.size for j in range(axis.out))
+    return math.sqrt(max(visits.values())) * (1 + 2.0**-51)
 
 
 def _times(upper: float, factor: float) -> float:
@@ -301,12 +287,10 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
 
     target = enough**2 * (1 + 1e-5)
-    first, stop = random_start(columns, quick.weight), has_converged(rtol / 10, 6, target)
-    if start is not None:
-        wave = start.to(quick.weight.dtype).flatten()
-        if bool(wave.any()):  # not all of it vanished
-            first, stop = wave, no_further_gain(rtol / 10, target)
-    v = krylov(multiply, first, steps, stop, every=1).top()
+    first, calls = random_start(columns, quick.weight), 6
+    if start is not None and bool(start.to(quick.weight).any()):  # not all of it vanished
+        first, calls = start.to(quick.weight).flatten(), 2
+    v = krylov(multiply, first, steps, has_converged(rtol / 10, calls, target), every=1).top()
     x = wide(v).reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = conv.apply(x)

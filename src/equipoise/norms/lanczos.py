@@ -112,17 +112,3 @@ def has_converged(share: float, calls: int = 2, enough: float = math.inf) -> Cal
         return slow or values[-1] >= enough
 
     return stop
-
-
-def no_further_gain(share: float, enough: float) -> Callable[[Krylov], bool]:
-    """True if the Ritz value θ₁ is `enough`, or the next step promises no more than `share`: about `r²/(θ₁ − θ₂)`."""
-
-    def stop(space: Krylov) -> bool:
-        if len(space.diagonal) == 1:
-            return space.diagonal[0] >= enough
-        theta, Y = space.ritz()
-        residual = abs(space.off_diagonal[-1] * float(Y[-1, -1]))
-        first, second = float(theta[-1]), float(theta[-2])
-        return first >= enough or residual**2 <= share * first * (first - second)
-
-    return stop

@@ -28,7 +28,7 @@ from equipoise.norms.symbol import Symbol
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
 #: bytes of matrices held at once: they should stay in the cache, and forming several at once is cheaper
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 6 * 2**20
 #: what a proof in single precision may lose, as a multiple of the tolerance; the target lies twice that above the best square
 MOST_LOSS = 1.4
 

@@ -9,13 +9,21 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
-from equipoise.core.precision import deflate, full_precision, inflate, require_finite, working_dtype
+from equipoise.core.precision import (
+    deflate,
+    frobenius,
+    full_precision,
+    inflate,
+    require_finite,
+    unit_roundoff,
+    working_dtype,
+)
 from equipoise.maps.geometry import Axis, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.maps.reading import read
 from equipoise.norms.cholesky import LARGE, cholesky_bracket, dense_bracket, single_thread
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.gram import cast_error, complete_pair, gram_bracket, scaled, wide
+from equipoise.norms.gram import complete_pair, gram_bracket, scaled, wide
 
 Method = Literal["auto", "gram", "cholesky"]
 
@@ -96,7 +104,10 @@ def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype |
         normal, e = scaled(W)
         narrow = normal.to(working_dtype(W.dtype, dtype))
         low, high, v = gram_bracket(narrow, rtol)
-        lost = cast_error(normal, narrow.dtype)
+        lost = torch.zeros(())
+        if narrow.dtype is not W.dtype:  # ‖W − W.to(float32)‖_F
+            tiny = W.shape[-1] * W.shape[-2] * torch.finfo(narrow.dtype).tiny
+            lost = inflate(2 * unit_roundoff(narrow.dtype) * frobenius(normal)) + 2 * tiny
         low, high = torch.ldexp((low - lost).clamp_min(0), e), torch.ldexp(inflate(high + lost), e)
         used = "gram, float32"
     elif method == "gram":

@@ -122,6 +122,8 @@ def _attention(
             x.unflatten(2, (heads, -1)).transpose(1, 2)
             for x, heads in ((q, q_num_heads), (k, kv_num_heads), (v, kv_num_heads))
         )
+    if k.shape[:-1] != v.shape[:-1]:  # torch's kernel would read beyond the shorter one
+        raise spec.refuse(f"keys of shape {tuple(k.shape)} and values of shape {tuple(v.shape)} do not fit together")
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

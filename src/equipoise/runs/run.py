@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -106,69 +106,86 @@ class Results:
         return average_certified_radius(self.radius, self.correct)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Summary:
     """Figures over the finished inputs; failed ones count as not certified.
 
-    Without labels `accuracy` is the share of inputs with a certificate of that radius, whatever the answer. `clean` is the
-    share of right answers, certified or not.
+    Args:
+        run: the run.
+        results: its certificates.
+        accuracy: ε → certified accuracy; without labels the share of inputs with such a certificate, whatever the answer.
+        deployed: ε → that of the forward pass in float32, where the run has it.
     """
 
-    kind: Kind
-    total: int
-    done: int
-    labelled: bool
+    run: Run
+    results: Results
     accuracy: dict[float, float]
-    clean: float
-    average_radius: float
-    statuses: dict[str, int]
-    seconds: float
-    procedure: str
-    alpha: float
-    sigma: float
-    about: str
-    draws: int
-    methods: dict[str, int]
     deployed: dict[float, float]
-    notes: tuple[str, ...]
-    failures: dict[str, str]
 
     @property
-    def finished(self) -> bool:
-        """Whether every input of the run was worked off."""
-        return self.done == self.total
+    def clean(self) -> float:
+        """The share of right answers, certified or not."""
+        return float(self.results.right.mean())
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """How many inputs are wrong, right without a proof, proved, abstained or failed."""
+        counts = Counter(self.results.status)
+        return {name: counts[name] for name in STATUSES if counts[name]}
 
     @property
     def failed(self) -> int:
         """How many inputs failed."""
-        return len(self.failures)
+        return len(self.run.failures)
+
+    @property
+    def average_radius(self) -> float:
+        """Average certified radius."""
+        return self.results.average_radius
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        key = "certified_accuracy" if self.labelled else "certified_share"
-        plain = asdict(self) | {"finished": self.finished, "failed": self.failed}
-        for name in ("accuracy", "deployed"):
-            plain[name] = [{"epsilon": e, key: share} for e, share in plain[name].items()]
-        return plain
+        key = "certified_accuracy" if self.results.labelled else "certified_share"
+        plain = {
+            name: getattr(self.results, name) for name in ("labelled", "procedure", "alpha", "sigma", "about", "notes")
+        }
+        rows = self.run.rows
+        return plain | {
+            "kind": self.run.kind,
+            "total": self.run.total,
+            "done": len(rows),
+            "finished": self.run.finished,
+            "accuracy": [{"epsilon": e, key: share} for e, share in self.accuracy.items()],
+            "deployed": [{"epsilon": e, key: share} for e, share in self.deployed.items()],
+            "clean": self.clean,
+            "average_radius": self.average_radius,
+            "statuses": self.statuses,
+            "methods": Counter(row.method for row in rows if row.method),
+            "draws": sum(row.n0 + row.draws for row in rows),
+            "seconds": sum(row.seconds for row in rows),
+            "failed": self.failed,
+            "failures": {str(name): reason for name, reason in self.run.failures.items()},
+        }
 
     def lines(self) -> list[str]:
         """The figures as sentences; shares and radii rounded down."""
-        progress = "" if self.finished else ", not finished: run the same command to continue"
-        how = f"sigma {self.sigma:g}, {self.procedure} at alpha {self.alpha:g}" if self.sigma else self.procedure
-        counts = _listed(self.statuses)
-        draws = f"{self.draws:,} draws, " if self.draws else ""
+        figures = self.to_dict()
+        r = self.results
+        progress = "" if self.run.finished else ", not finished: run the same command to continue"
+        how = f"sigma {r.sigma:g}, {r.procedure} at alpha {r.alpha:g}" if r.sigma else r.procedure
+        draws = f"{figures['draws']:,} draws, " if r.sigma else ""
         lines = [
-            f"{self.done} of {self.total} inputs{progress}; {how}",
-            f"{counts}; average certified radius {format_down(self.average_radius, 4)}; "
-            f"{draws}{self.seconds:.1f} s of processor time",
+            f"{figures['done']} of {figures['total']} inputs{progress}; {how}",
+            f"{_listed(self.statuses)}; average certified radius {format_down(r.average_radius, 4)}; "
+            f"{draws}{figures['seconds']:.1f} s of processor time",
         ]
-        if self.labelled:
+        if r.labelled:
             lines.append(f"right answers: {percent(self.clean)} %, with or without a certificate")
-        if self.methods:
-            lines.append(f"proved by: {_listed(self.methods)}")
-        for name, reason in [*self.failures.items()][:1]:
+        if figures["methods"]:
+            lines.append(f"proved by: {_listed(figures['methods'])}")
+        for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")
-        return [*lines, self.about, *self.notes]
+        return [*lines, r.about, *r.notes]
 
 
 def _listed(counts: dict[str, int]) -> str:
@@ -314,33 +331,12 @@ class Run:
         """
         results = results or self.results()
         levels = self._levels(results) if epsilons is None else as_levels(epsilons)
-        statuses = Counter(results.status)
-        methods = Counter(row.method for row in self.rows if row.method)
         deployed = {}
         if self.settings.deployed:
             radii = np.array([row.deployed or 0.0 for row in self.rows])
             certified = results.correct & (radii > 0)
             deployed = {e: float(certified_accuracy(radii, certified, e)) for e in levels}
-        return Summary(
-            kind=self.kind,
-            total=self.total,
-            done=len(results),
-            labelled=results.labelled,
-            accuracy={e: float(results.accuracy(e)) for e in levels},
-            clean=float(results.right.mean()),
-            average_radius=results.average_radius,
-            statuses={name: statuses[name] for name in STATUSES if statuses[name]},
-            seconds=sum(row.seconds for row in self.rows),
-            procedure=results.procedure,
-            alpha=results.alpha,
-            sigma=results.sigma,
-            about=results.about,
-            draws=sum(row.n0 + row.draws for row in self.rows),
-            methods=dict(methods.most_common()),
-            deployed=deployed,
-            notes=results.notes,
-            failures={str(name): reason for name, reason in self.failures.items()},
-        )
+        return Summary(self, results, {e: float(results.accuracy(e)) for e in levels}, deployed)
 
     def _levels(self, results: Results) -> list[float]:
         if self.settings.target_radius is not None:

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, require_one_of
+from equipoise.core.checks import require_one_of
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.inputs import Item
 from equipoise.runs.models import Batched, Portable, hash_module

@@ -15,8 +15,14 @@ from scipy.special import betainc
 from torch import Tensor, nn
 
 from equipoise.core import InputError, Refused, as_upper
-from equipoise.core.checks import describe, require_images, require_module, require_number, require_tensor
-from equipoise.core.errors import require_one_of
+from equipoise.core.checks import (
+    describe,
+    require_images,
+    require_module,
+    require_number,
+    require_one_of,
+    require_tensor,
+)
 from equipoise.smoothing.bounds import Moments
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined

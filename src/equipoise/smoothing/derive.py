@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr
 
 from equipoise.core import InputError, Refused
-from equipoise.core.checks import POSITIVE, require_number
-from equipoise.core.errors import require_one_of
+from equipoise.core.checks import POSITIVE, require_number, require_one_of
 from equipoise.smoothing.bounds import (
     UNKNOWN,
     Bounds,

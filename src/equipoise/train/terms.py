@@ -50,15 +50,6 @@ class Term:
         """The penalty of this batch, or the projection."""
         return self.function(*batch)
 
-    def state(self) -> dict[str, Tensor]:
-        """What exact resuming needs."""
-        return dict(self.keeper.state_dict()) if hasattr(self.keeper, "state_dict") else {}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue where `state` was taken."""
-        if hasattr(self.keeper, "load_state_dict"):
-            self.keeper.load_state_dict(state)
-
     def remove(self) -> None:
         """Take hooks off the network, if there are any."""
         if hasattr(self.keeper, "remove"):

@@ -176,7 +176,7 @@ def open_texts(folder: Path) -> str:
     def recipe() -> str:
         found = read_recipe(folder / "recipe.yaml")
         if found.model.factory.startswith("equipoise.nn.models:"):
-            build_registered(found.model.factory, found.model.arguments, "the recipe", 10**6)
+            build_registered(found.model.factory, found.model.arguments, "the recipe", 10**6, 2000)
         return json.dumps(found.to_dict())
 
     return _each(recipe, lambda: str(read_log(folder / "log.tsv").average_radius()))

@@ -109,7 +109,7 @@ class Polar(torch.autograd.Function):
         g, (raw, Q, U, s) = gradients[0], ctx.saved_tensors
         if g is None:
             return None
-        if torch.is_grad_enabled():  # somebody will differentiate again
+        if torch.is_grad_enabled():  # for higher derivatives
             values = by_steps(raw, CONVERGING).to(raw.dtype)
             again: Tensor = torch.autograd.grad(values, raw, g, create_graph=True)[0]
             return again
