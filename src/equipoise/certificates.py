@@ -113,7 +113,7 @@ def write(
 def write_smoothing(
     selection: np.ndarray,
     estimation: np.ndarray,
-    draws: Sequence[int],
+    draws: Sequence[int] | np.ndarray,
     folder: str | Path,
     *,
     sigma: float,
@@ -147,7 +147,7 @@ def write_smoothing(
 def smoothing_rows(
     selection: np.ndarray,
     estimation: np.ndarray,
-    draws: Sequence[int],
+    draws: Sequence[int] | np.ndarray,
     sigma: float,
     alpha: float,
     procedure: str = "rivals",

@@ -6,6 +6,7 @@ batch, equally many examples, so the average of the local gradients is the gradi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
