@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,8 @@ from torch import Tensor, nn
 
 import equipoise.nn as o
 from equipoise.core import InputError, Kind, Refused, as_upper
-from equipoise.nn.constants import known_constant
 from equipoise.nn.orthogonal.frame import FramedConv2d
+from equipoise.nn.wrappers import known_constant
 from equipoise.norms import spectral_norm
 from equipoise.norms.reference import operator_matrix
 
@@ -252,22 +250,6 @@ def test_export_computes_the_same_and_proves_it(case: Case) -> None:
 
 
 @cases
-def test_train_eval_load_copy_and_pickle_agree(case: Case) -> None:
-    torch.manual_seed(4)
-    layer, other = case.make(), case.make()
-    x = torch.randn(3, *case.shape)
-    trained = layer(x)
-    layer.eval()
-    torch.testing.assert_close(layer(x), trained)
-    other.eval()(x)
-    other.load_state_dict(layer.state_dict())  # the cache of `other` must not survive
-    for same in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        torch.testing.assert_close(same(x), trained)
-    raw(layer).data.mul_(-1.3)
-    torch.testing.assert_close(layer(x), layer.train()(x))
-
-
-@cases
 def test_gradients_in_eval_are_those_of_train(case: Case) -> None:
     torch.manual_seed(5)
     layer = case.make(dtype=torch.float64)
@@ -303,36 +285,6 @@ def test_gradients_are_right(case: Case) -> None:
     h = 1e-5
     numeric = (value(start + h * direction) - value(start - h * direction)) / (2 * h)
     torch.testing.assert_close((gradient * direction).sum(), numeric, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("case", FAST, ids=lambda case: case.id)
-def test_func_and_autocast(case: Case) -> None:
-    torch.manual_seed(7)
-    layer = case.make()
-    x = torch.randn(2, *case.shape)
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
-
-    parameters = {n: p.detach() for n, p in layer.named_parameters()}
-    gradient = torch.func.grad(loss)(parameters)
-    layer.zero_grad()
-    layer(x).square().sum().backward()
-    name = next(n for n, p in layer.named_parameters() if p is raw(layer))
-    torch.testing.assert_close(gradient[name], raw(layer).grad, rtol=1e-4, atol=1e-5)
-    with pytest.raises(Refused, match="float16"):
-        layer.half()(x.half())
-
-
-@pytest.mark.parametrize("cls", CONV)
-def test_traces_whole(cls: type[nn.Module]) -> None:
-    """No data-dependent branch: torch.export of the layer succeeds, and of what it exports."""
-    torch.manual_seed(8)
-    layer = cls(3, 3, 3, padding=1).eval()
-    x = torch.randn(1, 3, 5, 5)
-    for module in (layer, exported(layer, (3, 5, 5))):
-        program = torch.export.export(module, (x,))
-        torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("cls", CONV)

@@ -123,9 +123,9 @@ class SlyReLU(nn.ReLU):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_other_activations_are_refused_with_the_reason(activation, reason):
-    for build in (lambda: eqn.SLLLinear(4, activation=activation), lambda: eqn.CPLConv2d(4, activation=activation)):
+    for build in (eqn.SLLLinear, eqn.CPLConv2d, eqn.SandwichLinear):
         with pytest.raises(Refused, match=reason):
-            build()
+            build(4, 4, activation=activation)
 
 
 def test_an_activation_changed_later_is_refused():

@@ -42,6 +42,7 @@ def certify(
     weights: options.Weights = None,
     workers: Annotated[int | None, typer.Option(help="on a Ray cluster; default: this process")] = None,
     epsilon: options.Epsilon = None,
+    bundle: Annotated[Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")] = None,
     set_: options.Set = None,
     json: options.Json = False,
 ) -> None:
@@ -88,6 +89,8 @@ def certify(
     }  # fmt: skip
     job = _job("sampled", sampling | options.shard(shard), recipe, running["batch_size"])
     found = _run(job, run, execution, bool(running["retry_failed"]))
+    if bundle is not None:
+        _write_votes(found, bundle)
     show_run(found, found.results(), options.epsilons(epsilon), json)
 
 
@@ -177,6 +180,25 @@ def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
             f"interrupted: {done} of {job.manifest.total} inputs are stored in {folder}; run the same command to continue"
         )
         raise typer.Exit(130) from None
+
+
+def _write_votes(run: Run, folder: Path) -> None:
+    """The votes of a run as a bundle, with the radii that follow from them."""
+    import numpy as np
+
+    from equipoise import certificates
+
+    settings = run.settings
+    if settings.soft or settings.adaptive or settings.channels or settings.row.ties:
+        options.refuse("a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen")
+    stored = [row for row in run.rows if row.failure is None]
+    selection, estimation, draws = (
+        np.array([getattr(row, name) for row in stored]) for name in ("selection", "estimation", "draws")
+    )
+    radii = [radius for radius, row in zip(run.results().radius, run.rows, strict=True) if row.failure is None]
+    setting: dict[str, Any] = {"sigma": settings.sigma, "alpha": settings.alpha, "procedure": settings.procedure}
+    certificates.write_smoothing(selection, estimation, draws, folder, radii=radii, **setting)
+    say(f"wrote {folder}; `equipoise check {folder}` checks it")
 
 
 def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) -> None:

@@ -19,7 +19,7 @@ Sizes = int | tuple[int, int]
 class _Windows(Described):
     """Windows that do not overlap."""
 
-    __constants__ = ("kernel_size", "stride")
+    __constants__: tuple[str, ...] = ("kernel_size", "stride")
 
     def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
         super().__init__()
