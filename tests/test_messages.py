@@ -106,7 +106,7 @@ CALLS = {
         "certify() got an unexpected keyword argument 'sed'; did you mean 'seed'?",
     ),
     "parameter misspelt": (
-        lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, worker=1), TypeError, "did you mean 'workers'?"
+        lambda f: eq.certify(net(), (X, Y), run_dir=f, sigma=0.1, sed=1), TypeError, "did you mean 'seed'?"
     ),
     "data by name": (
         lambda f: eq.certify(net(), "digits", run_dir=f, sigma=0.1), InputError, "use eq.data.load_dataset('digits')"

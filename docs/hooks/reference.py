@@ -27,8 +27,7 @@ PAGES = {
     "runs": Page(
         "Runs and reports",
         (
-            "equipoise.runs", "equipoise.runs.preflight",
-            "equipoise.report",
+            "equipoise.runs", "equipoise.report",
         ),
     ),
     "data": Page("Data and models in files", ("equipoise.data", "equipoise.checkpoints", "equipoise.certificates")),

@@ -1,4 +1,4 @@
-"""Certificates as bundles of plain files, which `equipoise/checker/check.py` accepts or rejects on its own.
+"""Certificates as bundles of plain files, which the lone program `equipoise/checker/check.py` accepts or rejects.
 
 A bundle holds the network as a list of plain operations with proved norms, its weights, inputs, labels and radii; the format is
 described in `docs/certificates.md`. The claims are about the real function of the stored weights.
@@ -7,7 +7,7 @@ described in `docs/certificates.md`. The claims are about the real function of t
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,29 @@ from safetensors.numpy import save as to_safetensors
 from torch import Tensor, fx, nn
 
 from equipoise.checker import check as checker
-from equipoise.checker import check_exact
+from equipoise.checker import check_exact, check_layers, check_local, check_smoothing  # noqa: F401 (claims are registered)
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write, make_folder
 from equipoise.core.modules import evaluating
+from equipoise.lipschitz.capture import capture
+from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers
 from equipoise.nn.convert import with_effective_weights
 from equipoise.norms import spectral_norm
+from equipoise.smoothing.bounds import Gaussian
+from equipoise.smoothing.derive import Setting, Votes, derive, plan_votes
+from equipoise.smoothing.joint import joint_cells
+from equipoise.smoothing.procedures import find_procedure
 
 #: certified distances that are counted by default: those of the literature for images in [0, 1]
 EPSILONS = (36 / 255, 72 / 255, 108 / 255, 1.0)
 #: a claimed norm is raised by these factors until the checker's own proof succeeds
 _GROWTH = (1 + 1e-9, 1 + 1e-6, 1 + 1e-4, 1.003, 1.01, 1.03)
+#: a local radius is lowered by these factors until the checker's own proof succeeds
+_SHRINKING = (1 - 1e-6, 0.97, 0.93, 0.88, 0.8)
 #: how far the bundle's network may be from the model on the inputs, relative to the logits: the model computes in float32
 _AGREEMENT = 1e-3
+#: another machine rounds otherwise: the last digits of a proved radius are given away
+_MARGIN = 1 - 1e-9
 
 
 def write(
@@ -40,6 +50,7 @@ def write(
     *,
     radii: Tensor | None = None,
     epsilons: Iterable[float] = EPSILONS,
+    deployed: bool = False,
 ) -> dict[str, Any]:
     """Write a bundle that claims a Lipschitz constant of the network and a radius for every input.
 
@@ -48,11 +59,13 @@ def write(
         x: inputs, the batch first; uint8 images are taken as `x / 255`.
         y: their labels.
         folder: where the bundle is written; existing files of a bundle are replaced.
-        radii: claimed radii; lowered to what the checker proves. By default the largest that it proves.
+        radii: claimed radii, lowered to what the checker proves; for dense ReLU networks it proves local certificates too. By
+            default the largest radii that follow from the Lipschitz constant.
         epsilons: distances at which the certified inputs are counted.
+        deployed: claim the radii of the network as it is executed in float32, sums in any order.
 
     Returns:
-        The claims, as they stand in `certificate.json`.
+        The claims, as they stand in `certificate.json`; `lowered` counts radii that the checker proves smaller than given.
 
     Guarantee: norms and radii are those that the checker's own functions proved; `check` reads the files again.
 
@@ -60,430 +73,115 @@ def write(
         Refused: the network contains an operation that bundles do not have; the message names it.
     """
     labels = np.asarray(y.detach().cpu(), dtype=np.int64)
-    if x.shape[0] != len(labels) or labels.ndim != 1 or not len(labels):
-        raise InputError(f"expected one label for each of the {x.shape[0]} inputs, got shape {tuple(labels.shape)}")
+    if labels.shape != (len(x),) or not len(labels):
+        raise InputError(f"expected one label for each of the {len(x)} inputs, got shape {tuple(labels.shape)}")
     divisor = 255 if x.dtype == torch.uint8 else 1
     images = np.asarray(x.detach().cpu())
     parameter = next(model.parameters(), torch.zeros(()))
     example = (x[:2] / divisor).to(parameter)
     document, weights = describe(model, example)
-    network = checker.Network(document, weights)
-    with np.errstate(all="ignore"):
-        constant = network.evaluate(np.zeros((1, *network.shape)), np.zeros(1)).constant
-        _require_same_function(model, network, example)
-        proved = _provable(network, images, labels, divisor)
-    claimed = proved if radii is None else np.minimum(proved, np.asarray(radii.detach().cpu(), dtype=np.float64))
-    counts = {repr(float(epsilon)): int((claimed >= epsilon).sum()) for epsilon in epsilons}
-    lowered = 0 if radii is None else int((claimed < np.asarray(radii.detach().cpu()) * (1 - 1e-6)).sum())
-    claims = {
-        "lipschitz": constant,
-        "radii": {
-            "x": "x",
-            "labels": "labels",
-            "radii": "radii",
-            "divisor": divisor,
-            "certified": counts,
-            "lowered": lowered,
-        },
-    }
-    files = {
-        "weights.safetensors": to_safetensors(weights),
-        "inputs.safetensors": to_safetensors({"x": images, "labels": labels, "radii": claimed}),
-    }
-    _save(Path(folder), {**document, "claims": claims}, files)
+    if deployed and any(tensor.dtype == np.float64 for tensor in weights.values()):
+        raise Refused(
+            "a network that is deployed in float32 has weights in float32, and no batch norms; fold them first"
+        )
+
+    try:
+        with np.errstate(all="ignore"):
+            network = checker.Network(document, weights)
+            _require_same_function(model, network, example)
+            proved = _provable(network, images / divisor, labels, deployed)
+    except checker.Rejected as error:
+        raise Refused(f"the checker proves nothing about this network: {error}") from None
+    wanted = proved if radii is None else np.asarray(radii.detach().cpu(), dtype=np.float64)
+    tensors = {"x": images, "labels": labels, "radii": np.minimum(proved, wanted)}
+    claims: dict[str, Any] = {"lipschitz": network.constant}
+    claims["radii"] = _claim("radii", tensors, divisor, epsilons)
+    if deployed:
+        claims["radii"]["deployed"] = "float32"
+    elif (wanted > proved).any():
+        local = _local(network, images / divisor, labels, wanted, proved)
+        if local is not None:
+            tensors["local"], tensors["multipliers"] = local
+            claims["local"] = _claim("local", tensors, divisor, epsilons)
+    best = tensors.get("local", tensors["radii"])
+    claims["radii"]["lowered"] = int((best < wanted * (1 - 1e-6)).sum())
+    files = {"weights.safetensors": to_safetensors(weights), "inputs.safetensors": to_safetensors(tensors)}
+    _save(folder, {**document, "claims": claims}, files)
     return claims
 
 
-def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The network as a bundle's document, with norms that the checker has proved, and its weights.
+def write_smoothing(
+    selection: np.ndarray,
+    estimation: np.ndarray,
+    draws: Sequence[int] | np.ndarray,
+    folder: str | Path,
+    *,
+    sigma: float,
+    alpha: float,
+    procedure: str = "rivals",
+    radii: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """Write a bundle that claims radii of randomized smoothing, with the votes from which they follow.
 
     Args:
-        model: the network, in evaluation mode or not.
-        example: a batch of inputs; their shape fixes the sizes of the images.
+        selection: votes of the selection sample (N, classes); they choose the class and how the risk is spent.
+        estimation: votes of the estimation sample (N, classes).
+        draws: number of estimation draws of every input; they must be equal.
+        folder: where the bundle is written.
+        sigma: standard deviation of the noise.
+        alpha: risk for each input.
+        procedure: a row of `smoothing.PROCEDURES` that counts votes.
+        radii: claimed radii, at most those of the procedure; by default those.
 
     Returns:
-        The document without claims, and the tensors by name.
+        The claims, as they stand in `certificate.json`.
     """
-    plain = with_effective_weights(model, example)
-    with evaluating(plain), torch.no_grad():
-        program = torch.export.export(plain, (example[:1],))
-    writer = _Writer(plain, program)
-    document = {
-        "format": "equipoise-bundle",
-        "version": 1,
-        "input_shape": list(example.shape[1:]),
-        "nodes": writer.nodes,
-    }
-    return document, writer.tensors
+    rows = smoothing_rows(selection, estimation, draws, sigma, alpha, procedure)
+    for row in rows:
+        row["radius"] = min(row["radius"], math.inf if radii is None else float(radii[row["input"]]))
+    claims = {"smoothing": {"sigma": sigma, "alpha": alpha, "n": int(max(draws)), "rows": rows}}
+    _save(folder, {"format": "equipoise-bundle", "version": 1, "claims": claims}, {})
+    return claims
 
 
-class _Writer:
-    """Translates the graph of an exported program, node by node."""
-
-    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram) -> None:
-        self.modules = dict(model.named_modules())
-        self.nodes: list[dict[str, Any]] = []
-        self.tensors: dict[str, np.ndarray] = {}
-        self.names: dict[fx.Node, str] = {}
-        self.constants = _constants(program)
-        fused: tuple[str, str] | None = None
-        for node in program.graph.nodes:
-            if node.op == "placeholder" and node not in self.constants:
-                self.names[node] = "input"
-            elif node.op == "call_function":
-                call = _fused_module(node, self.modules)
-                if call is None:
-                    _translate(self, node)
-                elif call == fused:
-                    self.names[node] = self.nodes[-1]["name"]
-                else:
-                    _FUSED[call[1]](self, node, self.modules[call[0]])
-                fused = call
-
-    def emit(
-        self,
-        node: fx.Node,
-        op: str,
-        inputs: Iterable[str],
-        attributes: Mapping[str, Any] | None = None,
-        weights: Mapping[str, Tensor] | None = None,
-        upper: float | None = None,
-    ) -> None:
-        """Append an operation whose value is that of the node."""
-        name = f"{node.name}_{len(self.nodes)}"
-        row: dict[str, Any] = {"name": name, "op": op, "inputs": list(inputs), "attributes": dict(attributes or {})}
-        row["weights"] = {key: self.store(f"{name}.{key}", value) for key, value in (weights or {}).items()}
-        if upper is not None:
-            row["upper"] = upper
-        self.nodes.append(row)
-        self.names[node] = name
-
-    def store(self, name: str, value: Tensor) -> str:
-        """The name under which a tensor is stored; equal tensors are stored once."""
-        array = np.ascontiguousarray(value.detach().cpu().numpy())
-        for known, other in self.tensors.items():
-            if other.shape == array.shape and other.dtype == array.dtype and np.array_equal(other, array):
-                return known
-        self.tensors[name] = array
-        return name
-
-    def value(self, argument: Any) -> Tensor | float | None:
-        """The constant that an argument is, or None if it depends on the input."""
-        if isinstance(argument, fx.Node):
-            return self.constants.get(argument)
-        return argument
-
-
-def _constants(program: torch.export.ExportedProgram) -> dict[fx.Node, Tensor]:
-    """Parameters, buffers and constants of a program, by their placeholder."""
-    signature = program.graph_signature
-    targets = {
-        **signature.inputs_to_parameters,
-        **signature.inputs_to_buffers,
-        **signature.inputs_to_lifted_tensor_constants,
-    }
-    stored = {**program.state_dict, **program.constants}
-    return {
-        node: stored[targets[node.name]]
-        for node in program.graph.nodes
-        if node.op == "placeholder" and node.name in targets
-    }
-
-
-def _fused_module(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
-    """Path and class name of the innermost module around a node that bundles have one operation for.
-
-    A stored program may still name modules that it no longer has; its activations are recognised by their operations.
-    """
-    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
-        name = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]
-        if name in _FUSED and type(modules.get(path)).__name__ == name:
-            return path, name
-    return None
-
-
-def _entering(writer: _Writer, node: fx.Node) -> str:
-    """The name of the value that enters a fused module at its first node."""
-    return next(writer.names[source] for source in node.all_input_nodes if source in writer.names)
-
-
-def _shape(node: fx.Node) -> list[int]:
-    """The shape of one sample."""
-    return [int(n) for n in node.meta["val"].shape[1:]]
-
-
-def _max_min(writer: _Writer, node: fx.Node, module: Any) -> None:
-    writer.emit(node, "rearrange", [_entering(writer, node)], {"kind": "maxmin", "axis": module.dim})
-
-
-def _beta_abs(writer: _Writer, node: fx.Node, module: Any) -> None:
-    source = node.all_input_nodes[0]
-    count = math.ceil(module.beta * source.meta["val"].shape[module.dim])
-    attributes = {"kind": "abs", "axis": module.dim, "start": 0, "stop": count}
-    writer.emit(node, "rearrange", [_entering(writer, node)], attributes)
-
-
-def _group_sort(writer: _Writer, node: fx.Node, module: Any) -> None:
-    source = node.all_input_nodes[0]
-    size = module.size or int(source.meta["val"].shape[module.dim])
-    writer.emit(node, "rearrange", [_entering(writer, node)], {"kind": "groupsort", "axis": module.dim, "size": size})
-
-
-def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
-    """`x − 2·Uᵀ relu(Ux + b)`: `outer` is twice the adjoint of `inner`, which the comparison of the outputs confirms."""
-    inner = module.inner
-    if (
-        not isinstance(module.activation, nn.ReLU)
-        or module.scale.numel()
-        or getattr(inner, "padding_mode", "zeros") != "zeros"
-    ):
-        raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
-    weight, dims = inner.weight, inner.weight.dim() - 2
-    attributes: dict[str, Any] = {"h": 2.0, "activation": "relu"}
-    if dims:
-        keys = {"stride": inner.stride, "padding": inner.padding, "dilation": inner.dilation}
-        attributes |= {key: [int(n) for n in value] for key, value in keys.items()}
-        attributes |= {"groups": inner.groups, "mode": "zeros"}
-    weights = {"weight": weight}
-    if module.offset.numel():
-        weights["bias"] = module.offset.reshape(-1, *[1] * dims)
-    source = next(a for a in node.all_input_nodes if a in writer.names)
-    size = [int(n) for n in source.meta["val"].shape[2:]]
-    layer = checker.Linear(_double(weight), attributes)
-    upper = _provable_norm(layer, float(spectral_norm(inner, rtol=1e-4).upper), size, node.name)
-    writer.emit(node, "residual", [writer.names[source]], attributes, weights, upper)
-
-
-#: modules that become one operation
-_FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
-    "MaxMin": _max_min,
-    "BetaAbs": _beta_abs,
-    "GroupSort": _group_sort,
-    "ExportedResidual": _residual,
-}
-
-#: operations that return their input
-_PASS = {"dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"}
-_CONVOLUTIONS = {"conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d}
-
-
-#: operations on the parts of a value
-_PARTS = {"split_with_sizes", "split", "chunk", "getitem", "maximum", "minimum"}
-
-
-def _named(node: Any, *names: str) -> bool:
-    """Whether a node calls one of these operations."""
-    packet = getattr(getattr(node, "target", None), "overloadpacket", getattr(node, "target", None))
-    return isinstance(node, fx.Node) and getattr(packet, "__name__", "") in names
-
-
-def _joined(node: fx.Node) -> tuple[fx.Node, dict[str, Any]] | None:
-    """The value and the activation of a concatenation `(|a|, b)` or `(max(a, b), min(a, b))` of the two parts of a value."""
-    parts: Any = node.args[0]
-    if len(parts) != 2:
-        return None
-    first, second = parts
-    ordered = _named(first, "maximum") and _named(second, "minimum") and first.args == second.args
-    if not ordered and not _named(first, "abs"):
-        return None
-    a, b = first.args if ordered else (first.args[0], second)
-    if not (_named(a, "getitem") and _named(b, "getitem") and a.args[0] is b.args[0]):
-        return None
-    split = a.args[0]
-    axis, sizes = _axis(node), [part.meta["val"].shape for part in (a, b)]
-    whole = split.args[0].meta["val"].shape
-    if (a.args[1], b.args[1]) != (0, 1) or not axis or sizes[0][axis] + sizes[1][axis] != whole[axis]:
-        return None
-    if ordered:
-        return (split.args[0], {"kind": "maxmin", "axis": axis}) if sizes[0] == sizes[1] else None
-    return split.args[0], {"kind": "abs", "axis": axis, "start": 0, "stop": int(sizes[0][axis])}
-
-
-def _axis(node: fx.Node) -> int:
-    """The axis of a concatenation, counted from the front."""
-    axis: Any = node.args[1] if len(node.args) > 1 else 0
-    return int(axis) % int(node.meta["val"].dim())
-
-
-def _translate(writer: _Writer, node: fx.Node) -> None:
-    """Append the operations of one node of the graph, or refuse it by name."""
-    name = getattr(node.target, "overloadpacket", node.target)
-    name = str(getattr(name, "__name__", name)).removesuffix("_")
-    arguments = list(node.args)
-    moving = [writer.names[a] for a in node.all_input_nodes if a in writer.names]
-    if not moving and name not in ("cat", "abs", *_PARTS):
-        raise Refused(f"a bundle has no operation for the input of {node.name} ({name})")
-    if name in _PARTS or (name == "abs" and not moving):
-        return  # a part of an activation, which is recognised where its parts are joined
-    if name in _PASS:
-        writer.names[node] = moving[0]
-    elif name in ("linear", *_CONVOLUTIONS):
-        _linear(writer, node, name)
-    elif name in ("relu", "abs"):
-        attributes = {"kind": name} if name == "relu" else {"kind": "abs", "axis": 1, "start": 0, "stop": None}
-        writer.emit(node, "rearrange", moving, attributes)
-    elif name in ("tanh", "sigmoid"):
-        writer.emit(node, "curve", moving, {"kind": name})
-    elif name == "leaky_relu":
-        slope: Any = arguments[1] if len(arguments) > 1 else 0.01
-        writer.emit(node, "leaky_relu", moving, {"slope": float(np.float32(slope))})
-    elif name in ("flatten", "view", "reshape", "unsqueeze", "squeeze"):
-        writer.emit(node, "rearrange", moving, {"kind": "reshape", "shape": _shape(node)})
-    elif name == "flip":
-        rank = node.meta["val"].dim()
-        axes = [int(axis) % rank for axis in node.args[1]]  # type: ignore[union-attr, arg-type]
-        writer.emit(node, "rearrange", moving, {"kind": "flip", "axes": axes})
-    elif name in ("pixel_unshuffle", "pixel_shuffle"):
-        _shuffle(writer, node, int(arguments[1]), unshuffle=name == "pixel_unshuffle")  # type: ignore[arg-type]
-    elif name in ("add", "sub", "mul", "div"):
-        _arithmetic(writer, node, name)
-    elif name == "cat" and (joined := _joined(node)) is not None:
-        writer.emit(node, "rearrange", [writer.names[joined[0]]], joined[1])
-    elif name == "cat":
-        if any(part not in writer.names for part in node.all_input_nodes):
-            raise Refused(f"a bundle has no operation for the parts that {node.name} joins")
-        parts: Any = arguments[0]
-        writer.emit(node, "concatenate", [writer.names[part] for part in parts], {"axis": _axis(node)})
-    elif name in ("avg_pool2d", "max_pool2d"):
-        _pool(writer, node, name)
-    else:
-        raise Refused(
-            f"a bundle has no operation for {node.name} ({name}); docs/certificates.md lists the operations it has"
-        )
-
-
-def _linear(writer: _Writer, node: fx.Node, name: str) -> None:
-    """A dense layer or a convolution with constant weights, and its norm."""
-    source, weight = node.args[0], writer.value(node.args[1])
-    bias = writer.value(node.args[2]) if len(node.args) > 2 else None
-    if not isinstance(weight, Tensor) or source not in writer.names:
-        raise Refused(f"{node.name}: bundles have products with stored weights only")
-    weights = {"weight": weight}
-    if name == "linear":
-        attributes: dict[str, Any] = {}
-        layer: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        row = checker.Linear(_double(weight), {})
-        size: list[int] = []
-    else:
-        dims = weight.dim() - 2
-        stride, padding, dilation = (_tuple(node, place, dims, default) for place, default in ((3, 1), (4, 0), (5, 1)))
-        groups = int(node.args[6]) if len(node.args) > 6 else 1  # type: ignore[arg-type]
-        attributes = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "mode": "zeros"}
-        channels = weight.shape[1] * groups, weight.shape[0]
-        layer = _CONVOLUTIONS[name](*channels, weight.shape[2:], stride, padding, dilation, groups, bias=False)  # type: ignore
-        row = checker.Linear(_double(weight), attributes)
-        size = [int(n) for n in source.meta["val"].shape[2:]]  # type: ignore[union-attr]
-    if isinstance(bias, Tensor):
-        weights["bias"] = bias if name == "linear" else bias.reshape(-1, *[1] * (weight.dim() - 2))
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    upper = _provable_norm(row, float(spectral_norm(layer, rtol=1e-4).upper), size, node.name)
-    writer.emit(node, "linear", [writer.names[source]], attributes, weights, upper)  # type: ignore
-
-
-def _provable_norm(row: "checker.Linear", upper: float, size: list[int], name: str) -> float:
-    """The library's bound, raised until the checker's own proof succeeds."""
-    for growth in _GROWTH:
-        try:
-            row.check(upper * growth, size)
-        except checker.Rejected:
-            continue
-        return upper * growth
-    raise Refused(f"{name}: the checker does not prove the norm {upper:g}")
-
-
-def _double(weight: Tensor) -> np.ndarray:
-    return np.asarray(weight.detach().cpu().double())
-
-
-def _tuple(node: fx.Node, place: int, dims: int, default: int) -> list[int]:
-    value: Any = node.args[place] if len(node.args) > place else default
-    numbers = list(value) if isinstance(value, list | tuple) else [value]
-    return [int(n) for n in (numbers * dims if len(numbers) == 1 else numbers)]
-
-
-def _shuffle(writer: _Writer, node: fx.Node, block: int, unshuffle: bool) -> None:
-    """Space to depth or depth to space, as reshape, permute, reshape."""
-    source: Any = node.args[0]
-    channels, height, width = (int(n) for n in source.meta["val"].shape[1:])
-    if unshuffle:
-        shape, axes = [channels, height // block, block, width // block, block], [0, 1, 3, 5, 2, 4]
-    else:
-        shape, axes = [channels // block**2, block, block, height, width], [0, 1, 4, 2, 5, 3]
-    writer.emit(node, "rearrange", [writer.names[source]], {"kind": "reshape", "shape": shape})
-    writer.emit(node, "rearrange", [writer.names[node]], {"kind": "permute", "axes": axes})
-    writer.emit(node, "rearrange", [writer.names[node]], {"kind": "reshape", "shape": _shape(node)})
-
-
-def _arithmetic(writer: _Writer, node: fx.Node, name: str) -> None:
-    """Sums of two values, and shifts and scalings by constants."""
-    left, right = node.args[:2]
-    if node.kwargs.get("alpha", 1) != 1:
-        raise Refused(f"{node.name}: a bundle has no sum with a factor")
-    dtype = node.meta["val"].dtype
-    if left in writer.names and right in writer.names:
-        names = [writer.names[left], writer.names[right]]  # type: ignore[index]
-        if name == "sub":
-            writer.emit(node, "scale", [names[1]], weights={"value": torch.tensor(-1.0, dtype=dtype)})
-            names[1] = writer.names[node]
-        elif name != "add":
-            raise Refused(f"{node.name}: a bundle has no product or quotient of two values")
-        writer.emit(node, "add", names)
-        return
-    moving, constant = (left, right) if left in writer.names else (right, left)
-    if moving is right and name in ("sub", "div"):
-        raise Refused(f"{node.name}: a bundle has no constant minus or divided by a value")
-    value = torch.as_tensor(writer.value(constant), dtype=dtype)
-    if value.dim() == node.meta["val"].dim():
-        value = value[0] if value.shape[0] == 1 else value
-    inputs = [writer.names[moving]]  # type: ignore[index]
-    if name in ("add", "sub"):
-        writer.emit(node, "shift", inputs, weights={"value": value if name == "add" else -value})
-    else:
-        writer.emit(node, "scale", inputs, {"inverse": name == "div"}, {"value": value})
-
-
-def _pool(writer: _Writer, node: fx.Node, name: str) -> None:
-    """Average and max pooling of images."""
-    kernel = _tuple(node, 1, 2, 1)
-    stride = _tuple(node, 2, 2, 1) if len(node.args) > 2 and node.args[2] else kernel
-    attributes = {"kernel": kernel, "stride": stride, "padding": _tuple(node, 3, 2, 0)}
-    if len(node.args) > 4:
-        raise Refused(f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only")
-    op = "average_pool" if name == "avg_pool2d" else "max_pool"
-    writer.emit(node, op, [writer.names[node.args[0]]], attributes)  # type: ignore[index]
-
-
-def _require_same_function(model: nn.Module, network: "checker.Network", example: Tensor) -> None:
-    """Compare the bundle's network with the model on the example."""
-    with evaluating(model), torch.no_grad():
-        # one by one: a program may be fixed to a batch of one
-        expected = np.asarray(torch.cat([model(x[None]) for x in example]).cpu().double())
-    batch = np.asarray(example.detach().cpu().double())
-    value = network.evaluate(batch, np.zeros(len(batch))).x
-    scale = float(np.abs(expected).max()) + 1e-30
-    if value.shape != expected.shape or not float(np.abs(value - expected).max()) <= _AGREEMENT * scale:
-        raise Refused("the bundle's operations do not give the model's outputs: part of the model was not understood")
-
-
-def _provable(network: "checker.Network", images: np.ndarray, labels: np.ndarray, divisor: int) -> np.ndarray:
-    """Radii of all inputs, in batches."""
-    size = max(1, min(500, 2**25 // network.largest))
-    parts = []
-    for start in range(0, len(images), size):
-        batch = images[start : start + size].astype(np.float64) / divisor
-        parts.append(checker.provable_radii(network, batch, labels[start : start + size]))
-    # another machine rounds otherwise: the last digits are given away
-    return np.concatenate(parts) * (1 - 1e-9)
-
-
-def _save(folder: Path, document: dict[str, Any], files: Mapping[str, bytes]) -> None:
-    """Write the tensors, then the document that names their digests."""
-    make_folder(folder)
-    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    for name, content in files.items():
-        atomic_write(folder / name, content)
-    text = json.dumps({**document, "digests": digests}, indent=1, allow_nan=False)
-    atomic_write(folder / "certificate.json", text + "\n")
+def smoothing_rows(
+    selection: np.ndarray,
+    estimation: np.ndarray,
+    draws: Sequence[int] | np.ndarray,
+    sigma: float,
+    alpha: float,
+    procedure: str = "rivals",
+) -> list[dict[str, Any]]:
+    """The rows of a claim about smoothing: counts, how the risk is spent, and the radius; arguments as `write_smoothing`."""
+    votes = Votes(selection.astype(float), estimation.astype(float), np.asarray(draws, dtype=float))
+    setting = Setting(Gaussian(sigma), alpha)
+    method = find_procedure(procedure)
+    plan = plan_votes(votes, method, setting)
+    certificate = derive(votes, method, setting)
+    rows = []
+    for index in np.flatnonzero(certificate.radius > 0):
+        order = plan.partition.order[index]
+        counts = votes.estimation[index, order]
+        seen = votes.selection[index, order]
+        radius = float(certificate.radius[index]) * _MARGIN
+        row: dict[str, Any] = {"input": int(index), "k": int(counts[0]), "rival": int(counts[1:].max())}
+        if plan.joint[index]:
+            weight, ends = joint_cells(
+                counts[:1], votes.draws[index : index + 1], (seen[:1], seen[1:2], seen.sum(keepdims=True))
+            )
+            row |= {"procedure": "joint", "gap": 2 * radius / sigma}
+            row |= {"weight": float(weight[0]), "cells": ends[0].tolist()}
+        else:
+            row |= {"procedure": "cohen", "p": float(certificate.p_lower[index]) * _MARGIN}
+            if plan.partition.buckets[index] > 2:
+                row |= {"procedure": "rivals", "share": float(plan.top[index])}
+                row["q"] = min(1.0, float(certificate.p_upper[index]) / _MARGIN)
+                if row["q"] > (1 - row["p"]) * (1 - 1e-6):
+                    # the class's own bound is the better one for its rivals
+                    row["q"] = min(1.0, (1 - row["p"]) * (1 + 1e-15))
+        # the bounds' last digits were given away, and the radius follows from them
+        rows.append({**row, "radius": max(radius - 1e-7 * (radius + sigma), 0.0)})
+    return rows
 
 
 def check(folder: str | Path, *, exact: bool = False) -> list[str]:
@@ -508,4 +206,483 @@ def check(folder: str | Path, *, exact: bool = False) -> list[str]:
         raise Refused(f"REJECTED: malformed bundle ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-__all__ = ["EPSILONS", "check", "describe", "write"]
+def _claim(name: str, tensors: Mapping[str, np.ndarray], divisor: int, epsilons: Iterable[float]) -> dict[str, Any]:
+    counts = {repr(float(epsilon)): int((tensors[name] >= epsilon).sum()) for epsilon in epsilons}
+    return {"radii": name, "divisor": divisor, "certified": counts}
+
+
+def _save(folder: str | Path, document: dict[str, Any], files: Mapping[str, bytes]) -> None:
+    """Write the tensors, then the document that names their digests."""
+    folder = Path(folder)
+    make_folder(folder)
+    digests = {}
+    for name, content in files.items():
+        digests[name] = hashlib.sha256(content).hexdigest()
+        atomic_write(folder / name, content)
+    text = json.dumps({**document, "digests": digests}, indent=1, allow_nan=False)
+    atomic_write(folder / "certificate.json", text + "\n")
+
+
+def _require_same_function(model: nn.Module, network: "checker.Network", example: Tensor) -> None:
+    """Compare the bundle's network with the model on the example."""
+    with evaluating(model), torch.no_grad():
+        # one by one: a program may be fixed to a batch of one
+        expected = _double(torch.cat([model(sample[None]) for sample in example]))
+    value = network.evaluate(_double(example), np.zeros(len(example))).x
+    scale = float(np.abs(expected).max()) + 1e-30
+    if value.shape != expected.shape or not float(np.abs(value - expected).max()) <= _AGREEMENT * scale:
+        raise Refused("the bundle's operations do not give the model's outputs: part of the model was not understood")
+
+
+def _provable(network: "checker.Network", images: np.ndarray, labels: np.ndarray, deployed: bool) -> np.ndarray:
+    """Radii of all inputs, in batches."""
+    size = max(1, min(500, 2**25 // network.largest))
+    parts = []
+    for start in range(0, len(images), size):
+        batch = images[start : start + size].astype(np.float64)
+        some = labels[start : start + size]
+        radii = checker.provable_radii(network, batch, some, np.zeros(len(batch)))
+        if deployed:
+            network.units[1] = checker.FLOAT32
+            # rounding grows with the radius: what is proved for a larger one holds
+            radii = np.minimum(radii, checker.provable_radii(network, batch, some, radii))
+            network.units[1] = 0
+        parts.append(radii)
+    return np.concatenate(parts) * _MARGIN
+
+
+def _local(
+    network: "checker.Network", images: np.ndarray, labels: np.ndarray, wanted: np.ndarray, proved: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Local radii and the multipliers that prove them; None for networks that are not dense ReLU networks."""
+    try:
+        layers = check_local.dense_layers(network)
+    except checker.Rejected:
+        return None
+    neurons = [len(bias) for _, bias in layers[:-1]]
+    radii = proved.copy()
+    multipliers = np.ones((len(images), sum(neurons)))
+    for index in np.flatnonzero(wanted > proved):
+        image = images[index].astype(np.float64).ravel()
+        for radius in wanted[index] * np.array(_SHRINKING):
+            if radius <= proved[index]:
+                break
+            ball = check_local.Ball(layers, image, radius)
+            try:
+                margins = ball.open_margins(labels[index])
+                if len(margins):
+                    C, D, slack, switching = ball.maps(margins)
+                    counts = tuple(int(part.sum()) for part in np.split(switching, np.cumsum(neurons)[:-1]))
+                    maps = Reduced(torch.from_numpy(C), torch.from_numpy(D), torch.from_numpy(slack), counts)
+                    solution = best_multipliers(maps, enough=0.999 / radius)
+                    if solution is None:
+                        continue
+                    multipliers[index, switching] = solution.s.numpy()
+                ball.check(labels[index], multipliers[index])
+            except checker.Rejected:
+                continue
+            radii[index] = radius * _MARGIN
+            break
+    return radii, multipliers
+
+
+# --- the network as a list of plain operations -------------------------------------------------------------------------
+
+
+def describe(model: nn.Module, example: Tensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The network as a bundle's document, with norms that the checker has proved, and its weights.
+
+    Args:
+        model: the network, in evaluation mode or not.
+        example: a batch of inputs; their shape fixes the sizes of the images.
+
+    Returns:
+        The document without claims, and the tensors by name.
+    """
+    plain = with_effective_weights(model, example)
+    with evaluating(plain), torch.no_grad():
+        program = capture(plain, example[:1])
+    writer = _Writer({**program.constants, **program.native}, dict(plain.named_modules()))
+    writer.names[program.inputs[0]] = "input"
+    for node in program.nodes:
+        writer.translate(node)
+    document = {"format": "equipoise-bundle", "version": 1, "input_shape": list(example.shape[1:])}
+    return {**document, "nodes": writer.nodes}, writer.tensors
+
+
+class _Writer:
+    """Translates the graph of a captured program, node by node."""
+
+    def __init__(self, constants: Mapping[fx.Node, Any], modules: Mapping[str, nn.Module]) -> None:
+        self.constants = constants
+        self.modules = modules
+        self.nodes: list[dict[str, Any]] = []
+        self.tensors: dict[str, np.ndarray] = {}
+        self.names: dict[Any, str] = {}
+        self.fused: tuple[str, str] | None = None
+
+    def translate(self, node: fx.Node) -> None:
+        """Append the operations of one node of the graph, or refuse it by name."""
+        call = self.fused_module(node)
+        if call is not None and call == self.fused:
+            self.names[node] = self.nodes[-1]["name"]
+            return
+        self.fused = call
+        if call is not None:
+            _FUSED[call[1]](self, node, self.modules[call[0]])
+            return
+        name = _name(node)
+        if name in _PARTS or (name == "abs" and node.args[0] not in self.names):
+            return  # a part of an operation that is recognised where its parts meet
+        if name not in _TRANSLATIONS:
+            raise Refused(
+                f"a bundle has no operation for {node.name} ({name}); docs/certificates.md lists the operations it has"
+            )
+        _TRANSLATIONS[name](self, node, _arguments(node))
+
+    def fused_module(self, node: fx.Node) -> tuple[str, str] | None:
+        """Path and class name of the innermost module around a node that bundles have one operation for."""
+        for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+            name = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]
+            if name in _FUSED and type(self.modules.get(path)).__name__ == name:
+                return path, name
+        return None
+
+    def emit(
+        self,
+        node: fx.Node,
+        op: str,
+        inputs: Iterable[Any],
+        attributes: Mapping[str, Any] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        upper: float | None = None,
+    ) -> None:
+        """Append an operation whose value is that of the node; inputs are nodes."""
+        sources = list(inputs)
+        for source in sources:
+            if source not in self.names:
+                raise Refused(f"a bundle has no operation for an input of {node.name} ({_name(node)})")
+        name = f"{node.name}_{len(self.nodes)}"
+        row: dict[str, Any] = {"name": name, "op": op, "inputs": [self.names[source] for source in sources]}
+        row["attributes"] = dict(attributes or {})
+        row["weights"] = {key: self.store(f"{name}.{key}", value) for key, value in (weights or {}).items()}
+        if upper is not None:
+            row["upper"] = upper
+        self.nodes.append(row)
+        self.names[node] = name
+
+    def store(self, name: str, value: Tensor) -> str:
+        """The name under which a tensor is stored; equal tensors are stored once."""
+        array = np.ascontiguousarray(value.detach().cpu().numpy())
+        for stored, other in self.tensors.items():
+            if other.dtype == array.dtype and np.array_equal(other, array):
+                return stored
+        self.tensors[name] = array
+        return name
+
+    def layer(
+        self, node: fx.Node, op: str, source: Any, weights: dict[str, Tensor], attributes: dict[str, Any]
+    ) -> None:
+        """Append a dense layer, a convolution or a block of them, with a norm that the checker has proved."""
+        weight = weights["weight"]
+        dims = weight.dim() - 2
+        size = attributes.get("size", _shape(source)[1:])
+        operator: Any = weight
+        if dims:
+            kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+            groups = attributes["groups"]
+            keys = {key: attributes[key] for key in ("stride", "padding", "dilation", "groups")}
+            operator = kind(
+                weight.shape[1] * groups,
+                len(weight),
+                weight.shape[2:],
+                **keys,
+                bias=False,
+                padding_mode=attributes["mode"],
+            )
+            operator.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        upper = float(spectral_norm(operator, rtol=1e-4).upper)
+        layer = check_layers.Layer(_double(weight), attributes, size)
+        for growth in _GROWTH:
+            try:
+                layer.check(upper * growth)
+            except checker.Rejected:
+                continue
+            self.emit(node, op, [source], attributes, weights, upper * growth)
+            return
+        raise Refused(f"{node.name}: the checker does not prove the norm {upper:g}")
+
+
+def _name(node: Any) -> str:
+    target = getattr(node, "target", None)
+    return str(getattr(getattr(target, "overloadpacket", target), "__name__", "")).removesuffix("_")
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operation by name, with their defaults."""
+    schema: Any = getattr(node.target, "_schema", None)
+    values = {argument.name: argument.default_value for argument in schema.arguments} if schema else {}
+    return {**values, **dict(zip(values, node.args, strict=False)), **node.kwargs}
+
+
+def _double(tensor: Tensor) -> np.ndarray:
+    return np.asarray(tensor.detach().cpu().double())
+
+
+def _shape(node: fx.Node) -> list[int]:
+    """The shape of one sample."""
+    return [int(n) for n in node.meta["val"].shape[1:]]
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    """A number for each dimension."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return [int(n) for n in values * (dims if len(values) == 1 else 1)]
+
+
+def _rearrange(kind: str, **attributes: Callable[[fx.Node, Mapping[str, Any]], Any]) -> Any:
+    """A translation to a rearrangement; its attributes are functions of the node and its arguments."""
+
+    def translate(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+        values = {key: function(node, a) for key, function in attributes.items()}
+        writer.emit(node, "rearrange", node.all_input_nodes[:1], {"kind": kind, **values})
+
+    return translate
+
+
+def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """A dense layer, a convolution or a transposed one, with stored weights."""
+    source = a["input"]
+    weight = writer.constants.get(a["weight"])
+    if not isinstance(weight, Tensor):
+        raise Refused(f"{node.name}: bundles have products with stored weights only")
+    dims = weight.dim() - 2
+    weights = {"weight": weight}
+    if a["bias"] is not None:
+        weights["bias"] = writer.constants[a["bias"]].reshape(-1, *[1] * dims)
+    if not dims:
+        writer.layer(node, "linear", source, weights, {})
+        return
+    attributes: dict[str, Any] = {key: _each(a[key], dims) for key in ("stride", "padding", "dilation")}
+    mode = "zeros"
+    if source not in writer.names and _name(source) == "pad":
+        before = _arguments(source)
+        amounts = _each(before["pad"], 1)
+        if before["mode"] != "circular" or amounts[::2] != amounts[1::2] or any(attributes["padding"]):
+            raise Refused(f"{source.name}: a bundle has padding with zeros, or symmetric circular padding")
+        attributes["padding"] = amounts[::-2]
+        mode = "circular"
+        source = before["self"]
+    attributes |= {"groups": int(a["groups"]), "mode": mode}
+    if "output_padding" not in a:
+        writer.layer(node, "convolution", source, weights, attributes)
+        return
+    writer.layer(node, "transposed", source, weights, {**attributes, "size": _shape(node)[1:]})
+
+
+def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """`(x − mean)/√(var + ε)·weight + bias`, as a scaling and a shift in float64."""
+    mean, variance = (writer.constants[a[key]].double() for key in ("running_mean", "running_var"))
+    factor = (variance + a["eps"]).rsqrt()
+    if a["weight"] is not None:
+        factor = factor * writer.constants[a["weight"]].double()
+    offset = -mean * factor
+    if a["bias"] is not None:
+        offset = offset + writer.constants[a["bias"]].double()
+    shape = (-1, *[1] * (len(_shape(node)) - 1))
+    writer.emit(node, "scale", [a["input"]], {}, {"value": factor.reshape(shape)})
+    writer.emit(node, "shift", [node], {}, {"value": offset.reshape(shape)})
+
+
+def _shuffle(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """Space to depth or depth to space, as reshape, permute, reshape."""
+    source = a["self"]
+    channels, height, width = _shape(source)
+    if "downscale_factor" in a:
+        block = a["downscale_factor"]
+        shape, axes = [channels, height // block, block, width // block, block], [1, 3, 5, 2, 4]
+    else:
+        block = a["upscale_factor"]
+        shape, axes = [channels // block**2, block, block, height, width], [1, 4, 2, 5, 3]
+    writer.emit(node, "rearrange", [source], {"kind": "reshape", "shape": shape})
+    writer.emit(node, "rearrange", [node], {"kind": "permute", "axes": axes})
+    writer.emit(node, "rearrange", [node], {"kind": "reshape", "shape": _shape(node)})
+
+
+def _arithmetic(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """Sums of two values, and shifts and scalings by constants."""
+    name = _name(node)
+    left, right = a["self"], a["other"]
+    if a.get("alpha", 1) != 1:
+        raise Refused(f"{node.name}: a bundle has no sum with a factor")
+    dtype = node.meta["val"].dtype
+    if left in writer.names and right in writer.names:
+        if name == "sub":
+            writer.emit(node, "scale", [right], {}, {"value": torch.tensor(-1.0, dtype=dtype)})
+            right = node
+        elif name != "add":
+            raise Refused(f"{node.name}: a bundle has no product or quotient of two values")
+        writer.emit(node, "add", [left, right])
+        return
+    if right in writer.names:
+        if name in ("sub", "div"):
+            raise Refused(f"{node.name}: a bundle has no constant minus or divided by a value")
+        left, right = right, left
+    value = torch.as_tensor(writer.constants.get(right, right), dtype=dtype)
+    if value.dim() == node.meta["val"].dim():
+        value = value.squeeze(0)
+    if name in ("add", "sub"):
+        writer.emit(node, "shift", [left], {}, {"value": value if name == "add" else -value})
+    else:
+        writer.emit(node, "scale", [left], {"inverse": name == "div"}, {"value": value})
+
+
+def _concatenate(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """A concatenation; `(|a|, b)` and `(max(a, b), min(a, b))` of the two parts of a value are activations."""
+    parts = a["tensors"]
+    axis = int(a["dim"]) % node.meta["val"].dim()
+    first, second = (parts * 2)[:2]
+    ordered = _name(first) == "maximum" and _name(second) == "minimum" and first.args == second.args
+    halves = first.args if ordered else (*first.args[:1], second)
+    if (ordered or _name(first) == "abs") and [_name(half) for half in halves] == ["getitem", "getitem"]:
+        split = halves[0].args[0]
+        sizes = [half.meta["val"].shape[axis] for half in halves]
+        whole = [half.args for half in halves] == [(split, 0), (split, 1)]
+        if whole and sum(sizes) == split.args[0].meta["val"].shape[axis] and (not ordered or sizes[0] == sizes[1]):
+            kind = {"kind": "maxmin"} if ordered else {"kind": "abs", "count": int(sizes[0])}
+            writer.emit(node, "rearrange", [split.args[0]], {**kind, "axis": axis})
+            return
+    writer.emit(node, "concatenate", parts, {"axis": axis})
+
+
+def _item(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """The first result of a sort; other parts are recognised where they meet."""
+    source, index = node.args
+    if _name(source) == "sort" and index == 0:
+        b = _arguments(source)  # type: ignore[arg-type]
+        axis = int(b["dim"]) % node.meta["val"].dim()
+        if not b["descending"]:
+            writer.emit(node, "rearrange", [b["self"]], {"kind": "sort", "axis": axis})
+
+
+def _pad(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """Padding with zeros; circular padding is recognised at its convolution."""
+    if a["mode"] == "constant" and not a["value"] and min(a["pad"]) >= 0:
+        pairs = [list(pair) for pair in zip(a["pad"][::2], a["pad"][1::2], strict=True)]
+        widths = [[0, 0]] * (len(_shape(node)) - len(pairs)) + pairs[::-1]
+        writer.emit(node, "rearrange", [a["self"]], {"kind": "pad", "widths": widths})
+
+
+def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """Average and max pooling of images."""
+    source = a["self"]
+    size = _shape(source)[1:]
+    dims = len(size)
+    if "output_size" in a:
+        target = _each(a["output_size"], dims)
+        kernel = [n // m for n, m in zip(size, target, strict=True)]
+        unusual = any(n % m for n, m in zip(size, target, strict=True))
+        attributes = {"kernel": kernel, "stride": kernel, "padding": [0] * dims}
+    else:
+        kernel = _each(a["kernel_size"], dims)
+        attributes = {"kernel": kernel, "stride": _each(a["stride"] or kernel, dims)}
+        attributes["padding"] = _each(a["padding"], dims)
+        padded = any(attributes["padding"])
+        unusual = (
+            bool(a["ceil_mode"]) or (padded and not a.get("count_include_pad", True)) or bool(a.get("divisor_override"))
+        )
+        unusual = unusual or set(_each(a.get("dilation", 1), dims)) != {1}
+    if unusual:
+        raise Refused(f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only")
+    writer.emit(node, "max_pool" if "max" in _name(node) else "average_pool", [source], attributes)
+
+
+def _permutation(node: fx.Node, a: Mapping[str, Any]) -> list[int]:
+    rank = node.meta["val"].dim()
+    axes = list(range(rank))
+    if "dims" in a:
+        axes = [int(axis) % rank for axis in a["dims"]]
+    else:
+        first, second = (int(a[key]) % rank for key in ("dim0", "dim1"))
+        axes[first], axes[second] = second, first
+    if axes[0]:
+        raise Refused(f"{node.name}: a bundle has no permutation of the batch")
+    return axes[1:]
+
+
+def _curve(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    if a.get("beta", 1) != 1:
+        raise Refused(f"{node.name}: a bundle has softplus with beta = 1 only")
+    writer.emit(node, "curve", [a["self"]], {"kind": _name(node)})
+
+
+def _leaky_relu(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    writer.emit(node, "leaky_relu", [a["self"]], {"slope": float(np.float32(a["negative_slope"]))})
+
+
+def _pass(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    writer.names[node] = writer.names[node.all_input_nodes[0]]
+
+
+def _end(*keys: str) -> Callable[[fx.Node, Mapping[str, Any]], float]:
+    """An end of an interval; bounds beyond it do not matter."""
+    return lambda node, a: next((float(a[key]) for key in keys[:-1] if a.get(key) is not None), float(keys[-1]))
+
+
+def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
+    """`x − 2·Uᵀ relu(Ux + b)`."""
+    stored, offset, scale = module.effective()
+    inner = module.inner(stored)
+    zeros = getattr(inner, "padding_mode", "zeros") == "zeros"
+    if not isinstance(module.activation, nn.ReLU) or scale.numel() or not zeros:
+        raise Refused(f"{node.name}: a bundle has residual blocks with ReLU and zero padding only")
+    dims = inner.weight.dim() - 2
+    attributes: dict[str, Any] = {"h": 2.0}
+    if dims:
+        attributes |= {key: _each(getattr(inner, key), dims) for key in ("stride", "padding", "dilation")}
+        attributes |= {"groups": inner.groups, "mode": "zeros"}
+    weights = {"weight": inner.weight}
+    if offset.numel():
+        weights["bias"] = offset.reshape(-1, *[1] * dims)
+    writer.layer(node, "residual", node.args[0], weights, attributes)
+
+
+def _householder(writer: _Writer, node: fx.Node, module: Any) -> None:
+    source = next(source for source in node.all_input_nodes if source in writer.names)
+    half = module.theta.detach().reshape(-1, *[1] * (len(_shape(source)) - module.dim)) / 2
+    weights = {"first": half.sin(), "second": -half.cos()}
+    writer.emit(node, "householder", [source], {"axis": module.dim}, weights)
+
+
+#: modules that become one operation
+_FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
+    **dict.fromkeys(("SLLLinear", "SLLConv2d", "CPLLinear", "CPLConv2d"), _residual),
+    "HouseholderActivation": _householder,
+}
+#: operations that are recognised where their results meet
+_PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum", "sort"}
+_RESHAPE = _rearrange("reshape", shape=lambda node, a: _shape(node))
+_PERMUTE = _rearrange("permute", axes=_permutation)
+_CLAMP = _rearrange("clamp", low=_end("min", "min_val", "-1e99"), high=_end("max", "max_val", "1e99"))
+_TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] = {
+    **dict.fromkeys(("dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), _pass),
+    **dict.fromkeys(("flatten", "view", "reshape", "unsqueeze", "squeeze"), _RESHAPE),
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _linear),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _linear),
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
+    **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _shuffle),
+    **dict.fromkeys(("permute", "transpose"), _PERMUTE),
+    **dict.fromkeys(("clamp", "hardtanh"), _CLAMP),
+    **dict.fromkeys(("tanh", "sigmoid", "softplus"), _curve),
+    "relu": _rearrange("relu"),
+    "abs": _rearrange("abs", axis=lambda node, a: 1, count=lambda node, a: _shape(node)[0]),
+    "flip": _rearrange("flip", axes=lambda node, a: [int(axis) % node.meta["val"].dim() for axis in a["dims"]]),
+    "leaky_relu": _leaky_relu,
+    "batch_norm": _batch_norm,
+    "cat": _concatenate,
+    "pad": _pad,
+    "getitem": _item,
+}
+
+__all__ = ["EPSILONS", "check", "describe", "smoothing_rows", "write", "write_smoothing"]

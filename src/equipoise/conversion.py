@@ -1,8 +1,8 @@
 """Whole networks: `make_lipschitz` turns an existing one into one of a chosen constant, `export` into plain modules."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,8 @@ from equipoise.core.modules import evaluating, hooked
 from equipoise.core.precision import deflate
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
-from equipoise.nn.constants import known_constant
-from equipoise.nn.convert import Certificate, Change, convert, evaluate_at, plain
+from equipoise.nn.convert import Certificate, Change, convert, evaluate_at, plain, with_effective_weights
+from equipoise.nn.wrappers import known_constant
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,9 @@ class Conversion:
 
     def __str__(self) -> str:
         head = ("module", "was", "now", "action", "note")
-        body = [(r.name, r.was, r.now, r.action, r.note) for r in self.rows]
-        widths = [max(len(r[i]) for r in [head, *body]) for i in range(4)]
         lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(r[:4], widths, strict=True)), r[4]]).rstrip() for r in [head, *body]
+            f"{name:20}  {was:16}  {now:16}  {action:10} {note}".rstrip()
+            for name, was, now, action, note in [head, *(astuple(row) for row in self.rows)]
         ]
         measured = "by construction" if self.report is None else f"proved: at most {format_up(self.report.upper)}"
         return "\n".join([*lines, "", f"Lipschitz constant {format_up(self.constant)} ({measured})"])
@@ -83,10 +82,8 @@ class Rescaled(nn.Module):
         """Measure f's bound on inputs of this shape, set the factor, and return the report of the whole: `upper ≤ constant`."""
         with evaluating(self):
             self.factor.fill_(1.0)
-            stored = measurable(
-                self, example_input
-            )  # the same map: effective weights as constants, captured in no time
-            assert isinstance(stored, Rescaled)
+            # the same map with its effective weights as constants
+            stored: Any = with_effective_weights(self, *_one_sample(example_input))
             for _ in range(6):  # once more with the factor, since the last layer's norm is measured with it
                 report = lipschitz_bound(stored, example_input, rtol=rtol, ball=ball)
                 if not report.upper > 0 or not math.isfinite(report.upper):
@@ -108,12 +105,6 @@ class Rescaled(nn.Module):
     def extra_repr(self) -> str:
         """The constant and the factor."""
         return f"constant={self.constant:g}, factor={float(self.factor):.6g}"
-
-
-def measurable(model: nn.Module, example_input: Any) -> nn.Module:
-    """The network with plain modules for the sizes of this input."""
-    evaluate_at(model, *_one_sample(example_input))
-    return plain(model)[0]
 
 
 def _one_sample(example_input: Any) -> tuple[Tensor, ...]:
@@ -178,14 +169,14 @@ def make_lipschitz(
     if example is not None:
         report = scaled.rescale(example, rtol=rtol, ball=ball)
     else:
-        known = known_constant(new)
-        if known is None:
+        inner = known_constant(new)
+        if inner is None:
             why = next((f": {r.name} ({r.was}): {r.note}" for r in rows if r.action == "left"), "")
             raise Refused(
                 f"the converted network's constant does not follow from its construction{why}; pass example_input, so that "
                 "it can be bounded"
             )
-        scaled.factor.fill_(deflate(constant / max(known, 1.0)))
+        scaled.factor.fill_(deflate(constant / max(inner, 1.0)))
     scaled.training = model.training
     scaled.conversion = Conversion(rows, float(constant), report)
     return scaled
@@ -197,16 +188,12 @@ def first_input(model: nn.Module) -> Tensor | None:
     >>> first_input(nn.Sequential(nn.Flatten(), nn.Linear(5, 2))).shape
     torch.Size([1, 5])
     """
-    while type(model) is nn.Sequential and len(model):
-        kept = [part for part in model if not isinstance(part, nn.Flatten | nn.Identity | nn.Dropout)]
-        if not kept:
-            return None
-        model = kept[0]
-    features = getattr(model, "in_features", None)
-    if isinstance(features, int):
-        weight = next(model.parameters())
-        return torch.zeros(1, features, dtype=weight.dtype, device=weight.device)
-    return None
+    while type(model) is nn.Sequential:
+        parts = (part for part in model if not isinstance(part, nn.Flatten | nn.Identity | nn.Dropout))
+        model = next(parts, nn.Identity())
+    if not isinstance(getattr(model, "in_features", None), int):
+        return None
+    return next(model.parameters()).new_zeros(1, cast(int, model.in_features))
 
 
 def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, ball: float | None = None) -> nn.Module:
@@ -224,15 +211,14 @@ def export(model: nn.Module, example_input: Any = None, *, rtol: float = 1e-3, b
         evaluate_at(model, *_one_sample(example_input))
     new, rows = plain(model)
     new.eval()
-    certificate = Certificate(rows)
-    constant = known_constant(model)
-    if constant is not None:
-        certificate = replace(certificate, upper=constant, source="construction")
+    upper = known_constant(model)
+    source = "" if upper is None else "construction"
     if example_input is not None:
         bound = lipschitz_bound(new, example_input, rtol=rtol, ball=ball).upper
-        if certificate.upper is None or bound <= certificate.upper:
-            certificate = replace(certificate, upper=bound, source="lipschitz_bound of the exported network")
-    new.certificate = certificate  # type: ignore[assignment]
+        if upper is None or bound <= upper:
+            upper = bound
+            source = "lipschitz_bound of the exported network"
+    new.certificate = Certificate(rows, upper, source)  # type: ignore[assignment]
     return new
 
 

@@ -141,8 +141,8 @@ CASES = {
         "a model from elsewhere",
     ),
     "weights of a backbone": (changed(model_type="dpt", use_pretrained_backbone=True), "weights from elsewhere"),
-    "more classes than can be named": (changed(num_labels=10**9), "whole number beyond"),
-    "layers that Python counts": (changed(model_type="swin", depths=[2 * 10**9, 1]), "whole number beyond"),
+    "more classes than can be named": (changed(num_labels=10**9), "whole ones within"),
+    "layers that Python counts": (changed(model_type="swin", depths=[2 * 10**9, 1]), "whole ones within"),
 }
 
 

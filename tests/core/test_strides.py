@@ -12,7 +12,7 @@ from torch import nn
 from equipoise.attacks import pgd, smooth_pgd
 from equipoise.core import fresh_strides
 from equipoise.curvature import LossHessian
-from equipoise.data import Augmentation, Dataset
+from equipoise.data import Dataset, random_crop, random_flip
 from equipoise.regularizers import consistency_loss, input_gradient_penalty, noisy_copies, smooth_adversarial
 from equipoise.runs.inputs import Inputs
 from equipoise.smoothing import SmoothedClassifier
@@ -50,17 +50,13 @@ def train(**parts):
     run_recipe(read_recipe(recipe))
 
 
-def augmented(seed=0, **how):
-    return Augmentation(**how)(grey(), torch.Generator().manual_seed(seed))
-
-
 PATHS = {
     "batch of bytes": lambda net: net(dataset("NHWC").batch(range(4))[0]),
     "batch of flat images": lambda net: net(dataset("NHW").batch([0, 5])[0]),
     "items collated": lambda net: net(next(iter(torch.utils.data.DataLoader(dataset("NHWC"), batch_size=3)))[0]),
-    "flip": lambda net: net(augmented()),
-    "crop": lambda net: net(augmented(padding=2, flip=False)),
-    "no augmentation": lambda net: net(augmented(flip=False)),
+    "flip": lambda net: net(random_flip(grey(), torch.Generator())),
+    "crop": lambda net: net(random_crop(grey(), 2, torch.Generator())),
+    "no crop": lambda net: net(random_crop(grey(), 0, torch.Generator())),
     "run inputs": lambda net: net(Inputs.of((grey(), LABELS)).item(0).x[None]),
     "pgd": lambda net: pgd(net, grey(), LABELS, 0.5, steps=2),
     "smooth pgd": lambda net: smooth_pgd(

@@ -59,7 +59,7 @@ def write_bmp_folder(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
     return str(folder)
 
 
-FEATURES = {"picture": {"_type": "Image"}, "kind": {"_type": "ClassLabel", "names": CLASSES}, "y": {"dtype": "int64"}}
+FEATURES = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": CLASSES}, "y": {"dtype": "int64"}}
 
 
 def table(x: np.ndarray, y: np.ndarray):
@@ -68,7 +68,7 @@ def table(x: np.ndarray, y: np.ndarray):
 
     cells = [{"bytes": png(image), "path": "../../etc/passwd"} for image in x]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    found = pa.table({"y": pa.array([7] * len(y)), "picture": pa.array(cells, kind), "kind": pa.array(y, pa.int64())})
+    found = pa.table({"y": pa.array([7] * len(y)), "image": pa.array(cells, kind), "label": pa.array(y, pa.int64())})
     return found.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})})
 
 
@@ -99,27 +99,6 @@ def write_parquet_lists(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
     kind = pa.list_(pa.list_(pa.list_(pa.uint8(), x.shape[-1]), W))
     pq.write_table(pa.table({"x": pa.array(x.tolist(), kind), "y": y}), folder / "test.parquet", row_group_size=7)
     return str(folder / "test.parquet")
-
-
-def write_saved(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    """The tables of `Dataset.save_to_disk`."""
-    import pyarrow as pa
-
-    for part, rows in enumerate((slice(0, 5), slice(5, None))):
-        rows_table = table(x[rows], y[rows])
-        with (
-            pa.OSFile(str(folder / f"data-{part:05d}-of-00002.arrow"), "wb") as sink,
-            pa.ipc.new_stream(sink, rows_table.schema) as out,
-        ):
-            out.write_table(rows_table, max_chunksize=3)
-    return str(folder)
-
-
-def write_saved_dict(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
-    for split in ("train", "test"):
-        (folder / split).mkdir()
-        write_saved(folder / split, x, y)
-    return str(folder)
 
 
 def _write_module(folder: Path, x: np.ndarray, y: np.ndarray, code: str) -> str:
@@ -176,8 +155,6 @@ FORMATS = [
     Format("parquet", write_parquet, needs=ARROW, classes=True),
     Format("parquet-shards", write_parquet_shards, needs=ARROW),
     Format("parquet-lists", write_parquet_lists, needs=("pyarrow",)),
-    Format("saved", write_saved, needs=ARROW, classes=True),
-    Format("saved-dict", write_saved_dict, needs=ARROW, classes=True),
     Format("factory-arrays", write_arrays_factory, files=False),
     Format("factory-map", write_map_factory, files=False),
     Format("factory-pictures", write_picture_factory, files=False, needs=("PIL",)),

@@ -1,6 +1,5 @@
 """The dataset itself: values, selections, fingerprints, refusals, and how a spec is understood."""
 
-import dataclasses
 import re
 
 import numpy as np
@@ -76,7 +75,13 @@ LAYOUTS = [
     ((4, 16, 7, 7), np.float32, "auto", (16, 7, 7)),
     ((4, 7, 7, 16), np.uint8, "auto", (16, 7, 7)),
     ((4, 6, 5), np.uint8, "auto", (1, 6, 5)),
+    ((4, 6, 5), np.float32, "auto", (6, 5)),  # a time series
+    ((4, 6, 5), np.float32, "NHW", (1, 6, 5)),
+    ((4, 6, 5), np.uint8, "as-is", (6, 5)),
+    ((4, 6, 5, 3), np.float32, "as-is", (6, 5, 3)),
+    ((4, 2, 3, 4, 5), np.float32, "auto", (2, 3, 4, 5)),
     ((4, 9), np.float32, "auto", (9,)),
+    ((4, 9), np.float32, "NHW", None),
     ((4, 3, 6, 5), np.uint8, "auto", None),
     ((4, 6, 5, 3), np.float32, "auto", None),
     ((4, 6, 5, 3), np.uint8, "CHWN", None),
@@ -92,30 +97,17 @@ def test_layout_rule(shape, dtype, layout, wanted):
         return
     ds = Dataset.from_arrays(x, Y, layout=layout)
     assert ds.input_shape == wanted
-    moved = len(shape) == 4 and wanted != shape[1:]
+    moved = len(shape) == len(wanted) + 1 and wanted != shape[1:]
     scale = 255 if dtype == np.uint8 else 1
     first = torch.from_numpy(np.moveaxis(x, -1, 1) if moved else x)[2].float().reshape(wanted) / scale
     assert torch.equal(ds[2][0], first)
 
 
-REFUSED = {
-    "nan": (lambda x: x.__setitem__((2, 0, 0, 0), np.nan), "row 2"),
-    "infinity": (lambda x: x.__setitem__((3, 2, 4, 4), -np.inf), "row 3"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_non_finite_rows_are_named(name):
-    x = floats()
-    REFUSED[name][0](x)
-    with pytest.raises(InputError, match=REFUSED[name][1]):
-        Dataset.from_arrays(x, Y)
-
-
-def test_what_overflows_float32_is_refused():
+@pytest.mark.parametrize(("value", "row"), [(np.nan, 2), (-np.inf, 3), (1e39, 1)])
+def test_non_finite_rows_are_named(value, row):
     x = floats(dtype=np.float64)
-    x[1, 0, 0, 0] = 1e39
-    with pytest.raises(InputError, match=r"row 1 .* too large for float32"):
+    x[row, 2, 4, 4] = value
+    with pytest.raises(InputError, match=rf"row {row} holds NaN, infinity or a number too large for float32"):
         Dataset.from_arrays(x, Y)
 
 
@@ -154,11 +146,6 @@ def test_nothing_the_caller_does_changes_a_dataset():
     ds.batch(range(4))[1].zero_()
     assert torch.equal(ds.batch(range(4))[0], before)
     assert ds.labels.tolist() == [0, 1, 2, 1]
-    for array in (ds.labels, ds.ids, ds.all_labels, ds.select(limit=2).ids, ds.select(limit=2).labels):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 3
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ds.name = "x"
 
 
 # ---- selections ---------------------------------------------------------------------------------------------------
@@ -193,12 +180,6 @@ def test_senseless_selections_are_refused(options):
         load_dataset("digits").select(**options)
 
 
-@pytest.mark.parametrize("indices", [[], [4], [-1], [0.5], [[True]]])
-def test_senseless_indices_are_refused(indices):
-    with pytest.raises(InputError, match="ind"):
-        Dataset.from_arrays(floats(), Y).batch(indices)
-
-
 def test_it_is_a_map_style_dataset_of_torch():
     ds = Dataset.from_arrays(floats(), Y)
     with pytest.raises(IndexError):
@@ -220,11 +201,11 @@ def test_a_split_in_the_name(tmp_path):
     assert len(load_dataset(f"{path}#val")) == 2
     assert len(load_dataset(path, split="train")) == 4
     assert load_dataset(f"{path}#val").num_classes == 3  # the classes of all splits
-    with pytest.raises(InputError, match="has the splits train, val"):
+    with pytest.raises(InputError, match="no split 'test': choose one of train, val"):
         load_dataset(path)
-    with pytest.raises(InputError, match="'val', but 'train' was asked for"):
+    with pytest.raises(InputError, match="'val', but split='train' was given"):
         load_dataset(f"{path}#val", split="train")
-    with pytest.raises(InputError, match="no split 'test'; it has train, val"):
+    with pytest.raises(InputError, match="no split 'test': choose one of train, val"):
         load_dataset(path, split="test")
 
 
@@ -235,9 +216,9 @@ def test_a_split_in_the_name(tmp_path):
         ("", "there is no ''"),
         ("no_such_module:make", "cannot import"),
         ("math:no_such_name", "has no 'no_such_name'"),
-        ("math:pi", "gave a float"),
+        ("math:pi", "is a float"),
         ("math:factorial", "cannot be called like that"),
-        ("digits#validation", "no split 'validation'; it has train, test"),
+        ("digits#validation", "no split 'validation': choose one of train, test"),
     ],
 )
 def test_unknown_names_are_refused(spec, message, tmp_path, monkeypatch):
@@ -254,7 +235,7 @@ def test_odd_names_are_refused(spec):
 
 @pytest.mark.parametrize("option", [{"size": 4}, {"columns": ("a", "b")}, {"layout": "NCHW"}])
 def test_an_option_that_means_nothing_is_refused(option):
-    with pytest.raises(InputError, match=f"{next(iter(option))}= means nothing"):
+    with pytest.raises(InputError, match=f"{next(iter(option))}= has no meaning"):
         load_dataset("digits", **option)
 
 
@@ -269,7 +250,7 @@ class Items:
         return self.rows[index]
 
 
-def test_map_style_datasets_that_change_or_lie_are_refused():
+def test_map_style_datasets_that_change_or_differ_are_refused():
     x = floats()
 
     class Augmented(Items):
@@ -278,10 +259,6 @@ def test_map_style_datasets_that_change_or_lie_are_refused():
 
     with pytest.raises(InputError, match="another input each time"):
         as_dataset(Augmented([0] * 4), "items")
-    lying = Items([(x[i], int(Y[i])) for i in range(4)])
-    lying.targets = [0, 1, 0, 1]
-    with pytest.raises(InputError, match="row 2 has label 2, but 0 was announced"):
-        as_dataset(lying, "items").fingerprint()
     with pytest.raises(InputError, match="row 1 is float32 of shape"):
         as_dataset(Items([(x[0], 0), (x[1, :, :4], 0)]), "items").fingerprint()
     nan = Items([(x[0], 0), (x[1] * np.nan, 0)])
@@ -289,11 +266,11 @@ def test_map_style_datasets_that_change_or_lie_are_refused():
         as_dataset(nan, "items").batch([0, 1])
     with pytest.raises(InputError, match="row 0 is not a pair"):
         as_dataset(Items([x[0]]), "items")
-    with pytest.raises(InputError, match="expected one integer"):
+    with pytest.raises(InputError, match="one integer per row"):
         as_dataset(Items([(x[0], 0.5)]), "items")
     with pytest.raises(InputError, match="holds no data"):
         as_dataset(Items([]), "items")
-    with pytest.raises(InputError, match="gave a generator"):
+    with pytest.raises(InputError, match="is a generator"):
         as_dataset((i for i in range(3)), "items")
 
 
@@ -306,7 +283,7 @@ def pets():
 
 ORDERS = {
     "a list": (["fox", "owl", "dog", "cat"], [3, 2, 0, 2], ("fox", "owl", "dog", "cat")),
-    "numbers": ({"fox": 0, "dog": 2, "cat": 3}, [3, 2, 0, 2], ("fox", "class 1", "dog", "cat")),
+    "numbers": ({"fox": 0, "dog": 2, "cat": 3, "owl": 1}, [3, 2, 0, 2], ("fox", "owl", "dog", "cat")),
 }
 
 
@@ -324,11 +301,12 @@ def test_classes_are_numbered_as_the_model_does(name):
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (["cats", "dog", "fox"], r"'cat', which the list of classes does not name; did you mean 'cats'\?"),
+        (["cats", "dog", "fox"], r"missing: \['cat'\]; did you mean 'cats'\?"),
         (["cat", "cat", "dog", "fox"], "distinct"),
         ([], "distinct"),
-        ({"cat": 0, "dog": 0, "fox": 1}, "same number"),
-        ({"cat": -1, "dog": 0, "fox": 1}, "same number"),
+        ({"cat": 0, "dog": 0, "fox": 1}, "distinct"),
+        ({"cat": -1, "dog": 0, "fox": 1}, "distinct"),
+        ({"cat": 0, "dog": 10**12, "fox": 1}, "distinct"),
     ],
 )
 def test_orders_that_do_not_fit_are_refused(order, message):

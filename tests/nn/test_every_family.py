@@ -10,7 +10,7 @@ import torch
 from layer_cases import CASES, inputs_for
 from nn_parts import jacobian_norm, raw
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import equipoise as eq
 import equipoise.nn as eqn
@@ -85,8 +85,7 @@ def test_autocast(name, kind):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     agree(y.float(), layer(x), atol=0.1)
-    if is_parametrized(layer):  # a plain layer's forward: it rounds as nn.Linear does
-        assert y.dtype is torch.bfloat16
+    assert y.dtype is torch.bfloat16
     with pytest.raises(Refused, match="float16"):
         layer.half()(x.half())
 

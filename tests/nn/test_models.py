@@ -13,9 +13,9 @@ from equipoise.conversion import export
 from equipoise.core.errors import InputError
 from equipoise.data.load import load_digits
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.constants import known_constant
 from equipoise.nn.losses import offset_cross_entropy
 from equipoise.nn.models import LIPSCHITZ, MODELS, PLAIN, build, factory, input_shape
+from equipoise.nn.wrappers import known_constant
 
 GREY = {"in_channels": 1, "input_size": 8}
 #: small arguments for every builder: (name → arguments)
@@ -147,13 +147,12 @@ def test_refusals():
     with pytest.raises(InputError, match="takes no argument 'depth'"):
         build("sll_small", depth=3)
     for name, arguments, message in [
-        ("sll", {"channels": 2}, "fewer"),
         ("sll", {"input_size": 2}, "does not fit"),
         ("orthogonal_cnn", {"input_size": 6}, "divisible"),
-        ("sll", {"head": "softmax"}, "head is one of"),
+        ("sll", {"head": "softmax"}, "head must be one of"),
         ("cnn", {"mean": [0.5]}, "both"),
         ("cnn", {"mean": [0.5], "std": [0.0]}, "std > 0"),
-        ("mlp", {"activation": "x"}, "no activation"),
+        ("mlp", {"activation": "x"}, "activation must be one of"),
     ]:
         with pytest.raises(InputError, match=message):
             build(name, **arguments)

@@ -15,10 +15,9 @@ from torch.nn import functional
 
 import equipoise.nn as o
 from equipoise.core import Refused
-from equipoise.nn.orthogonal.bcop import two_taps
 from equipoise.nn.orthogonal.cayley import cayley
 from equipoise.nn.orthogonal.frequency import isometry_bound
-from equipoise.nn.orthogonal.polar import CONVERGING, by_gram, by_steps, last_step, orthonormal, scaled_steps
+from equipoise.nn.orthogonal.polar import CONVERGING, by_gram, by_steps, last_step, orthonormal, scaled_steps, two_taps
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
 from equipoise.norms.reference import operator_matrix, reference_norm
 
@@ -160,7 +159,7 @@ def test_peer_failure_skewness_lost_by_rescaling_channels() -> None:
     plain = exported(layer)
     assert reference_norm(plain, (4, 5, 5)) <= 1 + 1e-5
     with torch.no_grad():
-        plain.kernel.mul_(torch.tensor([3.0, 1.0, 0.3, 0.1])[None, :, None, None, None])
+        plain.effective_0.mul_(torch.tensor([3.0, 1.0, 0.3, 0.1])[None, :, None, None, None])
     assert reference_norm(plain, (4, 5, 5)) > 1.05
     with pytest.raises(Refused, match="not skew"):
         plain.lipschitz_upper((4, 5, 5))

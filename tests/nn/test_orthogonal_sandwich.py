@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 import equipoise.nn as o
 from equipoise.core import InputError, Kind, Refused
-from equipoise.lipschitz import lipschitz_bound
 from equipoise.nn.orthogonal.sandwich import sandwich_bound
 
 LIMIT = 1 + 1e-5
@@ -107,27 +105,12 @@ def test_every_raw_weight(case: str, size: float) -> None:
     assert float(plain_of(layer, shape).lipschitz_upper(shape)) <= LIMIT
 
 
-@cases
-def test_export_load_copy_pickle_and_the_networks_bound(case: str) -> None:
-    torch.manual_seed(2)
-    make, shape = CASES[case]
-    layer, other = make().eval(), make().eval()
-    x = torch.randn(3, *shape)
-    other(x)
-    other.load_state_dict(layer.state_dict())
-    plain = plain_of(layer, shape)
-    for same in (other, plain, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        torch.testing.assert_close(same(x), layer(x), rtol=0, atol=1e-6)
-    torch.testing.assert_close(layer.train()(x), layer.eval()(x))
-    assert lipschitz_bound(nn.Sequential(plain), x[:1]).upper <= LIMIT
-
-
 def test_the_bound_does_not_depend_on_psi_and_sees_a_changed_weight() -> None:
     torch.manual_seed(3)
     plain = o.SandwichLinear(4, 4).eval().export()
     before = float(plain.lipschitz_upper((4,)))
     with torch.no_grad():
-        plain.second.weight *= 3
+        plain.effective_1 *= 3
     after = float(plain.lipschitz_upper((4,)))
     assert before <= LIMIT < after
     assert steepest(plain, (4,)) <= after
@@ -138,15 +121,6 @@ def test_the_bound_does_not_depend_on_psi_and_sees_a_changed_weight() -> None:
             float(torch.linalg.matrix_norm(second @ torch.diag(j) @ first, 2)) for j in torch.rand(200, 3).round()
         )
         assert worst <= bound
-
-
-@pytest.mark.parametrize(
-    "activation", [nn.GELU(), nn.SiLU(), nn.LeakyReLU(-0.5), nn.PReLU(), nn.Linear(3, 3), nn.ELU(2.0)]
-)
-def test_other_activations_are_refused(activation: nn.Module) -> None:
-    for cls, args in ((o.SandwichLinear, (3, 3)), (o.SandwichConv2d, (3, 3, 3))):
-        with pytest.raises(Refused, match="slopes"):
-            cls(*args, activation=activation)
 
 
 def test_a_swapped_activation_and_a_subclass_are_noticed() -> None:
@@ -164,9 +138,7 @@ def test_a_swapped_activation_and_a_subclass_are_noticed() -> None:
     for call in (
         lambda: layer.lipschitz_upper((3,)),
         lambda: layer(torch.zeros(1, 3)),
-        layer.export,
         lambda: conv(torch.zeros(1, 2, 4, 4)),
-        conv.export,
     ):
         with pytest.raises(Refused, match="slopes"):
             call()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
-from nn_parts import jacobian_norm, worst_ratio
+from nn_parts import exported, jacobian_norm, raw, worst_ratio
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.constants import known_constant
+from equipoise.nn.normalise import BatchCentering, LastLayerNormalised, LayerCentering, pairwise_distances
 from equipoise.nn.pooling import (
     DepthToSpace,
     FirstFeatures,
@@ -20,6 +23,7 @@ from equipoise.nn.pooling import (
     SpaceToDepth,
     SpatialShift,
 )
+from equipoise.nn.wrappers import known_constant
 
 CASES = {  # layer, input shape, norm exactly 1
     "max 2": (MaxPool2d(2), (3, 6, 7), True),
@@ -76,5 +80,78 @@ def test_bad_sizes():
         PadChannels(2)(torch.zeros(1, 3, 2, 2))
     with pytest.raises(InputError, match="fewer"):
         FirstFeatures(5)(torch.zeros(1, 3))
-    with pytest.raises(InputError):
-        SpaceToDepth(0)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 4, 2, 3)])
+def test_batch_centering_in_training_is_a_projection_of_the_batch(shape):
+    layer = BatchCentering(4, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    jacobian = torch.autograd.functional.jacobian(layer, x).reshape(x.numel(), -1)
+    assert torch.allclose(jacobian @ jacobian, jacobian, atol=1e-12)
+    assert torch.allclose(jacobian, jacobian.mT)
+    assert float(torch.linalg.matrix_norm(jacobian, ord=2)) == pytest.approx(1)
+    y = layer(x)
+    assert torch.allclose(y.transpose(0, 1).flatten(1).mean(1), torch.zeros(4, dtype=torch.float64), atol=1e-12)
+
+
+def test_batch_centering_in_evaluation_is_an_isometry_without_side_effects():
+    layer = BatchCentering(4)
+    for _ in range(200):
+        layer(torch.randn(16, 4, 3, 3) + 5)
+    layer.eval()
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.randn(4, 3, 3)
+    assert jacobian_norm(layer, x) == pytest.approx(1, abs=1e-6)
+    assert float((layer(x[None]) - (x - 5)).detach().abs().max()) < 0.3  # the running mean was learned
+    assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())
+    assert lipschitz_bound(layer, x[None]).upper <= 1 + 1e-12
+    with pytest.raises(InputError, match="momentum"):
+        BatchCentering(4, momentum=0)
+    with pytest.raises(InputError, match="expected"):
+        layer(torch.zeros(2, 3))
+
+
+def test_layer_centering_is_a_projection():
+    for layer in (LayerCentering(), LayerCentering(3, dtype=torch.float64), LayerCentering(3, bias=False)):
+        assert jacobian_norm(layer, torch.randn(3, 2, 2, dtype=torch.float64)) == pytest.approx(1)
+        with pytest.raises(InputError, match="batch dimension"):
+            layer(torch.randn(3))
+    with pytest.raises(InputError, match="pixels"):
+        LayerCentering(3)(torch.randn(2, 4, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_rows_have_norm_one_whatever_the_raw_weight(dtype, scale):
+    layer = LastLayerNormalised(7, 5, dtype=dtype)
+    with torch.no_grad():
+        raw(layer).mul_(scale)
+    assert torch.allclose(layer.weight.double().norm(dim=1), torch.ones(5, dtype=torch.float64), atol=1e-6)
+    with torch.no_grad():
+        raw(layer)[2] = 0
+    assert float(layer.weight[2].detach().abs().max()) == 0
+    layer(torch.randn(3, 7, dtype=dtype)).sum().backward()
+    assert bool(torch.isfinite(raw(layer).grad).all())
+
+
+def test_export_cache_and_copies():
+    layer = LastLayerNormalised(7, 5).eval()
+    x = torch.randn(3, 7)
+    y = layer(x)
+    assert torch.allclose(exported(layer)(x), y, atol=1e-6)
+    with torch.no_grad():
+        raw(layer).data[0] *= -1
+    assert not torch.allclose(layer(x), y)  # no stale cache
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), layer(x))
+
+
+def test_pairwise_is_an_upper_bound_and_attained():
+    layer = LastLayerNormalised(6, 4)
+    W = layer.weight.detach().double()
+    K = pairwise_distances(layer.weight)
+    exact = torch.cdist(W, W, compute_mode="donot_use_mm_for_euclid_dist")
+    assert bool((exact <= K).all())
+    assert torch.allclose(K, exact, rtol=1e-12)
+    tiny = torch.tensor([[1.0, 1e-9], [1.0, 0.0]], dtype=torch.float64)
+    assert float(pairwise_distances(tiny)[0, 1]) >= 1e-9  # no cancellation

@@ -265,7 +265,7 @@ def parametrized():
         (net, {"radius": -1.0}, "positive number"),
         (net, {"radius": {"nothing": 1.0}}, "matches 'nothing'"),
         (net, {"how": "crop"}, "must be one of cap"),
-        (net, {"tolerance": 0.0}, "tolerance must lie"),
+        (net, {"tolerance": 0.0}, "tolerance must be"),
         (net, {"how": "sphere", "every": 3}, "1 for how='sphere'"),
         (parametrized, {}, "parametrisation"),
         (lambda: nn.Sequential(nn.Conv2d(1, 2, 3)), {"how": "clip"}, "is a convolution"),
@@ -308,7 +308,7 @@ def test_every_parameter_of_two_dimensions_is_guarded_or_named_in_one_warning():
     with pytest.warns(UserWarning, match="table.weight .Embedding") as caught:
         guard = SpectralGuard(model, radius=0.5)
     assert len(caught) == 1
-    covered = {id(p) for one in guard.layers for p in one.parameters}
+    covered = {id(place.parameter) for one in guard.layers for place in one.places}
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             named = f"{name} (" in str(caught[0].message)

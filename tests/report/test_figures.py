@@ -82,9 +82,9 @@ def test_curves_of_ten_thousand_inputs_are_short(report_parts):
 
 def test_procedures_keep_their_colour_and_no_two_curves_look_alike():
     several = [certified([1.0], p, r) for r in "abc" for p in ("cohen", "cpm", "lvm", "unheard of")]
-    styles = figures.colours(several)
-    assert len(set(styles)) == len(styles)
-    assert styles[0][0] == figures.COLOURS["cohen"]
+    styles = figures.lines(several)
+    assert len({tuple(style.values()) for style in styles}) == len(styles)
+    assert styles[0]["color"] == figures.COLOURS["cohen"]
     assert len(set(figures.labels(several))) == len(several)
 
 

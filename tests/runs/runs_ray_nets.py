@@ -54,14 +54,3 @@ class Raising(Guest):
         if self.away:
             raise RuntimeError("no kernel image is available\nsecond line")
         return super().forward(x)
-
-
-class Threads(Guest):
-    """Votes for class 0 if it runs in one torch thread, else for class 1."""
-
-    def forward(self, x):
-        import torch
-
-        out = torch.zeros(len(x), 4)
-        out[:, 0 if torch.get_num_threads() == 1 else 1] = 1.0
-        return out

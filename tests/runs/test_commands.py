@@ -112,23 +112,9 @@ def test_another_derivation_says_so_and_costs_nothing(place):
 
 
 def test_shards_merge_into_the_whole(place):
-    common = (
-        "net.pt2",
-        "--data",
-        "digits",
-        "--mean",
-        0.5,
-        "--std",
-        0.25,
-        "--set",
-        "seed=0",
-        "--sigma",
-        0.25,
-        "--n",
-        100,
-    )
+    common = ("net.pt2", "--data", "digits", "--mean", 0.5, "--std", 0.25, "--sigma", 0.25, "--n", 100)
     for k in (1, 2):
-        call("certify", *common, "--shard", f"{k}/60", "--run", f"part{k}")
+        call("certify", *common, "--set", "seed=0", "--shard", f"{k}/60", "--run", f"part{k}")
     document = json.loads(call("merge", "part1", "part2", "-o", "joint", "--json"))
     assert document["done"] == document["total"] == sum(open_run(f"part{k}").total for k in (1, 2))
     call("merge", "part1", "part1", "-o", "twice", code=2)
@@ -152,7 +138,7 @@ WRONG = {
     "another file": (("export", "sampled", "table.xls"), "expected an ending among .csv, .json, .tsv"),
     "a shard": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--shard", "3/2"), "such as 2/8"),
     "a setting": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "sed=1"), "did you mean 'seed'"),
-    "a number": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "n0=x"), "takes a int"),
+    "a number": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--set", "n0=x"), "n0: expected"),
     "huge": (("certify", "net.pt2", "--data", "digits", "--sigma", 1, "--n", 10**19), "n: expected"),
     "no norm": (("prove", "net.pt2", "--data", "digits", "--norm", "l7"), "norm"),
     "draws": (("predict", "sampled", "--data", "digits", "--n", 0), "must be positive"),

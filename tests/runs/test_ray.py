@@ -3,7 +3,6 @@
 import pickle
 import runpy
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from runs_nets import table
 
 from equipoise.core import InputError, Refused
 from equipoise.runs import Settings, certify, open_run
-from equipoise.runs.engines import RayWorker
 from equipoise.runs.models import portable
-from equipoise.runs.workers import TaskSpec
+from equipoise.runs.workers import RayWorker, TaskSpec
 
 ray = pytest.importorskip("ray")
 
@@ -32,7 +30,6 @@ def test_a_cluster_of_our_own_comes_and_goes(tmp_path, net, xy):
     assert not ray.is_initialized()
     assert run.finished
     assert table(run) == table(certify(net, xy, run_dir=tmp_path / "local", **SETTINGS))
-    assert [s.engine for s in run.sessions()] == ["ray"]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +43,11 @@ def cluster():
 def test_the_table_of_the_local_engine_and_a_cluster_that_stays(cluster, tmp_path, net, more):
     x, y = runs_nets.data(10)
     data, settings = ((255 * x).round().clamp(0, 255) / 255, y), SETTINGS | more
-    run = certify(net, data, run_dir=tmp_path / "ray", **WORKERS, **settings)
+    program = torch.export.export(net, (torch.rand(100, *runs_nets.SHAPE),))
+    local = table(certify(net, data, run_dir=tmp_path / "local", **settings))
+    for name, model in {"module": net, "program": program}.items():
+        assert table(certify(model, data, run_dir=tmp_path / name, **WORKERS, **settings)) == local
     assert ray.is_initialized()
-    assert table(run) == table(certify(net, data, run_dir=tmp_path / "local", **settings))
 
 
 def test_killed_workers_change_nothing(cluster, tmp_path):
@@ -91,12 +90,6 @@ def test_an_interruption_leaves_a_run_that_continues(cluster, tmp_path, net):
     assert table(run) == table(certify(net, data, run_dir=tmp_path / "local", **SETTINGS))
 
 
-def test_an_exported_program(cluster, tmp_path, net, xy):
-    program = torch.export.export(net, (torch.rand(100, *runs_nets.SHAPE),))
-    run = certify(program, xy, run_dir=tmp_path / "ray", engine="ray", **SETTINGS)
-    assert table(run) == table(certify(program, xy, run_dir=tmp_path / "local", **SETTINGS))
-
-
 def test_the_example_runs_on_two_workers(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -113,5 +106,5 @@ def test_other_software_or_code_on_a_worker_is_refused(net):
     spec = TaskSpec(portable(net), Settings.of("sampled", {"sigma": 0.3, "num_classes": 4, "seed": 0}))
     with pytest.raises(Refused, match=r"a worker has torch .* instead of 0\.0"):
         RayWorker(pickle.dumps(spec), [], {"torch": "0.0"})
-    with pytest.raises(Refused, match="code of runs_nets:Net differs"):
-        RayWorker(pickle.dumps(replace(spec, model=replace(spec.model, code="sha256:other"))), [], {})
+    with pytest.raises(Refused, match=r"a worker has code sha256:.* instead of sha256:other"):
+        RayWorker(pickle.dumps(spec), [], {"code": "sha256:other"})

@@ -13,8 +13,7 @@ from torch import nn
 
 from equipoise.core import InputError, Refused
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream
-from equipoise.smoothing.grid import Grid, is_image, power_of_two
-from equipoise.smoothing.noise import noise_key, philox
+from equipoise.smoothing.noise import Grid, is_image, noise_key, philox, power_of_two
 
 GRIDS = [Grid(0.25, 255.0), Grid(1.0, 255.0), Grid(0.03, 255.0), Grid(0.5, power_of_two(0.5)), Grid(0.7, 2.0)]
 IDS = [f"{g.sigma:g} on {g.cells:g}" for g in GRIDS]

@@ -4,8 +4,8 @@ import smoothing_references as slow
 from scipy import stats
 
 from equipoise.core import InputError
-from equipoise.smoothing import betting, clopper_pearson, empirical_bernstein, hoeffding
-from equipoise.smoothing.bounds import bet_sizes, wealth
+from equipoise.smoothing import betting, certify_scores, clopper_pearson, empirical_bernstein, hoeffding
+from equipoise.smoothing.intervals import bet_sizes, lipschitz_interval, wealth
 
 GRID = np.concatenate([[0.0, 1e-6, 1e-3], np.linspace(0.01, 0.99, 99), [0.999, 1 - 1e-6, 1.0]])
 
@@ -154,3 +154,33 @@ def test_bad_input_is_refused():
     ):
         with pytest.raises(InputError):
             call()
+
+
+def test_the_lipschitz_interval_is_the_printed_one_and_covers():
+    """`mean ± σL√(2 ln(1/α)/n)`: Gaussian scores, for which its tail is nearly sharp, and a wrong constant that is caught."""
+    rng = np.random.default_rng(9)
+    reps, n, alpha, sigma, L = 20_000, 50, 0.05, 0.2, 0.5
+    scores = np.clip(0.5 + L * sigma * rng.standard_normal((reps, n)), 0, 1)  # clipping at 5 standard deviations
+    mean = scores.mean(axis=1)
+    low, up = (lipschitz_interval(mean, n, alpha, sigma * L, side) for side in ("lower", "upper"))
+    np.testing.assert_allclose(mean - low, sigma * L * np.sqrt(2 * np.log(1 / alpha) / n), rtol=1e-9)
+    most = stats.binom.ppf(1 - 1e-6, reps, alpha)
+    assert (low > 0.5).sum() <= most
+    assert (up < 0.5).sum() <= most
+    assert (lipschitz_interval(mean, n, alpha, sigma * L / 2, "lower") > 0.5).sum() > most
+
+
+def test_a_small_constant_shortens_the_bounds_of_soft_scores():
+    """Where σL√(2 ln(1/α)/n) is below Bernstein's interval whatever the variance; a larger constant changes nothing."""
+    rng = np.random.default_rng(10)
+    scores = 0.5 + 0.05 * rng.uniform(-1, 1, (30, 400, 1))
+    scores = np.concatenate([scores, 0.6 * (1 - scores), 0.4 * (1 - scores)], axis=2)
+    bounds = {
+        L: certify_scores(scores[:, :50], scores, 0.25, 0.01, "lvm", lipschitz=L, pair_lipschitz=2 * L)
+        for L in (0.3, 3.0)
+    }
+    half_width = 0.25 * 0.3 * np.sqrt(2 * np.log(3 / 0.01) / 400)
+    one = bounds[0.3].buckets == 3
+    assert one.any()
+    np.testing.assert_allclose(scores[one, :, 0].mean(axis=1) - bounds[0.3].p_lower[one], half_width, rtol=1e-6)
+    assert (bounds[0.3].p_lower > bounds[3.0].p_lower).all()

@@ -9,13 +9,12 @@ import pytest
 from equipoise.core import InputError, Refused
 from equipoise.smoothing import PROCEDURES, Option, Procedure, certify_counts, clopper_pearson
 from equipoise.smoothing.bounds import Gaussian
-from equipoise.smoothing.moments import Partition, every_class, one_against_rest, ranking
 from equipoise.smoothing.planning import plan_scores
-from equipoise.smoothing.procedures import find_procedure
+from equipoise.smoothing.procedures import Partition, every_class, find_procedure, one_against_rest, ranking
 
 ROW = """
 from equipoise.smoothing import Option, Procedure, Split
-from equipoise.smoothing.moments import every_class
+from equipoise.smoothing.procedures import every_class
 
 ROW = Procedure("thirds", (Option(every_class, Split(2 / 3)),), True, False, "class at two thirds of the risk", "outside")
 """

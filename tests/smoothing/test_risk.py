@@ -21,7 +21,7 @@ from equipoise.smoothing import (
     radius_multi,
 )
 from equipoise.smoothing.bounds import Gaussian, count_bounds
-from equipoise.smoothing.moments import every_class
+from equipoise.smoothing.procedures import every_class
 
 REPS, ALPHA = 6_000, 0.1
 HARD = [name for name, row in PROCEDURES.items() if row.hard]

@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 from equipoise.smoothing import certify_counts, clopper_pearson, radius_multi
-from equipoise.smoothing.adaptive import TargetTest
 from equipoise.smoothing.bounds import Gaussian
+from equipoise.smoothing.planning import TargetTest
 from equipoise.smoothing.procedures import PROCEDURES
 
 SIGMA = 1.0
@@ -142,7 +142,7 @@ def test_never_below_the_better_of_the_others_by_more_than_planning_noise(c, p1,
     }
     assert mean["rivals"] >= 0.994 * max(mean.values())
     if c == 1000:
-        assert mean["rivals"] >= 1.2 * mean["cpm"]
+        assert mean["rivals"] >= 1.15 * mean["cpm"]
 
 
 # ---- adaptive --------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_a_target_just_out_of_reach_is_certified_at_most_a_share_alpha_of_the_ti
     for _ in range(reps):
         ranked = -np.sort(-rng.multinomial(50, p)[1:]).astype(float)
         first = np.concatenate([[float(rng.binomial(50, p[0]))], ranked])
-        test = TargetTest.of(PROCEDURES["rivals"], first, epsilon, Gaussian(SIGMA), alpha)
+        test = TargetTest.of(PROCEDURES["rivals"], first, epsilon, Gaussian(SIGMA))
         used += len(test.levels) > 1
         votes = np.cumsum(rng.multinomial(20, p, steps), axis=0)
         at = (5, 15, 30, 59)
@@ -168,9 +168,9 @@ def test_a_target_just_out_of_reach_is_certified_at_most_a_share_alpha_of_the_ti
 
 
 def test_a_class_below_one_half_is_certified_adaptively():
-    test = TargetTest.of(PROCEDURES["rivals"], np.array([40.0, 8, *[6] * 9]), 0.2, Gaussian(SIGMA), 1e-3)
+    test = TargetTest.of(PROCEDURES["rivals"], np.array([40.0, 8, *[6] * 9]), 0.2, Gaussian(SIGMA))
     assert test.log_e(4000, 800, 10_000) > np.log(1e3)
-    alone = TargetTest.of(PROCEDURES["cohen"], np.array([40.0, 8, *[6] * 9]), 0.2, Gaussian(SIGMA), 1e-3)
+    alone = TargetTest.of(PROCEDURES["cohen"], np.array([40.0, 8, *[6] * 9]), 0.2, Gaussian(SIGMA))
     assert alone.log_e(4000, 800, 10_000) < 0
 
 

@@ -14,12 +14,11 @@ from equipoise.data import load_dataset
 from equipoise.nn import losses
 from equipoise.nn.models import build
 from equipoise.norms import spectral_norm
-from equipoise.train import read_recipe, run_recipe
-from equipoise.train.build import build_data
+from equipoise.train import metrics, read_recipe, run_recipe
+from equipoise.train.build import Part, build_data
 from equipoise.train.config import Data, Extra
 from equipoise.train.losses import LOSSES, OBJECTIVES, cross_entropy
 from equipoise.train.metrics import Certified, certified_bound, evaluate
-from equipoise.train.randomness import data_order
 from equipoise.train.terms import AUGMENTATIONS, REGULARIZERS, selection
 
 #: arguments of rows that have no default
@@ -72,7 +71,7 @@ def test_it_is_the_plain_loop(small):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step, steps = 0, 15
     for epoch in range(3):
-        for rows in data_order(0, epoch, 160).split(32):
+        for rows in parts.train.order(0, epoch).split(32):
             x, y = parts.train.batch(rows)
             loss = nn.functional.cross_entropy(model(x), y)
             loss = loss + 0.01 * (model[1].weight.square().sum() + model[3].weight.square().sum())
@@ -86,10 +85,11 @@ def test_it_is_the_plain_loop(small):
 
 
 def test_the_orders_of_epochs_are_permutations_and_differ():
-    orders = [data_order(0, epoch, 50) for epoch in range(3)]
+    part = Part(None, torch.arange(50))
+    orders = [part.order(0, epoch) for epoch in range(3)]
     assert all(order.sort().values.equal(torch.arange(50)) for order in orders)
     assert not orders[0].equal(orders[1])
-    assert not data_order(1, 0, 50).equal(orders[0])
+    assert not part.order(1, 0).equal(orders[0])
 
 
 def test_projections_hold_for_the_network_that_is_kept(small):
@@ -154,31 +154,22 @@ def test_what_cannot_be_bounded_has_no_certificate(small, monkeypatch, tmp_path)
     assert "certified_accuracy" not in result.final
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_processes_share_the_examples_of_an_evaluation(world):
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_processes_share_the_examples_of_an_evaluation(world, monkeypatch):
     test = build_data(read_recipe("sll-sr-digits").data).test
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    device = torch.device("cpu")
-    whole = evaluate(model, test, cross_entropy(), device, 50, [0.0, 0.05], Certified(1.0, {}))
+    options = (cross_entropy(), torch.device("cpu"), 50, [0.0, 0.05], Certified(1.0, {}))
+    whole = evaluate(model, test, *options)
     sums = []
+    monkeypatch.setattr(metrics, "all_sum", lambda pair: sums.append(pair) or pair)
+    monkeypatch.setattr(metrics, "world", lambda: world)
     for rank in range(world):
-        evaluate(
-            model,
-            test,
-            cross_entropy(),
-            device,
-            50,
-            [0.0, 0.05],
-            Certified(1.0, {}),
-            rank,
-            world,
-            lambda v: sums.append(v) or v,
-        )
-    total = torch.stack(sums).sum(0)  # rows by name: accuracy, certified, loss
-    assert (total[:, 0] / total[:, 1]).tolist() == pytest.approx(
-        [whole["accuracy"], *whole["certified_accuracy"].values(), whole["loss"]]
-    )
+        monkeypatch.setattr(metrics, "rank", lambda rank=rank: rank)
+        evaluate(model, test, *options)
+    total = torch.stack(sums).reshape(world, 4, 2).sum(0)  # rows by name: accuracy, certified, loss
+    expected = [whole["accuracy"], *whole["certified_accuracy"].values(), whole["loss"]]
+    assert (total[:, 0] / total[:, 1]).tolist() == pytest.approx(expected)
     assert int(total[0, 1]) == len(test)
 
 
@@ -232,30 +223,46 @@ def test_layer_types():
         selection("Linaer")
 
 
-def test_extra_examples_are_mixed_in_by_ratio(small):
-    """Every own example once in an epoch, the others one part after the other, each once before any comes twice."""
-    data = read_recipe("sll-sr-digits", ["data.limit=100"]).data.model_copy(
-        update={"extra": Extra(path="digits", ratio=3)}
-    )
-    part = build_data(data).train
+def test_extra_examples_are_mixed_in_by_ratio():
+    """Every own example once in an epoch, and others from the whole of the other dataset."""
+    part = build_data(Data(path="digits", limit=100, extra=Extra(path="digits", ratio=3))).train
     assert len(part) == 400
-    seen: list[int] = []
+    chosen = []
     for epoch in range(6):
         order = part.order(0, epoch)
         assert sorted(order[order < 100].tolist()) == list(range(100))
-        seen += order[order >= 100].tolist()
+        chosen += order[order >= 100].tolist()
         assert 50 < int((order[:200] >= 100).sum()) < 200  # shuffled together
-    assert len(set(seen[:1200])) == 1200  # 1437 there are: the fifth epoch starts over
+    assert len(chosen) == 1800
+    assert min(chosen) < 150
+    assert 1500 < max(chosen) < 1537
     whole = load_dataset("digits", "train")
     x, y = part.batch(torch.tensor([3, 100 + 7, 5]))
-    assert torch.equal(x[1], whole[7][0])
-    assert torch.equal(x[0], whole[int(part.indices[3])][0])
-    assert y.tolist() == [whole[int(part.indices[3])][1], whole[7][1], whole[int(part.indices[5])][1]]
+    rows = [int(part.indices[3]), 7, int(part.indices[5])]
+    assert all(torch.equal(image, whole[row][0]) for image, row in zip(x, rows, strict=True))
+    assert y.tolist() == [whole[row][1] for row in rows]
+
+
+def test_data_of_any_shape_train_a_network_in_memory(tmp_path):
+    """A time series (channels, length) and a network that no factory makes."""
+    x, y = np.random.default_rng(0).normal(size=(64, 3, 16)).astype(np.float32), np.arange(64) % 2
+    np.savez(tmp_path / "series.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    net = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    recipe = {
+        "model": {"factory": "own:net"},
+        "data": {"path": str(tmp_path / "series.npz")},
+        "epochs": 2,
+        "batch_size": 16,
+    }
+    result = run_recipe(recipe, tmp_path / "run", model=net)
+    assert result.model is net
+    assert result.final["bound"] > 0
+    assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_extra_examples_have_to_look_like_the_others(tmp_path):
     np.savez(tmp_path / "other.npz", x_train=np.zeros((4, 5, 5), np.uint8), y_train=np.arange(4))
-    with pytest.raises(InputError, match=r"data\.extra: inputs of shape"):
+    with pytest.raises(InputError, match="one network cannot take both"):
         build_data(Data(path="digits", extra=Extra(path=str(tmp_path / "other.npz"))))
 
 

@@ -34,7 +34,7 @@ BAD = {
         r"unknown key 'epoch'; did you mean 'epochs'\?|'epochs' is missing",
     ),
     "unknown inner key": ("  lr: 1e-2", "  learning_rate: 1", r"unknown key 'optimizer\.learning_rate'"),
-    "near inner key": ("  lr: 1e-2", "  momentun: 0.5", r"did you mean 'momentum'\?"),
+    "near inner key": ("  lr: 1e-2", "  momentun: 0.5", r"did you mean 'optimizer.momentum'\?"),
     "wrong type": ("epochs: 2", "epochs: many", r"'epochs' must be a valid integer.*got 'many'"),
     "negative": ("  lr: 1e-2", "  lr: -1", r"'optimizer\.lr' must be greater than 0, got -1"),
     "beyond floats": ("  lr: 1e-2", f"  lr: 1{'0' * 400}", r"'optimizer\.lr' must be a valid number"),
@@ -115,7 +115,7 @@ def test_overrides_inside_a_list_and_of_a_shorthand(tmp_path):
     [
         ("optimizer.lr", "takes key=value"),
         ("=3", "takes key=value"),
-        ("optimizer.lt=3", "did you mean 'lr'"),
+        ("optimizer.lt=3", "did you mean 'optimizer.lr'"),
         ("epochs=[1", "is not YAML"),
         ("regularizers.5.weight=1", "no position in a list"),
     ],

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.train import Diverged, read_recipe, run_recipe
-from equipoise.train.journal import STATE, differences
+from equipoise.train.journal import STATE
 
 #: one row per thing with a state of its own
 KINDS = {
@@ -85,21 +85,30 @@ def test_it_does_not_start_over(small, tmp_path):
     assert min(steps) == 9  # from step 8
 
 
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_run_stops_when_its_time_is_over_and_goes_on(small, tmp_path, figures, remembered):
+    recipe = small()
+    stopped = run_recipe(recipe, tmp_path / "run" if remembered else None, minutes=0)
+    assert (stopped.finished, stopped.final["step"], stopped.history) == (False, 0, [])
+    assert 0 <= stopped.final["accuracy"] <= 1
+    if remembered:
+        assert (tmp_path / "run" / "certificate.json").exists()
+        again = run_recipe(recipe, tmp_path / "run", minutes=1000)
+        whole = run_recipe(recipe, tmp_path / "whole")
+        assert again.finished
+        assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+        assert same(weights(again), weights(whole))
+
+
 def test_a_finished_run_is_not_trained_again(small, tmp_path):
     first = run_recipe(small(), tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
     events = []
     again = run_recipe(small(), tmp_path / "run", progress=events.append)
     assert events == []
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert again.final == first.final
     assert same(weights(again), weights(first))
-
-
-def test_a_finished_run_without_its_metrics_is_measured_again(small, tmp_path):
-    first = run_recipe(small(), tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    again = run_recipe(small(), tmp_path / "run")
-    assert again.final["accuracy"] == first.final["accuracy"]
-    assert again.final["bound"] == first.final["bound"]
 
 
 def test_a_crash_while_a_file_is_written_loses_nothing(small, tmp_path, monkeypatch, figures):
@@ -350,9 +359,3 @@ def test_the_callers_randomness_is_left_alone(small):
     b = run_recipe(small(epochs=1))
     assert same(weights(a), weights(b))
     assert not same(weights(a), weights(run_recipe(small(epochs=1, seed=1))))
-
-
-def test_differences_of_lists_and_missing_keys():
-    a = read_recipe("sll-sr-digits").to_dict()
-    assert differences(a, a) == []
-    assert differences({"a": [1]}, {"a": [1, 2]}) == ["a: [1] → [1, 2]"]

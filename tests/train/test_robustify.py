@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from equipoise.checkpoints import save_checkpoint
+from equipoise.checkpoints import load_weights, save_checkpoint
 from equipoise.cli.app import Command, build
+from equipoise.conversion import make_lipschitz
 from equipoise.core.errors import InputError
 from equipoise.data import load_dataset
 from equipoise.models import load
@@ -71,7 +72,7 @@ def test_the_command(plain, tmp_path):
 def test_what_cannot_be_done_is_said(plain, tmp_path):
     with pytest.raises(InputError, match="give --data"):
         robustify(plain, tmp_path / "a")
-    with pytest.raises(InputError, match="distill"):
+    with pytest.raises(InputError, match=r"weight.*less than 1"):
         robustify(plain, tmp_path / "b", data="digits", distill=1.0)
     from equipoise.checkpoints import register_model
 
@@ -83,9 +84,34 @@ def test_what_cannot_be_done_is_said(plain, tmp_path):
 
 @pytest.mark.parametrize("name", ["net.pt2", "net.onnx", "net.pt"])
 def test_a_network_that_cannot_be_built_again_is_refused_in_one_sentence(name, tmp_path):
-    with pytest.raises(InputError, match=r"does not exist.*checkpoint folder"):
-        robustify(tmp_path / name, tmp_path / "run", data="digits")
-    (tmp_path / name).write_bytes(b"anything")
-    with pytest.raises(InputError, match=r"is a file.*save_checkpoint"):
-        robustify(tmp_path / name, tmp_path / "run", data="digits")
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"expected a checkpoint folder"):
+            robustify(tmp_path / name, tmp_path / "run", data="digits")
+        (tmp_path / name).write_bytes(b"anything")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_factory_and_its_weights(tmp_path, monkeypatch):
+    from safetensors.torch import save_file
+
+    (tmp_path / "factorynets.py").write_text(
+        "from torch import nn\n"
+        "def net():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import factorynets
+
+    net = factorynets.net()
+    save_file(net.state_dict(), tmp_path / "net.safetensors")
+    found = robustify(
+        "factorynets:net", tmp_path / "run", weights=tmp_path / "net.safetensors", data="digits",
+        changes=[*QUICK, "epochs=1"], cpu=True,
+    )  # fmt: skip
+    assert found.after["bound"] <= 1.001
+    test = load_dataset("digits", "test")
+    assert found.before["bound"] > 0
+    again = make_lipschitz(factorynets.net(), method="sr", example_input=torch.zeros(1, 1, 8, 8), side="smaller")
+    load_weights(again, tmp_path / "run" / "model.safetensors")
+    x, _ = test.batch(range(4))
+    assert torch.allclose(again.eval()(x), found.result.model(x))

@@ -134,6 +134,8 @@ _STAGES: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
     18: (BasicBlock, (2, 2, 2, 2)),
     34: (BasicBlock, (3, 4, 6, 3)),
     50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+    152: (Bottleneck, (3, 8, 36, 3)),
 }
 
 
@@ -148,8 +150,9 @@ def resnet(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> ResNet:
-    """ResNet-18, -34 or -50 (with bottleneck blocks); `stem="imagenet", num_classes=1000, input_size=224` is the original,
-    whose state-dict names it has.
+    """ResNet-18 or -34, or -50, -101, -152 with bottleneck blocks.
+
+    `stem="imagenet", num_classes=1000, input_size=224` is the original, whose state-dict names it has.
 
     Reference: He et al. (2016), Deep residual learning for image recognition.
 
@@ -163,7 +166,11 @@ def resnet(
     return ResNet(*_STAGES[depth], num_classes, in_channels, width, stem, normalising(mean, std))
 
 
-resnet18, resnet34, resnet50 = partial(resnet, depth=18), partial(resnet, depth=34), partial(resnet, depth=50)
+resnet18 = partial(resnet, depth=18)
+resnet34 = partial(resnet, depth=34)
+resnet50 = partial(resnet, depth=50)
+resnet101 = partial(resnet, depth=101)
+resnet152 = partial(resnet, depth=152)
 
 
 def cifar_resnet(
@@ -363,6 +370,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
     "resnet34": resnet34,
     "resnet50": resnet50,
+    "resnet101": resnet101,
+    "resnet152": resnet152,
     "cifar_resnet": cifar_resnet,
     "cifar_resnet20": cifar_resnet20,
     "cifar_resnet56": cifar_resnet56,

@@ -1,118 +1,192 @@
-"""Check certificates of randomized smoothing: `python check_smoothing.py FILE` prints ACCEPTED or REJECTED.
+"""Certificates of randomized smoothing for `check.py`: radii follow from the counts of votes.
 
-This file needs Python 3.10 alone. It proves that every claimed radius follows from its counts: that p bounds the probability of
-the class at the claimed confidence, and that the radius is at most `σ(Φ⁻¹(p) − Φ⁻¹(q))/2`. Binomial tails and Φ are computed
-with sixty digits and rounded toward rejection. That the counts were really drawn is evidence, not proof: `equipoise certify
---replay` draws them again.
+This file belongs beside `check.py`; `python check.py DIR` finds it there. A row has the counts of an input: the votes k of its
+class, those of its strongest rival, and a procedure that spends the risk α. The radius r is proved if `2r/σ ≤ Φ⁻¹(p) − Φ⁻¹(q)`,
+p a lower confidence bound of the class's probability, q an upper one of any rival's.
+
+    cohen       p at level α, q = 1 − p
+    bonferroni  every class at level α/c
+    rivals      p at level `share·α`, q at `(1 − share)·α`: only the class and its true runner-up matter, not all classes
+    joint       one test of class and rival at level α, see `check_joint`
+
+Binomial tails and Φ are computed with sixty digits and rounded toward rejection. That the votes were really drawn, after
+procedure, share, weight and zone were fixed, is evidence, not proof: `equipoise certify --replay` draws them again.
 """
 
-import argparse
-import json
+import itertools
 import math
-import sys
 from decimal import Decimal, getcontext
-from pathlib import Path
+from functools import lru_cache
+from statistics import NormalDist
+
+if __package__:
+    from equipoise.checker.check import CLAIMS, integer, number, require
+else:
+    from check import CLAIMS, integer, number, require
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494")
-#: covers the rounding of a few thousand operations with sixty digits
-ROUND_UP = 1 + Decimal("1e-30")
+
+#: covers the rounding of a few thousand operations with sixty digits; written out, since sums are rounded to fewer digits here
+ROUND_UP = Decimal("1.000000000000000000000000000001")
+
+#: a share of the risk that is spent on events this unlikely
+SPARE = Decimal("1e-20")
+IMPOSSIBLE = Decimal("1e-40")
+
+#: smallest probability whose quantile is computed
+LEAST = Decimal("1e-5000")
 
 
-class Rejected(Exception):
-    """A claim that does not hold, or a file that cannot be read."""
-
-
-def require(condition, reason):
-    """Reject unless the condition holds."""
-    if not condition:
-        raise Rejected(reason)
-
-
-def number(value, whole=False):
-    """A finite number of a JSON document; texts and truth values are none."""
-    require(type(value) is int or (type(value) is float and not whole), f"expected a number, got {str(value)[:40]!r}")
-    require(abs(value) < math.inf, "expected a finite number")
-    return value
+@lru_cache(maxsize=8)
+def choose(n, k):
+    """The binomial coefficient."""
+    return Decimal(math.comb(n, k))
 
 
 def binomial_tail(n, k, p):
-    """`P(Bin(n, p) ≥ k)`, rounded up: the first term, then the terms' ratios until the rest is a small geometric series."""
-    require(0 <= k <= n <= 10**7 and 0 < p < 1, "impossible counts")
-    p = Decimal(p)
-    term = total = Decimal(math.comb(n, k)) * p**k * (1 - p) ** (n - k)
+    """`P(Bin(n, p) ≥ k)` from below and above: the first term, then ratios until the rest is a small geometric series."""
+    if k <= 0 or p >= 1:
+        return Decimal(1), Decimal(1)
+    if k > n or p <= 0:
+        return Decimal(0), Decimal(0)
+    odds = p / (1 - p)
+    term = choose(n, k) * p**k * (1 - p) ** (n - k)
+    total = term
+    rest = 0
     for i in range(k, n):
-        ratio = Decimal(n - i) / (i + 1) * p / (1 - p)
+        ratio = Decimal(n - i) / (i + 1) * odds
         term *= ratio
         total += term
         if ratio < 0.9 and term < total * Decimal("1e-30"):
-            total += 10 * term
+            rest = 10 * term
             break
-    return total * ROUND_UP
+    return total / ROUND_UP, (total + rest) * ROUND_UP
+
+
+def normal_tail(x):
+    """`Φ(−x)` from below and above, for x ≥ 0: a series, or Mills' ratio between `x/(1 + x²)` and `1/x`."""
+    density = (-x * x / 2).exp() / (2 * PI).sqrt()
+    if x > 10:
+        return density * x / (1 + x * x) / ROUND_UP, density / x * ROUND_UP
+    term = total = x
+    odd = 1
+    while term > Decimal("1e-60"):
+        odd += 2
+        term *= x * x / odd
+        total += term
+    value = Decimal("0.5") - density * total
+    return value / ROUND_UP, value * ROUND_UP
 
 
 def normal_cdf(x):
-    """`Φ(x) = 1/2 + φ(x)·(x + x³/3 + x⁵/(3·5) + …)` to forty digits."""
-    require(abs(x) <= 10, "a quantile is out of range")
-    x = Decimal(x)
-    term = total = x
-    for odd in range(3, 1_001, 2):
-        term *= x * x / odd
-        total += term
-    return Decimal("0.5") + (-x * x / 2).exp() / (2 * PI).sqrt() * total
+    """`Φ(x)` from below and above."""
+    low, high = normal_tail(abs(x))
+    return (low, high) if x <= 0 else (1 - high, 1 - low)
 
 
-def check_smoothing(claim):
-    """Radii of randomized smoothing from counts: `σ(Φ⁻¹(p₁) − Φ⁻¹(p₂))/2`, p₁ and p₂ confidence bounds at level α.
+def quantile(low, high):
+    """A lower bound of `Φ⁻¹(p)`; p is given by lower bounds `low ≤ p` and `1 − high ≤ p`, of which the sharper is used."""
+    small = min(low, high)
+    if small < LEAST and small == low:
+        return Decimal(-1000)
+    small = max(small, LEAST)
+    if small > 1e-290:
+        guess = Decimal(-NormalDist().inv_cdf(float(small)))
+    else:
+        square = -2 * small.ln()
+        guess = (square - square.ln() - (2 * PI).ln()).sqrt()
+    apart = Decimal("1e-9") if guess < 10 else 1 / guess**2
+    if small == low:
+        x = max(guess + apart, Decimal(0))
+        require(normal_tail(x)[1] <= low, "a quantile was computed badly")
+        return -x
+    x = max(guess - apart, Decimal(0))
+    require(normal_tail(x)[0] >= high or (x == 0 and high <= 0.5), "a quantile was computed badly")
+    return x
 
-    A row has the count k of its class out of n, a bound p and a radius; with the procedure `bonferroni` also the largest count of
-    another class and its bound q, and α is shared by all classes. The counts themselves are evidence, not proved here.
+
+def score(n, k, p):
+    """A lower bound of `Φ⁻¹(1 − P(Bin(n, p) ≥ k))`."""
+    return quantile(binomial_tail(n, n - k + 1, 1 - p)[0], binomial_tail(n, k, p)[1])
+
+
+def check_bounds(claim, row):
+    """Two confidence bounds: p of the class and q of its strongest rival."""
+    n = claim["n"]
+    alpha = Decimal(claim["alpha"])
+    own = rival = alpha
+    if row["procedure"] == "bonferroni":
+        own = rival = alpha / integer(row["classes"], 2)
+    if row["procedure"] == "rivals":
+        share = Decimal(number(row["share"], 0, 1))
+        own = share * alpha
+        rival = (1 - share) * alpha
+    p = Decimal(number(row["p"], 0, 1))
+    require(binomial_tail(n, row["k"], p)[1] <= own, "p is not a confidence bound")
+    low = quantile(p, 1 - p)
+    if row["procedure"] == "cohen":
+        return 2 * low
+    q = Decimal(number(row["q"], 0, 1))
+    implied = q >= 1 - p
+    require(implied or binomial_tail(n, n - row["rival"], 1 - q)[1] <= rival, "q is not a confidence bound")
+    return low + quantile(1 - q, q)
+
+
+def check_joint(claim, row):
+    """One test of class and rival together: `Φ⁻¹(p) − Φ⁻¹(q) ≥ gap` is shown if every `t = Φ⁻¹(p)` with less is rejected.
+
+    With `q ≥ Φ(t − gap)`, the votes of the class have the p-value `U₁ = P(Bin(n, Φ(t)) ≥ k)`. Given them, those of the rival
+    are binomial among the rest, with probability at least `θ = Φ(t − gap)/(1 − Φ(t))`, and have the p-value
+    `U₂ = P(Bin(n − k, θ) ≤ rival)`. For a weight w fixed before the draws, `w·Φ⁻¹(1 − U₁) + √(1 − w²)·Φ⁻¹(1 − U₂) ≥ Φ⁻¹(1 − α)`
+    has probability at most α (Stouffer 1949). Below the zone of t the class alone decides, above it the rival alone. On a
+    cell [a, b] of the zone, U₁ is largest at b and θ smallest at a. A t at which as few or as many votes as k are next to
+    impossible is rejected too.
     """
+    n, k, gap = claim["n"], row["k"], Decimal(number(row["gap"]))
+    weight = Decimal(number(row["weight"], 0, 1))
+    cells = [Decimal(number(t, -8, 8)) for t in row["cells"]]
+    require(cells == sorted(cells) and len(cells) <= 1000, "expected cells in order")
+    alpha = Decimal(claim["alpha"]) * (1 - SPARE)
+    needed = -quantile(alpha, 1 - alpha)
+
+    def own(t):
+        return score(n, k, normal_cdf(t)[1])
+
+    def rival(t):
+        theta = normal_cdf(t - gap)[0] / normal_cdf(-t)[1] / ROUND_UP
+        return score(n - k, n - k - row["rival"], 1 - theta)
+
+    require(own(cells[0]) >= needed, "the class alone does not decide below the zone")
+    require(rival(cells[-1]) >= needed, "the rival alone does not decide above the zone")
+    other = (1 - weight * weight).sqrt()
+    for a, b in itertools.pairwise(cells):
+        # so few or so many votes at such a t: events on which α·SPARE is spent
+        few = binomial_tail(n, n - k, normal_cdf(-a)[1])[1]
+        many = binomial_tail(n, k, normal_cdf(b)[1])[1]
+        if min(few, many) <= IMPOSSIBLE:
+            continue
+        require((weight * own(b) + other * rival(a)) / ROUND_UP >= needed, "a cell of the joint test is not rejected")
+    return gap
+
+
+PROCEDURES = {"cohen": check_bounds, "bonferroni": check_bounds, "rivals": check_bounds, "joint": check_joint}
+
+
+def check_smoothing(network, inputs, claim):
+    """Prove the radius of every row."""
     getcontext().prec = 60
-    sigma, n, classes = number(claim["sigma"]), number(claim["n"], True), number(claim.get("classes", 1), True)
-    require(0 < sigma < 1e100 and claim["procedure"] in ("cohen", "bonferroni"), "impossible noise or procedure")
-    shared = claim["procedure"] == "bonferroni"
-    alpha = Decimal(number(claim["alpha"])) / (classes if shared else 1)
-    require(0 < alpha < 1 and classes >= 1, "impossible level")
+    sigma = Decimal(number(claim["sigma"]))
+    number(claim["alpha"], 1e-15, 0.5)
+    integer(claim["n"], 1, 10**6)
     for index, row in enumerate(claim["rows"]):
-        p, radius = number(row["p"]), number(row["radius"])
+        votes = integer(row["k"], 0, claim["n"]) + integer(row["rival"], 0, claim["n"])
+        require(votes <= claim["n"], f"row {index}: more votes than draws")
+        gap = PROCEDURES[row["procedure"]](claim, row)
+        radius = Decimal(number(row["radius"], 0))
         require(
-            0 <= radius < math.inf and binomial_tail(n, number(row["k"], True), p) <= alpha,
-            f"row {index}: p is no bound",
+            2 * radius * ROUND_UP <= sigma * gap, f"row {index}: the radius {radius} does not follow from the counts"
         )
-        q = number(row["q"]) if shared else None
-        if shared:
-            require(
-                binomial_tail(n, n - number(row["rival"], True), 1 - Decimal(q)) <= alpha, f"row {index}: q is no bound"
-            )
-        low = Decimal(number(row["quantile"]))
-        high = Decimal(number(row["rival_quantile"])) if shared else -low
-        require(normal_cdf(low) * ROUND_UP <= Decimal(p), f"row {index}: quantile too large")
-        require(not shared or normal_cdf(high) >= Decimal(q) * ROUND_UP, f"row {index}: quantile too small")
-        require(2 * Decimal(radius) * ROUND_UP <= Decimal(sigma) * (low - high), f"row {index}: radius too large")
+    return [f"{len(claim['rows'])} radii of randomized smoothing follow from their counts"]
 
 
-def check(path):
-    """Check a file of claims; returns their number."""
-    path = Path(path)
-    require(path.is_file() and path.stat().st_size <= 2**30, f"{path.name} is missing, too large or not a regular file")
-    document = json.loads(path.read_bytes())
-    require(document["format"] == "equipoise-smoothing" and document["version"] == 1, "not a file of version 1")
-    check_smoothing(document["claims"])
-    return len(document["claims"]["rows"])
-
-
-def main():
-    """Print the verdict; exit code 0 if the claims are accepted."""
-    parser = argparse.ArgumentParser(description="Check certificates of randomized smoothing.")
-    parser.add_argument("file", help="a JSON file of claims")
-    try:
-        count = check(parser.parse_args().file)
-    except Exception as error:  # a malformed file is rejected, whatever it breaks
-        kind = "" if isinstance(error, Rejected) else f"malformed file ({type(error).__name__}): "
-        print(f"REJECTED: {kind}{str(error)[:300]}")
-        sys.exit(1)
-    print(f"ACCEPTED\n  {count} radii follow from their counts")
-
-
-if __name__ == "__main__":
-    main()
+CLAIMS["smoothing"] = check_smoothing

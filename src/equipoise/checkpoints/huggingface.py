@@ -7,8 +7,8 @@ device first: it must not be larger than the files, and afterwards every name in
 
 from __future__ import annotations
 
-import json
-import logging
+import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.checkpoints.builders import check_arguments
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, unlogged
 from equipoise.core.files import open_weights, read_json
 from equipoise.core.imports import guarded
 
@@ -72,50 +72,60 @@ def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Modul
     """
     where = str(folder / "config.json")
     if "architecture" in config:
-        named = str(config.get("architecture"))[:60]
-        raise Refused(f"{where} names the timm architecture {named!r}: build it with timm and export it. {_EXPORT}")
+        name = str(config["architecture"])[:60]
+        raise Refused(f"{where} names the timm architecture {name!r}: build it with timm and export it. {_EXPORT}")
 
-    stored = _stored_numbers(folder)
-    plain = _without_foreign(config, where)
-    made, builder = _described(config, plain, where, stored)
-    _require_fit(lambda: builder(made), where, stored)
-    return Pixels(_filled(builder, made, folder, where)), _shape(config)
+    numbers = _count_numbers(folder)
+    settings = _read_config(config, where, numbers)
+    builder = _model_class(config, settings, where)
+    with torch.device("meta"):  # without memory, to count its numbers, those of its tables included
+        sketch = guarded(lambda: builder(settings), f"{where}: this model")
+    needed = sum(value.numel() for value in (*sketch.parameters(), *sketch.buffers()))
+    if needed > 1.5 * numbers + 10_000_000:
+        raise Refused(
+            f"{where} describes a network of {needed:,} numbers, far larger than its weights file, which holds {numbers:,}"
+        )
+
+    size = config.get("image_size")
+    shape = [config.get("num_channels", 3), *(size if isinstance(size, list) else [size, size])]
+    known = len(shape) == 3 and all(type(n) is int and 0 < n < 2**16 for n in shape)
+    return Pixels(_load(builder, settings, folder, where)), tuple(shape) if known else None
 
 
-def _stored_numbers(folder: Path) -> int:
+def _count_numbers(folder: Path) -> int:
     """How many numbers the weight files hold; their headers are checked, and what lies elsewhere is refused."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        listed = read_json(index)
-        names = listed.get("weight_map") if isinstance(listed, dict) else None
-        parts = sorted(set(map(str, names.values()))) if isinstance(names, dict) else []
+        document = read_json(index)
+        names = document.get("weight_map") if isinstance(document, dict) else None
+        parts = set(map(str, names.values())) if isinstance(names, dict) else set()
         if not parts or any("/" in name or not name.endswith(".safetensors") for name in parts):
             raise InputError(f"{index} does not name the weight files of its folder")
     else:
-        parts = [path.name for path in folder.glob("*.safetensors")]
+        parts = {path.name for path in folder.glob("*.safetensors")}
         if not parts and any(folder.glob("*.bin")):
             raise Refused(
                 f"{folder} holds pickled weights (.bin), which are never opened: save it with safe_serialization=True"
             )
-        if parts != ["model.safetensors"]:
-            raise InputError(f"{folder} must hold model.safetensors or an index of its parts, it holds {parts[:3]}")
+        if parts != {"model.safetensors"}:
+            raise InputError(
+                f"{folder} must hold model.safetensors or an index of its parts, it holds {sorted(parts)[:3]}"
+            )
 
     total = 0
-    for part in parts:
+    for part in sorted(parts):
         with open_weights(folder / part) as file:
-            total += sum(file.numel(name) for name in file.names)
-            small = [
-                name for name in file.names if file.dtype(name) in ("I8", "U8") or file.dtype(name).startswith("F8")
-            ]
-            if small:
-                raise Refused(f"{part} stores {small[0][:80]} in 8 bits: quantised weights are not read")
+            for name in file.names:
+                total += math.prod(file.shape(name))
+                if file.dtype(name) in ("I8", "U8") or file.dtype(name).startswith("F8"):
+                    raise Refused(f"{part} stores {name[:80]} in 8 bits: quantised weights are not read")
     return total
 
 
-def _without_foreign(value: Any, where: str) -> Any:
+def _without_ignored(value: Any, where: str) -> Any:
     """The config without the fields that are ignored, at any depth: models inside of a model have configs of their own."""
     if isinstance(value, list):
-        return [_without_foreign(v, where) for v in value]
+        return [_without_ignored(item, where) for item in value]
     if not isinstance(value, dict):
         return value
     for key, what in _FOREIGN.items():
@@ -124,13 +134,12 @@ def _without_foreign(value: Any, where: str) -> Any:
                 f"{where} asks for {what} ({key}), which is not loaded: build the model with its own package, check it, and "
                 f"export it: {_EXPORT}"
             )
-    return {k: _without_foreign(v, where) for k, v in value.items() if k not in _IGNORED}
+    return {key: _without_ignored(item, where) for key, item in value.items() if key not in _IGNORED}
 
 
-def _described(config: Mapping[str, Any], plain: Any, where: str, stored: int) -> tuple[Any, Any]:
-    """The config as transformers reads it, and the class of the model."""
+def _read_config(config: Mapping[str, Any], where: str, numbers: int) -> Any:
+    """The config as transformers reads it."""
     try:
-        from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise InputError(
@@ -140,93 +149,68 @@ def _described(config: Mapping[str, Any], plain: Any, where: str, stored: int) -
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise Refused(f"{where} has the model type {str(kind)[:60]!r}, which the installed transformers does not know")
-    arguments = check_arguments({k: v for k, v in plain.items() if k != "model_type"}, where, max(stored, _COUNTED))
-    _require_moderate(arguments, kind, where)
+    arguments = check_arguments(_without_ignored(dict(config), where), where, max(numbers, _COUNTED))
+    del arguments["model_type"]
 
-    made = guarded(lambda: CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(arguments))), f"{where}: this config")
+    # what would make Python count for minutes: layers without end, and tables of pairs of places of a large image
+    for key in ("depths", "num_hidden_layers", "num_layers", "num_stages", "num_blocks"):
+        layers = sum(abs(n) for n in _integers(arguments.get(key)))
+        if layers > _MOST_LAYERS:
+            raise Refused(f"{where} asks for {layers:,} layers ({key}), at most {_MOST_LAYERS:,} are built")
+    if kind == "levit" and max(_integers(arguments.get("image_size")), default=0) > _LARGEST_IMAGE:
+        size = arguments["image_size"]
+        raise Refused(f"{where} asks for images of {size} pixels, a {kind} takes at most {_LARGEST_IMAGE} here")
+
+    settings = guarded(lambda: CONFIG_MAPPING[kind].from_dict(arguments), f"{where}: this config")
     labels = config.get("id2label")
     if isinstance(labels, dict) and 0 < len(labels) <= _COUNTED:
-        made.num_labels = len(labels)
-    made._attn_implementation = "eager"
-    return made, _builder(config, made, modeling_auto, where)
+        settings.num_labels = len(labels)
+    settings._attn_implementation = "eager"
+    return settings
 
 
-def _require_moderate(arguments: Mapping[str, Any], kind: str, where: str) -> None:
-    """Refuse what makes Python count for minutes: layers without end, and tables of pairs of places of a large image."""
-    for key, value in arguments.items():
-        numbers = value if isinstance(value, list) else [value]
-        if key in ("depths", "num_hidden_layers", "num_layers", "num_stages", "num_blocks"):
-            whole = [n for n in numbers if isinstance(n, int)]
-            if sum(map(abs, whole)) > _MOST_LAYERS:
-                raise Refused(f"{where} asks for {sum(whole):,} layers ({key}), at most {_MOST_LAYERS:,} are built")
-        if key == "image_size" and kind == "levit" and any(isinstance(n, int) and n > _LARGEST_IMAGE for n in numbers):
-            raise Refused(f"{where} asks for images of {value} pixels, a {kind} takes at most {_LARGEST_IMAGE} here")
+def _integers(value: Any) -> list[int]:
+    return [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
 
 
-def _require_fit(build: Any, where: str, stored: int) -> None:
-    """Build the model without memory and count its numbers, those of its tables included."""
-    with torch.device("meta"):
-        sketch = guarded(build, f"{where}: this model")
-    needed = sum(value.numel() for value in (*sketch.parameters(), *sketch.buffers()))
-    if needed > 1.5 * stored + 10_000_000:
-        raise Refused(
-            f"{where} describes a network of {needed:,} numbers, far larger than its weights file, which holds {stored:,}"
-        )
-
-
-def _builder(config: Mapping[str, Any], made: Any, tables: Any, where: str) -> Any:
+def _model_class(config: Mapping[str, Any], settings: Any, where: str) -> Any:
     """The class that the config names, if it is transformers' own image model for this type."""
-    names = config.get("architectures")
-    wanted = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    classes = []
+    from transformers.models.auto import modeling_auto as tables
+
+    classes: dict[str, Any] = {}
     for table in (tables.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, tables.MODEL_FOR_IMAGE_MAPPING):
-        if type(made) in table:
-            found = table[type(made)]
-            classes += list(found) if isinstance(found, tuple | list) else [found]
+        entry: Any = table.get(type(settings), ())
+        for kind in entry if isinstance(entry, tuple | list) else [entry]:
+            classes.setdefault(kind.__name__, kind)
     if not classes:
         raise Refused(
-            f"{where} describes a {str(config['model_type'])[:60]!r}, which does not take images: tokens have no distance to be "
+            f"{where} describes a {settings.model_type!r}, which does not take images: tokens have no distance to be "
             "Lipschitz in; `equipoise norm FOLDER` bounds its weights one by one"
         )
-    chosen = [kind for kind in classes if wanted is None or kind.__name__ == wanted]
-    if not chosen:
-        listed = ", ".join(kind.__name__ for kind in classes)
-        raise Refused(f"{where} names the class {str(wanted)[:60]!r}; for this type there are {listed}")
-    return chosen[0]
+    names = config.get("architectures")
+    wanted = str(names[0]) if isinstance(names, list) and names else next(iter(classes))
+    if wanted not in classes:
+        raise Refused(f"{where} names the class {wanted[:60]!r}; for this type there are {', '.join(classes)}")
+    return classes[wanted]
 
 
-def _filled(builder: Any, made: Any, folder: Path, where: str) -> nn.Module:
+def _load(builder: Any, settings: Any, folder: Path, where: str) -> nn.Module:
     """The model with the weights of the folder, by transformers' reader, which knows how names were called earlier."""
-
-    def load() -> Any:
-        return builder.from_pretrained(
-            folder,
-            config=made,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # they are reported, and refused below
-            output_loading_info=True,
-        )
-
-    noisy = logging.getLogger("transformers")
-    level = noisy.level
-    noisy.setLevel(logging.CRITICAL)
-    try:
+    load = functools.partial(
+        builder.from_pretrained,
+        folder,
+        config=settings,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,  # they are reported, and refused below
+        output_loading_info=True,
+    )
+    with unlogged():
         model, info = guarded(load, f"{where}: loading the weights")
-    finally:
-        noisy.setLevel(level)
-
     wrong = {"missing": info["missing_keys"], "unknown": info["unexpected_keys"], "misshapen": info["mismatched_keys"]}
-    said = [f"{len(keys)} {what} (first: {sorted(map(str, keys))[0]})" for what, keys in wrong.items() if keys]
-    if said:
-        raise InputError(f"the weights of {folder} do not fit the model: {' and '.join(said)}")
+    reasons = [f"{len(keys)} {what} (first: {sorted(map(str, keys))[0]})" for what, keys in wrong.items() if keys]
+    if reasons:
+        raise InputError(f"the weights of {folder} do not fit the model: {' and '.join(reasons)}")
     return model.eval()
-
-
-def _shape(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    size, channels = config.get("image_size"), config.get("num_channels", 3)
-    sides = size if isinstance(size, list) else [size, size]
-    fine = len(sides) == 2 and all(type(n) is int and 0 < n < 2**16 for n in (*sides, channels))
-    return (channels, *sides) if fine else None

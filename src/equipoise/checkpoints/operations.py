@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from equipoise.core.errors import Refused
 from equipoise.core.programs import flat_tensors
@@ -21,36 +20,24 @@ _TARGET = re.compile(r"^torch\.ops\.aten\.(\w+)\.(\w+)$", re.ASCII)
 
 #: operations without a rule of their own that networks are exported with
 _WRITTEN_OUT = frozenset({
-    "absolute", "addbmm", "addcdiv", "addcmul", "addmv", "addr", "adjoint", "arange", "arccos", "arccosh", "arcsin",
-    "arcsinh", "arctan", "arctan2", "arctanh", "atleast_1d", "atleast_2d", "atleast_3d", "baddbmm", "bilinear",
-    "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "block_diag", "broadcast_tensors", "cdist", "cholesky",
-    "cholesky_inverse", "clip", "column_stack", "complex", "concatenate", "conj", "conj_physical", "copysign",
-    "cosine_similarity", "cross", "deg2rad", "diag", "diagflat", "diff", "digamma", "divide", "dot", "dsplit",
-    "dstack", "einsum", "embedding", "erfinv", "eye", "fft_fft", "fft_fft2", "fft_fftn", "fft_fftshift", "fft_hfft",
-    "fft_ifft", "fft_ifft2", "fft_ifftn", "fft_ifftshift", "fft_ihfft", "fft_irfft", "fft_irfft2", "fft_irfftn",
-    "fft_rfft", "fft_rfft2", "fft_rfftn", "fill", "fliplr", "flipud", "float_power", "frobenius_norm", "full",
-    "full_like", "ger", "greater", "greater_equal", "gru", "gru_cell", "hann_window", "hsplit", "hstack", "imag",
-    "index_add", "index_copy", "index_fill", "inner", "inverse", "isclose", "isfinite", "isinf", "istft", "kron",
-    "ldexp", "less", "less_equal", "lgamma", "lift", "lift_fresh", "linalg_cholesky", "linalg_cholesky_ex",
-    "linalg_cross", "linalg_diagonal", "linalg_eigh", "linalg_eigvalsh", "linalg_householder_product", "linalg_inv",
-    "linalg_inv_ex", "linalg_matmul", "linalg_matrix_exp", "linalg_matrix_norm", "linalg_matrix_power",
-    "linalg_multi_dot", "linalg_norm", "linalg_pinv", "linalg_qr", "linalg_slogdet", "linalg_solve",
-    "linalg_solve_ex", "linalg_solve_triangular", "linalg_svd", "linalg_svdvals", "linalg_vecdot", "linspace",
-    "logical_and", "logical_or", "logical_xor", "lstm", "lstm_cell", "mH", "matrix_H", "matrix_exp", "matrix_power",
-    "meshgrid", "moveaxis", "multiply", "nanmean", "nansum", "native_dropout", "negative", "new_full", "new_ones",
-    "new_zeros", "ones_like", "zeros_like",
-    "norm_except_dim", "not_equal", "nuclear_norm", "one_hot", "ones", "outer", "pairwise_distance", "polar",
-    "positive", "qr", "rad2deg", "real", "renorm", "replication_pad1d", "replication_pad2d", "replication_pad3d",
-    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "resolve_conj", "resolve_neg", "rnn_relu",
-    "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "rot90", "row_stack", "scalar_tensor", "searchsorted", "slogdet",
-    "special_erf", "special_erfc", "special_exp2", "special_expit", "special_expm1", "special_log1p",
-    "special_log_softmax", "special_logit", "special_logsumexp", "special_sinc", "special_softmax", "std_mean",
-    "stft", "subtract", "sum_to_size", "svd", "swapdims", "take_along_dim", "tensordot", "tril_indices",
-    "triu_indices", "true_divide", "vander", "var_mean", "vdot", "view_as_complex", "view_as_real", "vsplit",
-    "vstack", "xlogy", "zero", "zeros", "all", "any", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_conj",
-    "_convolution", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_eigh", "_linalg_svd", "_native_batch_norm_legit",
-    "_prelu_kernel", "_trilinear", "_unsafe_index", "_weight_norm", "__and__", "__or__", "__xor__",
-    "_assert_tensor_metadata",
+    "__and__", "__or__", "__xor__", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_assert_tensor_metadata",
+    "_conj", "_convolution", "_native_batch_norm_legit", "_prelu_kernel", "_unsafe_index", "_weight_norm", "absolute",
+    "addcdiv", "addcmul", "addmv", "adjoint", "all", "any", "arange", "baddbmm", "bitwise_and", "bitwise_not",
+    "bitwise_or", "bitwise_xor", "broadcast_tensors", "clip", "complex", "concatenate", "conj", "cosine_similarity",
+    "diag", "diff", "divide", "dot", "einsum", "embedding", "eye", "fft_fft", "fft_fft2", "fft_ifft", "fft_ifft2",
+    "fft_irfft", "fft_irfft2", "fft_rfft", "fft_rfft2", "fill", "frobenius_norm", "full", "full_like", "greater",
+    "greater_equal", "gru", "gru_cell", "hstack", "imag", "inner", "inverse", "less", "less_equal", "lift",
+    "lift_fresh", "linalg_cholesky", "linalg_cholesky_ex", "linalg_eigh", "linalg_householder_product", "linalg_inv",
+    "linalg_inv_ex", "linalg_matmul", "linalg_matrix_exp", "linalg_matrix_norm", "linalg_norm", "linalg_pinv",
+    "linalg_qr", "linalg_solve", "linalg_solve_ex", "linalg_solve_triangular", "linalg_svd", "linspace",
+    "logical_and", "logical_or", "logical_xor", "lstm", "lstm_cell", "mH", "matrix_H", "matrix_exp", "meshgrid",
+    "moveaxis", "multiply", "native_dropout", "negative", "new_full", "new_ones", "new_zeros", "norm_except_dim",
+    "not_equal", "one_hot", "ones", "ones_like", "outer", "positive", "qr", "real", "reflection_pad1d",
+    "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
+    "resolve_conj", "resolve_neg", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell", "scalar_tensor",
+    "scaled_dot_product_attention", "std_mean", "subtract", "sum_to_size", "svd", "swapdims", "take_along_dim",
+    "tensordot", "tril_indices", "triu_indices", "true_divide", "var_mean", "vdot", "view_as_complex", "view_as_real",
+    "vstack", "zero", "zeros", "zeros_like",
 })  # fmt: skip
 #: operations that take as many steps as one of their dimensions is long
 _UNROLLED = frozenset({"lstm", "gru", "rnn_relu", "rnn_tanh"})
@@ -74,7 +61,7 @@ def _allowed() -> frozenset[str]:
     return _WRITTEN_OUT | ruled
 
 
-def find_operation(target: Any) -> torch._ops.OpOverload:
+def find_operation(target: str) -> torch._ops.OpOverload:
     """The operation that a file calls by this name.
 
     Args:
@@ -83,29 +70,20 @@ def find_operation(target: Any) -> torch._ops.OpOverload:
     Raises:
         Refused: where it is not one of the operations that a file may call; nothing is looked up under that name.
     """
-    match = _TARGET.match(target) if isinstance(target, str) else None
+    match = _TARGET.match(target)
     operation, overload = match.groups() if match else ("", "")
     plain = operation if operation.startswith("__") else operation.removesuffix("_")
-
     if plain not in _allowed() or "backward" in operation:
         raise Refused(
-            f"it calls {str(target)[:80]!r}, which is not among the tensor operations that a file may call: those with a "
+            f"it calls {target[:80]!r}, which is not among the tensor operations that a file may call: those with a "
             "Lipschitz rule and compositions of them; export the model again without decompositions"
         )
-
-    overloads = {schema.overload_name or "default" for schema in _schemas(operation)}
-    if overload not in overloads:
+    found = getattr(getattr(torch.ops.aten, operation, None), overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
         raise Refused(f"it calls {target!r}, which is not an operation of this PyTorch")
-
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, operation), overload)
     if not all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in found._schema.returns):
         raise Refused(f"it calls {target!r}, which does not give tensors")
     return found
-
-
-@functools.cache
-def _schemas(operation: str) -> list[Any]:
-    return torch._C._jit_get_schemas_for_operator(f"aten::{operation}")
 
 
 def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
@@ -126,42 +104,34 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
             raise Refused(f"{operation} has {str(value)[:40]!r} as {argument.name}, expected a {kind.__name__}")
 
     tensors = flat_tensors((args, kwargs))
-    longest = max((size for tensor in tensors for size in tensor.shape), default=0)
-
     if any(str(returned.type) == "List[Tensor]" for returned in target._schema.returns):
         counts = [abs(value) for value in args if type(value) is int]
-        if max([longest, *counts]) > _LONGEST_SPLIT and any(isinstance(a, Tensor) for a in args):
+        sizes = [size for tensor in tensors for size in tensor.shape]
+        if tensors and max([*sizes, *counts], default=0) > _LONGEST_SPLIT:
             raise Refused(f"{operation} may make more than {_LONGEST_SPLIT:,} tensors")
 
-    if operation in _UNROLLED and longest > _LONGEST_SEQUENCE and tensors[0].ndim == 3:
-        steps = max(tensors[0].shape[:2])
-        if steps > _LONGEST_SEQUENCE:
-            raise Refused(f"{operation} takes {steps:,} steps; at most {_LONGEST_SEQUENCE:,} are read from a file")
+    if operation in _UNROLLED and max(tensors[0].shape[:-1], default=0) > _LONGEST_SEQUENCE:
+        raise Refused(f"{operation} takes more than the {_LONGEST_SEQUENCE:,} steps that are read from a file")
 
     if "upsample" in operation:
         _check_scales(operation, given)
 
-    # two kernels that read as far as their arguments say
-    if operation == "_fft_c2r" and args[0].shape[args[1][-1]] != args[3] // 2 + 1:
-        raise Refused(f"{operation} reads a spectrum of {args[3] // 2 + 1} entries where there are others")
+    # two kernels that read as far as one of their arguments says
+    if "attention" in operation and given["key"].shape[:-1] != given["value"].shape[:-1]:
+        raise Refused(f"{operation} has keys and values of different lengths")
     if operation == "_weight_norm" and args[1].numel() != args[0].shape[args[2] if len(args) > 2 else 0]:
         raise Refused(f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}")
 
 
 def _check_scales(operation: str, bound: dict[str, Any]) -> None:
     """Resizing kernels compute places from the stated scales and sizes: these must fit together."""
-    x = next(iter(bound.values()), None)
+    lengths = next(iter(bound.values())).shape
     size = bound.get("output_size")
-    scales = bound.get("scale_factors")
-    if scales is None:
-        scales = [value for key, value in bound.items() if key.startswith("scales")]
-    if not isinstance(x, Tensor):
-        raise Refused(f"{operation} has no tensor to resize")
-
+    scales = bound.get("scale_factors") or [value for key, value in bound.items() if key.startswith("scales")]
     for place, scale in enumerate(scales):
         if scale is None:
             continue
-        length = x.shape[place - len(scales)]
+        length = lengths[place - len(scales)]
         wanted = size[place] if size else max(1, math.floor(length * scale))
         if not (math.isfinite(scale) and scale > 0) or abs(length * scale - wanted) > 1 + 1e-3 * wanted:
             raise Refused(f"{operation} resizes {length} to {wanted} with the scale {scale}: they do not fit together")

@@ -10,7 +10,8 @@ of operations and a list of weights, and nothing else in it is used:
 * shapes are computed by running the operations on tensors without numbers, at a given size of the batch, and each value's
   memory is bounded before it exists. No kernel runs while a file is opened.
 
-Pickles (sample inputs), guards, stated shapes, ranges of symbols but the batch's, and remarks are not read.
+Inputs are taken one after the other, and outputs returned as a tensor or a tuple: how the exported model nested them is not
+read, nor are pickles (sample inputs), guards, stated shapes, ranges of symbols but the batch's, and remarks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import math
 import operator
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,38 +60,36 @@ LARGEST_JSON = 200_000_000
 #: a program of more operations is not read
 MOST_NODES = 50_000
 #: bytes of all values that do not depend on the input, which are kept, and of all others, which are not
-LARGEST_CONSTANTS, LARGEST_TOTAL = 2**33, 2**38
+LARGEST_CONSTANTS = 2**33
+LARGEST_TOTAL = 2**38
 
 _NAME = re.compile(r"^[A-Za-z_]\w{0,199}$", re.ASCII)
 _PART = re.compile(r"^[A-Za-z0-9_][\w-]{0,199}$", re.ASCII)
 _FRAME = re.compile(r"^[\w.@<>\[\]/: -]{0,300}$", re.ASCII)
 _SYMBOL = re.compile(r"^Symbol\('(\w{1,40})'[\w=, ]*\)$", re.ASCII)
 _STORED = re.compile(r"^(weight|tensor)_\d{1,9}$", re.ASCII)
-_MARKS = {"archive_format": b"pt2", "byteorder": b"little"}
 
 #: arithmetic on sizes, done here in whole numbers
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "_operator.add": operator.add,
-    "_operator.sub": operator.sub,
-    "_operator.mul": operator.mul,
-    "_operator.floordiv": operator.floordiv,
-    "_operator.mod": operator.mod,
-    "_operator.neg": operator.neg,
-    "_operator.eq": operator.eq,
-    "_operator.ne": operator.ne,
-    "_operator.lt": operator.lt,
-    "_operator.le": operator.le,
-    "_operator.gt": operator.gt,
-    "_operator.ge": operator.ge,
-    "torch.sym_max": max,
-    "torch.sym_min": min,
+    f"_operator.{name}": getattr(operator, name)
+    for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge")
 }
+_ARITHMETIC |= {"torch.sym_max": max, "torch.sym_min": min}
 _SIZES: dict[str, Callable[..., Any]] = {
-    "torch.ops.aten.sym_size.int": lambda x, dim: x.shape[dim],
-    "torch.ops.aten.sym_numel.default": lambda x: x.numel(),
-    "torch.ops.aten.sym_stride.int": lambda x, dim: x.stride(dim),
+    "torch.ops.aten.sym_size.int": Tensor.size,
+    "torch.ops.aten.sym_numel.default": Tensor.numel,
+    "torch.ops.aten.sym_stride.int": Tensor.stride,
 }
 _ASSERTIONS = ("torch.ops.aten._assert_scalar.default", "torch.ops.aten._assert_tensor_metadata.default")
+#: inputs of a graph that a file brings along
+_STORED_INPUTS = {
+    "parameter": InputKind.PARAMETER,
+    "buffer": InputKind.BUFFER,
+    "tensor_constant": InputKind.CONSTANT_TENSOR,
+}
+#: arguments of an operation that are plain values
+_PLAIN = {"as_int": int, "as_bool": bool, "as_float": int | float, "as_string": str}
+_LISTED = (*_PLAIN, "as_tensor", "as_sym_int", "as_optional_tensor")
 
 
 def load_program(path: str | Path, batch: int = 1) -> ExportedProgram:
@@ -131,18 +129,16 @@ def _read(data: bytes, batch: int) -> tuple[ExportedProgram, str]:
         listed = _document(entries, f"data/{kind}/model_{kind}_config.json")
         for key, payload in _get(listed, "config", dict).items():
             weights[_path(key)] = _weight(payload, key, kind, entries)
-    return _Reader(document, weights, batch).program(), _digest(document, weights)
+    program = _Reader(document, weights, batch).program()
 
-
-def _digest(document: dict[str, Any], weights: dict[str, Tensor]) -> str:
-    """Operations, inputs, outputs and weights, as they are stored; the document was read already."""
+    # operations, inputs, outputs and weights as they are stored
     graph = document["graph_module"]["graph"]
     calls = [(node["target"], node["inputs"], node["outputs"]) for node in graph["nodes"]]
     digest = Digest("stored program")
     digest.add("graph", digest_document([calls, graph["tensor_values"], document["graph_module"]["signature"]]))
     for key, value in sorted(weights.items()):
         digest.add(key, value)
-    return str(digest)
+    return program, str(digest)
 
 
 # ---- the archive ------------------------------------------------------------------------------------------------------
@@ -150,32 +146,27 @@ def _digest(document: dict[str, Any], weights: dict[str, Tensor]) -> str:
 
 def _entries(data: bytes) -> dict[str, bytes]:
     """The entries of the archive without their common folder; repeated, compressed or damaged ones are refused."""
+    entries: dict[str, bytes] = {}
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
-        infos = [info for info in archive.infolist() if not info.is_dir()]
-    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
-        raise InputError(f"it is not a .pt2 file: it is not a zip archive ({one_line(error)[:160]})") from error
+        for info in archive.infolist():
+            entry = info.filename.partition("/")[2]
+            if entry in entries:
+                raise Refused(f"it holds the entry {entry[:100]!r} twice: two readers would see two different files")
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                raise Refused(f"it holds {entry[:100]!r} compressed, which PyTorch never does; export it again")
+            if info.file_size > len(data):
+                raise Refused(f"it holds {entry[:100]!r}, which declares more bytes than the whole file has")
+            entries[entry] = archive.read(info)
+    except EquipoiseError:
+        raise
+    except Exception as error:  # the many ways in which a damaged archive fails
+        raise InputError(f"it is not a .pt2 file, or damaged: {one_line(error)[:160]}") from error
 
-    repeated = [entry for entry, count in Counter(info.filename for info in infos).items() if count > 1]
-    if repeated:
-        raise Refused(f"it holds the entry {repeated[0][:100]!r} twice: two readers would see two different files")
-
-    found: dict[str, bytes] = {}
-    for info in infos:
-        entry = info.filename.partition("/")[2]
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise Refused(f"it holds {entry[:100]!r} compressed, which PyTorch never does; export it again")
-        if info.file_size > len(data):
-            raise Refused(f"it holds {entry[:100]!r}, which declares more bytes than the whole file has")
-        try:
-            found[entry] = archive.read(info)
-        except Exception as error:  # the many ways in which a damaged archive fails
-            raise InputError(f"it is damaged at {entry[:100]!r} ({one_line(error)[:160]})") from error
-
-    for entry, expected in _MARKS.items():
-        if found.get(entry) != expected:
-            raise InputError(f"it says {found.get(entry, b'')[:20]!r} in {entry!r}, expected {expected!r}")
-    return found
+    for entry, expected in (("archive_format", b"pt2"), ("byteorder", b"little")):
+        if entries.get(entry) != expected:
+            raise InputError(f"it says {entries.get(entry, b'')[:20]!r} in {entry!r}, expected {expected!r}")
+    return entries
 
 
 def _document(entries: dict[str, bytes], entry: str) -> Any:
@@ -196,15 +187,13 @@ def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes]) -> Ten
         raise InputError(f"it lacks the stored numbers {stored!r} of {key[:80]!r}: it is damaged")
 
     meta = _get(payload, "tensor_meta", dict)
-    dtype = _SERIALIZE_TO_TORCH_DTYPE.get(_get(meta, "dtype", int))
-    sizes, strides = ([_get(s, "as_int", int) for s in _get(meta, k, list)] for k in ("sizes", "strides"))
+    dtype = _dtype(meta, f"weight {key[:80]!r}")
+    sizes = [_get(size, "as_int", int) for size in _get(meta, "sizes", list)]
+    strides = [_get(stride, "as_int", int) for stride in _get(meta, "strides", list)]
     offset = _get(_get(meta, "storage_offset", dict), "as_int", int)
-    plain = dtype is not None and _SERIALIZE_TO_TORCH_LAYOUT.get(meta.get("layout")) is torch.strided
-    if not plain or len(sizes) != len(strides) or min([0, offset, *sizes, *strides]) < 0:
+    strided = _SERIALIZE_TO_TORCH_LAYOUT.get(meta.get("layout")) is torch.strided
+    if not strided or len(sizes) != len(strides) or min([0, offset, *sizes, *strides]) < 0:
         raise InputError(f"the weight {key[:80]!r} has the sizes {sizes} and strides {strides}: it is damaged")
-
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        raise _half(f"weight {key[:80]!r}", dtype)
 
     count = math.prod(sizes)
     numbers = len(content) // dtype.itemsize
@@ -214,13 +203,6 @@ def _weight(payload: Any, key: str, kind: str, entries: dict[str, bytes]) -> Ten
 
     flat = torch.frombuffer(bytearray(content), dtype=dtype, count=numbers) if numbers else torch.empty(0, dtype=dtype)
     return flat.as_strided(sizes, strides, offset)
-
-
-def _half(what: str, dtype: torch.dtype) -> Refused:
-    return Refused(
-        f"it has the {what} in {str(dtype).removeprefix('torch.')}: bounds and certificates are for float32 and float64; "
-        "export model.float()"
-    )
 
 
 # ---- plain values -----------------------------------------------------------------------------------------------------
@@ -235,6 +217,24 @@ def _get(document: Any, key: str, kind: type) -> Any:
     if kind is int and abs(value) >= 2**63:
         raise InputError(f"it has a whole number beyond 64 bits as {key!r}; export it again")
     return value
+
+
+def _tagged(value: Any) -> tuple[str, Any]:
+    """A tagged union: its one key that is set, and its value."""
+    keys = [key for key in value if value[key] is not None] if isinstance(value, dict) else []
+    if len(keys) != 1:
+        raise Refused(f"it has {str(value)[:80]!r} where one value belongs; export it again")
+    return keys[0], value[keys[0]]
+
+
+def _dtype(meta: Any, what: str) -> torch.dtype:
+    dtype = _SERIALIZE_TO_TORCH_DTYPE[_get(meta, "dtype", int)]
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        raise Refused(
+            f"it has the {what} in {str(dtype).removeprefix('torch.')}: bounds and certificates are for float32 and "
+            "float64; export model.float()"
+        )
+    return dtype
 
 
 def _identifier(value: Any) -> str:
@@ -259,11 +259,11 @@ class _Reader:
     """Builds the graph of one file: `values` maps the file's names to nodes, or to whole numbers for sizes."""
 
     def __init__(self, document: Any, weights: dict[str, Tensor], batch: int) -> None:
-        self.weights, self.wanted = weights, batch
+        self.weights = weights
+        self.batch = batch
         module = _get(document, "graph_module", dict)
-        self.described = _get(module, "graph", dict)
+        self.description = _get(module, "graph", dict)
         self.signature = _get(module, "signature", dict)
-        self.calls = _get(module, "module_call_graph", list)
         self.ranges = document.get("range_constraints") or {}
 
         self.graph = fx.Graph()
@@ -274,38 +274,28 @@ class _Reader:
 
     def program(self) -> ExportedProgram:
         inputs = [self.input(spec) for spec in _get(self.signature, "input_specs", list)]
-
-        nodes = _get(self.described, "nodes", list)
+        nodes = _get(self.description, "nodes", list)
         if len(nodes) > MOST_NODES:
             raise Refused(f"it has {len(nodes):,} operations; at most {MOST_NODES:,} are read from a file")
         for node in nodes:
             self.node(node)
+        results = [self.output(spec) for spec in _get(self.signature, "output_specs", list)]
+        self.graph.output(tuple(results))
+        outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results]
 
-        outputs = [self.output(spec) for spec in _get(self.signature, "output_specs", list)]
-        self.graph.output(tuple(outputs))
-        specs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in outputs]
-        return self.exported(inputs, specs)
-
-    def exported(self, inputs: list[InputSpec], outputs: list[OutputSpec]) -> ExportedProgram:
-        """The program around the graph; how inputs and outputs are nested is the only thing read of the module's signature."""
-        called = _get(self.calls[0] if self.calls else None, "signature", dict)
-        users = [spec for spec in inputs if spec.kind is InputKind.USER_INPUT]
-        in_spec, out_spec = (self.tree(called.get(key)) for key in ("in_spec", "out_spec"))
-        if in_spec.num_leaves != len(users) or out_spec.num_leaves != len(outputs):
-            raise InputError("it nests other numbers of inputs or outputs than it has; export it again")
-
-        names = called.get("forward_arg_names")
-        names = None if names is None else [_identifier(n) for n in _get(called, "forward_arg_names", list)]
+        # inputs one after the other, outputs as a tensor or a tuple
+        users = [spec.arg for spec in inputs if spec.kind is InputKind.USER_INPUT]
         call = ModuleCallSignature(
-            [spec.arg for spec in users], [spec.arg for spec in outputs], in_spec, out_spec, forward_arg_names=names
+            users,
+            [spec.arg for spec in outputs],
+            pytree.tree_structure(((0,) * len(users), {})),
+            pytree.tree_structure(0 if len(outputs) == 1 else (0,) * len(outputs)),
         )
         parameters = {str(spec.target) for spec in inputs if spec.kind is InputKind.PARAMETER}
-        stored = parameters | {str(spec.target) for spec in inputs if spec.kind is InputKind.BUFFER and spec.persistent}
-        state = {
-            key: nn.Parameter(value, requires_grad=value.is_floating_point()) if key in parameters else value
-            for key, value in self.weights.items()
-            if key in stored
-        }
+        stored = parameters | {str(spec.target) for spec in inputs if spec.persistent}
+        state = {key: value for key, value in self.weights.items() if key in stored}
+        for key in parameters:
+            state[key] = nn.Parameter(state[key], requires_grad=state[key].is_floating_point())
         return ExportedProgram(
             root=nn.Module(),
             graph=self.graph,
@@ -321,99 +311,69 @@ class _Reader:
 
     def input(self, value: Any) -> InputSpec:
         """An input of the graph: a weight of the file, or a tensor that the user gives."""
-        kinds = {
-            "parameter": (InputKind.PARAMETER, "parameter_name"),
-            "buffer": (InputKind.BUFFER, "buffer_name"),
-            "tensor_constant": (InputKind.CONSTANT_TENSOR, "tensor_constant_name"),
-            "user_input": (InputKind.USER_INPUT, ""),
-        }
-        tag, body = self.tagged(value)
-        if tag not in kinds:
-            raise Refused(f"it takes an input of the kind {tag[:60]!r}: export it with tensors as inputs only")
-
-        kind, key = kinds[tag]
+        tag, body = _tagged(value)
         argument = _get(body, "arg", dict)
-        if kind is InputKind.USER_INPUT:
-            label, argument = self.tagged(argument)
+        if tag == "user_input":
+            label, argument = _tagged(argument)
             if label != "as_tensor":
                 raise Refused(f"it takes an input {label[:60]!r} that is no tensor: fix it inside the model")
-        node = self.graph.placeholder(_identifier(argument.get("name")))
-        self.values[argument["name"]] = node
+        elif tag not in _STORED_INPUTS:
+            raise Refused(f"it takes an input of the kind {tag[:60]!r}: export it with tensors as inputs only")
 
-        if kind is InputKind.USER_INPUT:
-            node.meta["val"] = self.user_input(argument["name"])
-            return InputSpec(kind, TensorArgument(node.name), None)
+        name = _identifier(argument.get("name"))
+        node = self.graph.placeholder(name)
+        self.values[name] = node
+        if tag == "user_input":
+            node.meta["val"] = self.user_input(name)
+            return InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None)
 
-        target = _path(body.get(key))
+        target = _path(body.get(f"{tag}_name"))
         if target not in self.weights:
             raise InputError(f"it lacks the weight {target[:80]!r}: it is damaged")
+        weight = self.weights[target]
         self.constant.add(node)
         with self.mode:
-            like = self.weights[target]
-            node.meta["val"] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        persistent = body.get("persistent") is True if kind is InputKind.BUFFER else None
-        return InputSpec(kind, TensorArgument(node.name), target, persistent)
+            node.meta["val"] = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype)
+        persistent = body.get("persistent") is True if tag == "buffer" else None
+        return InputSpec(_STORED_INPUTS[tag], TensorArgument(node.name), target, persistent)
 
     def user_input(self, name: str) -> Tensor:
         """A tensor of the shape that the file states for an input, which is the user's to meet; the batch may be a symbol."""
-        meta = _get(_get(self.described, "tensor_values", dict), name, dict)
+        meta = _get(_get(self.description, "tensor_values", dict), name, dict)
+        dtype = _dtype(meta, f"input {name[:60]!r}")
         shape = [self.size(size, place) for place, size in enumerate(_get(meta, "sizes", list))]
-        dtype = _SERIALIZE_TO_TORCH_DTYPE.get(_get(meta, "dtype", int))
-        if dtype is None or min([0, *shape]) < 0:
-            raise InputError(f"it has an input {name[:60]!r} of shape {shape} and unknown type; export it again")
-        if dtype.is_floating_point and dtype.itemsize < 4:
-            raise _half(f"input {name[:60]!r}", dtype)
-        self.require_room(math.prod(shape) * dtype.itemsize, f"input {name!r}", constant=False)
+        if min([0, *shape]) < 0:
+            raise InputError(f"it has an input {name[:60]!r} of shape {shape}; export it again")
+        self.require_memory(math.prod(shape) * dtype.itemsize, f"input {name!r}", constant=False)
         with self.mode:
             return torch.empty(shape, dtype=dtype)
 
     def size(self, value: Any, place: int) -> int:
         """A size of an input: a whole number, or for the first dimension the symbol of the batch."""
-        if isinstance(value, dict) and type(value.get("as_int")) is int:
-            return _get(value, "as_int", int)
-        expression = value.get("as_expr") if isinstance(value, dict) else None
-        text = expression.get("expr_str") if isinstance(expression, dict) else None
-        match = _SYMBOL.match(text) if isinstance(text, str) else None
+        tag, body = _tagged(value)
+        if tag == "as_int":
+            return _get(value, tag, int)
+        text = body.get("expr_str") if isinstance(body, dict) else None
+        match = _SYMBOL.match(str(text))
         if match is None or place > 0 or list(self.ranges) != [match[1]]:
             raise Refused(
                 f"it has the dynamic size {str(text)[:60]!r} in dimension {place} of an input; only the first one, the "
                 "batch, may be dynamic: export it with dynamic_shapes=({0: torch.export.Dim('batch')},), or with static shapes"
             )
         limits = self.ranges[match[1]]
-        low, high = (limits.get(key) if isinstance(limits, dict) else None for key in ("min_val", "max_val"))
-        batch = max(1, low if type(low) is int else 1, self.wanted)
-        return min(batch, high) if type(high) is int else batch
+        least, most = limits.get("min_val"), limits.get("max_val")
+        batch = max(1, self.batch, least if type(least) is int else 1)
+        return min(batch, most) if type(most) is int else batch
 
     def output(self, value: Any) -> fx.Node:
         """An output of the graph."""
-        tag, body = self.tagged(value)
+        tag, body = _tagged(value)
         if tag == "buffer_mutation":
             raise Refused("it changes its buffers while it runs: call model.eval() before exporting it")
         node = self.argument(_get(body, "arg", dict))
         if tag != "user_output" or not isinstance(node, fx.Node):
             raise Refused("it has an output that is no tensor; export the model with tensors as outputs")
         return node
-
-    def tree(self, value: Any) -> pytree.TreeSpec:
-        """How inputs or outputs are nested, in tuples, lists and dictionaries; nothing that a file names is imported."""
-        found = parse_json(value, "a tree specification") if isinstance(value, str) else None
-        if not (isinstance(found, list) and len(found) == 2 and found[0] == 1):
-            raise InputError(f"it has an unknown kind of tree specification: {str(value)[:80]!r}")
-        return pytree.tree_structure(self.nested(found[1], 20))
-
-    def nested(self, value: Any, depth: int) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else ""
-        if depth == 0 or kind not in (None, "builtins.tuple", "builtins.list", "builtins.dict"):
-            raise Refused(f"it passes inputs or outputs in a {str(kind)[:60]!r}: use tuples, lists and dicts")
-        if kind is None:
-            return 0
-        children = [self.nested(child, depth - 1) for child in _get(value, "children_spec", list)]
-        if kind != "builtins.dict":
-            return tuple(children) if kind == "builtins.tuple" else children
-        keys = parse_json(_get(value, "context", str), "the keys of a dictionary")
-        if not isinstance(keys, list) or len(keys) != len(children):
-            raise InputError(f"it has {len(children)} values for other keys in a dictionary")
-        return {_identifier(key): child for key, child in zip(keys, children, strict=True)}
 
     # ---- operations
 
@@ -422,76 +382,78 @@ class _Reader:
         target = _get(value, "target", str)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for given in _get(value, "inputs", list):
-            argument = self.argument(_get(given, "arg", dict))
-            if given.get("kind") == 2:
-                kwargs[_identifier(given.get("name"))] = argument
+        for entry in _get(value, "inputs", list):
+            argument = self.argument(_get(entry, "arg", dict))
+            if entry.get("kind") == 2:
+                kwargs[_identifier(entry.get("name"))] = argument
             else:
                 args.append(argument)
+        outputs = [_tagged(output) for output in _get(value, "outputs", list)]
 
         if target in _ASSERTIONS:
             if args and args[0] is False:
                 raise Refused("it has a condition on its batch that this batch does not meet")
-        elif target in _ARITHMETIC or target in _SIZES:
-            self.compute_size(target, args, value)
+        elif target in _SIZES or target in _ARITHMETIC:
+            size = self.compute_size(target, args)
+            for _, body in outputs:
+                self.values[_identifier(_get(body, "as_name", str))] = size
         else:
-            self.call(target, args, kwargs, value)
+            self.call(target, args, kwargs, outputs, value)
 
-    def compute_size(self, target: str, args: list[Any], value: Any) -> None:
+    def compute_size(self, target: str, args: list[Any]) -> int:
         if target in _SIZES:
-            args[0] = args[0].meta["val"] if isinstance(args[0], fx.Node) else args[0]
-            result = _SIZES[target](*args)
+            size = _SIZES[target](args[0].meta["val"], *args[1:])
+        elif all(type(argument) is int for argument in args):
+            size = _ARITHMETIC[target](*args)
         else:
-            if not all(type(a) is int for a in args):
-                raise Refused(f"it calls {target!r} on something else than sizes")
-            result = _ARITHMETIC[target](*args)
-        if abs(result) >= 2**63:
+            raise Refused(f"it calls {target!r} on something else than sizes")
+        if abs(size) >= 2**63:
             raise Refused("it computes a size beyond 64 bits")
-        for out in _get(value, "outputs", list):
-            _, body = self.tagged(out)
-            self.values[_identifier(_get(body, "as_name", str))] = result
+        return size
 
-    def call(self, target: str, args: list[Any], kwargs: dict[str, Any], value: Any) -> None:
+    def call(
+        self, target: str, args: list[Any], kwargs: dict[str, Any], outputs: list[tuple[str, Any]], value: Any
+    ) -> None:
         """Run an operation on tensors without numbers, and add it with what came out."""
         operation = find_operation(target)
-        shadows = fx.node.map_arg((tuple(args), kwargs), lambda node: node.meta["val"])
-        check_arguments_of(operation, *shadows)
+        fakes = fx.node.map_arg((tuple(args), kwargs), lambda node: node.meta["val"])
+        check_arguments_of(operation, *fakes)
         with self.mode, torch.no_grad():
-            result = operation(*shadows[0], **shadows[1])
+            result = operation(*fakes[0], **fakes[1])
 
-        outputs = [self.tagged(out) for out in _get(value, "outputs", list)]
         single = len(outputs) == 1 and outputs[0][0] == "as_tensor"
-        own = outputs[0][1].get("name") if single else value.get("name") or "several"
-        node = self.graph.create_node("call_function", operation, tuple(args), kwargs, _identifier(own))
-        node.meta |= {"val": result, **self.origin(value.get("metadata"))}
-        if all(used in self.constant for used in node.all_input_nodes):
-            self.constant.add(node)
-
-        size = sum(t.numel() * t.element_size() for t in flat_tensors(result))
-        self.require_room(size, f"node {node.name!r}", node in self.constant)
-        if any(not isinstance(n, int) for t in flat_tensors(result) for n in t.shape):
+        name = outputs[0][1].get("name") if single else value.get("name") or "several"
+        node = self.graph.create_node("call_function", operation, tuple(args), kwargs, _identifier(name))
+        node.meta |= {"val": result, **_origin(value.get("metadata"))}
+        constant = self.constant.issuperset(node.all_input_nodes)
+        tensors = flat_tensors(result)
+        self.require_memory(sum(t.numel() * t.element_size() for t in tensors), f"node {node.name!r}", constant)
+        if any(not isinstance(n, int) for t in tensors for n in t.shape):
             raise Refused(f"the shape of node {node.name!r} depends on the numbers")
 
         if single:
-            self.define(outputs[0][1], node, result)
+            self.define(outputs[0][1], node, result, constant)
             return
         places = outputs[0][1] if len(outputs) == 1 and outputs[0][0] == "as_tensors" else [body for _, body in outputs]
-        if not isinstance(result, tuple | list) or not isinstance(places, list) or len(places) > len(result):
+        if len(places) > len(result):
             raise InputError(f"node {node.name!r} states other outputs than it has; export it again")
         for place, body in enumerate(places):
             item = self.graph.create_node("call_function", operator.getitem, (node, place), name=f"getitem_{place}")
             item.meta |= {**node.meta, "val": result[place]}
-            if node in self.constant:
-                self.constant.add(item)
-            self.define(body, item, result[place])
+            self.define(body, item, result[place], constant)
+        if constant:
+            self.constant.add(node)
 
-    def define(self, body: Any, node: fx.Node, value: Any) -> None:
-        name = _identifier(body.get("name") if isinstance(body, dict) else None)
+    def define(self, body: Any, node: fx.Node, value: Any, constant: bool) -> None:
+        """Let the file's name of a result mean this node."""
+        name = _identifier(_get(body, "name", str))
         if name in self.values or not isinstance(value, Tensor):
             raise InputError(f"it defines {name[:60]!r} twice, or as no tensor; export it again")
         self.values[name] = node
+        if constant:
+            self.constant.add(node)
 
-    def require_room(self, size: int, what: str, constant: bool) -> None:
+    def require_memory(self, size: int, what: str, constant: bool) -> None:
         """Bound the memory of one value and of all values together."""
         self.left[constant] -= size
         if size > LARGEST:
@@ -503,37 +465,22 @@ class _Reader:
             limit = LARGEST_CONSTANTS if constant else LARGEST_TOTAL
             raise Refused(f"up to {what} its values take more than {limit / 2**30:g} GiB")
 
-    def tagged(self, value: Any) -> tuple[str, Any]:
-        """A tagged union: its one key that is set, and its value."""
-        given = [key for key in value if value[key] is not None] if isinstance(value, dict) else []
-        if len(given) != 1:
-            raise Refused(f"it has {str(value)[:80]!r} where one value belongs; export it again")
-        return given[0], value[given[0]]
-
-    def tensor(self, value: Any) -> Any:
-        name = _get(value, "name", str)
-        if name not in self.values:
-            raise InputError(f"it reads {name[:80]!r}, which nothing before it writes; export it again")
-        return self.values[name]
-
     def argument(self, value: Any) -> Any:
         """An argument of an operation: a tensor of the graph, a plain value, or a list of them."""
-        tag, body = self.tagged(value)
+        tag, body = _tagged(value)
+        if isinstance(body, list) and tag.removesuffix("s") in _LISTED:
+            return [self.argument({tag.removesuffix("s"): item}) for item in body]
+        if tag in _PLAIN:
+            return _plain(tag, body)
         match tag:
             case "as_none":
                 return None
             case "as_tensor":
-                return self.tensor(body)
-            case "as_int" | "as_bool" | "as_float" | "as_string":
-                return self.plain(tag, body)
+                return self.lookup(_get(body, "name", str))
+            case "as_name":
+                return self.lookup(body)
             case "as_sym_int" | "as_optional_tensor":
-                return self.symbol(body)
-            case "as_tensors" if isinstance(body, list):
-                return [self.tensor(item) for item in body]
-            case "as_ints" | "as_bools" | "as_floats" | "as_strings" if isinstance(body, list):
-                return [self.plain(tag.removesuffix("s"), item) for item in body]
-            case "as_sym_ints" | "as_optional_tensors" if isinstance(body, list):
-                return [self.symbol(item) for item in body]
+                return self.argument(body)
             case "as_scalar_type":
                 return _SERIALIZE_TO_TORCH_DTYPE[_get(value, tag, int)]
             case "as_memory_format":
@@ -543,37 +490,32 @@ class _Reader:
             case "as_device":
                 return torch.device("cpu")  # where files are read, whatever they were written on
             case "as_complex":
-                return complex(*(self.plain("as_float", _get(value, tag, dict).get(k)) for k in ("real", "imag")))
+                return complex(*(_plain("as_float", body.get(part)) for part in ("real", "imag")))
         raise Refused(f"it has {tag[:60]!r} as an argument, which is not a plain tensor program")
 
-    def plain(self, tag: str, value: Any) -> Any:
-        if tag == "as_float" and value in ("Infinity", "-Infinity", "NaN"):
-            return float(value.replace("Infinity", "inf"))
-        kinds = {"as_int": int, "as_bool": bool, "as_float": int | float, "as_string": str}
-        if not isinstance(value, kinds[tag]) or (tag != "as_bool" and isinstance(value, bool)):
-            raise InputError(f"it has {str(value)[:60]!r} as an argument {tag!r}; export it again")
-        if isinstance(value, str) and (len(value) > 500 or not value.isprintable()):
-            raise InputError(f"it has a strange text as an argument: {value[:60]!r}")
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise InputError("it has a whole number beyond 64 bits as an argument")
-        return float(value) if tag == "as_float" else value
+    def lookup(self, name: Any) -> Any:
+        """The node or the size of this name."""
+        if name not in self.values:
+            raise InputError(f"it reads {str(name)[:80]!r}, which nothing before it writes; export it again")
+        return self.values[name]
 
-    def symbol(self, value: Any) -> Any:
-        """A size by its name or as a number, or a tensor that may be missing."""
-        tag, body = self.tagged(value)
-        if tag == "as_name":
-            return self.tensor({"name": body})
-        return self.argument({tag: body})
 
-    def origin(self, value: Any) -> dict[str, Any]:
-        """The modules around an operation and its line, for messages."""
-        kept: dict[str, Any] = {}
-        document = value if isinstance(value, dict) else {}
-        stack, trace = document.get("nn_module_stack"), document.get("stack_trace")
-        frames = [frame.split(",")[:3] for frame in stack.split(";")] if isinstance(stack, str) else []
-        if frames and all(len(f) == 3 and all(_FRAME.match(part) for part in f) for f in frames):
-            kept["nn_module_stack"] = {key: (path, kind) for key, path, kind in frames}
-        if isinstance(trace, str) and len(trace) <= 20_000:
-            lines = trace.split("\n")
-            kept["stack_trace"] = "\n".join("".join(c for c in line if c.isprintable()) for line in lines)
-        return kept
+def _plain(tag: str, value: Any) -> Any:
+    if tag == "as_float" and value in ("Infinity", "-Infinity", "NaN"):
+        return float(value.replace("Infinity", "inf"))
+    if not isinstance(value, _PLAIN[tag]) or (tag != "as_bool" and isinstance(value, bool)):
+        raise InputError(f"it has {str(value)[:60]!r} as an argument {tag!r}; export it again")
+    if isinstance(value, str) and (len(value) > 500 or not value.isprintable()):
+        raise InputError(f"it has a strange text as an argument: {value[:60]!r}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise InputError("it has a whole number beyond 64 bits as an argument")
+    return float(value) if tag == "as_float" else value
+
+
+def _origin(metadata: Any) -> dict[str, Any]:
+    """The modules around an operation, for messages."""
+    stack = metadata.get("nn_module_stack") if isinstance(metadata, dict) else None
+    frames = [frame.split(",")[:3] for frame in str(stack).split(";")]
+    if not all(len(frame) == 3 and all(map(_FRAME.match, frame)) for frame in frames):
+        return {}
+    return {"nn_module_stack": {key: (path, kind) for key, path, kind in frames}}

@@ -38,7 +38,7 @@ _TABLE = {
     "audit": ("audit", "A proved Lipschitz bound of a network, by layer."),
     "certify": ("certify", "Certify a dataset by randomized smoothing."),
     "prove": ("certify", "Prove radii of a network itself, without noise."),
-    "check": ("check", "Check a certificate bundle independently."),
+    "check": ("certify", "Check a certificate bundle independently."),
     "derive": ("certify", "A stored run at another risk or procedure."),
     "merge": ("certify", "Join runs over disjoint inputs."),
     "export": ("certify", "A run as .csv, .json or Cohen's log."),
@@ -53,9 +53,6 @@ COMMANDS = tuple(Command(name, f"equipoise.cli.{module}", name, text) for name, 
 
 #: click's class of mistakes in a command line; typer has its own copy of click in later versions
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-#: a disk, a quota or a file that takes no more
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 HELP = """Stability of PyTorch networks, with guarantees: every reported upper bound is rigorous, rounding included.
 
@@ -112,9 +109,7 @@ def reported(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
-            result = function(*args, **kwargs)
-            sys.stdout.flush()
-            return result
+            return function(*args, **kwargs)
         except Exception as error:
             sentence = _sentence(error)
             if sentence is None:
@@ -145,8 +140,12 @@ def _sentence(error: Exception) -> str | None:
 def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
     """Run the application and end the process: 0 fine, 1 a check failed, 2 refused or not written, 130 interrupted.
 
-    Mistakes in the command line are a sentence, with --json a document too; output that cannot be written (a closed or broken
-    pipe, a full disk) never ends in success.
+    Mistakes in the command line are a sentence, with --json a document too; output that cannot be written (a broken pipe, a
+    full disk) never ends in success.
+
+    Args:
+        app: what `build` returned.
+        arguments: of the command line.
     """
     code: Any = 0
     try:
@@ -154,7 +153,9 @@ def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
             code = app(arguments, prog_name="equipoise", standalone_mode=False)
         except UsageError as error:
             code = 2
-            _show_usage(error, "--json" in arguments)
+            error.show()  # type: ignore[attr-defined]
+            if "--json" in arguments:
+                emit_json({"error": " ".join(error.format_message().split())})  # type: ignore[attr-defined]
         except typer.Exit as error:
             code = error.exit_code
         except (typer.Abort, KeyboardInterrupt):
@@ -162,37 +163,28 @@ def run_to_exit(app: typer.Typer, arguments: list[str]) -> NoReturn:
             code = 130
         sys.stdout.flush()
     except OSError as error:
-        if error.errno not in (*_FULL, errno.EPIPE, errno.EBADF, errno.EIO):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EBADF, errno.EIO):
             raise
-        hint = "; free some space and run the same command again" if error.errno in _FULL else ""
         with contextlib.suppress(OSError):
-            complain(f"cannot write the output: {error.strerror}{hint}")
+            complain(f"cannot write the output: {error.strerror}")
         os._exit(2)  # what waits to be written cannot be
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _show_usage(error: Any, as_json: bool) -> None:
-    """What is wrong with the command line, on stderr; with --json a document as well."""
-    error.show()
-    if as_json:
-        emit_json({"error": " ".join(error.format_message().split())})
-
-
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=lambda v: _version(v)),
-    ] = False,
-) -> None:
-    """Options of the application itself."""
-
-
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         from equipoise import __version__
 
         typer.echo(f"equipoise {__version__}")
         raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """Options of the application itself."""
 
 
 def _register(app: typer.Typer, command: Command, wanted: str | None) -> None:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import emit_json, progress, results, say, table, tell
-from equipoise.cli.loading import load_data, load_network
-from equipoise.core.errors import InputError
+from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 
 if TYPE_CHECKING:
     from equipoise.runs import Run
     from equipoise.runs.settings import Recipe
 
 Elsewhere = Annotated[str | None, typer.Option("--model", help="the model of the run, if it lies elsewhere now")]
+
+
+def _open(run: Path, **changes: Any) -> tuple[Run, Recipe]:
+    """A run and how its model and data are loaded, with some of it changed."""
+    from equipoise.runs import open_run
+
+    stored = open_run(run)
+    given = {name: value for name, value in changes.items() if value is not None}
+    if stored.manifest.recipe is not None:
+        return stored, stored.manifest.recipe.model_copy(update=given)
+    if "model" not in given or "data" not in given:
+        options.refuse(f"{run} was made in Python and does not say where its model is: give --model and --data")
+    return stored, options.make_recipe(**given)
 
 
 def attack(
@@ -46,18 +58,19 @@ def attack(
     """
     from equipoise.core.accuracy import percent
     from equipoise.core.bounds import format_down
-    from equipoise.runs import attack_run, open_run
+    from equipoise.runs import attack_run
 
-    levels = [] if epsilon is None else options.numbers(epsilon, "--epsilon takes numbers like 0.25,0.5,1.0")
-    found = open_run(run)
-    recipe = _recipe(found, model, data)
+    levels = options.epsilons(epsilon) or []
+    stored, recipe = _open(run, model=model, data=data)
+    network = options.load_network(recipe, batch=1)
+    dataset = options.load_data(recipe)
     try:
         with progress() as bar:
             task = bar.add_task("attacking", total=None)
             summary = attack_run(
-                found,
-                load_network(recipe, batch=1),
-                load_data(recipe),
+                stored,
+                network,
+                dataset,
                 epsilons=levels,
                 steps=steps,
                 restarts=restarts,
@@ -77,33 +90,19 @@ def attack(
     else:
         if summary.accuracy:
             columns = ("radius ε", "certified", f"attacked, {summary.kind}")
-            shown = table("Accuracy", *columns, right=columns)
-            for e, share in summary.accuracy.items():
-                shown.add_row(format_down(e, 4), f"{percent(summary.certified[e])} %", f"{100 * share:.2f} %")
-            results().print(shown)
+            rows = [
+                (format_down(e, 4), f"{percent(summary.certified[e])} %", f"{100 * share:.2f} %")
+                for e, share in summary.accuracy.items()
+            ]
+            print_table("Accuracy", columns, rows, right=columns)
         tell(*summary.lines())
     if summary.broken or summary.failures:
         raise typer.Exit(1)
 
 
-def _recipe(run: Run, model: str | None, data: str | None) -> Recipe:
-    """How the run's model and data are loaded."""
-    from equipoise.runs.settings import Recipe
-
-    changes = {name: value for name, value in (("model", model), ("data", data)) if value is not None}
-    recipe = run.manifest.recipe
-    if recipe is not None:
-        return recipe.model_copy(update=changes)
-    if model is None or data is None:
-        raise InputError(
-            f"{run.folder} was made in Python and does not say where its model is: give --model and --data"
-        )
-    return Recipe(model=model, data=data)
-
-
 def predict(
     run: options.RunArgument,
-    data: Annotated[str, typer.Option(help="the inputs: a folder of pictures, a .npz or .parquet file, …")],
+    data: options.Data,
     n: Annotated[int, typer.Option(help="draws per input")] = 1000,
     alpha: Annotated[float, typer.Option(help="risk of a wrong majority, per input")] = 1e-3,
     split: options.Split = None,
@@ -123,33 +122,35 @@ def predict(
       equipoise predict runs/a --data photos/
       equipoise predict runs/a --data digits --limit 10 --json
     """
-    from equipoise.runs import open_run, predict_run
+    from equipoise.runs import predict_run
 
-    found = open_run(run)
-    recipe = _recipe(found, model, data if found.manifest.recipe is None else None)
-    dataset = load_data(recipe, data, split)
-    answers = list(predict_run(found, load_network(recipe), dataset, n=n, alpha=alpha, limit=limit, device=device))
-    names: Any = found.manifest.data.classes or dataset.classes
-    labelled = any(a.label >= 0 for a in answers)
+    stored, recipe = _open(run, model=model, data=data)
+    recipe = recipe.model_copy(update={"split": split})
+    dataset = options.load_data(recipe)
+    network = options.load_network(recipe, batch=stored.settings.chunk_size)
+    answers = [*predict_run(stored, network, dataset, n=n, alpha=alpha, limit=limit, device=device)]
+    names = stored.manifest.data.classes or ()
 
     def word(k: int) -> str | None:
-        return None if k < 0 else str(names[k]) if names and k < len(names) else str(k)
+        if k < 0:
+            return None
+        return names[k] if k < len(names) else str(k)
 
     if json:
         rows = [
             {"id": a.id, "answer": None if a.answer < 0 else a.answer, "class": word(a.answer), "failure": a.failure}
-            | ({"label": a.label} if labelled else {})
+            | ({"label": a.label} if dataset.labelled else {})
             for a in answers
         ]
         emit_json({"run": str(run), "data": data, "n": n, "alpha": alpha, "answers": rows})
     else:
-        shown = table("Answers", "input", "answer", *(("label",) if labelled else ()))
-        for a in answers:
-            said = f"failed: {a.failure}" if a.failure else word(a.answer) or "no answer"
-            shown.add_row(str(a.id), said, *((word(a.label) or "",) if labelled else ()))
-        results().print(shown)
+        cells = [
+            (str(a.id), f"failed: {a.failure}" if a.failure else word(a.answer) or "no answer", word(a.label) or "")
+            for a in answers
+        ]
+        print_table("Answers", ("input", "answer", "label"), cells)
         silent = sum(a.answer < 0 and a.failure is None for a in answers)
-        right = f", {sum(a.answer == a.label >= 0 for a in answers)} right" if labelled else ""
+        right = f", {sum(a.answer == a.label for a in answers)} right" if dataset.labelled else ""
         tell(f"{len(answers)} inputs{right}, {silent} without an answer")
     if any(a.failure for a in answers):
         raise typer.Exit(1)

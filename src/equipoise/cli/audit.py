@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages
-from equipoise.cli.options import Json, Weights, sizes
-from equipoise.core.bounds import format_down, format_up
-from equipoise.core.errors import InputError
-from equipoise.core.files import atomic_write
+from equipoise.cli import options
+from equipoise.cli.consoles import complain, emit_json, messages, print_table, tell
 
 if TYPE_CHECKING:
     from equipoise.checkpoints.sources import Loaded
@@ -20,13 +16,11 @@ if TYPE_CHECKING:
 
 
 def audit(
-    model: Annotated[
-        str, typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory")
-    ],
-    weights: Weights = None,
-    input_shape: Annotated[str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")] = None,
+    model: options.Model,
+    weights: options.Weights = None,
+    input_shape: options.InputShape = None,
     ball: Annotated[float | None, typer.Option(help="bound only on inputs of at most this ℓ2 norm")] = None,
-    rtol: Annotated[float, typer.Option(help="relative gap asked of every operator norm; smaller is slower")] = 1e-3,
+    rtol: Annotated[float, typer.Option(help="relative gap of every operator norm; smaller is slower")] = 1e-3,
     chain: Annotated[
         str,
         typer.Option(
@@ -35,122 +29,118 @@ def audit(
     ] = "closed",
     at: Annotated[str | None, typer.Option(help="also around the first inputs of this data: digits, a .npz, …")] = None,
     radius: Annotated[float | None, typer.Option(help="--at: of the ball around each input, in ℓ2")] = None,
-    limit: Annotated[int, typer.Option(help="--at: how many inputs")] = 5,
+    limit: Annotated[int, typer.Option(min=1, help="--at: how many inputs")] = 5,
     seconds: Annotated[float | None, typer.Option(help="--at: budget per input and bound")] = None,
     html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
-    json: Json = False,
+    fail_above: options.FailAbove = None,
+    json: options.Json = False,
 ) -> None:
     """How much can this network stretch a distance between inputs? A proved upper bound, layer by layer.
 
     MODEL is a program saved by torch.export, an ONNX file, a checkpoint directory (safetensors
     and JSON), or package.module:factory. Nothing in a file is executed: what is not plain weights and
     tensor operations is refused, and so is a network with an operation that has no rule.
+    Exit code 1: the bound is larger than --fail-above.
 
     Examples:
 
       equipoise audit model.pt2 --html report.html
+      equipoise audit model.onnx --fail-above 10
       equipoise audit package.module:factory --weights weights.safetensors --input-shape 3,32,32
-      equipoise audit package.module:factory --input-shape 3,32,32 --ball 10 --json
       equipoise audit checkpoint/ --at digits --radius 0.1
     """
-    if (at is None) != (radius is None):
-        raise InputError("--at and --radius go together: the data, and the size of the ball around each of its inputs")
     from equipoise.checkpoints import load_model
+    from equipoise.core.bounds import format_down, format_up
+    from equipoise.core.files import atomic_write
 
-    loaded = load_model(model, weights)  # once: a factory may draw its weights
-    report = audit_report(model, weights, input_shape, ball, rtol, chain, loaded)
+    if (at is None) != (radius is None):
+        options.refuse("--at and --radius go together: the data, and the size of the ball around each of its inputs")
+    local: list[dict[str, Any]] = []
+    with messages().status(f"bounding {model} …"):  # only on a terminal
+        loaded = load_model(model, weights)  # once: a factory may draw its weights
+        report = audit_report(loaded, shape=options.sizes(input_shape), ball=ball, rtol=rtol, chain=chain)
+        if at is not None and radius is not None:
+            local = local_rows(loaded, at, radius, limit, seconds, rtol)
     if html is not None:
         atomic_write(html, report.to_html(f"Lipschitz audit of {model}"))
-    if at is None or radius is None:
-        return typer.echo(report.to_json() if json else str(report))
-    rows = local_rows(loaded, at, radius, limit, seconds, rtol)
     if json:
-        return emit_json({**loads(report.to_json()), "radius": radius, "local": rows})
-    typer.echo(f"{report}\n{local_table(rows, radius, report.upper)}")
+        emit_json(report.to_dict() | ({"radius": radius, "local": local} if local else {}))
+    else:
+        tell(str(report))
+    if local and not json:
+        columns = ("input", "label", "attack", "proved", "certified", "rival", "method")
+        rows = [
+            (str(row["input"]), str(row["label"]), format_down(row["lower"], 5), format_up(row["upper"], 5),
+             format_down(row["radius"], 5), str(row["rival"]), row["method"])
+            for row in local
+        ]  # fmt: skip
+        print_table(f"on balls of radius {format_down(radius or 0.0)} (ℓ2)", columns, rows, right=columns[:-1])
+    if fail_above is not None and not report.upper <= fail_above:
+        complain(f"the bound {format_up(report.upper)} is larger than {fail_above:g}")
+        raise typer.Exit(1)
 
 
 def audit_report(
-    model: str,
-    weights: Path | None = None,
-    input_shape: str | None = None,
-    ball: float | None = None,
-    rtol: float = 1e-3,
-    chain: Any = "closed",
-    loaded: Loaded | None = None,
+    source: str | Loaded, weights: Path | None = None, shape: tuple[int, ...] | None = None, **settings: Any
 ) -> Report:
-    """The report of what `model` names, or was `loaded` from there; every failure is an `EquipoiseError` with one sentence."""
-    import torch
-    from torch.export import ExportedProgram
+    """The report of a model.
 
+    Args:
+        source: what `load_model` takes, or what it returned.
+        weights: of a factory.
+        shape: of one input, where the source does not say it.
+        **settings: ball, rtol and chain of `lipschitz_bound`.
+    """
     from equipoise.checkpoints import load_model
     from equipoise.lipschitz.bound import lipschitz_bound
+    from equipoise.report.audits import example_of
 
-    shape = parse_shape(input_shape) if input_shape is not None else None
-    loaded = load_model(model, weights) if loaded is None else loaded
-    if isinstance(loaded.model, ExportedProgram):
-        if shape is not None:
-            raise InputError(f"{model} has its own input shape: leave out --input-shape")
-        return lipschitz_bound(loaded.model, ball=ball, rtol=rtol, chain=chain)
-    if loaded.examples is not None and shape is None:
-        return lipschitz_bound(loaded.model, loaded.examples, ball=ball, rtol=rtol, chain=chain)
-    net, shape = loaded.model, shape or loaded.input_shape
-    if shape is None:
-        raise InputError("the bound depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32")
-    parameter = next(net.parameters(), torch.zeros(()))
-    return lipschitz_bound(net, torch.zeros(1, *shape, dtype=parameter.dtype), ball=ball, rtol=rtol, chain=chain)
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """`3,32,32` → (3, 32, 32).
-
-    >>> parse_shape("3,32,32")
-    (3, 32, 32)
-    """
-    return sizes(text, "--input-shape takes positive numbers like 3,32,32")
+    loaded = load_model(source, weights) if isinstance(source, str) else source
+    return lipschitz_bound(loaded.model, example_of(loaded, shape), **settings)
 
 
 def local_rows(
-    loaded: Loaded, data: str, radius: float, limit: int, seconds: float | None, rtol: float = 1e-3
+    loaded: Loaded, data: str, radius: float, limit: int, seconds: float | None, rtol: float
 ) -> list[dict[str, Any]]:
-    """Bracket of the local constant, certified radius, rival and method of the first inputs of the data."""
-    import numpy as np
+    """Bracket of the local constant, certified radius, rival and method of the first inputs of the data.
+
+    Args:
+        loaded: the model.
+        data: as for `load_dataset`.
+        radius: of the balls.
+        limit: how many inputs.
+        seconds: budget per input and bound.
+        rtol: relative gap of every operator norm.
+    """
     import torch
 
     from equipoise.data.load import load_dataset
     from equipoise.lipschitz import certified_radius, local_lipschitz
     from equipoise.runs.models import portable
 
-    if limit < 1:
-        raise InputError(f"--limit must be at least 1, got {limit}")
     network = portable(loaded)
-    if network.batch is not None and network.batch != 1:
-        raise InputError(
+    if network.batch not in (None, 1):
+        options.refuse(
             f"{loaded.source} was exported with a batch of {network.batch} inputs, and --at looks at one; export it with a "
             "batch of one or with a dynamic batch dimension"
         )
     net = network.build()
     dataset = load_dataset(data)
-    x, labels = dataset.batch(np.arange(min(limit, len(dataset))))
+    x, labels = dataset.batch(range(min(limit, len(dataset))))
     x = x.to(next(net.parameters(), torch.zeros(())).dtype)
-    messages().print(f"bounds around {len(x)} inputs …", style="dim")
     bracket = local_lipschitz(net, x, radius, seconds=seconds, rtol=rtol)
     radii = certified_radius(net, x, labels, seconds=seconds, rtol=rtol)
-    note = "; ".join(text for text in (bracket.note, radii.note) if text)
-    columns = zip(
-        dataset.ids[: len(x)], labels.tolist(), bracket.lower.tolist(), bracket.upper.tolist(), radii.radius.tolist(),  # type: ignore[union-attr]
-        radii.rivals.tolist(), radii.methods, strict=True,
-    )  # fmt: skip
-    names = ("input", "label", "lower", "upper", "radius", "rival", "method")
-    return [dict(zip(names, (int(row[0]), *row[1:]), strict=True), note=note) for row in columns]
-
-
-def local_table(rows: list[dict[str, Any]], radius: float, upper: float) -> str:
-    """The rows as text; `upper` is the bound of the whole network."""
-    lines = [f"on balls of radius {format_down(radius)} (ℓ2), the whole network's bound being {format_up(upper, 5)}:"]
-    lines.append(f"{'input':>7} {'label':>5} {'attack':>11} {'proved':>11} {'certified':>11} {'rival':>5}  method")
-    for row in rows:
-        low, high, safe = format_down(row["lower"], 5), format_up(row["upper"], 5), format_down(row["radius"], 5)
-        lines.append(
-            f"{row['input']:>7} {row['label']:>5} {low:>11} {high:>11} {safe:>11} {row['rival']:>5}  {row['method']}"
-        )
-    return "\n".join(lines)
+    note = "; ".join(filter(None, (bracket.note, radii.note)))
+    columns: dict[str, Any] = {
+        "input": dataset.ids[: len(x)],
+        "label": labels,
+        "lower": bracket.lower,
+        "upper": bracket.upper,
+        "radius": radii.radius,
+        "rival": radii.rivals,
+    }
+    lists = [column.tolist() for column in columns.values()]
+    return [
+        {**dict(zip(columns, row, strict=True)), "method": method, "note": note}
+        for *row, method in zip(*lists, radii.methods, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""`equipoise certify` (randomized smoothing) and `equipoise prove` (deterministic radii)."""
+"""`equipoise certify` and `prove` make runs; `derive`, `merge`, `export` and `check` work on what is stored."""
 
 from __future__ import annotations
 
@@ -8,20 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from equipoise.cli import options
-from equipoise.cli.consoles import emit_json, interrupted, progress, results, say, table, tell
-from equipoise.cli.loading import load_data, load_network, make_recipe
-from equipoise.core.errors import InputError
+from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 
 if TYPE_CHECKING:
     from equipoise.runs import Execution, Job, Results, Row, Run, Settings
-    from equipoise.runs.settings import Recipe
 
-_READING: dict[str, type] = {"layout": str, "columns": str}
-_RUNNING: dict[str, type] = {"batch_size": int, "device": str, "address": str, "gpus": float, "retry_failed": bool}
-_SAMPLING: dict[str, type] = {
-    "n0": int, "seed": int, "map": str, "lipschitz": str, "noise": str, "nonfinite": str,
-}  # fmt: skip
-_PROVING: dict[str, type] = {"retry_failed": bool}
+_READING = ("layout", "columns")
+_SAMPLING = ("n0", "seed", "map", "lipschitz", "noise", "nonfinite", "device")
+_RUNNING = ("batch_size", "address", "gpus", "retry_failed")
 
 
 def certify(
@@ -46,6 +40,7 @@ def certify(
     weights: options.Weights = None,
     workers: Annotated[int | None, typer.Option(help="on a Ray cluster; default: this process")] = None,
     epsilon: options.Epsilon = None,
+    bundle: Annotated[Path | None, typer.Option(help="write a certificate that `equipoise check` accepts")] = None,
     set_: options.Set = None,
     json: options.Json = False,
 ) -> None:
@@ -54,7 +49,7 @@ def certify(
     Counts are stored in a run directory, one input at a time: kill it whenever you like, the same
     command continues. Before sampling, a few inputs show the accuracy and the time it will take.
     Keys of --set: n0, seed, map, lipschitz (a bound or auto), noise (grid or float), nonfinite,
-    batch_size, device, address (of a Ray cluster), gpus, retry_failed, layout, columns.
+    device, batch_size, address (of a Ray cluster), gpus, retry_failed, layout, columns.
     Exit code 1: some inputs failed.
 
     Examples:
@@ -63,28 +58,36 @@ def certify(
       equipoise certify model.onnx --data photos/ --size 32 --classes names.txt --sigma 0.12
       equipoise certify model.pt2 --data digits --sigma 0.25 --set seed=1 --set lipschitz=auto --procedure lvm
     """
-    from equipoise.runs import Execution, Settings
+    from equipoise.runs import Execution
 
-    rarer = options.pairs(set_, _READING | _RUNNING | _SAMPLING)
-    reading = {name: rarer.pop(name, None) for name in _READING}
-    running = {name: rarer.pop(name, None) for name in _RUNNING}
-    if "lipschitz" in rarer and rarer["lipschitz"] != "auto":
-        rarer["lipschitz"] = options.numbers(rarer["lipschitz"], "lipschitz takes a number or auto")[0]
+    rarer = options.pairs(set_, _READING + _RUNNING + _SAMPLING)
+    reading = {name: rarer.pop(name) for name in _READING}
+    running = {name: rarer.pop(name) for name in _RUNNING}
+    sampling = {name: value for name, value in rarer.items() if value is not None}
+    if adaptive is not None:
+        takes = "--adaptive takes a radius such as 0.5 or a share such as 10%"
+        value = options.numbers(adaptive.removesuffix("%"), takes)[0]
+        sampling |= {"relative": value / 100} if adaptive.endswith("%") else {"target_radius": value}
     levels = options.numbers(sigma, "--sigma takes a number, or one per channel like 0.25,0.25,0.5")
-    chosen = {
-        "sigma": levels[0] if len(levels) == 1 else levels, "n": n, "alpha": alpha, "procedure": procedure,
-        "limit": limit, "balanced": limit is not None, **_adaptive(adaptive), **options.shard(shard), **rarer,
+    sampling |= {
+        "sigma": levels[0] if len(levels) == 1 else levels,
+        "n": n,
+        "alpha": alpha,
+        "procedure": procedure,
+        "limit": limit,
+    }
+
+    engine = "local" if workers is None and running["address"] is None else "ray"
+    execution = Execution(engine, workers or 1, running["address"], running["gpus"] or 1.0)
+    recipe = {
+        "model": model, "data": data, "weights": weights, "split": split, "size": size, "classes": classes, "mean": mean,
+        "std": std, "denoiser": denoiser, **reading,
     }  # fmt: skip
-    settings = Settings.of("sampled", chosen)
-    address, gpus = running["address"], running["gpus"]
-    engine = "local" if workers is None and address is None else "ray"
-    execution = Execution(engine, workers or 1, address, 1.0 if gpus is None else gpus)
-    recipe = make_recipe(
-        model, data, weights=weights, split=split, size=size, classes=classes, mean=mean, std=std, denoiser=denoiser,
-        **reading,
-    )  # fmt: skip
-    job = _job(recipe, settings, running["device"] or "cpu", running["batch_size"])
-    _run(job, run, execution, bool(running["retry_failed"]), options.epsilons(epsilon), json)
+    job = _job("sampled", sampling | options.shard(shard), recipe, running["batch_size"])
+    stored = _run(job, run, execution, running["retry_failed"] is True)
+    if bundle is not None:
+        _write_votes(stored, bundle)
+    show_run(stored, stored.results(), options.epsilons(epsilon), json)
 
 
 def prove(
@@ -119,64 +122,46 @@ def prove(
       equipoise prove model.pt2 --data digits --run runs/p
       equipoise prove model.onnx --data images.npz --norm linf --seconds 10 --epsilon 0.004,0.008
     """
-    from equipoise.runs import Execution, Settings
+    from equipoise.runs import Execution
 
-    rarer = options.pairs(set_, _READING | _PROVING)
-    reading = {name: rarer.pop(name, None) for name in _READING}
-    retry = bool(rarer.pop("retry_failed", False))
-    chosen = {"norm": norm, "effort": effort, "seconds": seconds, "deployed": deployed, "limit": limit}
-    settings = Settings.of("proved", chosen | {"balanced": limit is not None} | options.shard(shard) | rarer)
-    recipe = make_recipe(
-        model, data, weights=weights, split=split, size=size, classes=classes, mean=mean, std=std, **reading
-    )
+    rarer = options.pairs(set_, (*_READING, "retry_failed"))
+    retry = rarer.pop("retry_failed") is True
     if bundle is not None and norm != "l2":
-        raise InputError(f"a bundle holds radii in the l2 norm; --norm is {norm}")
-    job = _job(recipe, settings, "cpu", None)
-    _run(job, run, Execution(), retry, options.epsilons(epsilon), json, bundle)
+        options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
+    recipe = {
+        "model": model, "data": data, "weights": weights, "split": split, "size": size, "classes": classes, "mean": mean,
+        "std": std, **rarer,
+    }  # fmt: skip
+    proving = {"norm": norm, "effort": effort, "seconds": seconds, "deployed": deployed, "limit": limit}
+    levels = options.epsilons(epsilon)
+    job = _job("proved", proving | options.shard(shard), recipe)
+    stored = _run(job, run, Execution(), retry)
+    if bundle is not None:
+        _write_bundle(job, stored, levels, bundle)
+    show_run(stored, stored.results(), levels, json)
 
 
-def _adaptive(text: str | None) -> dict[str, float]:
-    """`0.5` is a target radius, `10%` a share of the radius that all draws could give."""
-    if text is None:
-        return {}
-    takes = "--adaptive takes a radius such as 0.5 or a share such as 10%"
-    if text.endswith("%"):
-        return {"relative": options.numbers(text[:-1], takes)[0] / 100}
-    return {"target_radius": options.numbers(text, takes)[0]}
+def _job(kind: Any, keywords: dict[str, Any], sources: dict[str, Any], batch_size: int | None = None) -> Job:
+    from equipoise.runs import Settings, prepare
 
-
-def _job(recipe: Recipe, settings: Settings, device: str, batch_size: int | None) -> Job:
-    from equipoise.runs import prepare
-
-    network = load_network(recipe) if settings.kind == "sampled" else load_network(recipe, batch=1)
+    settings: Settings = Settings.of(kind, keywords | {"balanced": keywords["limit"] is not None})
+    recipe = options.make_recipe(**sources)
+    network = options.load_network(recipe, settings.chunk_size if kind == "sampled" else 1)
     name = recipe.data if recipe.split is None else f"{recipe.data}#{recipe.split}"
-    dataset = load_data(recipe)
-    return prepare(network, dataset, settings, device=device, batch_size=batch_size, name=name, recipe=recipe)
+    return prepare(network, options.load_data(recipe), settings, batch_size=batch_size, name=name, recipe=recipe)
 
 
-def _run(
-    job: Job,
-    run: Path | None,
-    execution: Execution,
-    retry: bool,
-    levels: list[float] | None,
-    json: bool,
-    bundle: Path | None = None,
-) -> None:
-    """Look at a few inputs, sample or prove the rest, write the bundle, show the summary."""
-    from equipoise.runs import is_run, open_run, start
-    from equipoise.runs.preflight import preflight
+def _run(job: Job, run: Path | None, execution: Execution, retry: bool) -> Run:
+    """Look at a few inputs, then sample or prove the rest."""
+    from equipoise.runs import is_run, open_run, preflight, start
     from equipoise.runs.settings import read_manifest, require_same
 
     folder = run or job.default_folder()
-    finished = False
     if is_run(folder):
         require_same(folder, read_manifest(folder), job.manifest)
-        finished = open_run(folder).finished
-    report = None if finished else preflight(job)
-    for line in [] if report is None else report.lines():
-        say(line)
-
+    if not is_run(folder) or not open_run(folder).finished:
+        for line in preflight(job).lines():
+            say(line)
     try:
         with progress() as bar:
             task = bar.add_task("certifying", total=job.manifest.total)
@@ -184,12 +169,32 @@ def _run(
             def show(row: Row, done: int, total: int) -> None:
                 bar.update(task, completed=done)
 
-            found = start(job, folder, execution=execution, progress=show, retry_failed=retry)
+            return start(job, folder, execution=execution, progress=show, retry_failed=retry)
     except KeyboardInterrupt:
-        interrupted(len(open_run(folder).rows) if is_run(folder) else 0, job.manifest.total, folder)
-    if bundle is not None:
-        _write_bundle(job, found, levels, bundle)
-    show_run(found, found.results(), levels, json, {} if report is None else {"preflight": report.to_dict()})
+        done = len(open_run(folder).rows) if is_run(folder) else 0
+        say(
+            f"interrupted: {done} of {job.manifest.total} inputs are stored in {folder}; run the same command to continue"
+        )
+        raise typer.Exit(130) from None
+
+
+def _write_votes(run: Run, folder: Path) -> None:
+    """The votes of a run as a bundle, with the radii that follow from them."""
+    import numpy as np
+
+    from equipoise import certificates
+
+    settings = run.settings
+    if settings.soft or settings.adaptive or settings.channels or settings.row.ties:
+        options.refuse("a bundle holds votes at one noise level, drawn to the end: use --procedure rivals or cohen")
+    stored = [row for row in run.rows if row.failure is None]
+    selection, estimation, draws = (
+        np.array([getattr(row, name) for row in stored]) for name in ("selection", "estimation", "draws")
+    )
+    radii = [radius for radius, row in zip(run.results().radius, run.rows, strict=True) if row.failure is None]
+    setting: dict[str, Any] = {"sigma": settings.sigma, "alpha": settings.alpha, "procedure": settings.procedure}
+    certificates.write_smoothing(selection, estimation, draws, folder, radii=radii, **setting)
+    say(f"wrote {folder}; `equipoise check {folder}` checks it")
 
 
 def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) -> None:
@@ -197,50 +202,43 @@ def _write_bundle(job: Job, run: Run, levels: list[float] | None, folder: Path) 
     import torch
 
     from equipoise import certificates
-    from equipoise.runs.models import Batched
 
-    network = job.model.network()
-    network = network.model if isinstance(network, Batched) else network
     results = run.results()
     x = torch.stack([item.x for item in job.inputs.read(run.positions)])
     y = torch.as_tensor(results.labels if results.labelled else results.answer)
     radii = torch.as_tensor(results.radius)
-    epsilons = levels or certificates.EPSILONS
-    claims = certificates.write(network, x, y, folder, radii=radii, epsilons=[e for e in epsilons if e > 0])
+    epsilons = [e for e in levels or certificates.EPSILONS if e > 0]
+    claims = certificates.write(job.model.build(), x, y, folder, radii=radii, epsilons=epsilons)
     lowered = claims["radii"]["lowered"]
     note = f", {lowered} radii lowered to what the checker proves" if lowered else ""
     say(f"wrote {folder}{note}; `equipoise check {folder}` checks it")
 
 
-def show_run(
-    run: Run, found: Results, levels: list[float] | None, json: bool, more: dict[str, Any] | None = None
-) -> None:
-    """Print the summary of a run, and say by the exit code whether inputs failed.
+def show_run(run: Run, results: Results, levels: list[float] | None, json: bool) -> None:
+    """Print what a run certifies; exit code 1 if inputs failed.
 
     Args:
         run: the run.
-        found: its results.
+        results: its certificates.
         levels: radii for certified accuracy.
         json: whether to print a document instead.
-        more: further parts of the document.
     """
-    from rich.markup import escape
-
     from equipoise.core.accuracy import percent
     from equipoise.core.bounds import format_down
 
-    summary = run.summary(levels, results=found)
+    summary = run.summary(levels, results=results)
     if json:
-        emit_json({"run": str(run.folder), **summary.to_dict(), **(more or {}), "manifest": run.manifest.to_dict()})
+        emit_json({"run": str(run.folder), **summary.to_dict(), "manifest": run.manifest.to_dict()})
     else:
-        share = "certified accuracy" if summary.labelled else "certified (no labels: any answer)"
-        columns = ["radius ε", share, *(["deployed"] if summary.deployed else [])]
-        shown = table(escape(f"Run {run.folder}"), *columns, right=tuple(columns))
-        for level, accuracy in summary.accuracy.items():
-            # what is certified at ε is certified below it: ε is never shown larger than it is
-            cells = [f"{percent(summary.deployed[level])} %"] if summary.deployed else []
-            shown.add_row(format_down(level, 4), f"{percent(accuracy)} %", *cells)
-        results().print(shown)
+        share = "certified accuracy" if results.labelled else "certified (no labels: any answer)"
+        shares = {share: summary.accuracy} | ({"deployed": summary.deployed} if summary.deployed else {})
+        columns = ["radius ε", *shares]
+        # what is certified at ε is certified below it: ε is never shown larger than it is
+        rows = [
+            [format_down(level, 4), *(f"{percent(column[level])} %" for column in shares.values())]
+            for level in summary.accuracy
+        ]
+        print_table(f"Run {run.folder}", columns, rows, right=columns)
         tell(*summary.lines())
     if summary.failed:
         raise typer.Exit(1)
@@ -248,8 +246,8 @@ def show_run(
 
 def derive(
     run: options.RunArgument,
-    alpha: Annotated[float | None, typer.Option(help="risk per input; default that of the run")] = None,
-    procedure: Annotated[str | None, typer.Option(help="cohen, rivals, …; default that of the run")] = None,
+    alpha: options.Alpha = None,
+    procedure: options.Procedure = None,
     lipschitz: Annotated[float | None, typer.Option(help="another bound of the network (an assumption)")] = None,
     target_radius: Annotated[float | None, typer.Option(help="another target of an adaptive run")] = None,
     epsilon: options.Epsilon = None,
@@ -266,9 +264,9 @@ def derive(
     """
     from equipoise.runs import open_run
 
-    found = open_run(run)
-    changes = found.results(alpha, procedure, lipschitz=lipschitz, target_radius=target_radius)
-    show_run(found, changes, options.epsilons(epsilon), json)
+    stored = open_run(run)
+    results = stored.results(alpha, procedure, lipschitz=lipschitz, target_radius=target_radius)
+    show_run(stored, results, options.epsilons(epsilon), json)
 
 
 def merge(
@@ -284,15 +282,15 @@ def merge(
     """
     from equipoise.runs import merge_runs
 
-    found = merge_runs(runs, output)
-    show_run(found, found.results(), None, json)
+    merged = merge_runs(runs, output)
+    show_run(merged, merged.results(), None, json)
 
 
 def export(
     run: options.RunArgument,
     file: Annotated[Path, typer.Argument(help="to write: .csv, .json or .tsv (Cohen's log)")],
-    alpha: Annotated[float | None, typer.Option(help="risk per input; default that of the run")] = None,
-    procedure: Annotated[str | None, typer.Option(help="default that of the run")] = None,
+    alpha: options.Alpha = None,
+    procedure: options.Procedure = None,
     json: options.Json = False,
 ) -> None:
     """Write a run as a table, one line per input; radii are rounded down.
@@ -304,8 +302,26 @@ def export(
     """
     from equipoise.runs import open_run
 
-    found = open_run(run)
-    if not found.rows:
-        raise InputError(f"{run} has no finished inputs yet")
-    path = found.export(file, results=found.results(alpha, procedure))
-    emit_json({"run": str(run), "file": str(path), "inputs": len(found.rows)}) if json else tell(f"wrote {path}")
+    stored = open_run(run)
+    path = stored.export(file, results=stored.results(alpha, procedure))
+    emit_json({"run": str(run), "file": str(path), "inputs": len(stored.rows)}) if json else tell(f"wrote {path}")
+
+
+def check(
+    folder: Annotated[Path, typer.Argument(help="the folder of the bundle")],
+    exact: Annotated[bool, typer.Option(help="use exact integers; for dense ReLU networks")] = False,
+    json: options.Json = False,
+) -> None:
+    """Check every claim of a certificate bundle with the lone checker.
+
+    The checker (equipoise/checker/check.py) needs Python and NumPy alone and shares no
+    code with the rest of the library; copy it anywhere and run `python check.py DIR`.
+
+    Examples:
+
+      equipoise check bundle/
+    """
+    from equipoise import certificates
+
+    proved = certificates.check(folder, exact=exact)
+    emit_json({"accepted": True, "proved": proved}) if json else tell("ACCEPTED", *(f"  {line}" for line in proved))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.options import Json, Weights
-from equipoise.core.errors import EquipoiseError, InputError, one_line
+from equipoise.cli.consoles import emit_json, print_table
+from equipoise.cli.options import Data, Json, Split, Weights, refuse
 
 if TYPE_CHECKING:
     from equipoise.curvature import LossHessian
@@ -18,9 +19,9 @@ WHAT = ("top", "trace", "density", "sharpness")
 
 def curvature(
     model: Annotated[str, typer.Argument(help="a checkpoint directory, or package.module:factory")],
-    data: Annotated[str, typer.Option(help="the data: a folder, file or name, as for `equipoise certify`")],
+    data: Data,
     weights: Weights = None,
-    split: Annotated[str | None, typer.Option(help="part of the data, e.g. train or test")] = None,
+    split: Split = None,
     limit: Annotated[int | None, typer.Option(min=1, help="use the first so many samples")] = None,
     layer: Annotated[str | None, typer.Option(help="only parameters whose name matches, e.g. 'fc.*'")] = None,
     what: Annotated[str, typer.Option(help="any of top,trace,density,sharpness")] = "top,trace",
@@ -41,49 +42,23 @@ def curvature(
       equipoise curvature checkpoint/ --data digits --split test
       equipoise curvature checkpoint/ --data digits --layer 'fc.*' --what top,trace,density --json
     """
-    from equipoise.cli.consoles import emit_json, results, table
+    from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
 
-    wanted = tuple(part.strip() for part in what.split(",") if part.strip())
-    if not wanted or not set(wanted) <= set(WHAT):
-        raise InputError(f"--what takes any of {','.join(WHAT)}, got {what!r}")
-    report = measure(_hessian(model, weights, data, split, limit, layer, double), wanted, radius=radius, seed=seed)
+    wanted = [part.strip() for part in what.split(",")]
+    if not set(wanted) <= set(WHAT):
+        refuse(f"--what takes any of {','.join(WHAT)}, got {what!r}")
+    hessian = _hessian(model, weights, data, split, limit, layer, double)
+    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
+    measures: dict[str, Any] = {"top": top_eigenvalue, "trace": trace, "density": spectral_density}
+    measures["sharpness"] = functools.partial(sharpness, radius=radius)
+    for name in wanted:
+        report[name] = measures[name](hessian, seed=seed).to_dict()
     if json:
         emit_json({"model": model, "data": data, "split": split, "layer": layer, **report})
         return
-    shown = table(
-        f"curvature of {model}, {report['parameters']} parameters, {report['samples']} samples, loss {report['loss']:.6g}",
-        "what",
-        "value",
-        "±",
-        "meaning",
-        right=("value", "±"),
-    )
-    for row in _rows(report):
-        shown.add_row(*row)
-    results().print(shown, markup=False)
-
-
-def measure(hessian: LossHessian, what: tuple[str, ...], *, radius: float = 0.05, seed: int = 0) -> dict[str, Any]:
-    """The numbers asked for, as plain values.
-
-    Args:
-        hessian: of the mean loss.
-        what: any of `WHAT`.
-        radius: of the ball of the sharpness.
-        seed: of all random vectors.
-    """
-    from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
-
-    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
-    if "top" in what:
-        report["top"] = top_eigenvalue(hessian, seed=seed).to_dict()
-    if "trace" in what:
-        report["trace"] = trace(hessian, seed=seed).to_dict()
-    if "density" in what:
-        report["density"] = spectral_density(hessian, seed=seed).to_dict()
-    if "sharpness" in what:
-        report["sharpness"] = sharpness(hessian, radius=radius, seed=seed).to_dict()
-    return report
+    size = f"{report['parameters']} parameters, {report['samples']} samples"
+    title = f"curvature of {model}, {size}, loss {report['loss']:.6g}"
+    print_table(title, ("what", "value", "±", "meaning"), _rows(report), right=("value", "±"))
 
 
 def _hessian(
@@ -93,12 +68,13 @@ def _hessian(
     from torch.export import ExportedProgram
 
     from equipoise.checkpoints import load_model
+    from equipoise.core.errors import EquipoiseError, InputError, one_line
     from equipoise.curvature import LossHessian
     from equipoise.data import load_dataset
 
     net = load_model(model, weights).model
     if isinstance(net, ExportedProgram):
-        raise InputError(
+        refuse(
             f"{model} is an exported program, whose loss is not differentiated twice: "
             "give a checkpoint directory, or package.module:factory with --weights"
         )
@@ -121,15 +97,13 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     rows = []
     if top := report.get("top"):
         meaning = "lower bound of the largest; ± residual"
-        rows.append(("top eigenvalue", f"{top['value']:.6g}", f"{top['residual']:.2g}", meaning))
+        rows.append(("top eigenvalue", top["value"], top["residual"], meaning))
     if trace := report.get("trace"):
-        meaning = f"{trace['method']}; ± standard error"
-        rows.append(("trace", f"{trace['value']:.6g}", f"{trace['standard_error']:.2g}", meaning))
+        rows.append(("trace", trace["value"], trace["standard_error"], "Hutch++; ± standard error"))
     if density := report.get("density"):
         nodes = density["nodes"]
         negative = sum(weight for x, weight in zip(nodes, density["weights"], strict=True) if x < 0)
-        meaning = f"estimate; nodes from {nodes[0]:.4g} to {nodes[-1]:.4g}"
-        rows.append(("share below zero", f"{negative:.3g}", "", meaning))
+        rows.append(("share below zero", negative, None, f"estimate; nodes from {nodes[0]:.4g} to {nodes[-1]:.4g}"))
     if sharp := report.get("sharpness"):
-        rows.append(("sharpness", f"{sharp['value']:.6g}", "", f"lower bound, radius {sharp['radius']:g}"))
-    return rows
+        rows.append(("sharpness", sharp["value"], None, f"lower bound, radius {sharp['radius']:g}"))
+    return [(name, f"{value:.6g}", "" if gap is None else f"{gap:.2g}", note) for name, value, gap, note in rows]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, progress, results, table
+from equipoise.cli.consoles import complain, emit_json, messages, print_table, progress, tell
 from equipoise.cli.options import Json
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def demo(
         "equipoise-demo"
     ),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds: every step, little of each.")] = False,
-    as_json: Json = False,
+    json: Json = False,
 ) -> None:
     """The main job on bundled digits, in a minute or two: no download, no GPU.
 
@@ -37,7 +37,7 @@ def demo(
     import torch
 
     from equipoise.demo import QUICK, Settings, showcase
-    from equipoise.report.collect import as_document
+    from equipoise.report import as_document
 
     torch.set_num_threads(1)  # networks this small spend more time on sharing work than on doing it
     console = messages()
@@ -45,54 +45,53 @@ def demo(
     began = time.monotonic()
     with progress() as bar:
 
-        def say(what: str, done: int, total: int) -> None:
+        def show(what: str, done: int, total: int) -> None:
             """A bar per step on a terminal, a line per step elsewhere."""
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=total)
-                if not console.is_terminal and not as_json:
+                if not console.is_terminal and not json:
                     console.print(what, markup=False, soft_wrap=True)
             bar.update(tasks[what], completed=done, total=total)
 
-        data = showcase(out, QUICK if quick else Settings(), say)
+        data = showcase(out, QUICK if quick else Settings(), show)
     seconds = time.monotonic() - began
-    if as_json:
+    if json:
         emit_json({**as_document(data), "report": str(out / "report.html"), "seconds": round(seconds, 1)})
     else:
         _show(data, out, seconds)
     if data.tested is None or data.tested.broken:
-        broken = [] if data.tested is None else data.tested.where[:3]
-        reason = f"an attack contradicts a certificate, please report this: {'; '.join(broken)}"
-        said = reason if broken else "nothing was attacked"
-        console.print(f"equipoise: {said}", style="bold red", markup=False, soft_wrap=True)
+        where = None if data.tested is None else "; ".join(data.tested.where[:3])
+        complain(
+            f"an attack contradicts a certificate, please report this: {where}" if where else "nothing was attacked"
+        )
         raise typer.Exit(1)
 
 
 def _show(data: ReportData, out: Path, seconds: float) -> None:
     from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_down, format_up
+    from equipoise.core.bounds import format_up
     from equipoise.lipschitz.logs import show_log
 
     bounds = ("product", "fused", "best proved", "near some inputs")
-    shown = table("how much the networks can stretch a distance, at most", "network", *bounds, right=bounds)
+    rows: list[tuple[str, ...]] = []
     for audit in data.audits:
         logs = (audit.bound.log_product, audit.bound.log_fused, audit.bound.log_upper)
         near = format_up(max(p.upper for p in audit.local), 4) if audit.local else ""
-        shown.add_row(audit.model, *("" if log is None else show_log(log) for log in logs), near)
-    results().print(shown, markup=False)
+        rows.append((audit.model, *("" if log is None else show_log(log) for log in logs), near))
+    print_table("how much the networks can stretch a distance, at most", ("network", *bounds), rows, right=bounds)
+
     levels = (0.0, 0.1, 0.25, 0.5)
-    numbers = (*(f"ε = {e}" for e in levels), "average radius")
-    shown = table("certified accuracy, at least", "network", "procedure", *numbers, right=numbers)
-    for s in data.series:
-        shares = [f"{percent(float(s.results.accuracy(e)), 1)} %" for e in levels]
-        shown.add_row(s.model, s.procedure, *shares, format_down(s.results.average_radius, 3))
+    headings = [f"ε = {e}" for e in levels]
+    rows = [
+        (s.model, s.procedure, *(f"{percent(float(s.results.accuracy(e)), 1)} %" for e in levels)) for s in data.series
+    ]
     for attack in data.attacks:
-        shares = [f"{format_up(100 * float(attack.accuracy(e)), 3)} %" for e in levels]
-        shown.add_row(attack.model, f"under attack ({attack.kind}, {attack.run}), at most", *shares, "")
-    results().print(shown, markup=False)
+        shares = (f"{format_up(100 * float(attack.accuracy(e)), 3)} %" for e in levels)
+        rows.append((attack.model, f"under attack ({attack.kind}, {attack.run}), at most", *shares))
+    print_table("certified accuracy, at least", ("network", "procedure", *headings), rows, right=headings)
     if data.tested is not None and not data.tested.broken:
-        line = f"{data.tested.tried:,} certificates attacked inside their radius, no certificate broken"
-        results().print(line, style="bold green")
-    page = out / "report.html"
-    results().print(f"{seconds:.0f} s; the report: {page}", soft_wrap=True, markup=False)
-    again = f"again from the stored runs: equipoise report {out}/runs/* -o again.html"
-    results().print(again, soft_wrap=True, markup=False)
+        tell(f"{data.tested.tried:,} certificates attacked inside their radius, no certificate broken")
+    tell(
+        f"{seconds:.0f} s; the report: {out / 'report.html'}",
+        f"again from the stored runs: equipoise report {out}/runs/* -o again.html",
+    )

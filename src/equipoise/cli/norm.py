@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from equipoise.cli.consoles import complain, emit_json, progress, results, table
-from equipoise.cli.options import sizes
+from equipoise.cli import options
+from equipoise.cli.consoles import complain, emit_json, print_table, progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,23 +33,22 @@ if TYPE_CHECKING:
 def norm(
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", help="A .safetensors file, or a folder of them; they may be larger than memory."
-        ),
+        typer.Argument(metavar="FILE", help="a .safetensors file, or a folder of them; they may be larger than memory"),
     ],
     input_size: Annotated[
-        str | None, typer.Option(help="Spatial input size, e.g. 32,32 (one number: every axis). Default: any size.")
+        str | None, typer.Option(help="spatial input size, e.g. 32,32 (one number: every axis); default: any size")
     ] = None,
-    rtol: Annotated[float, typer.Option(help="Relative gap upper/lower − 1 to reach.")] = 1e-3,
+    rtol: Annotated[float, typer.Option(help="relative gap upper/lower − 1 to reach")] = 1e-3,
     padding: Annotated[
         Literal["zeros", "circular"],
-        typer.Option(help="Padding of the convolutions («same» amount when the size is given)."),
+        typer.Option(help="padding of the convolutions («same» amount when the size is given)"),
     ] = "zeros",
-    stride: Annotated[int, typer.Option(help="Stride of every convolution in the file.")] = 1,
+    stride: Annotated[int, typer.Option(help="stride of every convolution in the file")] = 1,
     only: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Only tensors of this name, e.g. 'layer1.*'.")
+        str | None, typer.Option(metavar="PATTERN", help="only tensors of this name, e.g. 'layer1.*'")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    fail_above: options.FailAbove = None,
+    json: options.Json = False,
 ) -> None:
     """Spectral norm of every weight of FILE, as brackets: lower ≤ norm ≤ upper.
 
@@ -60,37 +59,49 @@ def norm(
     upper end holds for every stride, every zero padding, every dilation, every
     grouping and every input size of the same weight; the lower end belongs to
     stride 1 and groups 1. Reflect and replicate padding are not covered.
+    Exit code 1: an upper end is larger than --fail-above; 2: a tensor was refused.
 
     Examples:
 
       equipoise norm model.safetensors
       equipoise norm model.safetensors --input-size 32,32 --rtol 1e-4
-      equipoise norm model.safetensors --only 'layer1.*' --json
+      equipoise norm model.safetensors --only 'layer1.*' --fail-above 1 --json
     """
-    from equipoise.core.errors import InputError
+    from equipoise.core.bounds import format_down, format_up
+    from equipoise.core.checks import require_positive
 
-    if not rtol > 0:
-        raise InputError(f"rtol must be positive, got {rtol}")
-    if stride < 1:
-        raise InputError(f"stride must be at least 1, got {stride}")
-    size = None if input_size is None else sizes(input_size, "--input-size takes positive numbers such as 32,32")
-
+    require_positive(rtol=rtol, stride=stride)
+    size = options.sizes(input_size, "--input-size takes positive numbers such as 32,32")
     rows = []
     with progress() as bar:
         task = bar.add_task(f"norms of {file.name}", total=None)
         for row in weight_rows(file, only, rtol, size, padding, stride):
             rows.append(row)
             bar.advance(task)
+
     refused = [row for row in rows if row["status"] == "refused"]
-    if as_json:
-        settings = {"file": str(file), "rtol": rtol, "input_size": size and list(size), "padding": padding}
-        emit_json({**settings, "stride": stride, "weights": rows, "refused": len(refused)})
+    if json:
+        settings = {"file": str(file), "rtol": rtol, "input_size": size, "padding": padding, "stride": stride}
+        emit_json({**settings, "weights": rows, "refused": len(refused)})
     else:
-        _show(file, rows)
+        cells = []
+        for row in rows:
+            ends = ("", "", f"{row['status']}: {row['note']}")
+            if row["status"] == "bracket":
+                ends = (format_down(row["lower"]), format_up(row["upper"]), row["note"])
+            cells.append((row["name"], "×".join(map(str, row["shape"])), row["dtype"], *ends))
+        columns = ("weight", "shape", "dtype", "lower", "upper", "note")
+        print_table(file.name, columns, cells, right=("lower", "upper"))
     if refused:
         first = refused[0]
         complain(f"{len(refused)} of {len(rows)} tensors refused, the first is {first['name']}: {first['note']}")
         raise typer.Exit(2)
+    large = [row["name"] for row in rows if fail_above is not None and not row.get("upper", 0.0) <= fail_above]
+    if large:
+        complain(
+            f"{len(large)} of {len(rows)} norms may be larger than {fail_above:g}, the first is that of {large[0]}"
+        )
+        raise typer.Exit(1)
 
 
 def weight_rows(
@@ -119,34 +130,29 @@ def weight_rows(
     from equipoise.core.files import open_weights
 
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise InputError(f"the folder {path} holds no .safetensors file")
-    every: list[str] = []
+    names: list[str] = []
     count = 0
     for part in files:
         with open_weights(part) as weights:
-            every += weights.names
-            for name in weights.names if only is None else fnmatch.filter(weights.names, only):
+            names += weights.names
+            for name in fnmatch.filter(weights.names, only or "*"):
                 count += 1
-                shape, dtype = weights.shape(name), weights.dtype(name)
-                row = {"name": name, "shape": list(shape), "dtype": dtype, "kind": "", "note": ""}
-                reason = _reason_to_skip(shape, dtype)
-                if reason:
-                    yield {**row, "status": "skipped", "note": reason}
-                    continue
-                row["kind"] = "matrix" if len(shape) == 2 else "convolution"
-                try:
-                    b = weight_bracket(weights.tensor(name), rtol, input_size, padding, stride)
-                except EquipoiseError as error:
-                    yield {**row, "status": "refused", "note": str(error)}
-                    continue
-                ends = {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached, "method": b.method}
-                yield {**row, "status": "bracket", "note": b.note, **ends}
+                shape = weights.shape(name)
+                row: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": weights.dtype(name)}
+                row["kind"] = {0: "", 1: "", 2: "matrix"}.get(len(shape), "convolution")
+                row["note"] = _reason_to_skip(shape, row["dtype"])
+                row["status"] = "skipped" if row["note"] else "bracket"
+                if not row["note"]:
+                    try:
+                        b = weight_bracket(weights.tensor(name), rtol, input_size, padding, stride)
+                        row |= {"lower": b.lower, "upper": b.upper, "gap": b.gap, "reached": b.reached}
+                        row |= {"method": b.method, "note": b.note}
+                    except EquipoiseError as error:
+                        row |= {"status": "refused", "note": str(error)}
+                yield row
     if not count:
-        hint = (
-            f"no tensor of {path.name} matches {only!r}; try {every[0]!r}" if every else f"{path.name} holds no tensors"
-        )
-        raise InputError(hint)
+        hint = f": none matches {only!r}; try {names[0]!r}" if names else ""
+        raise InputError(f"{path} holds no such tensor{hint}")
 
 
 def _reason_to_skip(shape: tuple[int, ...], dtype: str) -> str:
@@ -184,20 +190,3 @@ def weight_bracket(
     size = input_size[0] if input_size is not None and len(input_size) == 1 else input_size
     with torch.no_grad(), full_precision():
         return conv_bracket(convolution(weight, padding, stride, input_size=size), rtol)
-
-
-def _show(file: Path, rows: list[dict[str, Any]]) -> None:
-    from equipoise.core.bounds import format_down, format_up
-
-    columns = ("weight", "shape", "dtype", "lower", "upper", "note")
-    result = table(file.name, *columns, right=("lower", "upper"))
-    for row in rows:
-        shape = "×".join(map(str, row["shape"]))
-        if row["status"] == "bracket":
-            result.add_row(
-                row["name"], shape, row["dtype"], format_down(row["lower"]), format_up(row["upper"]), row["note"]
-            )
-        else:
-            style = "red" if row["status"] == "refused" else "dim"
-            result.add_row(row["name"], shape, row["dtype"], "", "", f"{row['status']}: {row['note']}", style=style)
-    results().print(result, markup=False)

@@ -1,9 +1,22 @@
-"""Options that several commands share, and lists of numbers in them."""
+"""Options that several commands share, how their texts are read, and how model and data are loaded from them.
 
+Nothing here imports torch before a command runs: help is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from equipoise.data import Dataset
+    from equipoise.runs.models import Portable
+    from equipoise.runs.settings import Recipe
 
 Weights = Annotated[Path | None, typer.Option(help="weights for a factory, as .safetensors")]
 Device = Annotated[str, typer.Option(help="where the network runs")]
@@ -18,29 +31,40 @@ RunFolder = Annotated[Path | None, typer.Option(help="run directory; default: ru
 Limit = Annotated[int | None, typer.Option(help="at most this many inputs, the first of every class in turn")]
 Shard = Annotated[str | None, typer.Option(help="one part of the inputs, e.g. 2/8: the second of eight (see merge)")]
 Epsilon = Annotated[str | None, typer.Option(help="radii for certified accuracy, e.g. 0,0.25,0.5")]
+Alpha = Annotated[float | None, typer.Option(help="risk per input; default that of the run")]
+Procedure = Annotated[str | None, typer.Option(help="cohen, rivals, …; default that of the run")]
 Model = Annotated[str, typer.Argument(help="a .pt2 or .onnx file, a checkpoint directory, or package.module:factory")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a rarer setting, see below")]
+InputShape = Annotated[str | None, typer.Option(help="shape of one input without the batch, e.g. 3,32,32")]
+FailAbove = Annotated[float | None, typer.Option(help="exit code 1 if an upper bound is larger than this")]
 
 
-def numbers(text: str, takes: str, least: float | None = None) -> list[float]:
-    """Numbers between commas; `takes` begins the sentence that refuses others, or those below `least`.
+def refuse(sentence: str) -> NoReturn:
+    """End the command with this sentence and exit code 2."""
+    from equipoise.core.errors import InputError
+
+    raise InputError(sentence)
+
+
+def numbers(text: str, takes: str, least: float = -math.inf) -> list[float]:
+    """Numbers between commas.
 
     Args:
         text: of the option.
-        takes: what the option takes.
+        takes: what the option takes: the beginning of the sentence that refuses anything else.
         least: the smallest number allowed.
 
     >>> numbers("0.25,0.5", "--sigma takes numbers like 0.25")
     [0.25, 0.5]
     """
     try:
-        found = [float(part) for part in text.split(",")]
+        values = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or (least is not None and not all(value >= least for value in found)):
-        _refuse(takes, text)
-    return found
+        values = []
+    if not values or not min(values) >= least:
+        refuse(f"{takes}, got {text!r}")
+    return values
 
 
 def epsilons(text: str | None) -> list[float] | None:
@@ -48,23 +72,22 @@ def epsilons(text: str | None) -> list[float] | None:
     return None if text is None else numbers(text, "--epsilon takes numbers like 0,0.25,0.5", least=0)
 
 
-def sizes(text: str, takes: str) -> tuple[int, ...]:
+def sizes(text: str | None, takes: str = "--input-shape takes positive numbers like 3,32,32") -> tuple[int, ...] | None:
     """Positive whole numbers between commas or crosses.
 
     Args:
         text: of the option.
         takes: what the option takes.
 
-    >>> sizes("3,32x32", "--input-shape takes positive numbers like 3,32,32")
+    >>> sizes("3,32x32")
     (3, 32, 32)
     """
-    try:
-        found = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        _refuse(takes, text)
-    return found
+    if text is None:
+        return None
+    parts = text.replace("x", ",").split(",")
+    if not all(part.strip().isdecimal() and 0 < int(part) <= 10**7 for part in parts):
+        refuse(f"{takes}, got {text!r}")
+    return tuple(int(part) for part in parts)
 
 
 def shard(text: str | None) -> dict[str, int]:
@@ -77,38 +100,102 @@ def shard(text: str | None) -> dict[str, int]:
         return {}
     part, _, count = text.partition("/")
     if not (part.isdecimal() and count.isdecimal() and len(count) < 10 and 1 <= int(part) <= int(count)):
-        _refuse("--shard takes a part and their number such as 2/8", text)
+        refuse(f"--shard takes a part and their number such as 2/8, got {text!r}")
     return {"skip": int(part) - 1, "stride": int(count)}
 
 
-def _refuse(takes: str, text: str) -> NoReturn:
-    from equipoise.core.errors import InputError
-
-    raise InputError(f"{takes}, got {text!r}")
-
-
-def pairs(given: list[str] | None, known: dict[str, type]) -> dict[str, Any]:
-    """The values of `--set KEY=VALUE`, by their types.
+def pairs(texts: list[str] | None, keys: Sequence[str]) -> dict[str, Any]:
+    """The values of `--set KEY=VALUE`: JSON where they are, else text; keys that are not given are None.
 
     Args:
-        given: the texts.
-        known: the keys a command takes, with their types.
+        texts: of the option.
+        keys: those a command takes.
 
-    >>> pairs(["n0=50"], {"n0": int})
-    {'n0': 50}
+    >>> pairs(["n0=50", "map=softmax:0.5"], ["n0", "map", "seed"])
+    {'n0': 50, 'map': 'softmax:0.5', 'seed': None}
     """
-    from equipoise.core.errors import InputError, did_you_mean
+    from equipoise.core.errors import did_you_mean
 
-    found: dict[str, Any] = {}
-    for text in given or []:
+    values: dict[str, Any] = dict.fromkeys(keys)
+    for text in texts or []:
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
-        if not equals or name not in known:
-            hint = did_you_mean(name, known)
-            raise InputError(f"--set takes KEY=VALUE with a key among {', '.join(known)}, got {text!r}{hint}")
-        kind = known[name]
+        if not equals or name not in keys:
+            refuse(f"--set takes KEY=VALUE with a key among {', '.join(keys)}, got {text!r}{did_you_mean(name, keys)}")
         try:
-            found[name] = value.lower() in ("true", "yes", "1") if kind is bool else kind(value)
-        except ValueError as error:
-            raise InputError(f"--set {name} takes a {kind.__name__}, got {value!r}") from error
-    return found
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values
+
+
+def make_recipe(model: str, data: str, **texts: Any) -> Recipe:
+    """What the options say about model, data and preprocessing, checked.
+
+    Args:
+        model: a file, a checkpoint directory, or package.module:factory.
+        data: a name, a file or a folder.
+        **texts: the other options, as typed: weights, split, size, classes, mean, std, denoiser, layout, columns.
+    """
+    from equipoise.core.documents import check_document
+    from equipoise.runs.settings import Recipe
+
+    values = {name: text for name, text in texts.items() if text is not None}
+    if "size" in values:
+        size = sizes(values["size"], "--size takes one or two whole numbers such as 32 or 32,48") or ()
+        values["size"] = size * 2 if len(size) == 1 else size
+    if "classes" in values:
+        values["classes"] = read_classes(values["classes"])
+    if "columns" in values:
+        values["columns"] = str(values["columns"]).split(",")
+    if "weights" in values:
+        values["weights"] = str(values["weights"])
+    if "mean" in values or "std" in values:
+        takes = "--mean and --std take one number per channel"
+        mean = numbers(values.get("mean", "0"), takes)
+        std = numbers(values.get("std", "1"), takes)
+        longest = max(len(mean), len(std))
+        # a single number serves every channel
+        values["mean"], values["std"] = (v * longest if len(v) == 1 else v for v in (mean, std))
+    return check_document({"model": model, "data": data, **values}, Recipe, "the options")
+
+
+def read_classes(path: Path) -> tuple[str, ...] | dict[str, int]:
+    """Class names: one per line in the order of the logits, or a JSON list, or a JSON object of name → number."""
+    from equipoise.core.files import parse_json, read_bounded
+
+    text = read_bounded(path).decode("utf-8-sig", errors="replace")
+    if text.lstrip()[:1] in ("{", "["):
+        names: Any = parse_json(text, str(path))
+    else:
+        names = [line.strip() for line in text.splitlines() if line.strip()]
+    if not names or "\ufffd" in text:
+        refuse(f"{path} names no classes: expected one name per line, a JSON list or an object of name → number")
+    return names
+
+
+def load_network(recipe: Recipe, batch: int = 100) -> Portable:
+    """The model with its preprocessing in front.
+
+    Args:
+        recipe: sources and preprocessing.
+        batch: the size at which a dynamic batch dimension is fixed; by default the draws of one forward pass.
+    """
+    from equipoise.checkpoints import load_model
+    from equipoise.runs.models import denoised, normalised, portable
+
+    network = portable(load_model(recipe.model, recipe.weights, batch=batch))
+    if recipe.mean is not None and recipe.std is not None:
+        network = normalised(network, recipe.mean, recipe.std)
+    if recipe.denoiser is not None:
+        network = denoised(load_model(recipe.denoiser, batch=batch), network)
+    return network
+
+
+def load_data(recipe: Recipe) -> Dataset:
+    """The data of a recipe."""
+    from equipoise.data import load_dataset
+
+    reading = recipe.model_dump(include={"layout", "size", "columns"}, exclude_none=True)
+    dataset = load_dataset(recipe.data, recipe.split, labelled=False, **reading)
+    return dataset.with_classes(recipe.classes) if recipe.classes and dataset.labelled else dataset

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, progress, results, table
-from equipoise.cli.options import Json
+from equipoise.cli.consoles import complain, emit_json, print_table, progress, tell
+from equipoise.cli.options import Device, Json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from equipoise.testing import Report
 
 
@@ -24,12 +22,12 @@ def selfcheck(
         ),
     ] = "norms",
     minutes: Annotated[float, typer.Option(help="How long to look for violations.")] = 1.0,
-    device: Annotated[str, typer.Option(help="cpu, cuda (or cuda:1) or mps.")] = "cpu",
+    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Other seeds test other operators.")] = 0,
     scripts: Annotated[
         Path | None, typer.Option(help="Folder for the scripts that show violations of `programs` and `files`.")
     ] = None,
-    as_json: Json = False,
+    json: Json = False,
 ) -> None:
     """Test the guarantees on your own hardware against a float64 reference.
 
@@ -65,21 +63,20 @@ def selfcheck(
             seed,
             lambda tally, done: bar.update(task, completed=round(100 * done)),
         )
-    if as_json:
+    if json:
         emit_json(report.to_dict())
     else:
-        show(report, results())
+        _show(report)
     if scripts is not None:
         make_folder(scripts)
         for number, text in enumerate(text for t in report.tallies for text in t.scripts):
             (scripts / f"violation-{number:03d}.py").write_text(text)
     if report.violations:
-        messages().print(f"equipoise: {report.violations} violations: please report them", style="red")
+        complain(f"{report.violations} violations: please report them")
         raise typer.Exit(1)
 
 
-def show(report: Report, console: Console) -> None:
-    """Print a report as a table and its verdict."""
+def _show(report: Report) -> None:
     import torch
 
     numbers = (
@@ -91,9 +88,8 @@ def show(report: Report, console: Console) -> None:
         "refused",
         "seconds",
     )
-    rows = table("selfcheck", "check", *numbers, right=numbers)
-    for t in report.tallies:
-        rows.add_row(
+    rows = [
+        (
             t.name,
             f"{t.operators:,}",
             f"{t.comparisons:,}",
@@ -103,16 +99,16 @@ def show(report: Report, console: Console) -> None:
             str(t.refused),
             f"{t.seconds:.1f}",
         )
-    console.print(rows)
+        for t in report.tallies
+    ]
+    print_table("selfcheck", ("check", *numbers), rows, right=numbers)
     for t in report.tallies:
-        for example in t.examples:
-            console.print(f"  {example}", markup=False)
+        tell(*(f"  {example}" for example in t.examples))
         for text in t.scripts:
-            long = max(map(len, text.splitlines())) > 500  # files packed as text: --scripts keeps them
-            console.print(f"\n{text[:300] + ' …' if long else text}", markup=False, highlight=False, soft_wrap=True)
-    verdict = "no violations" if not report.violations else f"{report.violations} VIOLATIONS"
-    console.print(
+            packed = max(map(len, text.splitlines())) > 500  # files as text: --scripts keeps them
+            tell("", f"{text[:300]} …" if packed else text)
+    verdict = f"{report.violations} VIOLATIONS" if report.violations else "no violations"
+    tell(
         f"{report.operators:,} operators, {verdict} "
-        f"({report.device}, seed {report.seed}, torch {torch.__version__}, {torch.get_num_threads()} threads)",
-        style="bold green" if not report.violations else "bold red",
+        f"({report.device}, seed {report.seed}, torch {torch.__version__}, {torch.get_num_threads()} threads)"
     )

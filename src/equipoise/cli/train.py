@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equipoise.cli.consoles import emit_json, messages, progress, results, say, table, tell
-from equipoise.cli.options import Json
-from equipoise.core.errors import InputError
+from equipoise.cli.consoles import emit_json, messages, print_table, progress, say, tell
+from equipoise.cli.options import Json, refuse
 
 if TYPE_CHECKING:
     from equipoise.train import Progress, Recipe, Result
@@ -33,15 +31,22 @@ def train(
         bool, typer.Option("--show", help="Print the whole recipe, defaults included; train nothing.")
     ] = False,
     source: Annotated[
-        Path | None, typer.Option("--from", help="Convert this checkpoint to 1-Lipschitz layers and train it further.")
+        str | None,
+        typer.Option(
+            "--from", help="Convert this checkpoint, or package.module:factory, to 1-Lipschitz layers and train it."
+        ),
     ] = None,
+    weights: Annotated[Path | None, typer.Option(help="With --from package.module:factory: safetensors.")] = None,
     method: Annotated[str, typer.Option(help="With --from: the layers, sr, aol, bcop, cayley, …")] = "sr",
     data: Annotated[str | None, typer.Option(help="With --from and no recipe: digits, a file or a folder.")] = None,
     distill: Annotated[float, typer.Option(help="With --from: weight of the original's answers in the loss.")] = 0.0,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after this time; the same command goes on.", min=0)
+    ] = None,
     planned: Annotated[
         bool, typer.Option("--plan", help="Say what it costs (steps, hours on this machine); train nothing.")
     ] = False,
-    as_json: Json = False,
+    json: Json = False,
 ) -> None:
     """Train a network by a recipe: data, model, loss, regularizers, noise, optimizer, schedule.
 
@@ -55,124 +60,123 @@ def train(
       equipoise train sll-sr-digits
       equipoise train sll-sr-small-cifar10 --plan
       equipoise train --from runs/mlp --method sr --data digits
+      equipoise train --from my_nets:net --weights net.safetensors --data digits --minutes 30
       equipoise train recipe.yaml --set optimizer.lr=0.05 --set seed=1 --run-dir runs/seed1
       accelerate launch --num_processes 4 $(command -v equipoise) train recipe.yaml
     """
     from equipoise.train import read_recipe
 
     if listed:
-        _list(as_json)
+        _list(json)
         return
     if source is not None:
         if planned or show:
-            raise InputError(
-                "--plan and --show are about a recipe alone: leave out --from, or leave out --plan and --show"
-            )
-        _robustify(source, recipe, changes or [], run_dir, cpu, method, data, distill, as_json)
+            refuse("--plan and --show are about a recipe alone: leave out --from, or leave out --plan and --show")
+        _robustify(source, weights, recipe, changes or [], run_dir, cpu, method, data, distill, minutes, json)
         return
     if recipe is None:
-        raise InputError("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
-    chosen = read_recipe(recipe, changes or [], allow_code=allow_code)
+        refuse("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
+    checked = read_recipe(recipe, changes or [], allow_code=allow_code)
     if show:
-        _show_recipe(chosen, as_json)
-        return
-    if planned:
-        _plan(chosen, as_json)
-        return
-    folder = run_dir if run_dir is not None else Path("runs") / chosen.name
-    result, main = _run(chosen, folder, cpu)
-    if not main:
-        return
-    if as_json:
-        emit_json(result.to_dict())
+        _show_recipe(checked, json)
+    elif planned:
+        _plan(checked, json)
     else:
-        _show(result)
+        result, main = _run(checked, run_dir or Path("runs") / checked.name, cpu, minutes)
+        if main:
+            emit_json(result.to_dict()) if json else _show(result)
 
 
-def _list(as_json: bool) -> None:
+def _list(json: bool) -> None:
     from equipoise.train import bundled, read_recipe
 
-    found = {name: read_recipe(name) for name in bundled()}
-    if as_json:
-        emit_json({name: {"description": r.description, "data": r.data.path} for name, r in found.items()})
-        return
-    shown = table("bundled recipes", "name", "data", "what")
-    for name, item in found.items():
-        shown.add_row(name, item.data.path, item.description)
-    results().print(shown, markup=False)
+    recipes = {name: read_recipe(name) for name in bundled()}
+    if json:
+        emit_json({name: {"description": r.description, "data": r.data.path} for name, r in recipes.items()})
+    else:
+        rows = [(name, recipe.data.path, recipe.description) for name, recipe in recipes.items()]
+        print_table("bundled recipes", ("name", "data", "what"), rows)
 
 
 def _robustify(
-    source: Path, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool, method: str,
-    data: str | None, distill: float, as_json: bool,
+    source: str, weights: Path | None, recipe: str | None, changes: list[str], run_dir: Path | None, cpu: bool,
+    method: str, data: str | None, distill: float, minutes: float | None, json: bool,
 ) -> None:  # fmt: skip
     """Convert, train, and show what it was and what it became."""
-    from equipoise.train.robustify import comparison, robustify
+    from equipoise.train.robustify import robustify
 
-    folder = run_dir if run_dir is not None else Path("runs") / f"{source.resolve().name}-{method}"
-    found = robustify(
-        source, folder, method=method, data=data, recipe=recipe, changes=changes, distill=distill, cpu=cpu,
-        progress=None if as_json else _epochs,
+    def report(event: Progress) -> None:
+        if event.row is not None and not json:
+            say(_line(event))
+
+    folder = run_dir or Path("runs") / f"{Path(source).resolve().name}-{method}".replace(":", "-")
+    outcome = robustify(
+        source, folder, weights=weights, method=method, data=data, recipe=recipe, changes=changes, distill=distill,
+        minutes=minutes, cpu=cpu, progress=report,
     )  # fmt: skip
-    if as_json:
-        emit_json({**found.to_dict(), "folder": str(folder)})
+    if json:
+        emit_json({**outcome.to_dict(), "folder": str(folder)})
         return
-    shown = table(f"{source} → {folder}", "figure", "before", "after", right=("before", "after"))
-    for row in comparison(found.before, found.after):
-        shown.add_row(*row)
-    results().print(shown, markup=False)
-    left = [r.name for r in found.conversion.left]
+    columns = ("figure", "before", "after")
+    print_table(f"{source} → {folder}", columns, outcome.comparison(), right=columns[1:])
+    left = [r.name for r in outcome.conversion.left]
     if left:
         tell(f"not converted: {', '.join(left)}")
-    results().print(f"written: {folder / 'before-after.md'}", markup=False)
+    tell(f"written: {folder / 'before-after.md'}")
 
 
-def _epochs(event: Progress) -> None:
-    if event.row is not None:
-        say(_line(event))
-
-
-def _plan(recipe: Recipe, as_json: bool) -> None:
+def _plan(recipe: Recipe, json: bool) -> None:
     from equipoise.train.loop import plan_recipe
 
     plan = plan_recipe(recipe)
-    if as_json:
+    if json:
         emit_json(plan)
         return
-    shown = table(f"{recipe.name}: what it costs", "figure", "value", right=("value",))
-    shown.add_row("training examples", f"{plan['examples']:,}")
-    shown.add_row("steps", f"{plan['steps']:,}")
-    shown.add_row("a step, processor time of this machine", f"{plan['step_seconds']:.3g} s")
-    shown.add_row("all steps", f"{plan['hours']:.3g} h")
-    results().print(shown, markup=False)
+    rows = [
+        ("training examples", f"{plan['examples']:,}"),
+        ("steps", f"{plan['steps']:,}"),
+        ("a step, processor time of this machine", f"{plan['step_seconds']:.3g} s"),
+        ("all steps", f"{plan['hours']:.3g} h"),
+    ]
+    print_table(f"{recipe.name}: what it costs", ("figure", "value"), rows, right=("value",))
     tell(f"number of examples from {plan['where']}; a step of a few examples was timed, its time extrapolated")
     if plan["published"]:
         tell(f"published: {plan['published']}")
 
 
-def _show_recipe(recipe: Recipe, as_json: bool) -> None:
+def _show_recipe(recipe: Recipe, json: bool) -> None:
     import yaml
 
     document = recipe.to_dict()
-    if as_json:
+    if json:
         emit_json(document)
     else:
         typer.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), nl=False)
 
 
-def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
+def _run(recipe: Recipe, folder: Path, cpu: bool, minutes: float | None) -> tuple[Result, bool]:
     """Train with a progress bar on a terminal and a line per epoch elsewhere; whether this is the process that reports."""
-    from equipoise.train import run_recipe
-
-    with progress() as bar:
-        try:
-            result = run_recipe(recipe, folder, cpu=cpu, progress=_reporter(bar, recipe))
-        except KeyboardInterrupt:
-            said = f"interrupted: the same command goes on from the last checkpoint in {folder}"
-            say(said)
-            raise typer.Exit(130) from None
     from torch import distributed
 
+    from equipoise.train import run_recipe
+
+    console = messages()
+    with progress() as bar:
+        task = bar.add_task(recipe.name, total=None)
+
+        def report(event: Progress) -> None:
+            if event.row is not None:
+                (bar.console if console.is_terminal else console).print(_line(event), markup=False, soft_wrap=True)
+                return
+            loss = "" if event.loss is None else f"  loss {event.loss:.4g}"
+            description = f"{recipe.name}  epoch {event.epoch}/{event.epochs}{loss}"
+            bar.update(task, total=event.steps, completed=event.step, description=description)
+
+        try:
+            result = run_recipe(recipe, folder, minutes=minutes, cpu=cpu, progress=report)
+        except KeyboardInterrupt:
+            say(f"interrupted: the same command goes on from the last checkpoint in {folder}")
+            raise typer.Exit(130) from None
     if not (distributed.is_available() and distributed.is_initialized()):
         return result, True
     main = distributed.get_rank() == 0
@@ -181,59 +185,40 @@ def _run(recipe: Recipe, folder: Path, cpu: bool) -> tuple[Result, bool]:
     return result, main
 
 
-def _reporter(bar: Any, recipe: Recipe) -> Callable[[Progress], None]:
-    console = messages()
-    task = bar.add_task(recipe.name, total=None)
-
-    def report(event: Progress) -> None:
-        if event.row is not None:
-            (bar.console if console.is_terminal else console).print(_line(event), markup=False, soft_wrap=True)
-        elif console.is_terminal:
-            said = "" if event.loss is None else f"  loss {event.loss:.4g}"
-            bar.update(
-                task, total=event.steps, completed=event.step,
-                description=f"{recipe.name}  epoch {event.epoch}/{event.epochs}{said}",
-            )  # fmt: skip
-
-    return report
-
-
-def _line(event: Progress) -> str:
+def _figures(row: dict[str, Any]) -> dict[str, str]:
+    """The figures of an epoch as texts; certified shares rounded down, bounds up."""
     from equipoise.core.accuracy import percent
     from equipoise.core.bounds import format_up
 
-    row = dict(event.row or {})
-    parts = [f"epoch {event.epoch}/{event.epochs}", f"train loss {row['train_loss']:.4f}"]
-    if row.get("accuracy") is not None:
-        parts.append(f"{row.get('split', 'test')} accuracy {row['accuracy']:.2%}")
-    parts += [f"certified at {e}: {percent(a)}%" for e, a in row.get("certified_accuracy", {}).items()]
+    split = row.get("split", "test")
+    values = {"train loss": row.get("train_loss"), "train accuracy": row.get("train_accuracy")}
+    values |= {f"{split} loss": row.get("loss"), f"{split} accuracy": row.get("accuracy")}
+    values |= {f"test {name}": value for name, value in (row.get("test") or {}).items()}
+    texts = {
+        name: f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+        for name, value in values.items()
+        if isinstance(value, float)
+    }
+    texts |= {f"certified at ε = {e}": f"{percent(a)}%" for e, a in row.get("certified_accuracy", {}).items()}
     if row.get("bound") is not None:
-        parts.append(f"bound {format_up(row['bound'], 4)}")
-    return "  ".join([*parts, f"{row['seconds']:.1f} s"])
+        texts["Lipschitz bound (ℓ2, proved)"] = format_up(row["bound"], 5)
+    elif row.get("bound_reason"):
+        texts["Lipschitz bound"] = f"refused: {row['bound_reason']}"
+    return texts
+
+
+def _line(event: Progress) -> str:
+    row = dict(event.row or {})
+    texts = [f"{name} {text}" for name, text in _figures(row).items()]
+    return "  ".join([f"epoch {event.epoch}/{event.epochs}", *texts, f"{row['seconds']:.1f} s"])
 
 
 def _show(result: Result) -> None:
     from equipoise.checkpoints import registered
-    from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_up
 
-    final = result.final
-    split = final.get("split", "test")
-    shown = table(f"{result.recipe.name} → {result.folder}", "figure", "value", right=("value",))
-    shown.add_row("epochs", str(final["epoch"]))
-    figures = {"train loss": final.get("train_loss"), "train accuracy": final.get("train_accuracy")}
-    figures |= {f"{split} loss": final.get("loss"), f"{split} accuracy": final.get("accuracy")}
-    figures |= {f"test {name}": value for name, value in (final.get("test") or {}).items()}
-    for name, value in figures.items():
-        if isinstance(value, float):
-            shown.add_row(name, f"{value:.2%}" if "accuracy" in name else f"{value:.4f}")
-    for epsilon, value in final.get("certified_accuracy", {}).items():
-        shown.add_row(f"certified accuracy at ε = {epsilon}", f"{percent(value)}%")
-    if final.get("bound") is not None:
-        shown.add_row("Lipschitz bound (ℓ2, proved)", format_up(final["bound"], 5))
-    elif final.get("bound_reason"):
-        shown.add_row("Lipschitz bound", f"refused: {final['bound_reason']}")
-    results().print(shown, markup=False)
+    stopped = "" if result.finished else f" of {result.recipe.epochs}; the same command goes on"
+    rows = [("epochs", f"{result.final['epoch']}{stopped}"), *_figures(result.final).items()]
+    print_table(f"{result.recipe.name} → {result.folder}", ("figure", "value"), rows, right=("value",))
     factory = result.recipe.model.factory
     own = f"{factory} --weights {result.folder}/model.safetensors"
-    results().print(f"Next: equipoise audit {result.folder if registered(factory) else own}", markup=False)
+    tell(f"Next: equipoise audit {result.folder if registered(factory) else own}")

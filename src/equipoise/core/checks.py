@@ -1,6 +1,8 @@
 """Checks of arguments at the public border: what was expected, what came, what to do. Inside the library they are trusted."""
 
+import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from equipoise.core.errors import InputError
 
 #: the least positive number allowed where 0 is not
 POSITIVE = sys.float_info.min
+#: types of class numbers
+CLASS_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def describe(value: object) -> str:
@@ -36,6 +40,30 @@ def require_type(value: Any, kind: type | tuple[type, ...], name: str) -> None:
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
         raise InputError(f"{name} must be of type {' or '.join(k.__name__ for k in kinds)}, got {describe(value)}")
+
+
+def require_one_of(choices: Iterable[str], **arguments: object) -> None:
+    """Refuse an argument that is not one of the choices.
+
+    Args:
+        choices: the allowed values.
+        **arguments: the argument by its name.
+
+    >>> require_one_of(("l1", "linf"), order="l1")
+    """
+    names = tuple(choices)
+    for name, value in arguments.items():
+        if value not in names:
+            raise InputError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+
+
+def require_positive(**arguments: object) -> None:
+    """Refuse what is not a positive finite number, by the name of the argument.
+
+    >>> require_positive(rtol=1e-3)
+    """
+    for name, value in arguments.items():
+        require_number(value, name, least=POSITIVE)
 
 
 def require_module(model: Any, name: str = "model") -> nn.Module:
@@ -80,10 +108,9 @@ def require_images(x: Any, name: str = "x") -> Tensor:
         x: what the caller gave.
         name: of the argument, for the message.
     """
-    batch = require_tensor(x, name)
-    if batch.dim() < 2:
+    if require_tensor(x, name).dim() < 2:
         raise InputError(f"{name} must be a batch of inputs (N, ...), got {describe(x)}; one input: x[None]")
-    return batch
+    return x
 
 
 def require_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
@@ -94,23 +121,18 @@ def require_labels(labels: Any, count: int, classes: int | None = None) -> Tenso
         count: how many inputs there are.
         classes: how many classes there are; None: any.
     """
-    if (
-        not isinstance(labels, Tensor)
-        or labels.is_floating_point()
-        or labels.is_complex()
-        or labels.dtype == torch.bool
-    ):
+    if not isinstance(labels, Tensor) or labels.dtype not in CLASS_NUMBERS:
         raise InputError(f"labels must be a tensor of class numbers, got {describe(labels)}")
     if tuple(labels.shape) != (count,):
         raise InputError(f"expected {count} labels, one per input, got {describe(labels)}")
-    found = labels.detach().long()
-    if bool((found < 0).any()) or (classes is not None and bool((found >= classes).any())):
+    numbers = labels.detach().long()
+    if bool((numbers < 0).any()) or (classes is not None and bool((numbers >= classes).any())):
         raise InputError(f"labels must lie in 0 … {'' if classes is None else classes - 1}".rstrip())
-    return found
+    return numbers
 
 
 def require_number(
-    value: Any, name: str, *, least: float = -float("inf"), most: float = float("inf"), whole: bool = False
+    value: Any, name: str, *, least: float = -math.inf, most: float = math.inf, whole: bool = False
 ) -> float:
     """The number, if it is finite, within its limits and, where asked for, whole.
 
@@ -128,12 +150,16 @@ def require_number(
     ...
     equipoise.core.errors.InputError: radius must be a positive number, got 0
     """
-    number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    number = value.item() if getattr(value, "ndim", 1) == 0 else value
     kinds = int if whole else (int, float)
-    fine = isinstance(number, kinds) and not isinstance(number, bool) and least <= number <= most
-    if not fine or number in (float("inf"), -float("inf")):
-        kind = "a whole number" if whole else "a positive number" if least == POSITIVE else "a finite number"
-        limits = [f"at least {least:g}"] * (least > -float("inf") and least != POSITIVE)
-        limits += [f"at most {most:g}"] * (most < float("inf"))
-        raise InputError(f"{name} must be {kind}{', ' if limits else ''}{' and '.join(limits)}, got {describe(value)}")
-    return number
+    if isinstance(number, kinds) and not isinstance(number, bool) and least <= number <= most and math.isfinite(number):
+        return number
+    expected = "a whole number" if whole else "a finite number"
+    if least == POSITIVE:
+        expected = "a positive number"
+    limits = [f"at least {least:g}"] if POSITIVE != least > -math.inf else []
+    if most < math.inf:
+        limits.append(f"at most {most:g}")
+    raise InputError(
+        f"{name} must be {', '.join([expected, ' and '.join(limits)][: 1 + bool(limits)])}, got {describe(value)}"
+    )

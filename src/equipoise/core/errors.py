@@ -32,29 +32,6 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def require_one_of(known: Iterable[str], **given: object) -> None:
-    """Refuse a choice that is not `known`, by the name it was given under.
-
-    >>> require_one_of(("l1", "linf"), order="l1")
-    """
-    names = tuple(known)
-    for name, value in given.items():
-        if value not in names:
-            raise InputError(f"{name} must be one of {', '.join(names)}, got {value!r}")
-
-
-def require_positive(**given: object) -> None:
-    """Refuse what is not a positive finite number, by the name it was given under.
-
-    >>> require_positive(rtol=1e-3)
-    """
-    for name, value in given.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < float("inf"):  # type: ignore[operator]
-            shown = f"{value!r}" if number or isinstance(value, str | bool) else type(value).__name__
-            raise InputError(f"{name} must be a positive number, got {shown}")
-
-
 def one_line(error: BaseException) -> str:
     """The first line of an error's message, at most 300 letters of it, or its type where it says nothing."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +13,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
+from equipoise.core.errors import InputError, Refused, one_line
 
 #: a description (JSON, YAML) longer than this is not read
 LARGEST_TEXT = 16_000_000
@@ -43,18 +41,6 @@ def open_regular(path: str | Path) -> BinaryIO:
         os.close(handle)
         raise InputError(f"cannot read {path}: it is not a regular file but a folder, a device or a pipe")
     return os.fdopen(handle, "rb")
-
-
-@contextmanager
-def as_input_error(path: Path, hint: str = "restore it from a copy") -> Iterator[None]:
-    """Inside, what a file says is read: a field that is missing or of another kind is said in a sentence with its name."""
-    try:
-        yield
-    except EquipoiseError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        said = f"{type(error).__name__}: {one_line(error)[:160]}"
-        raise InputError(f"{path} is damaged ({said}): {hint}") from error
 
 
 def read_bounded(path: str | Path, limit: int = LARGEST_TEXT) -> bytes:
@@ -136,41 +122,26 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
 
 @contextmanager
 def locked(path: str | Path, busy: str) -> Iterator[None]:
-    """Hold a file of this name, made if need be; the system lets go of it when the process ends, however it dies.
+    """Hold a lock on a file, made if need be; the system lets go of it when the process ends, however it dies.
 
-    Refused with the sentence `busy` where it is held already, by another process or by this one.
+    Args:
+        path: the file.
+        busy: the sentence of the refusal if the lock is held already, by another process or by this one.
     """
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        file = open(path, "ab")  # noqa: SIM115 - closed below, which lets go of the lock
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        if not _lock(handle):
-            raise Refused(busy)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int) -> bool:
-    """Whether the file is locked for this process now."""
-    if sys.platform == "win32":
-        import msvcrt
-
+    with file:
         try:
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-    import fcntl
+            import fcntl
 
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Refused(busy) from error
+        except (OSError, ImportError):  # a file system or an operating system without such locks
+            pass
+        yield
 
 
 class WeightFile:
@@ -192,10 +163,6 @@ class WeightFile:
     def dtype(self, name: str) -> str:
         """The type of a tensor, as the format names it (F32, BF16, I64, …)."""
         return str(self._file.get_slice(name).get_dtype())
-
-    def numel(self, name: str) -> int:
-        """How many numbers a tensor has."""
-        return math.prod(self.shape(name))
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this name."""

@@ -28,20 +28,22 @@ def resolve(spec: str) -> Any:
     module, _, attribute = spec.partition(":")
     if not SPEC.match(spec):
         raise InputError(f"a factory is written package.module:factory, got {spec[:200]!r}")
-    found = guarded(lambda: _module(module), f"the import of {module!r}")
+    target = guarded(lambda: _module(module), f"the import of {module!r}")
     for part in attribute.split("."):
-        found = _member(found, part, module, attribute)
-    return found
-
-
-def call(spec: str, arguments: dict[str, Any] | None = None) -> Any:
-    """What the factory gives for these keyword arguments; whatever it raises (a SystemExit too) becomes one sentence."""
-    target = resolve(spec)
-    return guarded(lambda: target(**(arguments or {})), repr(spec))
+        if not hasattr(target, part):
+            names = [name for name in dir(target) if not name.startswith("_")]
+            raise InputError(f"{module!r} has no {attribute!r}{did_you_mean(part, names)}")
+        target = getattr(target, part)
+    return target
 
 
 def guarded(work: Callable[[], Any], what: str) -> Any:
-    """The result of the user's own code; an exception of its own, or an attempt to end the process, is one sentence."""
+    """The result of the user's own code; an exception of its own, or an attempt to end the process, is one sentence.
+
+    Args:
+        work: the user's code.
+        what: its name, for the message.
+    """
     try:
         return work()
     except EquipoiseError:
@@ -54,14 +56,6 @@ def guarded(work: Callable[[], Any], what: str) -> Any:
         raise InputError(f"{what} cannot be called like that: {one_line(error)[:200]}") from error
     except Exception as error:
         raise InputError(f"{what} failed with {type(error).__name__}: {one_line(error)[:200]}") from error
-
-
-def lightning_callback() -> Any:
-    """The class that callbacks of Lightning inherit from, under either of its names."""
-    for package in ("lightning", "pytorch_lightning"):
-        if find_spec(package) is not None:
-            return importlib.import_module(f"{package}.pytorch" if package == "lightning" else package).Callback
-    raise InputError("this callback is for Lightning, which is not installed: pip install lightning")
 
 
 def _module(name: str) -> Any:
@@ -81,12 +75,3 @@ def _look_here(package: str) -> None:
         return
     if ((here / f"{package}.py").is_file() or (here / package).is_dir()) and find_spec(package) is None:
         sys.path.append(str(here))
-
-
-def _member(owner: Any, part: str, module: str, attribute: str) -> Any:
-    """`owner.part`; where there is none, the nearest public name is suggested."""
-    try:
-        return getattr(owner, part)
-    except AttributeError as error:
-        names = [name for name in dir(owner) if not name.startswith("_")]
-        raise InputError(f"{module!r} has no {attribute!r}{did_you_mean(part, names)}") from error

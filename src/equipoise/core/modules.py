@@ -12,7 +12,7 @@ that a call performs.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,7 @@ class by_construction:
         functools.update_wrapper(self, measured)
         return self
 
-    @overload
-    def __get__(self, module: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, module: nn.Module, owner: type) -> Callable[[tuple[int, ...]], Bound]: ...
-
-    def __get__(self, module: nn.Module | None, owner: type) -> Self | Callable[[tuple[int, ...]], Bound]:
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self
         if self.measured is None:
@@ -101,9 +95,8 @@ def hooked(module: nn.Module) -> bool:
 def is_unmodified(module: nn.Module, method: str) -> bool:
     """True if no subclass, hook or patch can have changed what `method` describes: the map of `forward`.
 
-    The class that defines `forward` is the class that defines the method, or one of `torch.nn`, and nothing it has is defined
-    anew by a subclass
-    (except what it names in `extension_points`) or by the instance.
+    The class that defines `forward` is the class that defines the method, or one of `torch.nn`, and no subclass of it outside
+    `equipoise.nn` and no instance attribute replaces anything that it has.
     """
     maker, claimer = _defining(type(module), "forward"), _defining(type(module), method)
     if maker is None or claimer is None or maker is nn.Module or hooked(module):
@@ -111,12 +104,13 @@ def is_unmodified(module: nn.Module, method: str) -> bool:
     if maker is not claimer and not maker.__module__.startswith("torch.nn."):
         return False
     kinds = type(module).__mro__
-    names = {name for kind in kinds[: kinds.index(maker)] for name in vars(kind)}
+    base = next(kind for kind in kinds if kind is maker or kind.__module__.startswith("equipoise.nn."))
+    names = {name for kind in kinds[: kinds.index(base)] for name in vars(kind)}
     names |= {name for name, value in vars(module).items() if callable(value)}
-    names -= {"extra_repr", *getattr(maker, "extension_points", ())}
+    names.discard("extra_repr")
     if names & {"__call__", "__getattribute__"}:
         return False
-    return not any(hasattr(maker, name) for name in names if not name.startswith("__"))
+    return not any(hasattr(base, name) for name in names if not name.startswith("__"))
 
 
 def tensor_slots(model: nn.Module, buffers: bool = True) -> dict[str, list[str]]:

@@ -109,10 +109,14 @@ def power_of_two_scale(largest: Tensor) -> Tensor:
 
 
 def rescaled(x: Tensor) -> tuple[Tensor, int]:
-    """`(2^-e·x, e)` with the largest entry brought to [1/2, 1), exactly; in two steps, since 2^-e alone may overflow."""
+    """`(2^-e·x, e)` with the largest entry near 1, exactly; in two steps, since 2^-e alone may overflow.
+
+    Where it lies between 2^-10 and 2^10 already, x is returned as it is.
+    """
     e = int(power_of_two_scale(x.abs().amax()))
-    half = e // 2
-    return x * 2.0**-half * 2.0 ** -(e - half), e
+    if abs(e) <= 10:
+        return x, 0
+    return x * 2.0 ** -(e // 2) * 2.0 ** -(e - e // 2), e
 
 
 def ldexp_up(x: float, e: int) -> float:

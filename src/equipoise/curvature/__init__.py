@@ -1,17 +1,19 @@
 """Curvature of the loss in the parameters: eigenvalues, traces, densities, sharpness, and the bounds of the thesis, corrected."""
 
-from equipoise.curvature.hessian import LossHessian
-from equipoise.curvature.layerwise import HessianBoundReport, LayerRow, hessian_bound_report
-from equipoise.curvature.sharpness import (
-    Sharpness,
+from equipoise.curvature.bounds import (
+    HessianBoundReport,
+    LayerRow,
+    hessian_bound_report,
     last_layer_constants,
-    sharpness,
     smoothed_loss_bound,
 )
-from equipoise.curvature.spectrum import (
+from equipoise.curvature.hessian import LossHessian
+from equipoise.curvature.measures import (
     Eigenvalue,
+    Sharpness,
     SpectralDensity,
     TraceEstimate,
+    sharpness,
     spectral_density,
     top_eigenvalue,
     trace,

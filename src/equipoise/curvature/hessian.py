@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from equipoise.core.checks import describe, require_module
+from equipoise.core.checks import describe, require_module, require_number, require_one_of
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.modules import evaluating, fresh_strides, tensor_slots
 
@@ -27,11 +27,11 @@ Pattern = str | re.Pattern[str] | None
 Vector = NDArray[np.float64]
 
 
-class LossHessian:
+class LossHessian(LinearOperator):
     """The Hessian of `L(θ) = mean over the data of loss(model(x), y)` for all parameters, or those a pattern names.
 
-    The model is used in evaluation mode (no dropout, running statistics), its parameters are not changed. `products` counts the
-    Hessian-vector products.
+    A SciPy `LinearOperator` in float64: `matvec`, `matmat` and `@` work. The model is used in evaluation mode (no dropout,
+    running statistics), its parameters are not changed. `products` counts the Hessian-vector products.
 
     Args:
         model: the network.
@@ -61,8 +61,8 @@ class LossHessian:
         noise: tuple[float, int, int] | None = None,
     ) -> None:
         self.model = require_module(model)
-        if not callable(loss) and loss not in _LOSSES:
-            raise InputError(f"loss must be one of {', '.join(_LOSSES)} or a function, got {describe(loss)}")
+        if not callable(loss):
+            require_one_of(_LOSSES, loss=loss)
         self.loss = loss if callable(loss) else _LOSSES[loss]
         self.batches = _batches(data, batch_size)
         self.count = sum(len(x) for x, _ in self.batches)
@@ -74,9 +74,9 @@ class LossHessian:
             raise InputError(f"this model has no {wanted}; see model.named_parameters()")
         first = next(iter(chosen.values()))
         exact = first.dtype in (torch.float32, torch.float64)
-        self.dtype = dtype or (first.dtype if exact else torch.float32)
-        if self.dtype not in (torch.float32, torch.float64):
-            raise InputError(f"dtype must be float32 or float64, got {self.dtype}")
+        self.arithmetic = dtype or (first.dtype if exact else torch.float32)
+        if self.arithmetic not in (torch.float32, torch.float64):
+            raise InputError(f"dtype must be float32 or float64, got {self.arithmetic}")
         self.device = first.device
 
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -87,9 +87,9 @@ class LossHessian:
         self.size = self.theta.numel()
         self.shifts = self._draw(noise)
         self.products = 0
+        super().__init__(np.float64, (self.size, self.size))
 
-    def matvec(self, v: NDArray) -> Vector:
-        """`Hv` in float64, accumulated over all batches."""
+    def _matvec(self, v: NDArray) -> Vector:
         direction = self._vector(v)
         self.products += 1
 
@@ -107,14 +107,6 @@ class LossHessian:
         """`L(θ + shift)`; with `noise`, the mean over its draws."""
         with torch.no_grad():
             return float(self._sum(self._value, shift, finite=False)[0])
-
-    def linear_operator(self) -> LinearOperator:
-        """The same as SciPy's `LinearOperator`."""
-        return LinearOperator((self.size, self.size), matvec=lambda v: self.matvec(v.ravel()), dtype=np.float64)
-
-    def dense(self) -> Vector:
-        """The whole matrix, one product per column: for small networks."""
-        return np.stack([self.matvec(e) for e in np.eye(self.size)], axis=1)
 
     def _sum(
         self, work: Callable[[Tensor, Tensor, Tensor], Tensor], shift: Vector | None = None, finite: bool = True
@@ -160,28 +152,19 @@ class LossHessian:
             )
 
     def _cast(self, t: Tensor) -> Tensor:
-        return t.to(device=self.device, dtype=self.dtype if t.is_floating_point() else t.dtype)
+        return t.to(device=self.device, dtype=self.arithmetic if t.is_floating_point() else t.dtype)
 
     def _vector(self, v: NDArray) -> Tensor:
-        flat = torch.as_tensor(np.ascontiguousarray(v), dtype=self.dtype, device=self.device)
-        if flat.numel() != self.size:
-            raise InputError(f"expected a vector of {self.size} numbers, one per parameter; got {flat.numel()}")
-        return flat
+        return torch.as_tensor(v.ravel(), dtype=self.arithmetic, device=self.device)
 
     def _draw(self, noise: tuple[float, int, int] | None) -> list[Tensor]:
         if noise is None:
             return [torch.zeros_like(self.theta)]
         sigma, samples, seed = noise
-        if sigma < 0 or samples < 1:
-            raise InputError(f"noise takes (sigma ≥ 0, samples ≥ 1, seed), got {noise}")
+        require_number(sigma, "sigma of the noise", least=0)
+        require_number(samples, "samples of the noise", least=1, whole=True)
         generator = np.random.default_rng(seed)
         return [self._vector(sigma * generator.standard_normal(self.size)) for _ in range(samples)]
-
-
-def require_operator(hessian: Any) -> None:
-    """Refuse what is no Hessian: a model needs `LossHessian(model, loss, data)` first."""
-    if not hasattr(hessian, "matvec"):
-        raise InputError(f"expected curvature.LossHessian(model, loss, data), got {describe(hessian)}")
 
 
 def _cross_entropy(z: Tensor, y: Tensor) -> Tensor:
@@ -193,7 +176,7 @@ def _cross_entropy(z: Tensor, y: Tensor) -> Tensor:
 
 
 def _mean_square(z: Tensor, y: Tensor) -> Tensor:
-    z, y = z.flatten(1) if z.dim() > 1 else z[:, None], y.flatten(1) if y.dim() > 1 else y[:, None]
+    z, y = z.reshape(len(z), -1), y.reshape(len(y), -1)
     if z.shape != y.shape:  # would be broadcast
         raise InputError(f"expected targets of the outputs' shape {tuple(z.shape)}, got {tuple(y.shape)}")
     return nn.functional.mse_loss(z, y)
@@ -211,8 +194,7 @@ def _matches(name: str, layer: Pattern) -> bool:
 
 
 def _batches(data: Any, batch_size: int) -> list[tuple[Tensor, Tensor]]:
-    if batch_size < 1:
-        raise InputError(f"batch_size must be at least 1, got {batch_size}")
+    require_number(batch_size, "batch_size", least=1, whole=True)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) and part.dim() for part in data):
         x, y = data
         if len(x) != len(y):
@@ -220,10 +202,11 @@ def _batches(data: Any, batch_size: int) -> list[tuple[Tensor, Tensor]]:
         data = zip(x.split(batch_size), y.split(batch_size), strict=True)
     try:
         batches = [(x, y) for x, y in data]
-    except (TypeError, ValueError) as error:
+        empty = not batches or any(len(part) == 0 for pair in batches for part in pair)
+    except (TypeError, ValueError):
+        empty = True
+    if empty or not all(isinstance(part, Tensor) for pair in batches for part in pair):
         raise InputError(
-            f"data must be a pair of tensors (x, y) or batches of such pairs, got {describe(data)}"
-        ) from error
-    if not batches or any(not isinstance(part, Tensor) or len(part) == 0 for pair in batches for part in pair):
-        raise InputError("data must be a pair of tensors (x, y) or batches of such pairs, none of them empty")
+            f"data must be a pair of tensors (x, y) or batches of such pairs, none of them empty; got {describe(data)}"
+        )
     return batches

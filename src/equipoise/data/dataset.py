@@ -1,12 +1,11 @@
-"""A dataset: inputs read when asked for, labels and ids at hand, and a fingerprint of the content."""
+"""A dataset: inputs read on demand, labels and ids in memory, and a fingerprint of the content."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,12 +14,45 @@ from torch import Tensor
 
 from equipoise.core import InputError, fresh_strides
 from equipoise.core.digests import Digest
-from equipoise.core.errors import did_you_mean
-from equipoise.data.sources import Ints, Layout, Source, array_source, as_array, check_labels, first_non_finite
+from equipoise.core.errors import did_you_mean, one_line
+from equipoise.core.imports import guarded
 
-_CHUNK_BYTES = 16 * 2**20
+Ints = NDArray[np.int64]
+Layout = Literal["auto", "NHWC", "NCHW", "NHW", "as-is"]
+
 #: the label of an input without one
 UNKNOWN = -1
+#: usual names of the inputs and of the labels
+IMAGES = ("image", "img", "images", "pixel_values", "pixels", "x", "inputs", "data")
+LABELS = ("label", "labels", "fine_label", "target", "targets", "class", "y")
+_CHUNK_BYTES = 16 * 2**20
+_LARGEST_LABEL = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Inputs of equal shape and type.
+
+    Attributes:
+        count: the number of inputs.
+        shape: the shape of one input, (channels, height, width) for an image.
+        dtype: uint8, float16, float32 or float64.
+        read: maps row numbers to the raw inputs of these rows, an array or a list of arrays; can be pickled.
+        scale: the value that stands for 1; by default 255 for bytes and 1 for floats.
+    """
+
+    count: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: Callable[[Ints], Any] = field(repr=False)
+    scale: float | None = None
+
+    @property
+    def divisor(self) -> float:
+        """What raw inputs are divided by."""
+        if self.scale is not None:
+            return self.scale
+        return 255.0 if self.dtype == np.uint8 else 1.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,7 +77,6 @@ class Dataset:
     all_labels: Ints
     ids: Ints
     classes: tuple[str, ...] | None = None
-    parent: Dataset | None = None
 
     @classmethod
     def from_source(
@@ -57,22 +88,27 @@ class Dataset:
         num_classes: int | None = None,
         classes: Sequence[str] | None = None,
     ) -> Dataset:
-        """A dataset over all rows of a source; labels are checked, and the number of classes inferred if need be.
+        """A dataset of all rows of a source.
 
-        `labels=None`: there are none.
+        Args:
+            source: the inputs.
+            labels: one integer per input; None if there are none.
+            name: used in messages and reports.
+            num_classes: every label must be below it; by default the number of class names, else the largest label + 1.
+            classes: the class names in the order of the labels.
         """
         if num_classes is None and classes is not None:
             num_classes = len(classes)
         if num_classes is not None and num_classes < 1:
             raise InputError(f"{name}: num_classes must be positive, got {num_classes}")
         if labels is None:
-            found, count = np.full(len(source), UNKNOWN, dtype=np.int64), 0
+            checked = np.full(source.count, UNKNOWN, dtype=np.int64)
+            num_classes = 0
         else:
-            found, count = check_labels(labels, len(source), num_classes, name)
-        ids = np.arange(len(source), dtype=np.int64)
-        ids.flags.writeable = False
-        names = tuple(classes) if classes is not None and len(classes) == count else None
-        return cls(name, source, count, found, ids, names)
+            checked = check_labels(labels, source.count, num_classes, name)
+            num_classes = num_classes or int(checked.max()) + 1
+        names = tuple(classes) if classes is not None and len(classes) == num_classes else None
+        return cls(name, source, num_classes, checked, np.arange(source.count), names)
 
     @classmethod
     def from_arrays(
@@ -85,25 +121,33 @@ class Dataset:
         layout: Layout = "auto",
         scale: float | None = None,
     ) -> Dataset:
-        """A dataset over arrays or tensors in memory; see `channels_first` for the layout rule."""
-        inputs = as_array(inputs, f"{name}: the inputs")
+        """A dataset of arrays or tensors in memory, which are copied.
+
+        Args:
+            inputs: (N, …), bytes or floats.
+            labels: (N,) integers; None if there are none.
+            name: used in messages and reports.
+            num_classes: as in `from_source`.
+            layout: which axes are channels, height and width; see `arrange`.
+            scale: the value that stands for 1.
+        """
+        array = arrange(as_array(inputs, f"{name}: the inputs").copy(), name, layout)
+        for start in range(0, len(array), 1024):
+            _require_finite(array[start : start + 1024], np.arange(start, start + 1024), name)
+        source = Source(len(array), array.shape[1:], array.dtype, array.__getitem__, scale)
         labels = None if labels is None else as_array(labels, f"{name}: the labels")
-        source = array_source(inputs.copy(), name, layout, scale)  # what the caller changes later is not our content
         return cls.from_source(source, labels, name=name, num_classes=num_classes)
 
     def __repr__(self) -> str:
         shape = "×".join(str(d) for d in self.input_shape)
-        known = f"{self.num_classes} classes" if self.labelled else "no labels"
-        return f"Dataset({self.name!r}, {len(self)} inputs of {shape}, {known})"
+        labels = f"{self.num_classes} classes" if self.labelled else "no labels"
+        return f"Dataset({self.name!r}, {len(self)} inputs of {shape}, {labels})"
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        position = operator.index(index)
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"index {position} in a dataset of {len(self)}")
-        x, y = self.batch([position % len(self)])
+        x, y = self.batch([range(len(self))[index]])
         return x[0], int(y[0])
 
     @property
@@ -116,46 +160,42 @@ class Dataset:
         """Shape of one input."""
         return self.source.shape
 
-    @cached_property
+    @functools.cached_property
     def labels(self) -> Ints:
         """The labels, in order; no input is read for them."""
-        labels: Ints = self.all_labels[self.ids]
-        labels.flags.writeable = False
-        return labels
+        return self.all_labels[self.ids]
 
     def batch(self, indices: Sequence[int] | Ints | Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels at these positions, in this order."""
         positions = as_array(indices, "indices").reshape(-1)
-        if positions.dtype.kind not in "iu" or len(positions) == 0:
-            raise InputError(f"expected a non-empty list of integer indices, got {positions.dtype} × {len(positions)}")
-        low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high >= len(self):
-            raise InputError(f"index {low if low < 0 else high} in a dataset of {len(self)}")
-        raw = self._raw(positions.astype(np.int64))
-        x = torch.from_numpy(raw).to(torch.float32)
-        if self.source.scale != 1.0:
-            x = x / self.source.scale
+        x = torch.from_numpy(self._raw(positions)).to(torch.float32)
+        if self.source.divisor != 1.0:
+            x = x / self.source.divisor
         return fresh_strides(x), torch.from_numpy(self.labels[positions])
 
     def select(self, skip: int = 0, limit: int | None = None, stride: int = 1) -> Dataset:
-        """Every `stride`-th example after the first `skip`, at most `limit` of them; they keep their ids."""
+        """A part of the examples, which keep their ids.
+
+        Args:
+            skip: examples left out at the start.
+            limit: the largest number of examples.
+            stride: every so many examples one is taken.
+        """
         if skip < 0 or stride < 1 or (limit is not None and limit < 1):
             raise InputError(
                 f"expected skip ≥ 0, stride ≥ 1, limit ≥ 1, got skip={skip}, stride={stride}, limit={limit}"
             )
-        ids = self.ids[skip::stride][:limit].copy()
+        ids = self.ids[skip::stride][:limit]
         if len(ids) == 0:
             raise InputError(f"{self.name} has {len(self)} examples: skip={skip} leaves none")
-        ids.flags.writeable = False
-        root = self if self.parent is None else self.parent
-        return Dataset(self.name, self.source, self.num_classes, self.all_labels, ids, self.classes, root)
+        return replace(self, ids=ids)
 
     def with_classes(self, order: Sequence[str] | Mapping[str, int]) -> Dataset:
         """The same inputs with the classes numbered as the model numbers them.
 
         Args:
             order: the names of the model's classes in the order of its logits, or the number of each class of this data.
-                Where the data has class names its labels are changed to fit; where it has none the names are only noted.
+                If the data has class names its labels are renumbered; if it has none it only gets the names.
 
         >>> import numpy as np
         >>> ds = Dataset.from_arrays(np.zeros((2, 4)), np.array([0, 1]), name="pets").with_classes(["dog", "cat"])
@@ -164,68 +204,231 @@ class Dataset:
         """
         if not self.labelled:
             raise InputError(f"{self.name} has no labels whose classes could be named")
-        numbers = order if isinstance(order, Mapping) else {name: k for k, name in enumerate(order)}
-        if not numbers or (not isinstance(order, Mapping) and len(numbers) != len(order)):
-            raise InputError("the names of the classes must be distinct, and at least one")
-        if self.classes is None:
-            if len(numbers) < self.num_classes or sorted(numbers.values()) != list(range(len(numbers))):
-                raise InputError(
-                    f"{self.name} has {self.num_classes} classes without names, the list names {len(numbers)}: expected a name "
-                    "for every class, in the order of the labels"
-                )
-            return replace(
-                self, classes=tuple(sorted(numbers, key=lambda name: numbers[name])), num_classes=len(numbers)
+        numbers = dict(order) if isinstance(order, Mapping) else {name: k for k, name in enumerate(order)}
+        names = sorted(numbers, key=lambda name: numbers[name])
+        if not names or len(names) != len(order) or [numbers[name] for name in names] != list(range(len(names))):
+            raise InputError("expected distinct names of classes, numbered 0, 1, 2, …")
+        old = self.classes or names  # without names the labels stay as they are
+        missing = [name for name in old if name not in numbers]
+        if missing or len(old) < self.num_classes:
+            hint = did_you_mean(missing[0], numbers) if missing else ""
+            raise InputError(
+                f"{self.name} has {self.num_classes} classes, the list names {len(names)}; missing: {missing[:1]}{hint}"
             )
-        missing = [name for name in self.classes if name not in numbers]
-        if missing:
-            hint = did_you_mean(missing[0], numbers)
-            raise InputError(f"{self.name} has the class {missing[0]!r}, which the list of classes does not name{hint}")
-        changed = np.array([numbers[name] for name in self.classes], dtype=np.int64)
-        if len(np.unique(changed)) != len(changed) or int(changed.min()) < 0:
-            raise InputError(f"{self.name}: two classes have the same number in the list of classes")
-        count = max(len(numbers), int(changed.max()) + 1)
-        names = {k: name for name, k in numbers.items()}
-        labels: Ints = changed[self.all_labels]
-        labels.flags.writeable = False
-        parent = None if self.parent is None else self.parent.with_classes(order)
-        classes = tuple(names.get(k, f"class {k}") for k in range(count))
-        return replace(self, all_labels=labels, num_classes=count, classes=classes, parent=parent)
+        renumbered = np.array([numbers[name] for name in old])[self.all_labels]
+        return replace(self, all_labels=renumbered, num_classes=len(names), classes=tuple(names))
 
     def fingerprint(self) -> str:
         """`sha256:…` of the content: shape, dtype, scale, every input byte, label and id in order; no path, no date.
 
-        The same pictures as PNG files, Parquet or an array have the same fingerprint. Streamed once, then kept.
+        The same pictures as PNG files, Parquet or an array have the same fingerprint. Computed once.
         """
         return self._fingerprint
 
     def parent_fingerprint(self) -> str:
-        """Fingerprint of the dataset this one was selected from (its own if it is whole)."""
-        return (self if self.parent is None else self.parent).fingerprint()
+        """Fingerprint of all rows of the source, of which this may be a selection."""
+        if len(self) == self.source.count:
+            return self.fingerprint()
+        return replace(self, ids=np.arange(self.source.count)).fingerprint()
 
-    @cached_property
+    @functools.cached_property
     def _fingerprint(self) -> str:
-        little = self.source.dtype.newbyteorder("<")
-        head = ["equipoise-data-1", little.str, (len(self), *self.input_shape), self.source.scale]
-        digest = Digest(repr(head))
-        row_bytes = little.itemsize * int(np.prod(self.input_shape))
-        chunk = max(1, _CHUNK_BYTES // row_bytes)
+        dtype = self.source.dtype.newbyteorder("<")
+        digest = Digest(repr(["equipoise-data-1", dtype.str, (len(self), *self.input_shape), self.source.divisor]))
+        chunk = max(1, _CHUNK_BYTES // (dtype.itemsize * int(np.prod(self.input_shape))))
         for start in range(0, len(self), chunk):
-            positions = np.arange(start, min(start + chunk, len(self)), dtype=np.int64)
-            digest.feed(np.ascontiguousarray(self._raw(positions), dtype=little).data)
+            positions = np.arange(start, min(start + chunk, len(self)))
+            digest.feed(np.ascontiguousarray(self._raw(positions), dtype=dtype).data)
         for numbers in (self.labels, self.ids):
             digest.feed(np.ascontiguousarray(numbers, dtype="<i8").data)
         return str(digest)
 
-    def _raw(self, positions: Ints) -> NDArray[Any]:
+    def _raw(self, positions: NDArray[Any]) -> NDArray[Any]:
         rows = self.ids[positions]
-        raw = self.source.read(rows)
-        if raw.shape != (len(rows), *self.input_shape) or raw.dtype != self.source.dtype:
-            raise InputError(
-                f"{self.name}: read {raw.dtype} of shape {raw.shape[1:]} where {self.source.dtype} of shape "
-                f"{self.input_shape} was announced (rows {int(rows[0])} … {int(rows[-1])})"
-            )
-        bad = first_non_finite(raw)
-        if bad is not None:
-            row = int(rows[bad])
-            raise InputError(f"{self.name}: row {row} holds NaN, infinity or a number too large for float32")
+        inputs = self.source.read(rows)
+        for row, x in zip(rows, inputs, strict=True):
+            if x.shape != self.input_shape or x.dtype != self.source.dtype:
+                raise InputError(
+                    f"{self.name}: row {row} is {x.dtype} of shape {x.shape}, the first row is {self.source.dtype} of "
+                    f"shape {self.input_shape}: all must agree (for pictures, size= resizes them)"
+                )
+        raw = np.stack(inputs)
+        _require_finite(raw, rows, self.name)
         return raw
+
+
+def _require_finite(raw: NDArray[Any], rows: Ints, name: str) -> None:
+    if raw.dtype == np.uint8:
+        return
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(raw.astype(np.float32, copy=False)).reshape(len(raw), -1).all(axis=1)
+    if not finite.all():
+        row = rows[np.argmin(finite)]
+        raise InputError(f"{name}: row {row} holds NaN, infinity or a number too large for float32")
+
+
+def arrange(inputs: NDArray[Any], where: str, layout: Layout = "auto") -> NDArray[Any]:
+    """A batch of inputs in native byte order, images as (N, C, H, W).
+
+    Bytes are images, (N, H, W, C) or gray ones (N, H, W); floats are (N, C, H, W) if they have four axes, and keep any other
+    shape (features, time series, volumes). `layout` overrides: "NHWC", "NCHW", "NHW" (gray images) or "as-is". Without it,
+    an axis of channels with a length other than 1, 3 and 4 is refused if the opposite reading has such a length.
+
+    Args:
+        inputs: (N, …).
+        where: what messages call the data.
+        layout: the order of the axes.
+    """
+    dtype = inputs.dtype.newbyteorder("=")
+    if dtype not in (np.uint8, np.float16, np.float32, np.float64):
+        raise InputError(
+            f"{where} holds {inputs.dtype}; expected uint8 (0 … 255) or floats, so that the scale is not guessed"
+        )
+    if inputs.ndim < 2 or 0 in inputs.shape:
+        raise InputError(f"{where} has shape {inputs.shape}, expected (N, …), not empty")
+
+    axes = inputs.ndim
+    chosen: str = layout
+    if layout == "auto":
+        usual = {3: "NHW", 4: "NHWC"} if dtype == np.uint8 else {4: "NCHW"}
+        chosen = usual.get(axes, "as-is")
+        channels, opposite = (inputs.shape[i] for i in ((1, -1) if chosen == "NCHW" else (-1, 1)))
+        if axes == 4 and channels not in (1, 3, 4) and opposite in (1, 3, 4):
+            raise InputError(
+                f"{where} has {dtype} inputs of shape {inputs.shape[1:]}, which read as {chosen} have {channels} channels: "
+                "say layout='NHWC' or 'NCHW' (--set layout=NHWC)"
+            )
+    if axes != {"NHWC": 4, "NCHW": 4, "NHW": 3, "as-is": axes}.get(chosen):
+        raise InputError(f"{where} has {axes} axes, expected layout NHWC, NCHW, NHW or as-is to fit, got {layout!r}")
+    if chosen == "NHW":
+        inputs = inputs[:, None]
+    if chosen == "NHWC":
+        inputs = inputs.transpose(0, 3, 1, 2)
+    return inputs.astype(dtype, copy=False)
+
+
+def as_array(values: Any, what: str) -> NDArray[Any]:
+    """A NumPy array of numbers from a tensor, an array or a list; objects are refused.
+
+    Args:
+        values: the numbers.
+        what: what messages call them.
+    """
+    try:
+        array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{what} are not an array of numbers: {error}") from error
+    if array.dtype.hasobject:
+        raise InputError(f"{what} are not an array of numbers but of {array.dtype}")
+    return array
+
+
+def check_labels(labels: NDArray[Any], count: int, num_classes: int | None, where: str) -> Ints:
+    """Labels as int64 (count,).
+
+    Args:
+        labels: one integer per input.
+        count: how many inputs there are.
+        num_classes: every label must be below it; None: no limit.
+        where: what messages call the data.
+    """
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise InputError(f"{where}: labels must be one integer per row, got {labels.dtype} of shape {labels.shape}")
+    if len(labels) != count:
+        raise InputError(f"{where}: {count} inputs but {len(labels)} labels")
+    if count == 0:
+        raise InputError(f"{where} holds no data")
+
+    end = _LARGEST_LABEL if num_classes is None else num_classes
+    outside = (labels < 0) | (labels >= end)  # before int64 turns the largest uint64 into −1
+    if outside.any():
+        row = int(np.argmax(outside))
+        expected = "0 or more" if num_classes is None else f"in 0 … {num_classes - 1}"
+        raise InputError(f"{where}: row {row} has label {labels[row]}, expected {expected}")
+    return labels.astype(np.int64)
+
+
+def as_dataset(
+    data: Any,
+    name: str,
+    num_classes: int | None = None,
+    layout: Layout = "auto",
+    columns: tuple[str, str] | None = None,
+) -> Dataset:
+    """A `Dataset` from what a user has.
+
+    Args:
+        data: a `Dataset`; a pair of arrays or tensors, or a dictionary of them; an array or tensor alone (inputs without
+            labels); or a map-style dataset of pairs or of dictionaries.
+        name: used in messages and reports.
+        num_classes: every label must be below it.
+        layout: as in `Dataset.from_arrays`.
+        columns: the names of inputs and labels, for dictionaries.
+    """
+    if isinstance(data, Dataset):
+        return data
+    if isinstance(data, np.ndarray | Tensor):
+        return Dataset.from_arrays(data, None, name=name, layout=layout)
+    is_pair = isinstance(data, tuple | list) and len(data) == 2 and all(hasattr(part, "shape") for part in data)
+    if is_pair or isinstance(data, Mapping):
+        inputs, labels = pair_of(data, columns, name)
+        return Dataset.from_arrays(inputs, labels, name=name, num_classes=num_classes, layout=layout)
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise InputError(
+            f"{name} is a {type(data).__name__}; expected a Dataset, a pair (inputs, labels) of arrays, or a "
+            "map-style dataset with a length"
+        )
+    if len(data) == 0:
+        raise InputError(f"{name} holds no data")
+
+    first, again = (_item(data, 0, name, layout, columns)[0] for _ in range(2))
+    if not np.array_equal(first, again, equal_nan=True):
+        raise InputError(f"{name} gives another input each time it is read: leave the augmentation out")
+    labels = getattr(data, "targets", getattr(data, "labels", None))
+    if labels is None or np.shape(labels) != (len(data),):
+        labels = [_item(data, row, name, layout, columns)[1] for row in range(len(data))]
+    read = functools.partial(_read_items, data, name, layout, columns)
+    source = Source(len(data), first.shape, first.dtype, read)
+    return Dataset.from_source(source, as_array(labels, f"{name}: the labels"), name=name, num_classes=num_classes)
+
+
+def _item(
+    data: Any, row: int, name: str, layout: Layout, columns: tuple[str, str] | None
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """One input and its label of a map-style dataset."""
+    where = f"{name}: row {row}"
+    x, y = pair_of(guarded(lambda: data[row], f"row {row} of {name}"), columns, where)
+    return arrange(as_array(x, where)[None], where, layout)[0], as_array(y, f"{where}, its label").reshape(-1)[0]
+
+
+def _read_items(
+    data: Any, name: str, layout: Layout, columns: tuple[str, str] | None, rows: Ints
+) -> list[NDArray[Any]]:
+    return [_item(data, int(row), name, layout, columns)[0] for row in rows]
+
+
+def pair_of(item: Any, columns: tuple[str, str] | None, where: str) -> tuple[Any, Any]:
+    """(input, label) of an item that is a pair, or a dictionary with the two columns named or their usual names.
+
+    Args:
+        item: the pair or the dictionary.
+        columns: the names of the two; None: the usual ones.
+        where: what messages call it.
+
+    >>> pair_of({"idx": 3, "img": "x", "label": 7}, None, "row 0")
+    ('x', 7)
+    """
+    if isinstance(item, Mapping):
+        usual = (IMAGES, LABELS) if columns is None else tuple((name,) for name in columns)
+        keys = [next((key for key in names if key in item), None) for names in usual]
+        if None in keys:
+            names = ", ".join(map(str, item))[:200]
+            raise InputError(f"{where} has the entries {names}: name the two to use, columns=(image, label)")
+        return item[keys[0]], item[keys[1]]
+    try:
+        x, y = item
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where} is not a pair (input, label): {one_line(error)}") from error
+    return x, y

@@ -1,56 +1,40 @@
-"""What `DATA` means on the command line: one function from a name to a dataset."""
+"""`load_dataset`: NumPy archives, pictures (pillow), Parquet tables (pyarrow), and datasets made by your code.
+
+Nothing in a file is executed: no pickles, no paths inside of cells, no extension types. Sizes that a file declares are checked
+against a limit before memory is allocated.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+import io
+import json
 import re
-from collections.abc import Callable
-from dataclasses import replace
-from importlib import resources
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError, did_you_mean, one_line
-from equipoise.core.imports import SPEC
-from equipoise.data.dataset import Dataset
-from equipoise.data.files import find_tables, load_archive, load_folder, load_tables
-from equipoise.data.objects import load_object
-from equipoise.data.sources import MAX_BYTES, Layout, Options
+from equipoise.core.files import open_regular
+from equipoise.core.imports import SPEC, guarded, resolve
+from equipoise.data.dataset import IMAGES, LABELS, Dataset, Ints, Layout, Source, arrange, as_dataset, check_labels
 
-#: the grey value that stands for 1
-WHITE = 16.0
-
-
-def load_digits(name: str = "digits", split: str | None = None, options: Options = Options()) -> Dataset:  # noqa: B008
-    """The bundled 1,797 handwritten digits, inputs (1, 8, 8) in [0, 1], so that the demo needs no download.
-
-    Optical Recognition of Handwritten Digits, E. Alpaydin & C. Kaynak, UCI Machine Learning Repository (1998),
-    https://doi.org/10.24432/C50P49, licensed CC BY 4.0. Here: the images of its test part (as shipped with scikit-learn),
-    grey values 0 … 16 as bytes, shuffled once and split 1,437 / 360, stratified by class.
-
-    >>> load_digits(split="test")
-    Dataset('digits', 360 inputs of 1×8×8, 10 classes)
-    """
-    with resources.files("equipoise.data").joinpath("digits.npz").open("rb") as file:
-        options = replace(options, num_classes=10 if options.num_classes is None else options.num_classes)
-        return load_archive(file, split, options, name=name, scale=WHITE)
-
-
-_EXPECTED = "digits, a .npz, .parquet or .arrow file, a folder of data, or package.module:factory"
-
-
-class Kind(NamedTuple):
-    """A kind of data: what it is called, who reads it, and which options mean something for it."""
-
-    name: str
-    load: Callable[..., Dataset]
-    options: tuple[str, ...]
-
-
-ARCHIVE = Kind("a .npz archive", load_archive, ("layout",))
-TABLES = Kind("a Parquet or Arrow table", load_tables, ("layout", "size", "columns"))
-PICTURES = Kind("a folder of pictures", load_folder, ("size",))
-DIGITS = Kind("digits", load_digits, ())
-FACTORY = Kind("a factory", load_object, ("layout", "columns"))
+#: data that declares more is not read unless the caller says so
+MAX_BYTES = 8 * 2**30
+#: a picture that declares more pixels is not decoded
+MAX_PIXELS = 50_000_000
+#: the only decoders of pillow that are used
+FORMATS = ("PNG", "JPEG", "BMP", "PPM", "WEBP")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
+Size = tuple[int, int]
+Names = tuple[str, str]
 
 
 def load_dataset(
@@ -58,65 +42,364 @@ def load_dataset(
     split: str | None = None,
     *,
     num_classes: int | None = None,
-    layout: Layout = "auto",
-    size: int | tuple[int, int] | None = None,
-    columns: tuple[str, str] | None = None,
-    max_bytes: int = MAX_BYTES,
+    layout: Layout | None = None,
+    size: int | Size | None = None,
+    columns: Names | None = None,
+    max_bytes: int | None = None,
     labelled: bool = True,
 ) -> Dataset:
-    """The dataset that `spec` names; nothing in a file is executed, every failure is an `InputError` of one sentence.
+    """Load a dataset; nothing in a file is executed, every failure is an `InputError` of one sentence.
 
     Args:
-        spec: `digits`; a .npz, .parquet or .arrow file; a folder (of tables, also from Hugging Face's `save_to_disk`, or of
-            pictures in class folders); or `package.module:factory`. `spec#split` names the split too.
-        split: e.g. "train"; by default "test" where there is one, otherwise the only one.
-        num_classes: checked against the labels; by default what the source says, else the largest label + 1.
-        layout: of arrays with three axes per input, "NHWC" or "NCHW"; by default bytes are NHWC and floats NCHW.
+        spec: `digits`; a .npz or .parquet file; a folder of .parquet files, or of pictures in
+            class folders; or `package.module:factory`. `spec#split` names the split too.
+        split: e.g. "train"; by default "test" if there is one, otherwise the only one.
+        num_classes: checked against the labels; by default the number of class names, else the largest label + 1.
+        layout: of arrays, "NHWC", "NCHW", "NHW" (gray) or "as-is"; by default bytes are images with channels last, and
+            floats have channels first.
         size: (height, width) to which pictures are resized and cropped; by default they must agree.
-        columns: names of the columns of inputs and labels, for Parquet, Arrow and datasets whose rows are dictionaries; an
-            empty second name: there are no labels (Parquet, Arrow).
-        max_bytes: an array (or Parquet file) declared larger is refused.
+        columns: names of the columns of inputs and labels, for tables and rows that are dictionaries; an empty second name:
+            there are no labels (tables).
+        max_bytes: an array or Parquet file that declares more is refused, by default 8 GiB.
         labelled: refuse data without labels.
 
     >>> load_dataset("digits#train")
     Dataset('digits', 1437 inputs of 1×8×8, 10 classes)
     """
-    options = Options(num_classes, layout, size, columns, max_bytes)
+    if size is not None:
+        size = size if isinstance(size, tuple) else (size, size)
+        if len(size) != 2 or not all(isinstance(s, int) and 1 <= s <= 4096 for s in size):
+            raise InputError(f"size must be one or two whole numbers between 1 and 4096, got {size!r}")
     try:
-        spec, split = _split_of(str(spec), split)
-        kind, source = _kind_of(spec)
-        for option in ("layout", "size", "columns"):
-            if option not in kind.options and getattr(options, option) not in (None, "auto"):
-                raise InputError(f"{spec} is {kind.name}, for which {option}= means nothing: leave it out")
-        found = kind.load(source, split, options)
+        spec, split = _split_in(str(spec), split)
+        reader, source = _reader_of(spec)
+        options = {"layout": layout, "size": size, "columns": columns, "max_bytes": max_bytes}
+        options = {name: value for name, value in options.items() if value is not None}
+        unused = set(options) - set(inspect.signature(reader).parameters)
+        if unused:
+            raise InputError(f"{unused.pop()}= has no meaning for {spec}: leave it out")
+        dataset = reader(source, split, num_classes=num_classes, **options)
     except OSError as error:
         raise InputError(f"cannot read {str(spec)[:200]}: {error.strerror or one_line(error)}") from error
-    if labelled and not found.labelled:
-        raise InputError(f"{str(spec)[:200]} has no labels, which are needed here")
-    return found
+    if labelled and not dataset.labelled:
+        raise InputError(f"{spec[:200]} has no labels, which are needed here")
+    return dataset
 
 
-def _kind_of(spec: str) -> tuple[Kind, str | Path]:
-    path = Path(spec)
-    if spec == "digits":
-        return DIGITS, spec
-    if spec and path.is_dir():
-        return TABLES if find_tables(path) else PICTURES, path
-    if spec and path.is_file():
-        kinds = {".npz": ARCHIVE, ".parquet": TABLES, ".arrow": TABLES}
-        if path.suffix not in kinds:
-            raise InputError(f"{path.name} is a file of no known kind; expected {_EXPECTED}")
-        return kinds[path.suffix], path
-    if SPEC.match(spec):
-        return FACTORY, spec
-    raise InputError(f"there is no {spec[:200]!r}{did_you_mean(spec[:200], ['digits'])}; expected {_EXPECTED}")
-
-
-def _split_of(spec: str, split: str | None) -> tuple[str, str | None]:
-    """`path#split` is the path and its split, unless a file of that very name exists."""
+def _split_in(spec: str, split: str | None) -> tuple[str, str | None]:
+    """`path#split` as the path and its split, unless a file of that very name exists."""
     stem, mark, named = spec.rpartition("#")
     if not mark or not re.fullmatch(r"\w+", named) or Path(spec).exists():
         return spec, split
-    if split is not None and split != named:
-        raise InputError(f"{spec!r} names the split {named!r}, but {split!r} was asked for too")
+    if split not in (None, named):
+        raise InputError(f"{spec!r} names the split {named!r}, but split={split!r} was given too")
     return stem, named
+
+
+def _reader_of(spec: str) -> tuple[Callable[..., Dataset], Any]:
+    path = Path(spec)
+    expected = "digits, a .npz or .parquet file, a folder of data, or package.module:factory"
+    if spec == "digits":
+        return load_digits, spec
+    if spec and path.is_dir():
+        return (_read_tables, path) if _tables_in(path) else (_read_pictures, path)
+    if spec and path.is_file():
+        readers: dict[str, Callable[..., Dataset]] = {".npz": _read_archive, ".parquet": _read_tables}
+        if path.suffix not in readers:
+            raise InputError(f"{path.name} is a file of an unsupported kind; expected {expected}")
+        return readers[path.suffix], path
+    if SPEC.match(spec):
+        return _read_factory, spec
+    raise InputError(f"there is no {spec[:200]!r}{did_you_mean(spec[:200], ['digits'])}; expected {expected}")
+
+
+def load_digits(name: str = "digits", split: str | None = None, num_classes: int | None = None) -> Dataset:
+    """The bundled 1,797 handwritten digits, inputs (1, 8, 8) in [0, 1], so that the demo needs no download.
+
+    Optical Recognition of Handwritten Digits, E. Alpaydin & C. Kaynak, UCI Machine Learning Repository (1998),
+    https://doi.org/10.24432/C50P49, licensed CC BY 4.0. Here: the images of its test part (as shipped with scikit-learn),
+    gray values 0 … 16 as bytes, shuffled once and split 1,437 / 360, stratified by class.
+
+    Args:
+        name: of the dataset.
+        split: "train" or "test".
+        num_classes: at least 10.
+
+    >>> load_digits(split="test")
+    Dataset('digits', 360 inputs of 1×8×8, 10 classes)
+    """
+    path = Path(__file__).with_name("digits.npz")
+    return _read_archive(path, split, num_classes, name=name, scale=16.0)
+
+
+def _read_factory(
+    spec: str,
+    split: str | None,
+    num_classes: int | None,
+    layout: Layout = "auto",
+    columns: Names | None = None,
+) -> Dataset:
+    """What `package.module:factory` returns, called with `split=` if there is one."""
+    data = resolve(spec)
+    if callable(data):
+        arguments = {} if split is None else {"split": split}
+        data = guarded(lambda: data(**arguments), repr(spec))
+    elif split is not None:
+        raise InputError(f"{spec} is not a factory, so it has no splits: leave the split out")
+    return as_dataset(data, spec, num_classes, layout, columns)
+
+
+def _choose_split(split: str | None, available: Sequence[str], name: str) -> str:
+    if split is None:
+        split = "test" if "test" in available or len(available) != 1 else available[0]
+    if split not in available:
+        raise InputError(f"{name} has no split {split!r}: choose one of {', '.join(available)}")
+    return split
+
+
+def _optional(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"reading this data needs {package}: pip install 'equipoise[data]'") from error
+
+
+# ---- NumPy archives ---------------------------------------------------------------------------------------------------
+
+
+def _read_archive(
+    path: Path,
+    split: str | None,
+    num_classes: int | None,
+    layout: Layout = "auto",
+    max_bytes: int = MAX_BYTES,
+    name: str | None = None,
+    scale: float | None = None,
+) -> Dataset:
+    """Arrays `x_SPLIT`, `y_SPLIT` (or `x`, `y`; `images`, `labels`) of a .npz; the classes are those of all its splits."""
+    name = name or path.name
+    try:
+        with zipfile.ZipFile(open_regular(path)) as archive:
+            pairs = _pairs([entry.removesuffix(".npy") for entry in archive.namelist() if entry.endswith(".npy")])
+            if not pairs:
+                raise InputError(f"{name} has no arrays x_train and y_train, x_test and y_test, x and y, or x alone")
+            chosen = _choose_split(split, list(pairs), name)
+            labels = {part: _array(archive, y, name, max_bytes) for part, (_, y) in pairs.items() if y is not None}
+            inputs = _array(archive, pairs[chosen][0], name, max_bytes)
+    except InputError:
+        raise
+    except Exception as error:  # zipfile has many ways to fail on a damaged file
+        raise InputError(f"{name} is not a readable .npz: {one_line(error)}") from error
+    if num_classes is None and labels:  # a single split may lack the last class
+        num_classes = 1 + max(int(check_labels(y, len(y), None, name).max()) for y in labels.values())
+    return Dataset.from_arrays(
+        inputs, labels.get(chosen), name=name, num_classes=num_classes, layout=layout, scale=scale
+    )
+
+
+def _pairs(keys: list[str]) -> dict[str, tuple[str, str | None]]:
+    """Split → (key of the inputs, key of the labels); arrays without a split's name are the split "all"."""
+
+    def named(usual: tuple[str, ...]) -> dict[str, str]:
+        return {key.partition("_")[2] or "all": key for key in keys if key.partition("_")[0] in usual}
+
+    inputs, labels = named(IMAGES), named(LABELS)
+    return {part: (key, labels.get(part)) for part, key in inputs.items() if part in labels or not labels}
+
+
+def _array(archive: zipfile.ZipFile, key: str, name: str, max_bytes: int) -> NDArray[Any]:
+    entry = archive.getinfo(f"{key}.npy")
+    if entry.file_size > max_bytes:  # zipfile never unpacks more than this
+        raise InputError(f"{name}: {key} declares {entry.file_size:,} bytes, the limit is {max_bytes:,} (max_bytes=)")
+    try:
+        with archive.open(entry) as file:
+            array = npy.read_array(file, allow_pickle=False)
+            rest = file.read(1)
+    except Exception as error:  # NumPy and zlib have many ways to fail on a damaged file
+        raise InputError(f"{name}: {key} is not a readable array: {one_line(error)[:160]}") from error
+    if rest:
+        raise InputError(f"{name}: {key} is longer than its header declares")
+    return array
+
+
+# ---- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def decode_picture(
+    data: bytes | Path, where: str, size: Size | None = None, channels: int | None = None
+) -> NDArray[Any]:
+    """One picture as bytes (C, H, W); a rotation noted in EXIF is not applied.
+
+    Args:
+        data: its bytes, or its file.
+        where: what messages call it.
+        size: (height, width) to resize and crop to; None: as the picture is.
+        channels: of the first picture: gray pictures join color ones, not the other way round.
+    """
+    image = _optional("PIL.Image", "pillow")
+    try:
+        with image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS) as picture:
+            width, height = picture.size
+            gray = picture.mode in ("1", "L")
+            if width * height > MAX_PIXELS:
+                raise InputError(f"{where} declares {width}×{height} pixels, the limit is {MAX_PIXELS:,}")
+            if picture.has_transparency_data or picture.mode[0] in "IF":
+                raise InputError(f"{where} has the mode {picture.mode}: convert it to 8-bit gray or RGB, without alpha")
+            if channels == 1 and not gray:
+                raise InputError(f"{where} is in color, but the first picture is gray: convert all to one of the two")
+            picture = picture.convert("L" if gray and channels != 3 else "RGB")
+            if size is not None:
+                picture = _optional("PIL.ImageOps", "pillow").fit(picture, size[::-1], image.Resampling.BILINEAR)
+            pixels = np.asarray(picture, dtype=np.uint8)
+    except InputError:
+        raise
+    except Exception as error:  # pillow has many ways to fail on a damaged file
+        raise InputError(f"{where} cannot be decoded as {', '.join(FORMATS)}: {one_line(error)[:160]}") from error
+    return pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)
+
+
+def _decode_files(files: list[Path], size: Size | None, channels: int | None, rows: Ints) -> list[NDArray[Any]]:
+    return [decode_picture(files[row], str(files[row]), size, channels) for row in rows]
+
+
+def _read_pictures(root: Path, split: str | None, num_classes: int | None, size: Size | None = None) -> Dataset:
+    """`root/class/…` or `root/split/class/…`, labels in the order of the sorted class names; `root/…` has no labels."""
+    files: list[Path] = []
+    for pattern in ("*/*", "*/*/*", "*"):
+        visible = [p for p in root.glob(pattern) if not re.search(r"(^|/)[._]", p.relative_to(root).as_posix())]
+        files = files or sorted(p for p in visible if p.suffix.lower() in SUFFIXES and p.is_file())
+    if not files:
+        raise InputError(f"{root}: expected .parquet files, or class folders of pictures ({', '.join(SUFFIXES)})")
+    depth = len(files[0].relative_to(root).parts)
+    if depth == 3:
+        splits = sorted({file.parts[-3] for file in files})
+        chosen = _choose_split(split, splits, str(root))
+        files = [file for file in files if file.parts[-3] == chosen]
+    elif split is not None:
+        _choose_split(split, ["all"], str(root))
+
+    first = _decode_files(files, size, None, np.zeros(1, np.int64))[0]
+    source = Source(len(files), first.shape, first.dtype, functools.partial(_decode_files, files, size, len(first)))
+    name = root.resolve().name
+    if depth == 1:
+        return Dataset.from_source(source, None, name=name)
+    # the classes of all splits, empty folders included, so that labels agree
+    classes = sorted({folder.name for folder in root.glob("*/" * (depth - 1)) if folder.name[0] not in "._"})
+    labels = np.array([classes.index(file.parent.name) for file in files])
+    return Dataset.from_source(source, labels, name=name, num_classes=num_classes, classes=classes)
+
+
+# ---- Parquet ----------------------------------------------------------------------------------------------------------
+
+_SHARD = re.compile(r"(.+)-\d+-of-(\d+).*")
+
+
+def _tables_in(folder: Path) -> dict[str, list[Path]]:
+    """Split → files: `test.parquet` or `test-00000-of-00002.parquet` in the folder or in `data/`, or any in `test/`."""
+    parts: dict[str, list[Path]] = {}
+    for path in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
+        nested = path.parent != folder and path.parent.name != "data"
+        parts.setdefault(path.parent.name if nested else _SHARD.sub(r"\1", path.stem), []).append(path)
+    return parts
+
+
+def _read_tables(
+    path: Path,
+    split: str | None,
+    num_classes: int | None,
+    layout: Layout = "auto",
+    size: Size | None = None,
+    columns: Names | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Dataset:
+    """A table or a folder of them: a column of pictures (bytes, or Hugging Face's struct) or lists, and one of labels."""
+    parts = _tables_in(path) if path.is_dir() else {path.stem: [path]}
+    files = parts[_choose_split(split, list(parts), str(path))]
+    for file in files if path.is_dir() else ():
+        shard = _SHARD.fullmatch(file.stem)
+        if shard and int(shard[2]) != len(files):
+            raise InputError(f"{path}: {file.name} is one of {int(shard[2])} files, but there are {len(files)}")
+    tables = [_read_table(file, max_bytes) for file in files]
+    for file, table in zip(files, tables, strict=True):
+        if not table.schema.equals(tables[0].schema, check_metadata=True):
+            raise InputError(f"{file.name} has other columns or classes than {files[0].name}")
+
+    pa = _optional("pyarrow", "pyarrow")
+    name = path.resolve().name
+    whole = pa.concat_tables(tables)
+    if whole.num_rows == 0:
+        raise InputError(f"{name} holds no data")
+    image, label = _find_columns(whole.column_names, columns, name)
+    labels = None
+    if label is not None:
+        column = whole.column(label)
+        if column.null_count or not pa.types.is_integer(column.type):
+            raise InputError(f"{name}: {label} is {column.type} with {column.null_count} gaps, expected integer labels")
+        labels = column.to_numpy()
+    cells = whole.column(image)
+    first = _cells(cells, name, size, None, layout, np.zeros(1, np.int64))[0]
+    source = Source(
+        len(cells), first.shape, first.dtype, functools.partial(_cells, cells, name, size, len(first), layout)
+    )
+    classes = _class_names(whole.schema, label)
+    return Dataset.from_source(source, labels, name=name, num_classes=num_classes, classes=classes)
+
+
+def _read_table(path: Path, max_bytes: int) -> Any:
+    """A Parquet file; offsets and lengths are verified, since a file may lie about them."""
+    parquet = _optional("pyarrow.parquet", "pyarrow")
+    try:
+        with open_regular(path) as plain:
+            file = parquet.ParquetFile(plain)
+            groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+            declared = sum(max(group.total_byte_size, 8 * group.num_rows) for group in groups)
+            if declared > max_bytes:
+                raise InputError(f"{path.name} declares {declared:,} bytes, the limit is {max_bytes:,} (max_bytes=)")
+            table = file.read()
+        table.validate(full=True)
+    except InputError:
+        raise
+    except Exception as error:  # pyarrow has many ways to fail on a damaged file
+        raise InputError(f"{path.name} is not a readable Parquet file: {one_line(error)}") from error
+    return table
+
+
+def _find_columns(names: list[str], asked: Names | None, where: str) -> tuple[str, str | None]:
+    """The columns of inputs and labels: those asked for, else those with the usual names; no labels if there is none."""
+    usual = (IMAGES, LABELS) if asked is None else tuple((name,) for name in asked)
+    image, label = (next((name for name in some if name in names), None) for some in usual)
+    missing = image is None or (asked is not None and asked[1] and label is None)
+    if image is None or missing or len(set(names)) < len(names):
+        raise InputError(f"{where} has the columns {', '.join(names)}: name two of them, columns=(image, label)")
+    return image, label
+
+
+def _class_names(schema: Any, label: str | None) -> tuple[str, ...] | None:
+    """The names that Hugging Face stores with a column of the feature ClassLabel."""
+    try:
+        names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]["names"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+    valid = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    return tuple(names) if valid else None
+
+
+def _cells(column: Any, name: str, size: Size | None, channels: int | None, layout: Layout, rows: Ints) -> Any:
+    """The inputs in some cells: pictures are decoded, lists of numbers must have equal lengths."""
+    values = [column[int(row)].as_py() for row in rows]
+    if all(isinstance(value, dict) for value in values):  # Hugging Face's {bytes, path}; the path is never opened
+        values = [value.get("bytes") for value in values]
+    if all(isinstance(value, bytes) for value in values):
+        return [decode_picture(v, f"{name}: row {row}", size, channels) for row, v in zip(rows, values, strict=True)]
+
+    inner = column.type
+    while hasattr(inner, "value_type"):
+        inner = inner.value_type
+    try:
+        array = np.array(values, dtype=inner.to_pandas_dtype())
+    except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
+        raise InputError(
+            f"{name}: rows {rows[0]} … {rows[-1]}: expected embedded pictures, or lists of numbers of equal length "
+            f"without gaps ({one_line(error)[:100]})"
+        ) from error
+    return arrange(array, name, layout)

@@ -9,7 +9,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from equipoise.core.bounds import format_up
-from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
+from equipoise.core.checks import require_one_of, require_positive
+from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz.capture import Program, capture, in_single_precision
 from equipoise.lipschitz.chains import chain_total
 from equipoise.lipschitz.local.measure import whole_bound

@@ -314,7 +314,7 @@ def _lerp(a: Tensor, b: Tensor, weight: Any) -> Tensor:
     return a * (1 - weight) + b * weight
 
 
-def _distances(a: Tensor, b: Tensor, p: float, mode: int | None) -> Tensor:
+def _distances(a: Tensor, b: Tensor, p: float = 2.0, mode: int | None = None) -> Tensor:
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
 
 
@@ -323,7 +323,7 @@ _OWN: dict[Any, Callable[..., Tensor]] = {
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.lerp.Scalar: _lerp,
     _aten.lerp.Tensor: _lerp,
-    _aten._cdist_forward.default: _distances,
+    _aten.cdist.default: _distances,
 }
 
 

@@ -8,14 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import require_number
+from equipoise.core.checks import require_number, require_one_of
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
 from equipoise.maps.pointwise import read_activation
 
 
-class MaxMin(nn.Module):
+class Described(nn.Module):
+    """A module that prints the attributes named in `__constants__`."""
+
+    __constants__: tuple[str, ...] = ()
+
+    def extra_repr(self) -> str:
+        """The attributes."""
+        return ", ".join(f"{name}={getattr(self, name)}" for name in self.__constants__)
+
+
+class MaxMin(Described):
     """`(a, b) → (max(a, b), min(a, b))` on pairs of channels, the first half against the second: a reordering.
 
     Guarantee: 1-Lipschitz and norm preserving, in every dtype (nothing is rounded).
@@ -26,6 +36,7 @@ class MaxMin(nn.Module):
     tensor([[3., 5., 1., 4.]])
     """
 
+    __constants__ = ("dim",)
     lipschitz_upper = by_construction(1.0)
 
     def __init__(self, dim: int = 1) -> None:
@@ -38,12 +49,8 @@ class MaxMin(nn.Module):
         a, b = x.chunk(2, self.dim)
         return torch.cat([torch.maximum(a, b), torch.minimum(a, b)], self.dim)
 
-    def extra_repr(self) -> str:
-        """The dimension."""
-        return f"dim={self.dim}"
 
-
-class BetaAbs(nn.Module):
+class BetaAbs(Described):
     """`|x|` on the first `⌈β·n⌉` of n channels, x on the others: norm preserving, and a fraction of MaxMin's cost.
 
     Between orthogonal layers β = 1/2 is MaxMin in other coordinates: `(max, min)(a, b) = Qᵀ(|·|, id)Q(a, b)` up to a sign,
@@ -57,11 +64,14 @@ class BetaAbs(nn.Module):
     tensor([[ 1.,  5., -3.,  4.]])
     """
 
+    __constants__ = ("beta", "dim")
+
     def __init__(self, beta: float = 0.5, dim: int = 1) -> None:
         super().__init__()
         if not 0 <= beta <= 1:
             raise InputError(f"beta must lie in [0, 1], got {beta}")
-        self.beta, self.dim = beta, dim
+        self.beta = beta
+        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
         """The channels, the first ones without their sign."""
@@ -76,12 +86,8 @@ class BetaAbs(nn.Module):
         """1: every entry keeps its place and its size."""
         return Bound(1.0, Kind.UPPER, "entries keep their size")
 
-    def extra_repr(self) -> str:
-        """Part and dimension."""
-        return f"beta={self.beta:g}, dim={self.dim}"
 
-
-class GroupSort(nn.Module):
+class GroupSort(Described):
     """Sorts every group of `size` neighbouring channels in increasing order; all of them where `size` is None.
 
     Guarantee: 1-Lipschitz (sorting is a contraction) and norm preserving, in every dtype.
@@ -92,13 +98,15 @@ class GroupSort(nn.Module):
     tensor([[1., 2., 3., 7., 8., 9.]])
     """
 
+    __constants__ = ("size", "dim")
     lipschitz_upper = by_construction(1.0)
 
     def __init__(self, size: int | None = 2, dim: int = 1) -> None:
         super().__init__()
         if size is not None and size < 1:
             raise InputError(f"the group size must be at least 1, got {size}")
-        self.size, self.dim = size, dim
+        self.size = size
+        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
         """The sorted groups."""
@@ -109,12 +117,8 @@ class GroupSort(nn.Module):
         shape = (*x.shape[:dim], x.shape[dim] // self.size, self.size, *x.shape[dim + 1 :])
         return x.reshape(shape).sort(dim + 1).values.reshape(x.shape)
 
-    def extra_repr(self) -> str:
-        """Group size and dimension."""
-        return f"size={self.size}, dim={self.dim}"
 
-
-class HouseholderActivation(nn.Module):
+class HouseholderActivation(Described):
     """`z → z − 2·min(vᵀz, 0)·v`, `v = (sin θ/2, −cos θ/2)`, on pairs of channels (first half, second half), θ learned.
 
     Pairs on one side of the line through the origin at angle θ/2 stay, those on the other side are reflected on it:
@@ -130,6 +134,8 @@ class HouseholderActivation(nn.Module):
     tensor([[3., 5., 1., 4.]], grad_fn=<RoundBackward1>)
     """
 
+    __constants__ = ("channels", "dim")
+
     def __init__(
         self, channels: int, dim: int = 1, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -137,7 +143,8 @@ class HouseholderActivation(nn.Module):
         require_number(channels, "channels", whole=True)
         if channels < 2 or channels % 2:
             raise InputError(f"Householder works on pairs: the number of channels must be even, got {channels}")
-        self.channels, self.dim = channels, dim
+        self.channels = channels
+        self.dim = dim
         self.theta = nn.Parameter(torch.full((channels // 2,), math.pi / 2, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,12 +166,8 @@ class HouseholderActivation(nn.Module):
         square = half.sin().double().square() + half.cos().double().square()
         return Bound(inflate(max(1.0, 2 * float(square.max()) - 1)), Kind.UPPER, "reflections")
 
-    def extra_repr(self) -> str:
-        """Channels and dimension."""
-        return f"{self.channels}, dim={self.dim}"
 
-
-class Contracted(nn.Module):
+class Contracted(Described):
     """`φ(x)/L` for an activation φ whose slopes go beyond 1 (GELU, SiLU, Mish, …), with L its exact constant, rounded
     up.
 
@@ -174,30 +177,28 @@ class Contracted(nn.Module):
     True
     """
 
-    def _constant(self) -> float | None:
-        """1, as long as the activation is what it was; else what follows from the one that is there now."""
-        found = slopes(self)
-        return None if found is None else max(1.0, *map(abs, found))
-
-    lipschitz_upper = by_construction(_constant)
+    __constants__ = ("factor",)
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
-        found = slopes(activation)
-        if found is None:
+        steepest = steepness(activation)
+        if steepest is None:
             raise Refused(
                 f"the slopes of {type(activation).__name__} are not known here, so there is nothing to divide by"
             )
         self.activation = activation
-        self.factor = deflate(1 / max(1.0, *map(abs, found)))
+        self.factor = deflate(1 / max(1.0, steepest))
+
+    def _constant(self) -> float | None:
+        """That of the activation it has now, times the factor; at least 1."""
+        steepest = steepness(self)
+        return None if steepest is None else max(1.0, steepest)
+
+    lipschitz_upper = by_construction(_constant)
 
     def forward(self, x: Tensor) -> Tensor:
         """The activation, shrunk."""
         return self.activation(x) * self.factor
-
-    def extra_repr(self) -> str:
-        """The factor."""
-        return f"factor={self.factor:.6g}"
 
 
 def _divisible(x: Tensor, dim: int, size: int, name: str) -> None:
@@ -213,11 +214,17 @@ def slopes(activation: nn.Module) -> tuple[float, float] | None:
     >>> slopes(nn.ReLU()), slopes(nn.LeakyReLU(0.1)), slopes(nn.GELU())[1] > 1.1289, slopes(nn.Linear(1, 1))
     ((0.0, 1.0), (0.1, 1.0), True, None)
     """
-    if isinstance(activation, Contracted) and type(activation) is Contracted:
+    if type(activation) is Contracted:
         inner = slopes(activation.activation)
         return None if inner is None else (inner[0] * activation.factor, inner[1] * activation.factor)
-    found = read_activation(activation) if isinstance(activation, nn.Module) else None
-    return None if found is None else found.slopes
+    pointwise = read_activation(activation) if isinstance(activation, nn.Module) else None
+    return None if pointwise is None else pointwise.slopes
+
+
+def steepness(activation: nn.Module) -> float | None:
+    """The largest absolute slope of a pointwise activation; None where it is not known."""
+    interval = slopes(activation)
+    return None if interval is None else max(map(abs, interval))
 
 
 #: why the slopes of these are not in the table
@@ -227,8 +234,6 @@ _UNKNOWN: dict[type[nn.Module], str] = {
     nn.Hardshrink: "it jumps",
     nn.Softplus: "with threshold below 20 it jumps where it switches to the identity",
 }
-#: the argument that decides
-_ARGUMENT = {nn.ELU: "alpha", nn.LeakyReLU: "negative_slope"}
 
 
 def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(Uᵀx)") -> nn.Module:
@@ -241,16 +246,15 @@ def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(U�
     >>> unit_slopes(nn.GELU())
     Traceback (most recent call last):
     ...
-    equipoise.core.errors.Refused: GELU: its slopes go from -0.129 to 1.13; a residual block ...
+    equipoise.core.errors.Refused: GELU(approximate='none'): its slopes go from -0.129 to 1.13; a residual block ...
     """
-    found, kind = slopes(activation), type(activation)
-    if found is not None and found[0] >= 0 and found[1] <= 1:
+    interval = slopes(activation)
+    if interval is not None and interval[0] >= 0 and interval[1] <= 1:
         return cast(nn.Module, activation)
-    name = kind.__name__ if isinstance(activation, nn.Module) else getattr(activation, "__name__", activation)
-    why = _UNKNOWN.get(kind, "its slopes are not known here")
-    if found is not None:
-        cause = f" with {_ARGUMENT[kind]}={getattr(activation, _ARGUMENT[kind]):g}" if kind in _ARGUMENT else ""
-        why = f"its slopes go from {found[0]:.3g} to {found[1]:.3g}{cause}"
+    name = str(activation) if isinstance(activation, nn.Module) else getattr(activation, "__name__", activation)
+    why = _UNKNOWN.get(type(activation), "its slopes are not known here")
+    if interval is not None:
+        why = f"its slopes go from {interval[0]:.3g} to {interval[1]:.3g}"
     raise Refused(
         f"{name}: {why}; {layer} is 1-Lipschitz only if every slope of act lies in [0, 1]; "
         "use ReLU, LeakyReLU, Tanh, Softplus, ELU or Hardtanh"
@@ -259,8 +263,8 @@ def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(U�
 
 def homogeneous(activation: nn.Module) -> bool:
     """Whether `act(c·z) = c·act(z)` for c > 0: a factor can be moved through."""
-    found = read_activation(activation)
-    return found is not None and found.homogeneous
+    pointwise = read_activation(activation)
+    return pointwise is not None and pointwise.homogeneous
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -285,6 +289,5 @@ def activation(name: str) -> nn.Module:
     >>> activation("maxmin")
     MaxMin(dim=1)
     """
-    if name not in ACTIVATIONS:
-        raise InputError(f"there is no activation {name!r}; there are {', '.join(ACTIVATIONS)}")
+    require_one_of(ACTIVATIONS, activation=name)
     return ACTIVATIONS[name]()

@@ -7,52 +7,31 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
 from torch.nn.utils import parametrize
 
+from equipoise.core.checks import require_module, require_one_of
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import evaluating, hooked, is_unmodified
 from equipoise.maps.reading import module_kind
-from equipoise.nn.activations import Contracted, slopes
-from equipoise.nn.constants import known_constant, overlap
+from equipoise.nn import rescaling
+from equipoise.nn.activations import Contracted, steepness
 from equipoise.nn.normalise import BatchCentering
-from equipoise.nn.orthogonal import bcop, cayley, polar, soc
-from equipoise.nn.parametrize import PLAIN, Computed, Parametrized
+from equipoise.nn.orthogonal import cayley, polar, soc
+from equipoise.nn.parametrize import PLAIN, Computed, ComputedLayer, Parametrized
 from equipoise.nn.pooling import MaxPool2d
-from equipoise.nn.rescaling import (
-    AOLConv1d,
-    AOLConv2d,
-    AOLConv3d,
-    AOLConvTranspose2d,
-    AOLLinear,
-    SNConv1d,
-    SNConv2d,
-    SNConv3d,
-    SNConvTranspose2d,
-    SNLinear,
-    SRConv1d,
-    SRConv2d,
-    SRConv3d,
-    SRConvTranspose2d,
-    SRLinear,
-)
+from equipoise.nn.wrappers import known_constant, overlap
 from equipoise.norms import spectral_norm
 
 Action = Literal["converted", "replaced", "kept", "left"]
 
 
-#: the layers that stand for a plain one, by family; residual blocks and sandwich layers, which hold an activation, do not
-FAMILIES: dict[str, tuple[Any, ...]] = {
-    "sn": (SNLinear, SNConv1d, SNConv2d, SNConv3d, SNConvTranspose2d),
-    "aol": (AOLLinear, AOLConv1d, AOLConv2d, AOLConv3d, AOLConvTranspose2d),
-    "sr": (SRLinear, SRConv1d, SRConv2d, SRConv3d, SRConvTranspose2d),
-    "bcop": (bcop.BCOPLinear, bcop.BCOPConv1d, bcop.BCOPConv2d, bcop.BCOPConv3d, bcop.BCOPConvTranspose2d),
-    "rko": (bcop.RKOLinear, bcop.RKOConv1d, bcop.RKOConv2d, bcop.RKOConv3d, bcop.RKOConvTranspose2d),
-    "bjorck": (bcop.BjorckLinear, bcop.BjorckConv2d),
-    "cayley": (cayley.CayleyLinear, cayley.CayleyConv2d, cayley.CayleyConvTranspose2d),
-    "bro": (cayley.BROLinear, cayley.BROConv2d),
-    "chord": (cayley.CHORDLinear, cayley.CHORDConv2d),
-    "soc": (soc.SOCLinear, soc.SOCConv2d, soc.SOCConvTranspose2d),
-    "householder": (polar.HouseholderLinear,),
+#: families with layers that replace a plain one; residual blocks and sandwich layers, which hold an activation, do not
+_FAMILIES = {
+    rescaling: ("SN", "AOL", "SR"),
+    cayley: ("Cayley", "BRO", "CHORD"),
+    soc: ("SOC",),
+    polar: ("BCOP", "RKO", "Bjorck", "Householder"),
 }
 
 
@@ -62,11 +41,15 @@ def methods() -> dict[str, dict[type[nn.Module], Any]]:
     >>> methods()["sr"][nn.Linear].__name__
     'SRLinear'
     """
-    return {name: {_stands_for(layer): layer for layer in layers} for name, layers in FAMILIES.items()}
-
-
-def _stands_for(layer: Any) -> type[nn.Module]:
-    return layer.plain() if issubclass(layer, Parametrized) else layer.plain_type
+    return {
+        family.lower(): {
+            plain: getattr(module, family + plain.__name__)
+            for plain in PLAIN
+            if hasattr(module, family + plain.__name__)
+        }
+        for module, families in _FAMILIES.items()
+        for family in families
+    }
 
 
 @dataclass(frozen=True)
@@ -103,29 +86,28 @@ def convert(model: nn.Module, method: str = "sr", **options: Any) -> tuple[nn.Mo
     >>> [(row.now, row.action) for row in rows]
     [('AOLLinear', 'converted'), ('Contracted', 'replaced'), ('LayerNorm', 'left')]
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"expected an nn.Module, got {type(model).__name__}")
-    if method not in methods():
-        raise InputError(f"there is no method {method!r}; there are {', '.join(sorted(methods()))}")
+    require_module(model, "model")
+    require_one_of(methods(), method=method)
     walk = _Walk(method, options)
     new = walk.visit(copy.deepcopy(model), "")
     return new, tuple(walk.rows)
 
 
 class _Walk:
-    """Depth first through the modules; `seen` keeps modules used twice one module, `shared` weights used twice one weight."""
+    """Depth first through the modules; `done` keeps modules used twice one module, `shared` weights used twice one weight."""
 
     def __init__(self, method: str, options: dict[str, Any]) -> None:
-        self.layers, self.options = methods()[method], options
+        self.layers = methods()[method]
+        self.options = options
         self.rows: list[Change] = []
-        self.seen: dict[nn.Module, nn.Module] = {}
+        self.done: dict[nn.Module, nn.Module] = {}
         self.shared: dict[Tensor, nn.Module] = {}
 
     def visit(self, module: nn.Module, path: str) -> nn.Module:
         """The replacement of a module, the module itself where there is none."""
-        if module in self.seen:
-            return self.seen[module]
-        self.seen[module] = module  # a module that contains itself would not end otherwise
+        if module in self.done:
+            return self.done[module]
+        self.done[module] = module  # a module that contains itself would not end otherwise
         if isinstance(module, Computed | Parametrized):
             return self.note(path, module, module, "kept", "1-Lipschitz already")
         if parametrize.is_parametrized(module):
@@ -142,7 +124,7 @@ class _Walk:
         if hooked(module):
             return self.note(path, module, module, "left", "it has hooks or a patched forward; remove them first")
         new = self.replace(module, path)
-        self.seen[module] = new
+        self.done[module] = new
         return new
 
     def note(self, path: str, old: nn.Module, new: nn.Module, action: Action, why: str = "") -> nn.Module:
@@ -164,10 +146,9 @@ class _Walk:
             if pool is None:
                 return self.note(path, module, module, "left", why + "; no disjoint windows give the same output size")
             return self.note(path, module, pool, "replaced", why)
-        interval = slopes(module)
-        if interval is not None and max(map(abs, interval)) > 1:
-            steepest = f"its slopes reach {max(map(abs, interval)):.5g}"
-            return self.note(path, module, Contracted(module), "replaced", steepest)
+        steepest = steepness(module)
+        if steepest is not None and steepest > 1:
+            return self.note(path, module, Contracted(module), "replaced", f"its slopes reach {steepest:.5g}")
         constant = known_constant(module)
         if constant is not None and constant <= 1:
             return self.note(path, module, module, "kept")
@@ -185,11 +166,12 @@ class _Walk:
             return self.note(path, module, module, "left", str(refusal))
         except TypeError as error:
             raise InputError(f"{path or 'the model'}: the method does not take these options: {error}") from error
-        first, why = self.shared.get(weight), ""
+        why = ""
         if isinstance(layer, Parametrized):
-            self.shared.setdefault(weight, layer)
-            if first is not None and type(first).__bases__ == type(layer).__bases__ and repr(first) == repr(layer):
-                layer.parametrizations["weight"], why = first.parametrizations["weight"], "shares its weight"  # type: ignore[index, operator]
+            first = self.shared.setdefault(weight, layer)
+            if first is not layer and repr(first) == repr(layer):
+                layer.parametrizations["weight"] = first.parametrizations["weight"]  # type: ignore[index, operator]
+                why = "shares its weight"
         layer.requires_grad_(weight.requires_grad)
         return self.note(path, module, layer, "converted", why)
 
@@ -219,19 +201,17 @@ def _centering(norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> BatchC
 
 def _disjoint(pool: nn.MaxPool2d) -> MaxPool2d | None:
     """Windows of the stride's size with the same number of outputs for every input: those where 2·padding = kernel − 1."""
-    k, s, p, d = (
-        (v, v) if isinstance(v, int) else tuple(v) for v in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
-    )
+    k, s, p, d = map(_pair, (pool.kernel_size, pool.stride, pool.padding, pool.dilation))
     same = all(2 * c == a - 1 for a, c in zip(k, p, strict=True))
     if not same or d != (1, 1) or pool.ceil_mode or pool.return_indices or min(s) < 2:
         return None
-    return MaxPool2d((s[0], s[1]), ceil_mode=True)
+    return MaxPool2d(s, ceil_mode=True)
 
 
 def _reason(module: nn.Module) -> str:
     if isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.InstanceNorm2d | nn.RMSNorm):
         return "dividing by a standard deviation has constant max|γ|/√ε; LayerCentering does not divide"
-    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d):
+    if isinstance(module, PLAIN):
         return "this method has no such layer, or it is a subclass with a forward of its own"
     if isinstance(module, nn.PReLU):
         return "its slope is learned and not limited; use LeakyReLU"
@@ -241,7 +221,7 @@ def _reason(module: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class LayerNorm2:
+class LayerBound:
     """Upper bound of one exported layer's ℓ2 constant: `spectral norm` for the stored weights, or `construction`."""
 
     name: str
@@ -257,7 +237,7 @@ class Certificate:
     It is about the stored weights; changing them makes it void.
     """
 
-    layers: tuple[LayerNorm2, ...]
+    layers: tuple[LayerBound, ...]
     upper: float | None = None
     source: str = ""
     norm: str = "l2"
@@ -267,18 +247,17 @@ class Certificate:
         return asdict(self)
 
 
-def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
+def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerBound, ...]]:
     """A deep copy with plain layers in place of those that compute their weights, and their norms.
 
     Modules used twice stay one module. Outputs are equal up to the rounding of one product (≤ 1e-6 relative).
 
-    >>> net, rows = plain(nn.Sequential(SRLinear(4, 4), nn.ReLU()))
+    >>> net, rows = plain(nn.Sequential(rescaling.SRLinear(4, 4), nn.ReLU()))
     >>> type(net[0]).__name__, rows[0].upper <= 1.00001
     ('Linear', True)
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"expected an nn.Module, got {type(model).__name__}")
-    rows: list[LayerNorm2] = []
+    require_module(model, "model")
+    rows: list[LayerBound] = []
     memo: dict[int, Any] = {}
     for path, layer in _outermost(model, ""):
         if id(layer) not in memo:
@@ -290,14 +269,13 @@ def plain(model: nn.Module) -> tuple[nn.Module, tuple[LayerNorm2, ...]]:
 def _exported(path: str, layer: nn.Module) -> nn.Module:
     """One layer as a plain module."""
     name = parametrize.type_before_parametrizations(layer).__name__
-    if isinstance(layer, Computed):
-        if not hasattr(layer, "export") or not is_unmodified(layer, "export"):
+    if isinstance(layer, ComputedLayer):
+        if not is_unmodified(layer, "export"):
             raise Refused(
                 f"{path} ({name}) has hooks, or a subclass or a patch changes what its calls do, so that export() would make "
-                "another map; remove them, or define export beside forward in the same class"
+                "another map; remove them"
             )
-        made: nn.Module = copy.deepcopy(layer.export())  # type: ignore[operator]
-        return made
+        return layer.export()
     kind = module_kind(layer)  # refuses hooks and overridden forwards
     if type(layer).__call__ is not nn.Module.__call__:
         raise Refused(f"{path} ({name}) overrides __call__, so that export() would make another map")
@@ -315,7 +293,7 @@ def evaluate_at(model: nn.Module, *inputs: Tensor) -> None:
     """Evaluate once, so that layers whose weights depend on the image size are exported for the size they have in this call."""
     for part in model.modules():
         if isinstance(part, Computed):
-            part._kept.clear()
+            part._cache.clear()
     with evaluating(model), torch.no_grad():
         model(*inputs)
 
@@ -324,7 +302,7 @@ def with_effective_weights(model: nn.Module, *inputs: Tensor) -> nn.Module:
     """The network with the weights it uses in evaluation on inputs of this size: itself where no layer computes its own.
 
     >>> type(with_effective_weights(cayley.CayleyConv2d(2, 2, 3), torch.zeros(1, 2, 6, 6))).__name__
-    'SpectralConv2d'
+    'CayleyConv2d'
     """
     if next(_outermost(model, ""), None) is None:
         return model
@@ -334,18 +312,22 @@ def with_effective_weights(model: nn.Module, *inputs: Tensor) -> nn.Module:
 
 def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Layers that compute their weights and are not part of another one."""
-    if isinstance(module, Computed) or (isinstance(module, PLAIN) and parametrize.is_parametrized(module, "weight")):
+    if isinstance(module, ComputedLayer):
+        if module.stored is None:
+            yield path, module
+        return
+    if isinstance(module, PLAIN) and parametrize.is_parametrized(module, "weight"):
         yield path, module
         return
     for name, child in module.named_children():
         yield from _outermost(child, f"{path}.{name}" if path else name)
 
 
-def _norm(name: str, layer: nn.Module, new: nn.Module) -> LayerNorm2:
+def _norm(name: str, layer: nn.Module, new: nn.Module) -> LayerBound:
     kind = parametrize.type_before_parametrizations(layer).__name__
     try:
         upper = spectral_norm(new, rtol=1e-4).upper
     except (Refused, InputError):
-        return LayerNorm2(name, kind, known_constant(layer), "construction")
-    top = float(upper.max()) if isinstance(upper, Tensor) else float(upper)
-    return LayerNorm2(name, kind, top, "spectral norm, all input sizes")
+        return LayerBound(name, kind, known_constant(layer), "construction")
+    top = float(torch.as_tensor(upper).max())
+    return LayerBound(name, kind, top, "spectral norm, all input sizes")

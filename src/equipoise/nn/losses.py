@@ -1,4 +1,6 @@
-"""Losses that ask for a margin: `z` are logits (batch, classes), `y` labels, `L` a Lipschitz constant of the logit map.
+"""Losses that ask for a margin, and certified accuracy.
+
+`z` are logits (batch, classes), `y` labels, `L` a Lipschitz constant of the logit map.
 
 `K_ij` bounds the Lipschitz constant of `z_i − z_j`: `√2·L` for any pair, `L_trunk·‖w_i − w_j‖₂` where the last layer
 W is known. Both may be tensors with a graph; then the constants are trained as well.
@@ -11,15 +13,22 @@ lower bound of a Wasserstein distance. Their scores are `(batch,)` or `(batch, 1
 distributions, or `(batch, classes)` with integer labels; `reduction` is that of `torch.nn` losses.
 """
 
+from __future__ import annotations
+
 import math
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from equipoise.core.accuracy import certified_at
+from equipoise.core.checks import require_one_of
 from equipoise.core.errors import InputError
 from equipoise.core.precision import safe_root
+from equipoise.smoothing.margins import margin_radius
 
 Reduction = Literal["mean", "sum", "none"]
 #: covers the rounding of a handful of float64 operations and of sums of squares over up to 2¹⁶ features
@@ -48,8 +57,7 @@ def offset_cross_entropy(
     >>> float(offset_cross_entropy(z, torch.tensor([0]))) < float(offset_cross_entropy(z, torch.tensor([1])))
     True
     """
-    check_logits(z, y)
-    wide = widened(z)
+    wide = _checked(z, y)
     return _cooled(wide - offset * lipschitz * one_hot(wide, y), y, temperature).to(z.dtype)
 
 
@@ -65,7 +73,6 @@ def margin_hinge(z: Tensor, y: Tensor, epsilon: float = 1.0, lipschitz: Tensor |
     >>> float(margin_hinge(torch.tensor([[2.0, 0.0]]), torch.tensor([0])))
     0.0
     """
-    check_logits(z, y)
     return functional.relu(math.sqrt(2) * lipschitz * epsilon - margin(widened(z), y)).mean().to(z.dtype)
 
 
@@ -80,8 +87,7 @@ def margin(z: Tensor, y: Tensor) -> Tensor:
     tensor([1.])
     """
     check_logits(z, y)
-    own = one_hot(z, y).bool()
-    return z.gather(1, y[:, None])[:, 0] - z.masked_fill(own, -math.inf).amax(1)
+    return _own(z, y) - z.masked_fill(one_hot(z, y).bool(), -math.inf).amax(1)
 
 
 def pair_constants(
@@ -104,17 +110,15 @@ def pair_constants(
         lipschitz = widened(lipschitz)
     if weight is not None:
         weight = widened(weight)
-        own = functional.one_hot(y, len(weight)).bool()
-        seen, place = y.unique(return_inverse=True)  # a batch has fewer classes than examples: every pair once
-        distance = _lengths(weight[seen][:, None, :] - weight[None])[place]
-        return (lipschitz * distance).masked_fill(own, 0.0) * _ABOVE
-    if classes is None:
+        classes = len(weight)
+        present, place = y.unique(return_inverse=True)  # a batch has fewer classes than examples: every pair once
+        distance = _lengths(weight[present][:, None, :] - weight[None])[place]
+    elif classes is not None:
+        distance = math.sqrt(2) * widened(torch.ones(len(y), classes, device=y.device))
+    else:
         raise InputError("pair_constants needs the number of classes or the last layer's weight")
     own = functional.one_hot(y, classes).bool()
-    every = math.sqrt(2) * (
-        lipschitz if isinstance(lipschitz, Tensor) else widened(torch.ones(1, device=y.device)) * lipschitz
-    )
-    return every.expand(len(y), classes).masked_fill(own, 0.0) * _ABOVE
+    return (lipschitz * distance).masked_fill(own, 0.0) * _ABOVE
 
 
 def lipschitz_margin(
@@ -142,8 +146,7 @@ def lipschitz_margin(
     >>> bool(lipschitz_margin(z, y, 0.5) > functional.cross_entropy(z, y))
     True
     """
-    check_logits(z, y)
-    lifted = widened(z) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
+    lifted = _checked(z, y) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
     return _cooled(lifted, y, temperature).to(z.dtype)
 
 
@@ -189,8 +192,8 @@ def gloro(
     >>> float(gloro(torch.tensor([[9.0, 0.0]]), torch.tensor([0]), 1.0)) < 0.01
     True
     """
-    check_logits(z, y)
-    return functional.cross_entropy(_with_bottom(widened(z), epsilon, lipschitz, weight), y).to(z.dtype)
+    wide = _checked(z, y)
+    return functional.cross_entropy(_with_bottom(wide, epsilon, lipschitz, weight), y).to(z.dtype)
 
 
 def gloro_trades(
@@ -217,8 +220,7 @@ def gloro_trades(
     >>> bool(gloro_trades(z, y, 0.5) > functional.cross_entropy(z, y))
     True
     """
-    check_logits(z, y)
-    wide = widened(z)
+    wide = _checked(z, y)
     log_p = wide.log_softmax(1)
     log_q = _with_bottom(wide, epsilon, lipschitz, weight).log_softmax(1)[:, :-1]
     divergence = (log_p.exp() * (log_p - log_q)).sum(1).mean()
@@ -253,10 +255,10 @@ def emma(
     >>> torch.allclose(emma(z, y, 1.0), functional.cross_entropy(z, y))  # a wrong class that wins is not lifted
     True
     """
-    check_logits(z, y)
-    K, wide = pair_constants(y, lipschitz, weight, z.shape[1]), widened(z)
+    wide = _checked(z, y)
+    K = pair_constants(y, lipschitz, weight, z.shape[1])
     with torch.no_grad():
-        reached = (wide.gather(1, y[:, None]) - wide) / K.clamp_min(torch.finfo(K.dtype).tiny)
+        reached = (_own(wide, y)[:, None] - wide) / K.clamp_min(torch.finfo(K.dtype).tiny)
         radius = reached.clamp(0, epsilon)
     return _cooled(wide + radius * K, y, temperature).to(z.dtype)
 
@@ -293,14 +295,12 @@ def logit_annealing(
     >>> bool(logit_annealing(z, y) < 1e-3 * logit_annealing(-z, y))
     True
     """
-    check_logits(z, y)
     _positive(temperature, "temperature")
     if not gamma >= 0:
         raise InputError(f"gamma must not be negative, got {gamma}")
-    wide = widened(z)
-    lifted = wide + offset * (1 - one_hot(wide, y))
-    lifted = lifted + epsilon * pair_constants(y, lipschitz, weight, z.shape[1]) if epsilon else lifted
-    log_p = (lifted / temperature).log_softmax(1).gather(1, y[:, None])[:, 0]
+    wide = _checked(z, y)
+    lifted = wide + offset * (1 - one_hot(wide, y)) + epsilon * pair_constants(y, lipschitz, weight, z.shape[1])
+    log_p = _own((lifted / temperature).log_softmax(1), y)
     return (-temperature * (-torch.expm1(log_p)).clamp_min(0).pow(gamma) * log_p).mean().to(z.dtype)
 
 
@@ -332,8 +332,8 @@ def kr(z: Tensor, y: Tensor, reduction: Reduction = "mean") -> Tensor:
         share = up.double() / up.sum().clamp_min(1) - down.double() / down.sum().clamp_min(1)
         parts = score * share.to(score) * len(score) * (up.any() & down.any())
     else:
-        own, score = _classes(z, y)
-        right = (score * own).sum(1)
+        score = _checked(z, y)
+        right = _own(score, y)
         parts = right - (score.sum(1) - right) / (z.shape[1] - 1)
     return _reduced(parts, reduction).to(z.dtype)
 
@@ -354,8 +354,8 @@ def hinge(z: Tensor, y: Tensor, margin: float = 1.0, reduction: Reduction = "mea
     if _one_score(z):
         parts = functional.relu(margin / 2 - _signs(z, y) * widened(z).flatten())
     else:
-        own, score = _classes(z, y)
-        parts = functional.relu(margin / 2 - (2 * own - 1) * score).mean(1)
+        score = _checked(z, y)
+        parts = functional.relu(margin / 2 - (2 * one_hot(score, y) - 1) * score).mean(1)
     return _reduced(parts, reduction).to(z.dtype)
 
 
@@ -413,9 +413,9 @@ def soft_hkr(
     _share(alpha)
     _positive(margin)
     _positive(temperature, "temperature")
-    own, score = _classes(z, y)
-    rivals = (score.detach() / temperature).masked_fill(own.bool(), -float("inf")).softmax(1)
-    right = (score * own).sum(1)
+    score = _checked(z, y)
+    rivals = (score.detach() / temperature).masked_fill(one_hot(z, y).bool(), -math.inf).softmax(1)
+    right = _own(score, y)
     hinges = functional.relu(margin / 2 - right) + (rivals * functional.relu(margin / 2 + score)).sum(1)
     parts = alpha * hinges - (1 - alpha) * (right - (rivals * score).sum(1))
     return _reduced(parts, reduction).to(z.dtype)
@@ -450,11 +450,11 @@ def _signs(z: Tensor, y: Tensor) -> Tensor:
     if y.numel() != len(z) or not len(z):
         raise InputError(f"expected one label per score, got scores {tuple(z.shape)} and labels {tuple(y.shape)}")
     labels = y.flatten().to(widened(z).dtype)
-    if not bool(((labels == 1) | (labels == 0) | (labels == -1)).all()) or bool(
-        (labels == 0).any() & (labels == -1).any()
-    ):
+    if set(labels.tolist()) <= {0.0, 1.0}:
+        return 2 * labels - 1
+    if not set(labels.tolist()) <= {-1.0, 1.0}:
         raise InputError("labels of two distributions must be ±1, or 0 and 1")
-    return labels.masked_fill(labels == 0, -1)
+    return labels
 
 
 def check_logits(z: Tensor, y: Tensor) -> None:
@@ -472,8 +472,6 @@ def one_hot(z: Tensor, y: Tensor) -> Tensor:
     Args:
         z: logits (batch, classes), or scores.
         y: labels.
-        z: logits (batch, classes), or scores.
-        y: labels.
     """
     return functional.one_hot(y, z.shape[1]).to(z.dtype)
 
@@ -483,11 +481,15 @@ def widened(x: Tensor) -> Tensor:
     return x if x.device.type == "mps" else x.double()
 
 
-def _classes(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The labels as one-hot rows, and the scores."""
+def _checked(z: Tensor, y: Tensor) -> Tensor:
+    """The logits in float64, refused unless there is one label for each row."""
     check_logits(z, y)
-    score = widened(z)
-    return one_hot(score, y), score
+    return widened(z)
+
+
+def _own(z: Tensor, y: Tensor) -> Tensor:
+    """`z_y` of every row."""
+    return z.gather(1, y[:, None])[:, 0]
 
 
 def _positive(value: float, name: str = "margin") -> None:
@@ -501,11 +503,8 @@ def _share(alpha: float) -> None:
 
 
 def _reduced(parts: Tensor, reduction: Reduction) -> Tensor:
-    if reduction == "none":
-        return parts
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    return parts.mean() if reduction == "mean" else parts.sum()
+    require_one_of(get_args(Reduction), reduction=reduction)
+    return parts if reduction == "none" else getattr(parts, reduction)()
 
 
 def _lengths(x: Tensor) -> Tensor:
@@ -538,3 +537,60 @@ LOSSES = {
     "soft_hkr": soft_hkr,
 }
 MARGIN_LOSSES = ("lmt", "gloro", "gloro_trades", "emma", "la")
+
+
+@dataclass
+class CertifiedAccuracy:
+    """Accuracy and certified accuracy at several radii: sums only, so that parts of a dataset can be merged.
+
+    Radii are `margin_radius`, about the real-number map: the rounding of the network's own forward pass is not covered.
+
+    Args:
+        radii: at which to count.
+
+    >>> import torch
+    >>> metric = CertifiedAccuracy((0.0, 0.5))
+    >>> metric.update(torch.tensor([[3.0, 1.0], [0.0, 0.1]]), torch.tensor([0, 1]))
+    >>> metric.compute()
+    {'accuracy': 1.0, 'certified': {0.0: 1.0, 0.5: 0.5}, 'samples': 2}
+    """
+
+    radii: Sequence[float] = (36 / 255, 72 / 255, 108 / 255, 1.0)
+    samples: int = 0
+    correct: int = 0
+    certified: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not len(self.radii) or not all(r >= 0 for r in self.radii):
+            raise InputError(f"radii must be non-negative numbers, got {tuple(self.radii)}")
+        self.certified = self.certified or [0] * len(self.radii)
+
+    def update(self, logits: Tensor, labels: Tensor, lipschitz: Any = 1.0, weight: Tensor | None = None) -> None:
+        """Count a batch: certified at ε means that the label wins (`R > 0`) and `R ≥ ε`.
+
+        Args:
+            logits: (batch, classes).
+            labels: (batch,).
+            lipschitz: as in `smoothing.margins.margin_radius`.
+            weight: that of the last layer; `lipschitz` is then about what comes before it.
+        """
+        radius = margin_radius(logits, labels, lipschitz, weight=weight)
+        self.samples += len(labels)
+        self.correct += int((logits.argmax(1) == labels).sum())
+        for i, r in enumerate(self.radii):
+            self.certified[i] += int(certified_at(radius, radius > 0, r).sum())
+
+    def merge(self, other: CertifiedAccuracy) -> None:
+        """Add the counts of another part."""
+        if tuple(other.radii) != tuple(self.radii):
+            raise InputError(f"cannot merge counts at radii {tuple(other.radii)} into those at {tuple(self.radii)}")
+        self.samples += other.samples
+        self.correct += other.correct
+        self.certified = [a + b for a, b in zip(self.certified, other.certified, strict=True)]
+
+    def compute(self) -> dict[str, Any]:
+        """The fractions."""
+        if not self.samples:
+            raise InputError("no sample was counted yet")
+        shares = {float(r): n / self.samples for r, n in zip(self.radii, self.certified, strict=True)}
+        return {"accuracy": self.correct / self.samples, "certified": shares, "samples": self.samples}

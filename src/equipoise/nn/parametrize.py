@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Self, cast
 
@@ -20,7 +20,8 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
+from equipoise.core.errors import InputError, Refused, did_you_mean
+from equipoise.core.modules import by_construction
 from equipoise.core.precision import full_precision
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of
@@ -29,15 +30,15 @@ Tensors = tuple[Tensor, ...]
 
 #: the plain layers that a parametrization may be registered on
 PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
-#: how many values an evaluated module keeps: one for each of the last image sizes
-_KEPT = 4
+#: for how many image sizes an evaluated module keeps its effective tensors
+_CACHED_SIZES = 4
 
 
 class Computed(nn.Module):
     """A module with effective tensors `e = g(θ, args)`: subclasses write `compute`, their forward reads `effective`.
 
     * Training mode: `g` is computed in every forward pass, with its graph.
-    * Evaluation mode: `g` is computed once and kept with a copy of θ, which is compared bit for bit before each use, so
+    * Evaluation mode: `g` is computed once and cached with a copy of θ, which is compared bit for bit before each use, so
       that no way of changing θ (optimizer, `load_state_dict`, `.data`) leaves a stale value. Gradients still flow: the
       backward pass computes `g` again.
     * `torch.export`, `torch.onnx` and `torch.jit.trace` in evaluation mode: the values are constants of the program.
@@ -48,7 +49,7 @@ class Computed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: dict[Any, _Kept] = {}
+        self._cache: dict[Any, _Cached] = {}
         self._sources: Tensors = ()
 
     def compute(self, *args: Any) -> Tensors:
@@ -56,89 +57,85 @@ class Computed(nn.Module):
         raise NotImplementedError
 
     def effective(self, *args: Any) -> Tensors:
-        """`compute(*args)` for the parameters as they are now. Arguments are tensors, or keys such as an image size."""
-        tensors = self._tensors(args)
+        """`compute(*args)` for the current parameters. Arguments are tensors, or keys such as an image size."""
         if torch.compiler.is_dynamo_compiling():
             return self.compute(*args)
+        tensors = self._tensors(args)
         _refuse_half(type(self).__name__, tensors)
         if self.training:
             return self._exact(args)
         if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
-            constants = self._as_constants(args, tensors)
-            return self._exact(args) if constants is None else constants
+            return self._as_constants(args, tensors)
         if not all(map(is_plain_call, tensors)):
             return self._exact(args)
 
-        kept = self._evaluated(args, tensors)
+        values = self._evaluated(args, tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return _Recomputed.apply(self, args, kept.values, *tensors)
-        return kept.values
+            return _Recomputed.apply(self, args, values, *tensors)
+        return values
 
     def train(self, mode: bool = True) -> Self:
-        """Training or evaluation mode; remembers the tensors that an export will stand in for."""
+        """Training or evaluation mode; remembers the real tensors, which an export replaces by fake ones."""
         self._sources = self._tensors(())
         return super().train(mode)
 
     def _tensors(self, args: tuple[Any, ...]) -> Tensors:
-        given = [a for a in args if isinstance(a, Tensor)]
-        return (*given, *self.parameters(), *self.buffers())
+        return (*(a for a in args if isinstance(a, Tensor)), *self.parameters(), *self.buffers())
 
     def _exact(self, args: tuple[Any, ...]) -> Tensors:
-        """`g` in full precision, with its graph and nothing kept."""
+        """`g` in full precision, with its graph; not cached."""
         device = next((t.device.type for t in self._tensors(args)), "cpu")
-        with without_autocast(device), _full_precision():
+        with _without_autocast(device), _full_precision():
             return self.compute(*args)
 
-    def _evaluated(self, args: tuple[Any, ...], tensors: Tensors) -> _Kept:
-        """The values kept for these tensors, computed where there are none."""
+    def _evaluated(self, args: tuple[Any, ...], tensors: Tensors) -> Tensors:
+        """The cached values for these tensors, computed if there are none."""
         key = tuple(a for a in args if not isinstance(a, Tensor))
-        kept = self._kept.get(key)
-        if kept is not None and kept.fits(tensors):
-            return kept
-
-        with torch.inference_mode(False), torch.no_grad():
-            copies = tuple(t.detach().clone() for t in tensors)
-            values = tuple(v.detach() for v in _compute_with(self, copies, args))
-        kept = _Kept(copies, values)
-        while len(self._kept) >= _KEPT:
-            self._kept.pop(next(iter(list(self._kept))), None)
-        self._kept[key] = kept
-        if all(isinstance(t, nn.Parameter) for t in tensors[: len(tensors) - len(list(self.buffers()))]):
+        cached = self._cache.get(key)
+        if cached is None or not cached.fits(tensors):
+            with torch.inference_mode(False), torch.no_grad():
+                copies = tuple(t.detach().clone() for t in tensors)
+                values = tuple(v.detach() for v in _compute_with(self, copies, args))
+            cached = _Cached(copies, values)
+            while len(self._cache) >= _CACHED_SIZES:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[key] = cached
+        if not any(t.is_inference() for t in tensors):
             self._sources = tensors
-        return kept
+        return cached.values
 
-    def _as_constants(self, args: tuple[Any, ...], tensors: Tensors) -> Tensors | None:
-        """The values computed outside the trace; None where the real tensors behind the traced ones are not known."""
+    def _as_constants(self, args: tuple[Any, ...], tensors: Tensors) -> Tensors:
+        """The values computed outside the trace; traced like other code if the real tensors are not known."""
         if torch.compiler.is_exporting():
             if not _same_storage(self._sources, tensors):
-                return None
+                return self._exact(args)
             tensors = self._sources
-        given = iter(tensors)
-        args = tuple(next(given) if isinstance(a, Tensor) else a for a in args)
+        args = _with_tensors(args, iter(tensors))
 
         def work() -> Tensors:
             with full_precision(), torch.no_grad():
-                return self._evaluated(args, tensors).values
+                return self._evaluated(args, tensors)
 
-        with ThreadPoolExecutor(1) as pool:  # what traces is local to a thread
+        with ThreadPoolExecutor(1) as pool:  # tracing is local to a thread
             return pool.submit(work).result()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}  # a copy or a pickle computes its own
+        return {**self.__dict__, "_cache": {}}  # a copy or a pickle computes its own
 
 
-class _Kept:
-    """Effective tensors, and the tensors they belong to."""
+class _Cached:
+    """Effective tensors, and copies of the tensors they were computed from."""
 
     def __init__(self, copies: Tensors, values: Tensors) -> None:
-        self.copies, self.values = copies, values
+        self.copies = copies
+        self.values = values
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
         return [v._version for v in self.values if not v.is_inference()]
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether these tensors have the same numbers, and nobody wrote into the values."""
+        """Whether these tensors hold the same numbers, and the values were not written to."""
         if len(tensors) != len(self.copies) or self.versions != self._versions():
             return False
         return all(
@@ -148,26 +145,45 @@ class _Kept:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Kept values forward, `g` computed again backward."""
+    """Cached values forward, `g` computed again backward."""
 
     @staticmethod
     def forward(ctx: Any, module: Computed, args: tuple[Any, ...], values: Tensors, *tensors: Tensor) -> Tensors:
-        ctx.module, ctx.args = module, args
+        ctx.module = module
+        ctx.args = args
         ctx.save_for_backward(*tensors)
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        tensors, higher = ctx.saved_tensors, torch.is_grad_enabled()
-        wanted = [t for t in tensors if t.requires_grad]
+        tensors = ctx.saved_tensors
+        again = torch.is_grad_enabled()
         with torch.enable_grad():
             values = _compute_with(ctx.module, tensors, ctx.args)
-            pairs = [(v, g) for v, g in zip(values, gradients, strict=True) if v.requires_grad]
-            parts = torch.autograd.grad(
-                [v for v, _ in pairs], wanted, [g for _, g in pairs], create_graph=higher, allow_unused=True
-            )
-        by_tensor = {id(t): part for t, part in zip(wanted, parts, strict=True)}
-        return (None, None, None, *(by_tensor.get(id(t)) for t in tensors))
+        present = [i for i, value in enumerate(values) if value.requires_grad]
+        return (
+            None,
+            None,
+            None,
+            *differentiated([values[i] for i in present], [gradients[i] for i in present], *tensors, again=again),
+        )
+
+
+def differentiated(
+    values: Sequence[Tensor], gradients: Sequence[Tensor], *inputs: Tensor | None, again: bool = True
+) -> tuple[Tensor | None, ...]:
+    """Gradients for the inputs by autograd; None for those that need none.
+
+    Args:
+        values: computed from the inputs by differentiable operators.
+        gradients: one for each value.
+        inputs: tensors, or None.
+        again: whether the gradients will be differentiated.
+    """
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    parts = torch.autograd.grad(values, wanted, gradients, create_graph=again, allow_unused=True)
+    by_tensor = dict(zip(map(id, wanted), parts, strict=True))
+    return tuple(by_tensor.get(id(t)) for t in inputs)
 
 
 class _Computing(nn.Module):
@@ -182,18 +198,23 @@ class _Computing(nn.Module):
         return self.owner._exact(args)
 
 
+def _with_tensors(args: tuple[Any, ...], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
+    """The arguments with their tensors replaced."""
+    return tuple(next(tensors) if isinstance(a, Tensor) else a for a in args)
+
+
 def _compute_with(module: Computed, tensors: Tensors, args: tuple[Any, ...]) -> Tensors:
-    """`g` of given tensors: arguments first, then parameters and buffers, as `effective` lists them."""
-    given = iter(tensors)
-    args = tuple(next(given) if isinstance(a, Tensor) else a for a in args)
+    """`g` of other tensors: arguments first, then parameters and buffers, as `effective` lists them."""
+    rest = iter(tensors)
+    args = _with_tensors(args, rest)
     names = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
-    state = {f"owner.{name}": tensor for name, tensor in zip(names, given, strict=True)}
+    state = {f"owner.{name}": tensor for name, tensor in zip(names, rest, strict=True)}
     values: Tensors = torch.func.functional_call(_Computing(module), state, args, tie_weights=False)
     return values
 
 
 def _same_storage(sources: Tensors, traced: Tensors) -> bool:
-    """Whether these are the real tensors that an export stands in for: its fake tensors are made of them, one for each."""
+    """Whether an export made its fake tensors, one for each, of these real ones."""
     if len(sources) != len(traced):
         return False
     for real, fake in zip(sources, traced, strict=True):
@@ -212,20 +233,16 @@ def _refuse_half(name: str, tensors: Tensors) -> None:
             )
 
 
-def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Leave autocast; nothing at all when autocast is off, so that graphs stay plain."""
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    if torch.compiler.is_compiling():  # backend switches cannot be traced; the compiled graph follows the global ones
-        yield
-    else:
-        with full_precision():
-            yield
+def _full_precision() -> contextlib.AbstractContextManager[Any]:
+    # backend switches cannot be traced; the compiled graph follows the global ones
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else full_precision()
 
 
 def is_plain_call(tensor: Tensor) -> bool:
@@ -235,9 +252,126 @@ def is_plain_call(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is None
 
 
-def cast_input(x: Tensor, weight: Tensor) -> Tensor:
-    """The input in the weight's dtype under autocast; elsewhere a wrong dtype stays the error it is in `nn.Linear`."""
-    return x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x
+class ComputedLayer(Computed):
+    """A layer that is not one plain layer with another weight: `y = evaluate(x, *effective)`.
+
+    Subclasses write `build` (the parameters, from a plain layer), `compute` (the effective tensors), `evaluate` and `bound`;
+    `key` where the effective tensors depend on the image size. The arguments are those of `plain_type`, then those of `build`.
+    """
+
+    #: makes the plain layer whose arguments this one has
+    plain_type: ClassVar[Any]
+    #: whether the effective tensors depend on the image size
+    sized: ClassVar[bool] = False
+    #: whether `evaluate` reads the bias, besides the effective tensors
+    reads_bias: ClassVar[bool] = True
+    bias: nn.Parameter | None
+    #: of an exported layer: its key, and which of the stored tensors are complex
+    stored: tuple[tuple[Any, ...], tuple[bool, ...]] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "plain_type"):
+            cls.__signature__ = _joined_signature(cls.plain_type, cls.build)  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+        options, own = _split_options(type(self), self.build, options)
+        self._start(self.plain_type(*args, **options), own)
+
+    def _start(self, plain: Any, options: dict[str, Any]) -> None:
+        for name in inspect.signature(type(plain)).parameters:
+            if name not in ("bias", "device", "dtype"):
+                setattr(self, name, getattr(plain, name))
+        self.register_parameter("bias", copy.deepcopy(plain.bias))
+        self.build(plain, **options)
+
+    def build(self, plain: Any) -> None:
+        """Make the parameters."""
+        raise NotImplementedError
+
+    def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        """The layer with these effective tensors."""
+        raise NotImplementedError
+
+    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+        """Upper bound of the constant of `evaluate` with these effective tensors."""
+        raise NotImplementedError
+
+    def key(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
+        """The arguments of `compute` for an input of this shape."""
+        return ()
+
+    def effective(self, *args: Any) -> Tensors:
+        """The effective tensors: those stored in an exported layer, else computed."""
+        if self.stored is None:
+            return super().effective(*args)
+        key, kinds = self.stored
+        if args != key:
+            raise InputError(f"this layer was exported for images of {key[0]} (padding included), got {args[0]}")
+        values = [self.get_parameter(f"effective_{i}") for i in range(len(kinds))]
+        return tuple(torch.view_as_complex(v) if c else v for v, c in zip(values, kinds, strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer on `x`; under autocast in full precision, with the result in autocast's dtype."""
+        device = x.device.type
+        tensors = self.effective(*self.key(x.shape))
+        if not torch.is_autocast_enabled(device):
+            return self.evaluate(x, *tensors)
+        with torch.autocast(device, enabled=False):
+            y = self.evaluate(x.to(tensors[0].real.dtype), *tensors)
+        return y.to(torch.get_autocast_dtype(device))
+
+    def constant(self) -> float | None:
+        """1 for the classes of this package; None for an exported layer and for a subclass elsewhere."""
+        return 1.0 if self.stored is None and _ours(self) else None
+
+    @by_construction(constant)
+    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
+        """Bound of the layer on inputs of this shape, from the effective tensors."""
+        with torch.no_grad():
+            return self.bound(self.effective(*self.key(input_shape)), input_shape)
+
+    def export(self, input_size: int | tuple[int, int] | None = None) -> Self:
+        """A copy that stores its effective tensors as parameters: nothing is computed again, and bounds are measured.
+
+        Args:
+            input_size: of the images, for layers whose weights depend on it; by default the one size it was evaluated at.
+        """
+        key: tuple[Any, ...] = ()
+        if self.sized and input_size is not None:
+            key = self.key((input_size, input_size) if isinstance(input_size, int) else input_size)
+        elif self.sized:
+            key = self._only_key()
+        with torch.no_grad():
+            tensors = self.effective(*key)
+        new = copy.deepcopy(self)
+        for name in [name for name, _ in new.named_parameters(recurse=False) if name != "bias" or not self.reads_bias]:
+            new.register_parameter(name, None)
+        new.stored = key, tuple(t.is_complex() for t in tensors)
+        for i, tensor in enumerate(tensors):
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            new.register_parameter(f"effective_{i}", nn.Parameter(real.detach().clone()))
+        return new
+
+    def _only_key(self) -> tuple[Any, ...]:
+        if len(self._cache) == 1:
+            return next(iter(self._cache))
+        kind = Refused if self._cache else InputError
+        raise kind(
+            f"the effective weight of {type(self).__name__} depends on the image size, and it was evaluated at "
+            f"{len(self._cache)} sizes; call export(input_size=(h, w)), or evaluate it at one size first"
+        )
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        names = inspect.signature(type(self)).parameters
+        hidden = ("bias", "device", "dtype", "activation")
+        return ", ".join(f"{n}={getattr(self, n)}" for n in names if n not in hidden and hasattr(self, n))
+
+
+def _ours(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("equipoise.nn.")
 
 
 class Parametrization(Computed):
@@ -265,7 +399,8 @@ class Parametrization(Computed):
         self.check(geometry)
         self.geometry = geometry
         self.factory: dict[str, Any] = {"device": device, "dtype": dtype or torch.get_default_dtype()}
-        self.made_for: tuple[Any, ...] = ()
+        #: hyper-parameters of the layer that it was made for
+        self.made_for: list[Any] = []
 
     @classmethod
     def check(cls, geometry: Geometry) -> None:
@@ -348,7 +483,7 @@ def register(module: nn.Module, kind: type[Parametrization], name: str = "weight
         names = ", ".join(f"nn.{k.__name__}" for k in kind.kinds)
         raise Refused(f"{kind.__name__} is for {names}, got {type(module).__name__}: {kind.instead}")
     parametrization = kind(geometry, device=tensor.device, dtype=tensor.dtype, **options)
-    parametrization.made_for = hyperparameters(module)
+    parametrization.made_for = _hyperparameters(module)
     # unsafe: shape and dtype are known to be right, and a forward pass would not work on the meta device
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
     if isinstance(module, Parametrized):
@@ -358,18 +493,9 @@ def register(module: nn.Module, kind: type[Parametrization], name: str = "weight
     return module
 
 
-def hyperparameters(module: nn.Module) -> tuple[Any, ...]:
+def _hyperparameters(module: nn.Module) -> list[Any]:
     """What the forward pass of a plain layer depends on besides its tensors."""
-    names = (
-        "stride",
-        "padding",
-        "_reversed_padding_repeated_twice",
-        "output_padding",
-        "dilation",
-        "groups",
-        "padding_mode",
-    )
-    return tuple(getattr(module, name, None) for name in names)
+    return [getattr(module, name) for name in getattr(module, "__constants__", ())]
 
 
 def sole_parametrization(module: nn.Module) -> Parametrization | None:
@@ -380,21 +506,19 @@ def sole_parametrization(module: nn.Module) -> Parametrization | None:
     first = parametrizations[0]
     if len(parametrizations) != 1 or not isinstance(first, Parametrization):
         return None
-    return first if first.made_for == hyperparameters(module) else None
+    return first if first.made_for == _hyperparameters(module) else None
 
 
 def proved_constant(module: nn.Module) -> float | None:
     """What the parametrization of a linear layer proves: those of this package only, on a layer that is otherwise plain."""
     parametrization = sole_parametrization(module)
-    if parametrization is None or not type(parametrization).__module__.startswith("equipoise.nn."):
+    if parametrization is None or not _ours(parametrization):
         return None
-    plain = next(kind for kind in PLAIN if isinstance(module, kind))
-    changed = [
-        name
-        for name in ("__call__", "forward", "_conv_forward")
-        if getattr(type(module), name, 0) is not getattr(plain, name, 0)
-    ]
-    patched = [name for part in (module, parametrization) for name, value in vars(part).items() if callable(value)]
+    kind = type(module)
+    plain = next(base for base in PLAIN if isinstance(module, base))
+    methods = ("__call__", "forward", "_conv_forward")
+    changed = any(getattr(kind, name, None) is not getattr(plain, name, None) for name in methods)
+    patched = any(callable(value) for part in (module, parametrization) for value in vars(part).values())
     return None if changed or patched else parametrization.constant()
 
 
@@ -406,21 +530,20 @@ class Parametrized(nn.Module):
 
     parametrization: ClassVar[type[Parametrization]]
 
+    #: the plain layer
+    plain_type: ClassVar[type[nn.Module]]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "parametrization" in vars(cls):
-            cls.__signature__ = joined_signature(cls.plain(), cls.parametrization.__init__)  # type: ignore[attr-defined]
+            cls.plain_type = next(kind for kind in cls.__mro__ if kind in PLAIN)
+            signature = _joined_signature(cls.plain_type, cls.parametrization.__init__)
+            cls.__signature__ = signature  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        own = option_names(type(self).parametrization.__init__)
-        given = {name: options.pop(name) for name in list(options) if name in own}
+        options, own = _split_options(type(self), self.parametrization.__init__, options)
         super().__init__(*args, **options)
-        register(self, self.parametrization, **given)
-
-    @classmethod
-    def plain(cls) -> type[nn.Module]:
-        """The plain layer."""
-        return next(kind for kind in cls.__mro__ if kind in PLAIN)
+        register(self, self.parametrization, **own)
 
     @classmethod
     def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
@@ -430,8 +553,7 @@ class Parametrized(nn.Module):
             plain: a layer of the plain class; it is not changed.
             options: of the parametrization.
         """
-        if not isinstance(plain, cls.plain()):
-            raise InputError(f"{cls.__name__} stands for nn.{cls.plain().__name__}, got {type(plain).__name__}")
+        check_plain(cls, plain)
         layer = cls.__new__(cls)
         layer.__dict__.update(copy.deepcopy(plain.__dict__))
         register(layer, cls.parametrization, **options)
@@ -486,14 +608,32 @@ def _with_property(kind: type[nn.Module]) -> Any:
     return _Lasting(kind.__name__, (kind,), body)
 
 
-def option_names(function: Any) -> dict[str, inspect.Parameter]:
+def check_plain(layer: Any, plain: nn.Module) -> None:
+    """Refuse a plain layer of another class than the one that this layer replaces."""
+    if not isinstance(plain, layer.plain_type):
+        raise InputError(f"{layer.__name__} replaces nn.{layer.plain_type.__name__}, got {type(plain).__name__}")
+
+
+def _option_names(function: Any) -> dict[str, inspect.Parameter]:
     """The keyword arguments of a constructor that are options: neither the layer's geometry nor where its tensors live."""
     fixed = ("self", "geometry", "plain", "device", "dtype", "factory")
     return {name: p for name, p in inspect.signature(function).parameters.items() if name not in fixed}
 
 
-def joined_signature(plain: type[nn.Module], function: Any) -> inspect.Signature:
+def _joined_signature(plain: Any, function: Any) -> inspect.Signature:
     """The arguments of a plain layer, then the options of a constructor by name."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [p.replace(kind=keyword) for p in option_names(function).values()]
+    options = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in _option_names(function).values()]
     return inspect.Signature([*inspect.signature(plain).parameters.values(), *options])
+
+
+def _split_options(kind: type, function: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of the plain layer, and the options of a constructor."""
+    names = inspect.signature(kind).parameters
+    for name in options:
+        if name not in names:
+            raise TypeError(f"{kind.__name__} has no argument {name!r}{did_you_mean(name, names)}")
+    own = _option_names(function)
+    return (
+        {name: value for name, value in options.items() if name not in own},
+        {name: value for name, value in options.items() if name in own},
+    )

@@ -5,51 +5,41 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.utils import _pair
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import describe
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.modules import by_construction
 from equipoise.core.precision import deflate, inflate
+from equipoise.nn.activations import Described
 
 Sizes = int | tuple[int, int]
 
 
-def _pair(value: Sizes, what: str) -> tuple[int, int]:
-    found = (value, value) if isinstance(value, int) else tuple(value)
-    if len(found) != 2 or not all(isinstance(n, int) and n >= 0 for n in found):
-        raise InputError(f"{what} must be a whole number or a pair of them, got {describe(value)}")
-    return found[0], found[1]
-
-
-def _reached(kernel: Sizes, stride: Sizes) -> int:
-    """How many windows a pixel reaches, for the attributes as they are now."""
-    return math.prod(-(-k // s) for k, s in zip(_pair(kernel, "kernel_size"), _pair(stride, "stride"), strict=True))
-
-
-class _Windows(nn.Module):
+class _Windows(Described):
     """Windows that do not overlap."""
+
+    __constants__: tuple[str, ...] = ("kernel_size", "stride")
 
     def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
         super().__init__()
-        kernel = _pair(kernel_size, "kernel_size")
-        step = kernel if stride is None else _pair(stride, "stride")
-        if min(kernel) < 1 or any(s < k for s, k in zip(step, kernel, strict=True)):
-            count = math.prod(-(-k // max(s, 1)) for s, k in zip(step, kernel, strict=True))
+        self.kernel_size = _pair(kernel_size)
+        self.stride = _pair(kernel_size if stride is None else stride)
+        count = self._reached()
+        if count != 1:
             raise Refused(
-                f"{type(self).__name__} with kernel {kernel} and stride {step} overlaps: one pixel reaches {count} windows, "
-                f"which has constant √{count}, not 1; use a stride of at least the kernel size"
+                f"{type(self).__name__} with kernel {self.kernel_size} and stride {self.stride} overlaps: one pixel reaches "
+                f"{count} windows, which has constant √{count}, not 1; use a stride of at least the kernel size"
             )
-        self.kernel_size, self.stride = kernel, step
 
-    def _constant(self) -> float | None:
-        """1; for a stride that was changed later, `√` of the number of windows that a pixel reaches."""
-        count = _reached(self.kernel_size, self.stride)
+    def _reached(self) -> int:
+        """How many windows a pixel reaches."""
+        return math.prod(-(-k // max(s, 1)) for k, s in zip(_pair(self.kernel_size), _pair(self.stride), strict=True))
+
+    def _constant(self) -> float:
+        """`√` of the number of windows that a pixel reaches."""
+        count = self._reached()
         return 1.0 if count == 1 else inflate(math.sqrt(count))
-
-    def extra_repr(self) -> str:
-        """Sizes."""
-        return f"kernel_size={self.kernel_size}, stride={self.stride}"
 
 
 class MaxPool2d(_Windows):
@@ -61,25 +51,22 @@ class MaxPool2d(_Windows):
     >>> MaxPool2d(3, 2)
     Traceback (most recent call last):
     ...
-    equipoise.core.errors.Refused: MaxPool2d with kernel (3, 3) and stride (2, 2) overlaps: one pixel reaches 4
-    windows, ...
+    equipoise.core.errors.Refused: MaxPool2d with kernel (3, 3) and stride (2, 2) overlaps: one pixel reaches ...
     """
 
+    __constants__ = ("kernel_size", "stride", "padding")
     lipschitz_upper = by_construction(_Windows._constant)
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False
     ) -> None:
         super().__init__(kernel_size, stride)
-        self.padding, self.ceil_mode = _pair(padding, "padding"), ceil_mode
+        self.padding = padding
+        self.ceil_mode = ceil_mode
 
     def forward(self, x: Tensor) -> Tensor:
         """The maxima."""
         return functional.max_pool2d(x, self.kernel_size, self.stride, self.padding, ceil_mode=self.ceil_mode)
-
-    def extra_repr(self) -> str:
-        """Sizes."""
-        return f"{super().extra_repr()}, padding={self.padding}"
 
 
 class ScaledAvgPool2d(_Windows):
@@ -93,21 +80,12 @@ class ScaledAvgPool2d(_Windows):
     [2.0, 2.0, 2.0, 2.0]
     """
 
-    def _constant(self) -> float | None:
-        """1; not known once its attributes were changed."""
-        kernel = _pair(self.kernel_size, "kernel_size")
-        built = _reached(kernel, self.stride) == 1 and self.scale == _root(math.prod(kernel))
-        return 1.0 if built else None
-
-    lipschitz_upper = by_construction(_constant)
-
-    def __init__(self, kernel_size: Sizes, stride: Sizes | None = None) -> None:
-        super().__init__(kernel_size, stride)
-        self.scale = _root(math.prod(self.kernel_size))
+    lipschitz_upper = by_construction(_Windows._constant)
 
     def forward(self, x: Tensor) -> Tensor:
         """The scaled means."""
-        return functional.avg_pool2d(x, self.kernel_size, self.stride) * self.scale
+        pooled = functional.avg_pool2d(x, self.kernel_size, self.stride)
+        return pooled * _root(math.prod(_pair(self.kernel_size)))
 
 
 class L2NormPool2d(_Windows):
@@ -124,7 +102,7 @@ class L2NormPool2d(_Windows):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norms."""
-        (kh, kw), (sh, sw) = _pair(self.kernel_size, "kernel_size"), _pair(self.stride, "stride")
+        (kh, kw), (sh, sw) = _pair(self.kernel_size), _pair(self.stride)
         return torch.linalg.vector_norm(x.unfold(-2, kh, sh).unfold(-2, kw, sw), dim=(-2, -1))
 
 
@@ -148,19 +126,7 @@ def _root(n: int) -> float:
     return float(whole) if whole * whole == n else deflate(math.sqrt(n))
 
 
-class _Blocks(nn.Module):
-    def __init__(self, block: int = 2) -> None:
-        super().__init__()
-        if block < 1:
-            raise InputError(f"the block must be at least 1 pixel wide, got {block}")
-        self.block = block
-
-    def extra_repr(self) -> str:
-        """The block."""
-        return f"block={self.block}"
-
-
-class SpaceToDepth(_Blocks):
+class SpaceToDepth(nn.PixelUnshuffle):
     """Every r×r block of pixels becomes r² channels: an isometry, the invertible downsampling.
 
     >>> import torch
@@ -170,12 +136,11 @@ class SpaceToDepth(_Blocks):
 
     lipschitz_upper = by_construction(1.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The rearranged image."""
-        return functional.pixel_unshuffle(x, self.block)
+    def __init__(self, block: int = 2) -> None:
+        super().__init__(block)
 
 
-class DepthToSpace(_Blocks):
+class DepthToSpace(nn.PixelShuffle):
     """The inverse of `SpaceToDepth`: r² channels become r×r pixels; an isometry.
 
     >>> import torch
@@ -186,12 +151,11 @@ class DepthToSpace(_Blocks):
 
     lipschitz_upper = by_construction(1.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The rearranged image."""
-        return functional.pixel_shuffle(x, self.block)
+    def __init__(self, block: int = 2) -> None:
+        super().__init__(block)
 
 
-class PadChannels(nn.Module):
+class PadChannels(Described):
     """Appends channels of zeros up to `channels`: an isometry onto its image, where a residual network starts.
 
     >>> import torch
@@ -199,6 +163,7 @@ class PadChannels(nn.Module):
     tensor(12.)
     """
 
+    __constants__ = ("channels",)
     lipschitz_upper = by_construction(1.0)
 
     def __init__(self, channels: int) -> None:
@@ -212,12 +177,8 @@ class PadChannels(nn.Module):
             raise InputError(f"{x.shape[1]} channels do not fit into {self.channels}")
         return functional.pad(x, (0, 0) * (x.dim() - 2) + (0, extra))
 
-    def extra_repr(self) -> str:
-        """The number of channels."""
-        return str(self.channels)
 
-
-class SpatialShift(nn.Module):
+class SpatialShift(Described):
     """Moves groups of channels by one pixel each in their own direction: neighbours meet without a product.
 
     The channels are cut into `directions` groups (1, 5 or 9: none, the four neighbours, the eight); on a circle
@@ -232,13 +193,16 @@ class SpatialShift(nn.Module):
     [[15.0, 16.0, 17.0], [9.0, 10.0, 11.0], [12.0, 13.0, 14.0]]
     """
 
+    __constants__ = ("directions", "padding_mode")
+
     def __init__(self, directions: int = 5, padding_mode: str = "circular") -> None:
         super().__init__()
         if directions not in (1, 5, 9) or padding_mode not in ("circular", "zeros"):
             raise InputError(
                 f"directions are 1, 5 or 9 and padding_mode circular or zeros, got {directions}, {padding_mode!r}"
             )
-        self.directions, self.padding_mode = directions, padding_mode
+        self.directions = directions
+        self.padding_mode = padding_mode
 
     def forward(self, x: Tensor) -> Tensor:
         """The moved channels of (batch, channels, height, width)."""
@@ -256,19 +220,15 @@ class SpatialShift(nn.Module):
 
     @by_construction(1.0)
     def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """1: every entry is moved to a place of its own, or forgotten."""
+        """1: every entry is moved to a place of its own, or dropped."""
         return Bound(1.0, Kind.UPPER, "entries are moved")
-
-    def extra_repr(self) -> str:
-        """Directions and padding."""
-        return f"directions={self.directions}, padding_mode={self.padding_mode!r}"
 
 
 #: where the groups of channels go: down, right
 _DIRECTIONS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1))
 
 
-class FirstFeatures(nn.Module):
+class FirstFeatures(Described):
     """The first `features` entries of (batch, n): a contraction, the plainest way from wide features to logits.
 
     >>> import torch
@@ -276,6 +236,7 @@ class FirstFeatures(nn.Module):
     tensor([[0., 1.]])
     """
 
+    __constants__ = ("features",)
     lipschitz_upper = by_construction(1.0)
 
     def __init__(self, features: int) -> None:
@@ -287,7 +248,3 @@ class FirstFeatures(nn.Module):
         if x.shape[-1] < self.features:
             raise InputError(f"{x.shape[-1]} features are fewer than the {self.features} asked for")
         return x[..., : self.features]
-
-    def extra_repr(self) -> str:
-        """The number of features."""
-        return str(self.features)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from equipoise.core.errors import Refused
-from equipoise.core.precision import full_precision, gamma
+from equipoise.core.precision import full_precision
 
 Reach = tuple[int, ...]
 #: T, its exponent, the table A, and what went into every step
@@ -33,12 +32,6 @@ _Table = tuple[Tensor, Tensor, Tensor, list[list[Tensor]]]
 _WAVES = 2**26
 #: ratio of the largest and the smallest row of T up to which float32 holds the gradient's digits
 _SPREAD = 2.0**24
-#: products `m²·n` from which sums in float32 are worth it
-_LARGE = 2**29
-#: largest share of the row sums of orthonormal rows that the error of a Gram matrix in float32 may have
-_MOST = 1e-2
-#: columns of one piece of a Gram matrix in float32
-_PIECE = 256
 #: from this many rows a Gram matrix is computed as a block triangle
 _BLOCKED = 256
 
@@ -256,99 +249,16 @@ def refuse_large(K: Tensor, t: int) -> None:
         )
 
 
-def symmetric_gram(W: Tensor, piece: int | None = None) -> Tensor:
-    """`WᵀW` of `(..., m, n)` as a sum of products of `piece` rows; of many columns the lower triangle of blocks only, mirrored.
-
-    A product is finished before it is added: every entry goes through at most `piece + m/piece` roundings. Symmetric to the last
-    bit.
-    """
+def symmetric_gram(W: Tensor) -> Tensor:
+    """`WᵀW` of `(..., m, n)`, symmetric to the last bit; of many columns the lower triangle of blocks only, mirrored."""
     n = W.shape[-1]
-    step, rows = n if n < _BLOCKED else -(-n // 4), W.split(piece or max(1, W.shape[-2]), -2)
+    step = n if n < _BLOCKED else -(-n // 4)
     G = W.new_empty(*W.shape[:-2], n, n)
     for first in range(0, n, step):
         last = min(n, first + step)
-        products = (part[..., first:last].mT @ part[..., :last] for part in rows)
-        block = next(products)
-        for product in products:
-            block.add_(product)
+        block = W[..., first:last].mT @ W[..., :last]
         own = block[..., first:]
         block[..., first:] = own.tril() + own.tril(-1).mT
         G[..., first:last, :last] = block
-        if first:
-            G[..., :first, first:last] = block[..., :first].mT
+        G[..., :first, first:last] = block[..., :first].mT
     return G
-
-
-def differentiable(
-    values: Sequence[Tensor], given: Sequence[Tensor], *inputs: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients for the inputs that can be differentiated again, operator by operator; None for what needs none."""
-    wanted = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    parts = dict(zip(map(id, wanted), torch.autograd.grad(values, wanted, given, create_graph=True), strict=True))
-    return tuple(parts.get(id(tensor)) for tensor in inputs)
-
-
-def pays(m: int, n: int) -> bool:
-    """Whether `row_sums` of a matrix (m, n) is worth it, and close enough."""
-    return m * m * n >= _LARGE and m * _gram_spread(n) <= _MOST
-
-
-def _gram_spread(n: int) -> float:
-    """γ with `|WWᵀ − Ĝ|_ij ≤ γ‖w_i‖‖w_j‖` for rows of n numbers, products in float32 in pieces, without underflow."""
-    return gamma(_PIECE + n // _PIECE + 8, torch.float32)
-
-
-class RowGram(torch.autograd.Function):
-    """`WWᵀ` in float32 by pieces, symmetric to the last bit; its gradient by one product."""
-
-    @staticmethod
-    def forward(ctx: Any, W: Tensor) -> Tensor:
-        """The Gram matrix."""
-        ctx.save_for_backward(W)
-        return symmetric_gram(W.mT, _PIECE)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """`(g + gᵀ)·W`, in the layout of W."""
-        (W,), g = ctx.saved_tensors, gradients[0]
-        S = (g + g.mT).to(W.dtype)
-        return (W.mT @ S).mT if W.stride(-2) == 1 else S @ W
-
-
-def row_sums(W: Tensor, t: int, log_q: Tensor | None) -> Tensor | None:
-    """At least `Σ_j |(WWᵀ)^(2^(t−1))|_ij q_j/q_i` of `W (m, n)` in float32, t ≤ 2; (m,) in float64, differentiable.
-
-    None where float32 would not do: rows too many, too unequal, or too large or small.
-
-    With `Ĝ = fl(WWᵀ)`, `|WWᵀ − Ĝ| ≤ d·dᵀ`, `d_i² = γ‖w_i‖²` and what underflow may take, all sums non-negative,
-
-        |G|q  ≤ a + d(dᵀq),                                     a = |Ĝ|q,
-        |G²|q ≤ |Ŝ|q + γ_m·|Ĝ|a + (|Ĝ|d)(dᵀq) + d(dᵀa) + d(dᵀd)(dᵀq),      Ŝ = fl(Ĝ²),
-
-    and products of a matrix and a vector in float32 are off by a factor `1 ± γ_m`.
-    """
-    G, (m, n) = RowGram.apply(W), W.shape
-    g, short_g = _gram_spread(n), gamma(m + 8, torch.float32)
-    if log_q is not None and not bool(log_q.detach().abs().amax() <= 8):
-        return None
-    squares = G.detach().diagonal()
-    least, largest = squares.amin(), squares.amax()
-    if not bool((least >= 2.0**-30 * largest) & (largest > 2.0**-40) & (largest < 2.0**40)):
-        return None
-
-    q = torch.ones(m, dtype=G.dtype, device=G.device) if log_q is None else log_q.exp()
-    tiny = 4 * (n + m) * torch.finfo(torch.float32).tiny
-    d = ((g / (1 - g) * 1.01) * G.diagonal() + tiny).sqrt()
-    size = G.abs()
-    a = size @ q
-    wide_q, wide_d, wide_a = q.double(), d.double(), a.double()
-    dq = (wide_d * wide_q).sum()
-    if t == 1:
-        total = wide_a + wide_d * dq
-    else:
-        h = (size @ torch.stack([a, d], 1)).double()
-        power = RowGram.apply(G).abs() @ q
-        inner = (wide_d * wide_a).sum() + wide_d.square().sum() * dq
-        total = power.double() + short_g * h[:, 0] + h[:, 1] * dq + wide_d * inner
-        total = total + m * tiny * wide_q.sum()
-    return total / wide_q * (1 + 4 * short_g)

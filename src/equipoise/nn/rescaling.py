@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import unit_roundoff
 from equipoise.maps.geometry import Axis, Geometry, Lattice, polyphase, rejoined, zero_lattice
-from equipoise.nn.parametrize import Parametrization, Parametrized, is_plain_call
-from equipoise.nn.powers import differentiable, largest_exponent, pays, powers, refuse_large, row_sums, totals
+from equipoise.nn.parametrize import Parametrization, Parametrized, differentiated, is_plain_call
+from equipoise.nn.powers import largest_exponent, powers, refuse_large, totals
 from equipoise.norms.differentiable import gram_norm, symbol_norm
 
 Side = Literal["input", "output", "smaller"]
@@ -52,12 +52,8 @@ def rescaling_pair(K: Tensor, t: int = 1, log_q: Tensor | None = None) -> tuple[
     """
     check_steps(t)
     refuse_large(K, t)
-    if is_plain_call(K):
-        short = _float32_factors(K, t, log_q)
-        if short is not None:
-            return K * short.reshape(_across(K, False)), short
-        if _in_closed_form(K, t):
-            return _Rescaled.apply(K, log_q, t, False, ())
+    if is_plain_call(K) and _in_closed_form(K, t):
+        return _Rescaled.apply(K, log_q, t, False, ())
     return _by_operators(K, t, log_q)
 
 
@@ -122,14 +118,12 @@ class _Rescaled(torch.autograd.Function):
             R = torch.where(weighted > 0, R, torch.zeros_like(R))
         factor = (R * _factor(S)).to(K.dtype)
         ctx.save_for_backward(K, log_q, R, majorant, weighted, factor)
-        ctx.table, ctx.t, ctx.turned, ctx.lattices, ctx.shape, ctx.loss = (
-            table,
-            t,
-            turned,
-            lattices,
-            S.shape,
-            _factor(S),
-        )
+        ctx.table = table
+        ctx.t = t
+        ctx.turned = turned
+        ctx.lattices = lattices
+        ctx.shape = S.shape
+        ctx.loss = _factor(S)
         ctx.set_materialize_grads(False)
         return _times(K, factor, turned, lattices), R.to(K.dtype)
 
@@ -138,11 +132,11 @@ class _Rescaled(torch.autograd.Function):
         """Gradients for K and log q."""
         K, log_q, R, majorant, weighted, factor = ctx.saved_tensors
         g, g_R = gradients
-        if torch.is_grad_enabled():  # somebody will differentiate again
+        if torch.is_grad_enabled():  # for higher derivatives
             E, again = _by_operators(_on_phases(K, ctx.turned, ctx.lattices), ctx.t, log_q)
             pairs = [(_off_phases(E, ctx.turned, ctx.lattices), g), (again, g_R)]
             values, given = zip(*[(v, gradient) for v, gradient in pairs if gradient is not None], strict=True)
-            return *differentiable(values, given, K, log_q), None, None, None
+            return *differentiated(values, given, K, log_q), None, None, None
 
         own, total = None, torch.zeros_like(R) if g_R is None else g_R.to(R)
         if g is not None:
@@ -187,17 +181,6 @@ def _across(K: Tensor, turned: bool) -> tuple[int, ...]:
     """The shape of R (g, n) beside kernels `(g, m, n, …)`, or (turned) `(g, n, m, …)`."""
     ones = [1] * (K.dim() - 3)
     return (K.shape[0], -1, 1, *ones) if turned else (K.shape[0], 1, -1, *ones)
-
-
-def _float32_factors(K: Tensor, t: int, log_q: Tensor | None) -> Tensor | None:
-    """R as (1, n) from sums in float32, for long dense layers; None where they do not do or pay."""
-    if K.shape[0] > 1 or math.prod(K.shape[3:]) > 1:
-        return None
-    W = K.reshape(K.shape[1:3]).mT
-    if t > 2 or W.dtype is not torch.float32 or W.device.type == "mps" or not pays(*W.shape):
-        return None
-    total = row_sums(W, t, None if log_q is None else log_q[0])
-    return None if total is None else (total.pow(-(2.0**-t)) * _factor(K))[None].to(K.dtype)
 
 
 def normalised_pair(K: Tensor, bound: Tensor, delta: float) -> tuple[Tensor, Tensor]:

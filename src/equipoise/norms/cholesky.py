@@ -13,15 +13,16 @@ predicted when s is chosen, and is checked afterwards.
 The theorem holds for every order in which the inner products are summed, so it covers blocked factorisations: entry (i, j) of
 the factor solves `l_ij·l_jj = m_ij − Σ_k l_ik·l_jk`, whether the sum runs in one loop or as a matrix product followed by a
 triangular solve. The γ' used here is twice the textbook one, which covers multiplication by reciprocals of the diagonal.
-Only BLAS and LAPACK of torch are used. Off the CPU the factorisation is not trusted: the residual `M − L L*` is computed and
-added instead.
+Proofs run on the CPU, by BLAS and LAPACK of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,23 +34,26 @@ from equipoise.core.precision import (
     inflate,
     ldexp_down,
     ldexp_up,
+    rescaled,
     unit_roundoff,
 )
-from equipoise.norms.gram import gram, gram_bracket, scaled, small_side, wide
+from equipoise.norms.gram import gram, gram_bracket, small_side, wide
 from equipoise.norms.lanczos import Krylov, krylov, lanczos, random_start
+
+Result = tuple[float, float, Tensor]
 
 #: below this many columns (of the smaller side) batched Gram iteration in float64 is faster than one factorisation
 LARGE = 160
 #: columns of one block of a factorisation: MKL factorises small matrices well, and large ones slowly on other processors
-BLOCK, BLOCK_WIDE = 48, 32
+BLOCK = 48
 #: rows summed in one go in float32: rounding grows with them, the number of calls with their inverse
 PIECE = 256
 #: up to this many multiplications threads cost more processor time than they save
 SERIAL = 2**31
 #: relative loss that is not worth a prediction
 NEGLIGIBLE = 1e-6
-#: multiplications of a Gram matrix from which it is worth splitting off the top, and the smallest tolerance that allows it
-WORK, FINEST = 2**28, 1e-5
+#: columns from which it is worth splitting off the top, and the smallest tolerance that allows it
+SPLIT, FINEST = 480, 1e-5
 #: most vectors that are split off; the share left for what Ritz values miss, and largest residual of such that count
 MOST_SPLIT, MARGIN, CONVERGED = 16, 5e-3, 3e-3
 
@@ -85,29 +89,47 @@ def syrk(A: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         return gram(A.to(dtype.to_complex()))
     n = A.shape[1]
     step = n if n < 128 else -(-n // 4)  # products of blocks leave three eighths of the square out
-    G = torch.zeros(n, n, dtype=dtype, device=A.device)
-    for piece in A.split(PIECE if dtype is torch.float32 else max(1, len(A))):
-        rows = piece.to(dtype)
+    single = dtype is torch.float32
+    multiply = _by_onednn if single and n >= SPLIT and onednn_is_exact() else torch.nn.functional.linear
+    G = torch.zeros(n, n, dtype=dtype)
+    for piece in A.split(PIECE if single else len(A)):
+        columns = piece.to(dtype).mT.contiguous()
         for first in range(0, n, step):
             last = min(n, first + step)
-            G[first:last, :last].addmm_(rows[:, first:last].mT, rows[:, :last])
+            G[first:last, :last] += multiply(columns[first:last], columns[:last])
     for first in range(step, n, step):
         G[:first, first : first + step] = G[first : first + step, :first].mT
     return G
 
 
-def syrk_error(trace: float, shape: tuple[int, ...], dtype: torch.dtype, is_complex: bool = False) -> float:
-    """A bound of `‖Ĝ − A*A‖₂` for `Ĝ = syrk(A, dtype)`, from its trace and the shape of A.
+def _by_onednn(X: Tensor, Y: Tensor) -> Tensor:
+    """`X Yᵀ` in float32 by oneDNN: twice as fast as MKL on processors of AMD."""
+    return torch.nn.functional.linear(X.to_mkldnn(), Y.to_mkldnn()).to_dense()
 
-    `|Ĝ − A*A|_ij ≤ γ·|a_i|ᵀ|a_j|`, so the norm is at most `γ‖A‖_F²` (√2 more for complex numbers), with γ that of the longest
+
+@cache
+def onednn_is_exact() -> bool:
+    """Whether oneDNN is there, and multiplies numbers of float32 as they are: it can be told to round them first."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    x = torch.full((64, 64), 1 + 2.0**-11)
+    return bool((_by_onednn(x, x) > 64 * (1 + 2.0**-11)).all())
+
+
+def syrk_error(A: Tensor, G: Tensor) -> tuple[float, float]:
+    """Bounds of `‖G − A*A‖₂` for `G = syrk(A)`, and of `‖A‖_F²`.
+
+    `|G − A*A|_ij ≤ γ·|a_i|ᵀ|a_j|`, so the norm is at most `γ‖A‖_F²` (√2 more for complex numbers), with γ that of the longest
     chain of roundings, a cast of A included; and what underflow may lose.
     """
-    rows, columns = shape
-    piece = min(rows, PIECE) if dtype is torch.float32 else rows
-    length = piece + -(-rows // max(1, piece)) + 4
-    g = gamma(2 * rows + 8, dtype) * 1.4143 if is_complex else gamma(length, dtype)
-    lost = 8.0 * columns * (2 * rows + columns) * torch.finfo(dtype).tiny * (1 + trace)
-    return inflate(inflate(g * trace * (1 + 2 * g)) + lost)
+    rows, columns = A.shape
+    trace = float(torch.diagonal(G).real.sum(dtype=torch.float64))
+    piece = min(rows, PIECE) if G.dtype is torch.float32 else rows
+    length = piece + -(-rows // piece) + 4
+    g = gamma(2 * rows + 8, G.dtype) * 1.4143 if A.is_complex() else gamma(length, G.dtype)
+    lost = 8.0 * columns * (2 * rows + columns) * torch.finfo(G.dtype).tiny * (1 + trace)
+    error = inflate(inflate(g * trace * (1 + 2 * g)) + lost)
+    return error, inflate(trace * (1 + gamma(columns + 8, torch.float64)) + error)
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
@@ -123,54 +145,57 @@ def verification_loss(n: int, dtype: torch.dtype) -> float:
 
 def expected_loss(G: Tensor, tau: float) -> float:
     """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)`, in its precision."""
-    diagonal = torch.diagonal(G).real.double()
-    spread = _predicted_spread(G[None], diagonal[None], torch.tensor([tau], dtype=torch.float64, device=G.device))
+    spread = _predicted_spread(G[None], torch.tensor([tau], dtype=torch.float64), G.dtype)
     return float(spread) * cholesky_gamma(len(G), G.dtype) + 4 * unit_roundoff(G.dtype)
 
 
-def below(G: Tensor, tau: Tensor, error: Tensor) -> Tensor:
+def below(G: Tensor, tau: Tensor, error: Tensor | float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
     """Mask of the batch: True where `λ_max(H) ≤ tau` is *proved* for every Hermitian H with `‖H − G‖₂ ≤ error`.
 
     Args:
-        G: Hermitian matrices `(F, n, n)`; only the lower triangles and the real diagonals are read.
+        G: Hermitian matrices `(F, n, n)` on the CPU; of their proofs only lower triangles and real diagonals count.
         tau: float64 numbers `(F,)`.
-        error: float64 numbers `(F,)`.
+        error: float64 numbers `(F,)`, or one for all.
+        dtype: precision of the factorisation, by default that of G.
 
     Returns:
         A mask `(F,)`. False means «not proved», not «false».
     """
-    n, dtype = G.shape[-1], G.dtype
-    error = error + 4 * n * n * torch.finfo(dtype).tiny  # what products that underflow may lose
-    diagonal = torch.diagonal(G, dim1=-2, dim2=-1).real.double()
-    spread = _predicted_spread(G, diagonal, tau)
-    if G.device.type != "cpu":
-        return _by_residual(G, diagonal, tau, error, spread)
-
-    done, needed = _attempt(G, diagonal, tau, error, spread)
-    proved = done & (needed <= spread)
-    again = (done & (needed > spread) & (spread < n)).nonzero()[:, 0]
+    n = G.shape[-1]
+    dtype = dtype or G.dtype
+    tau = tau - error - 4 * n * n * torch.finfo(dtype).tiny  # what products that underflow may lose
+    spread = _predicted_spread(G, tau, dtype)
+    completed, needed = _attempt(G, tau, spread, dtype)
+    proved = completed & (needed <= spread)
+    again = (completed & ~proved & (spread < n)).nonzero()[:, 0]
     if len(again):  # predicted too low: once more with what was needed
         wider = (needed[again] * 1.1).clamp_max(1.01 * n)
-        done, needed = _attempt(G[again], diagonal[again], tau[again], error[again], wider)
-        proved[again] = done & (needed <= wider)
+        completed, needed = _attempt(G[again], tau[again], wider, dtype)
+        proved[again] = completed & (needed <= wider)
     return proved
 
 
-def _predicted_spread(G: Tensor, diagonal: Tensor, tau: Tensor) -> Tensor:
+def _diagonal(G: Tensor) -> Tensor:
+    """The real diagonals in float64, as numbers of their own."""
+    return torch.diagonal(G, dim1=-2, dim2=-1).real.to(torch.float64, copy=True)
+
+
+def _predicted_spread(G: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
     """ρ/s to be expected for `s·I − G` with s ≈ τ, from the size of G off the diagonal (`L_ij ≈ M_ij/√M_jj`); at most n.
 
     Every eighth matrix is measured, and of a large one every eighth row: those of one batch are alike.
     """
     n = G.shape[-1]
     worst = torch.full_like(tau, 1.01 * n)  # with a margin for diagonals that rounding made negative
-    if n * cholesky_gamma(n, G.dtype) < NEGLIGIBLE or not len(tau):
+    if n * cholesky_gamma(n, dtype) < NEGLIGIBLE or not len(tau):
         return worst
 
     step = 8 if n >= 256 else 1
-    some = torch.arange(n, device=G.device)
-    rows = G[::8, ::step].masked_fill(some >= some[::step, None], 0)
+    diagonal = _diagonal(G)
+    rows = G[::8, ::step]
     entries = torch.view_as_real(rows) if rows.is_complex() else rows
-    off = entries.flatten(1).square().sum(-1).double() * (n / rows.shape[1])
+    squares = torch.linalg.vector_norm(entries.flatten(1), dim=1).double().square()
+    off = (squares - diagonal[::8, ::step].square().sum(-1)).clamp_min(0) * (n / 2 / rows.shape[1])
 
     s = tau.clamp_min(1e-300)
     share = (off / s[::8].square()).max()
@@ -180,39 +205,29 @@ def _predicted_spread(G: Tensor, diagonal: Tensor, tau: Tensor) -> Tensor:
     return torch.where(torch.isfinite(expected), torch.minimum(expected, worst), worst)
 
 
-def _attempt(G: Tensor, diagonal: Tensor, tau: Tensor, error: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """`(done, needed)`: whether `s·I − G` has a factor, with s chosen for `ρ ≤ spread·s`, and a bound of ρ/s.
+def _attempt(G: Tensor, tau: Tensor, spread: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`(completed, needed)`: whether `s·I − G` has a factor, with s chosen for `ρ ≤ spread·s`, and a bound of ρ/s.
 
-    `λ_max ≤ tau` is proved where it is done and needed ≤ spread.
+    `λ_max ≤ tau` is proved where it is completed and needed ≤ spread.
     """
-    s, usable = _shift(diagonal, tau, error, spread, G.dtype)
-    M = -G
-    shifted = torch.diagonal(M, dim1=-2, dim2=-1)
-    shifted.add_(s[:, None].to(G.dtype))
-    before = shifted.real.to(torch.float64, copy=True)  # the factor overwrites M
+    n = G.shape[-1]
+    g = cholesky_gamma(n, dtype)
+    M = G.to(dtype, copy=True).neg_()
+    loss = spread * g + 2 * unit_roundoff(dtype)
+    wanted = deflate(tau * (1 - 1e-3 * loss) / (1 + loss))
+    # rounding may leave diagonal entries of G below 0; those of s·I − G are off by at most u·1.5·s
+    usable = (tau > 0) & (_diagonal(M).amax(-1) <= 0.5 * wanted)
+    s = torch.where(usable, wanted, torch.ones_like(wanted)).to(dtype.to_real())
+    s = torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s)
+    torch.diagonal(M, dim1=-2, dim2=-1).add_(s[:, None])
+    before = _diagonal(M)  # the factor overwrites M
 
     L, completed = factor(M)
-    R = torch.diagonal(L, dim1=-2, dim2=-1).real.double()
-    done = usable & completed & torch.isfinite(R).all(-1)
-
-    g = cholesky_gamma(G.shape[-1], G.dtype)
+    R = _diagonal(L)
     total = before.clamp_min(0).sum(-1) * (1 + g) * (1 + 1e-12)
     off = (total - R.square().sum(-1) * (1 - 1e-12)).clamp_min(0)
     rho = torch.minimum((R.amax(-1) + off.sqrt()).square() * (1 + 1e-12), total)
-    return done, rho / s.double() * (1 + 1e-12)
-
-
-def _shift(diagonal: Tensor, tau: Tensor, error: Tensor, spread: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`(s, usable)`: if `s·I − G` has a Cholesky factor with `ρ ≤ spread·s` and s is usable, `λ_max ≤ tau` follows."""
-    n = diagonal.shape[-1]
-    real = dtype.to_real() if dtype.is_complex else dtype
-    loss = spread * cholesky_gamma(n, dtype) + 2 * unit_roundoff(dtype)
-    allowed = tau - error - 1e-3 * loss * tau
-    wanted = deflate(allowed / (1 + loss))
-    # rounding may leave diagonal entries of G below 0; those of s·I − G are off by at most u·1.5·s
-    usable = (allowed > 0) & (diagonal.amin(-1) >= -0.5 * wanted)
-    s = torch.where(usable, wanted, torch.ones_like(wanted)).to(real)
-    return torch.where(s.double() > wanted, torch.nextafter(s, torch.zeros_like(s)), s), usable
+    return usable & completed & torch.isfinite(R).all(-1), rho / s.double() * (1 + 1e-12)
 
 
 def factor(M: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,13 +237,12 @@ def factor(M: Tensor) -> tuple[Tensor, Tensor]:
     completion, L is not meaningful either.
     """
     n = M.shape[-1]
-    block = BLOCK_WIDE if M.dtype is torch.complex128 else BLOCK
-    if n <= block + block // 2:
+    if n <= BLOCK + BLOCK // 2:
         L, info = torch.linalg.cholesky_ex(M)
         return L, info == 0
     completed = torch.ones(len(M), dtype=torch.bool)
-    for first in range(0, n, block):
-        last = min(n, first + block)
+    for first in range(0, n, BLOCK):
+        last = min(n, first + BLOCK)
         if first:
             M[:, first:, first:last] -= M[:, first:, :first] @ M[:, first:last, :first].mH
         corner, info = torch.linalg.cholesky_ex(M[:, first:last, first:last])
@@ -240,81 +254,52 @@ def factor(M: Tensor) -> tuple[Tensor, Tensor]:
     return M, completed
 
 
-def _by_residual(G: Tensor, diagonal: Tensor, tau: Tensor, error: Tensor, spread: Tensor) -> Tensor:
-    """`below` where the factorisation is not trusted: `‖M − L L*‖₂` is computed, and `|fl(L L*) − L L*| ≤ γ|L||L|*`."""
-    n, u = G.shape[-1], unit_roundoff(G.dtype)
-    s, usable = _shift(diagonal, tau, error, spread, G.dtype)
-    lower = torch.tril(-G)
-    M = lower + torch.tril(lower, -1).mH
-    torch.diagonal(M, dim1=-2, dim2=-1).add_(s[:, None].to(G.dtype))
-    L, info = torch.linalg.cholesky_ex(M)
-    R = torch.diagonal(L, dim1=-2, dim2=-1).real
-    largest = torch.minimum(inflate(R.double().amax(-1) + frobenius(torch.tril(L, -1))).square(), frobenius(L).square())
-    residual = frobenius(torch.tril(M - L @ L.mH)) * 2**0.5 + inflate(gamma(4 * n + 8, G.dtype) * largest)
-    completed = (info == 0) & torch.isfinite(R).all(-1)
-    return usable & completed & (inflate(s.double() + residual + 4 * u * s.double() + error) <= tau)
-
-
 def is_below(G: Tensor, tau: float, error: float) -> bool:
     """`below` for one matrix `(n, n)`."""
-    if not 0 < tau < math.inf:
-        return False
-    numbers = torch.tensor([[tau], [error]], dtype=torch.float64, device=G.device)
-    return bool(below(G[None], numbers[0], numbers[1]))
+    return 0 < tau < math.inf and bool(below(G[None], torch.tensor([tau], dtype=torch.float64), error))
 
 
-def cholesky_bracket(
-    W: Tensor, rtol: float, rounds: int = 6, start: Tensor | None = None, enough: float = 0.0
-) -> tuple[float, float, Tensor]:
+def cholesky_bracket(W: Tensor, rtol: float, start: Tensor | None = None, enough: float = 0.0) -> Result:
     """`(lower, upper, v)` of σ₁(W): Lanczos steps on `G = A*A` from below, one factorisation from above.
 
-    Everything is read off one Gram matrix, which differs from the true one by at most `error` in norm: the lower end is
-    `√(v*Gv/v*v − error)`, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz vector had not
-    converged: Lanczos goes on from it, and after `rounds` failures the target is widened instead, at most up to ‖W‖_F.
+    Real matrices are tried in float32 first: with a start as they are, without one, where they are large, off their top space.
 
     Args:
         W: one matrix, real or complex.
         rtol: relative gap to reach.
-        rounds: how many failed proofs are answered by more Lanczos steps.
         start: a guess of the top vector of the smaller side.
-        enough: an upper end that suffices; it is tried first, in float32 where the weight is and that may succeed.
+        enough: an upper end that suffices; given with a start, it is tried first.
 
     Returns:
         Both ends, and a vector near the top of the smaller side.
     """
-    A = small_side(W)
+    A, e = rescaled(small_side(W.cpu()))
+    if not bool(A.sum()) and not bool(A.any()):  # a sum is the faster of the two
+        return 0.0, 0.0, A.new_ones(A.shape[1])
+    limit = ldexp_down(enough, -e)
     with single_thread(A.numel() * A.shape[1]):
-        if A.device.type == "cpu" and not A.is_complex():
-            if A.dtype is torch.float32 and start is not None:
-                result = _bracket(A, torch.float32, rtol, rounds, start, enough)
-            else:
-                result = _deflated_bracket(A, rtol) if A.numel() * A.shape[1] >= WORK and rtol >= FINEST else None
-            if result is not None:
-                return result
-        result = _bracket(A, torch.float64, rtol, rounds, start, enough)
+        result = None
+        if not A.is_complex():
+            if start is not None:
+                result = _bracket(A, torch.float32, rtol, start, limit)
+            elif A.shape[1] >= SPLIT and rtol >= FINEST:
+                result = _split_bracket(A, rtol)
+        result = result or _bracket(A, torch.float64, rtol, start, limit)
         assert result is not None
-        return result
+        lower, upper, v = result
+    return ldexp_down(lower, e), ldexp_up(upper, e), v
 
 
-def _bracket(
-    A: Tensor, dtype: torch.dtype, rtol: float, rounds: int, start: Tensor | None, enough: float
-) -> tuple[float, float, Tensor] | None:
-    """`cholesky_bracket` with the Gram matrix in `dtype`; None where float32 cannot reach the tolerance."""
-    single, e = dtype is torch.float32, 0
+def _bracket(A: Tensor, dtype: torch.dtype, rtol: float, start: Tensor | None, enough: float) -> Result | None:
+    """The bracket from `G = syrk(A, dtype)`, which differs from the true Gram matrix by at most `error` in norm.
+
+    The lower end is `√(v*Gv/v*v − error)`, the upper end a proof that `G ⪯ upper²·I`. A failed proof means that the Ritz vector
+    had not converged: Lanczos goes on from it, and after six failures the target is widened instead, at most up to ‖A‖_F.
+    None where float32 cannot reach the tolerance.
+    """
     G = syrk(A, dtype)
-    trace = float(torch.diagonal(G).real.sum(dtype=torch.float64))
-    if not 1e-15 < trace < 1e15:  # rescaling costs two passes: only where squares might leave the range of float32
-        if single:
-            return None
-        if not bool(A.any()):
-            return 0.0, 0.0, A.new_ones(len(G))
-        A, exponent = scaled(wide(A))
-        e = int(exponent)
-        G = syrk(A)
-        trace = float(torch.diagonal(G).real.sum())
     n = len(G)
-    error = syrk_error(trace, tuple(A.shape), dtype, A.is_complex())
-    size = inflate(trace * (1 + gamma(n + 8, torch.float64)) + error)  # at least ‖A‖_F²
+    error, size = syrk_error(A, G)
     # float32 steers well enough, unless it could not tell the top from its neighbours
     steering = G if rtol < 1e-5 else G.to(torch.complex64 if G.is_complex() else torch.float32)
     v = random_start(n, steering) if start is None or not bool(start.any()) else steering @ start.to(steering)
@@ -327,58 +312,52 @@ def _bracket(
 
     if enough > 0 and start is not None:
         value = max(lower, _rayleigh(wider, wide(v), size) - error)
-        tau = deflate(deflate(ldexp_down(enough, -e)) ** 2)
+        tau = deflate(deflate(enough) ** 2)
         aim = tau if value > 0.8 * tau else math.sqrt(max(value, 0.0) * tau)  # a bound with room lasts for more steps
         if value < aim and is_below(G, aim, error):
-            upper = enough if aim == tau else ldexp_up(inflate(math.sqrt(inflate(aim))), e)
-            return ldexp_down(deflate(math.sqrt(max(value, 0.0))), e), upper, v
+            upper = enough if aim == tau else inflate(math.sqrt(inflate(aim)))
+            return deflate(math.sqrt(max(value, 0.0))), upper, v
 
     slack = 0.9 * max(rtol, 4 * verification_loss(n, torch.float64))
-    if single:
-        # what rounding gives away, of the norm: both ends lose the error, the upper one also what the proof loses
-        loss = expected_loss(G, max(lower, 1e-300)) / 2 + error / max(lower, 1e-300)
-        if 1.5 * loss > slack:
-            return None
-    while True:
+    for attempt in itertools.count(1):
         v = lanczos(steering.matmul, v, steps=100, converged=slack / 2)
         value = _rayleigh(wider, wide(v), size) - error
         if value > lower:
             best, lower = v, value
         low = deflate(math.sqrt(max(lower, 0.0)))
         tau = (low * (1 + slack)) ** 2
-        if tau >= size or is_below(G, tau, error):
-            upper = inflate(math.sqrt(inflate(min(tau, size))))
-            return ldexp_down(low, e), ldexp_up(upper, e), best
-        if single:
+        # both ends lose the error, the upper one also what the proof loses
+        if dtype is torch.float32 and expected_loss(G, tau) / 2 + error / max(lower, 1e-300) > 0.75 * slack:
             return None
-        rounds -= 1
-        if rounds <= 0:
+        if tau >= size or is_below(G, tau, error):
+            return low, inflate(math.sqrt(inflate(min(tau, size)))), best
+        if dtype is torch.float32:
+            return None
+        if attempt >= 6:
             slack *= 2
+    return None
 
 
-def _deflated_bracket(A: Tensor, rtol: float) -> tuple[float, float, Tensor] | None:
+def _split_bracket(A: Tensor, rtol: float) -> Result | None:
     """The bracket of a large real matrix in float32, off its top space; None where the spectrum falls too slowly for that.
 
-    A Gram matrix in float32 is off by up to a per cent of σ₁², too much for σ₁ but not for what is left beside the top. With V
-    the leading Ritz vectors of Ĝ, `‖Ax‖² ≤ β²‖x‖²` for all x ⟂ V is proved by a factorisation in float32: `Ĝ − VBᵀ − BVᵀ` agrees
-    with Ĝ off V whatever B. Thin products with A in float64 give `P = VᵀAᵀAV` and `R = (I − VVᵀ)AᵀAV`, and a Schur complement
+    A Gram matrix Ĝ in float32 may be off by up to a per cent of σ₁², too much for σ₁ but not for what is left beside the top.
+    With V the leading Ritz vectors of Ĝ, `‖Ax‖² ≤ β²‖x‖²` for all x ⟂ V is proved by a factorisation in float32: `Ĝ − VBᵀ − BVᵀ`
+    agrees with Ĝ off V whatever B. Thin products with A in float64 give `P = VᵀAᵀAV` and `R = (I − VVᵀ)AᵀAV`, and a Schur
+    complement
 
         P + RᵀR/(τ − β²)  ⪯  τ·VᵀV        ⟹        σ₁(A)² ≤ τ.
     """
     G = syrk(A, torch.float32)
-    trace = float(torch.diagonal(G).sum(dtype=torch.float64))
-    if not 1e-15 < trace < 1e15:
-        return None
-    error = syrk_error(trace, tuple(A.shape), torch.float32)
+    error, size = syrk_error(A, G)
     space, k, rest = _division(G, error, rtol)
     if not k:
         return None
-
     V = torch.linalg.qr(space.Q.mT.double() @ space.ritz()[1].flip(1)[:, :k])[0].float()
     Z = G @ V
     B = Z - V @ (V.mT @ Z) / 2
     H = torch.addmm(G, torch.cat([V, B], 1), torch.cat([B, V], 1).mT, alpha=-1)
-    moved = inflate(trace + 2 * error) + 2 * float(inflate(frobenius(V) * frobenius(B)))
+    moved = size + 2 * float(inflate(frobenius(V) * frobenius(B)))
     if not is_below(H, rest, inflate(error + gamma(2 * k + 8, torch.float32) * moved)):
         return None
     return _schur_bracket(A, V, rest, rtol)
@@ -416,11 +395,13 @@ def _division(G: Tensor, error: float, rtol: float) -> tuple[Krylov, int, float]
 def _schur_bracket(A: Tensor, V: Tensor, rest: float, rtol: float) -> tuple[float, float, Tensor] | None:
     """The bracket from `rest ≥ sup ‖Ax‖²` over unit x ⟂ V, by the Schur complement of `_deflated_bracket`."""
     k = V.shape[1]
-    W, rows = A.double(), V.double().mT.contiguous()
+    rows = V.double().mT.contiguous()
+    W = A.double()
     Y = rows @ W.mT
-    P, Z = Y @ Y.mT, Y @ W
+    P = Y @ Y.mT
+    Z = Y @ W
     off = Z - (Z @ rows.mT) @ rows
-    N, v, spread = (float(frobenius(x)) for x in (W, rows, off))
+    N, v, spread = (float(frobenius(x)) for x in (A, rows, off))
     gap = rows @ rows.mT - torch.eye(k, dtype=torch.float64)
     g = gamma(sum(A.shape) + k + 16, torch.float64)
     defect = inflate(float(frobenius(gap)) + g * v**2)

@@ -7,6 +7,7 @@ size known), or is bounded by the supremum over all frequencies. Lower end: a Ra
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,12 +28,13 @@ from equipoise.maps.geometry import (
 from equipoise.maps.linear import Convolution
 from equipoise.norms.cholesky import dense_bracket, single_thread
 from equipoise.norms.gram import rayleigh_lower, wide
-from equipoise.norms.lanczos import has_converged, krylov, lanczos, no_further_gain, random_start
+from equipoise.norms.lanczos import has_converged, krylov, lanczos, random_start
 from equipoise.norms.search import Search, SymbolBound
 from equipoise.norms.symbol import Symbol, correlation_error
 
-#: an operator with at most this many entries may be materialised to close the gap that small images leave
-DENSE_ENTRIES = 1_500_000
+#: an operator with at most this many entries may be materialised to close the gap that small images leave: where a larger
+#: tolerance is asked for, and where a smaller one is, which is worth some seconds
+DENSE_ENTRIES, FINE_ENTRIES = 1_500_000, 17_000_000
 #: grids of at most this many points are gone through whole: along one axis, along several
 GRID_POINTS = (900, 2600)
 #: floating-point operations one Lanczos run on the operator itself may cost
@@ -48,7 +50,7 @@ def conv_bracket(conv: Convolution, rtol: float = 1e-3, enough: float = 0.0) -> 
         enough: an upper end that suffices: where it is true, one proof shows it. If given, the gap is closed only by what the
             symbol shows, not by looking at the borders of the operator.
     """
-    weight = wide(require_finite(conv.weight))
+    weight = wide(require_finite(conv.weight.cpu()))  # proofs run on the CPU
     if not bool(weight.any()):
         return Bracket(0.0, 0.0, rtol, "zero kernel")
     weight, e = rescaled(weight)
@@ -66,7 +68,8 @@ def _scaled_bracket(conv: Convolution, rtol: float, enough: float) -> Bracket:
         return Bracket(min(lower, upper), upper, rtol, method, "only the upper end was asked for")
     if conv.known and upper > (1 + rtol) * lower:
         lower = max(lower, _operator_lower(conv, start, rtol, upper / (1 + rtol)))
-    if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= DENSE_ENTRIES:
+    limit = DENSE_ENTRIES if rtol >= 1e-3 else FINE_ENTRIES
+    if upper > (1 + rtol) * lower and conv.known and _entries(conv) <= limit:
         dense = _materialised(conv, rtol)
         lower, upper = max(lower, float(dense.lower)), min(upper, float(dense.upper))
         method = f"{method}, materialised"
@@ -87,54 +90,37 @@ def _why(conv: Convolution, gap: float) -> str:
 
 def _by_symbol(conv: Convolution, rtol: float, enough: float) -> tuple[float, float, Tensor | None, str]:
     """`(upper, lower, start, method)` from the symbol; `start` seeds a Lanczos run on the operator."""
-    if conv.padding == "circular":
-        found = [circular_lattice(axis) for axis in conv.axes]
-        whole = [f for f in found if f is not None]
-        if len(whole) == len(found):
-            factor = math.prod(f for _, f in whole)
-            exact = all(is_whole_circle(axis) for axis in conv.axes) or not conv.known
-            limit = deflate(enough / factor)
-            bound = _lattice_bound(conv, [lattice for lattice, _ in whole], 0.9 * rtol, rtol, limit)
-            upper, lower, start = bound
-            return _times(upper, factor), lower if exact else 0.0, start, "symbol on the circle"
-        return _irregular_circle(conv, rtol)
     if conv.padding == "zeros":
-        upper, lower, start = _zero_bound(conv, rtol, enough)
-        return upper, lower, start, "symbol"
+        return *_zero_bound(conv, rtol, enough), "symbol"
+
+    if conv.padding == "circular":
+        exact = all(is_whole_circle(axis) for axis in conv.axes) or not conv.known
+        method = "symbol on the circle"
+        pairs = [circular_lattice(axis) for axis in conv.axes]
+        factor = math.prod(pair[1] for pair in pairs if pair is not None)
+        if (
+            None in pairs and conv.known
+        ):  # the stride does not divide the size: outputs are a selection of those of stride 1
+            factor = math.prod(_repeats(axis) for axis in conv.axes)
+            conv = conv.on([replace(a, stride=1, left=a.reach, right=0, out=a.size) for a in conv.axes])
+            pairs = [circular_lattice(axis) for axis in conv.axes]
+            exact, method = False, "stride-1 symbol on the circle"
+        lattices = [pair[0] for pair in pairs if pair is not None]
+        if len(lattices) == len(pairs):
+            upper, lower, start = _lattice_bound(conv, lattices, 0.9 * rtol, rtol, deflate(enough / factor))
+            return _times(upper, factor), lower if exact else 0.0, start, method
+
     factor = math.prod(padding_norm(axis, conv.padding) for axis in conv.axes)
-    upper, lower, start = _zero_bound(conv.unpadded(), rtol, deflate(enough / factor))
-    lower = 0.0 if conv.known else lower
-    return _times(upper, factor), lower, None, f"symbol × {conv.padding} padding"
-
-
-def _irregular_circle(conv: Convolution, rtol: float) -> tuple[float, float, Tensor | None, str]:
-    """Circular padding with a stride that does not divide the size: outputs are a selection of all stride-1 outputs."""
-    pad = math.prod(padding_norm(axis, "circular") for axis in conv.axes)
-    by_pad, lower, _ = _zero_bound(conv.unpadded(), rtol, 0.0)
-    upper, method = inflate(by_pad * pad), "symbol × circular padding"
-    plain = conv.on([_dense_outputs(axis) for axis in conv.axes])
-    found = [circular_lattice(axis) for axis in plain.axes]
-    factor = math.prod(_repeats(axis) for axis in conv.axes)
-    by_rows = _lattice_bound(plain, [f[0] for f in found if f is not None], 0.9 * rtol, rtol, 0.0)[0] * factor
-    if inflate(by_rows) < upper:
-        upper, method = inflate(by_rows), "stride-1 symbol on the circle"
-    return upper, 0.0 if conv.known else lower, None, method
-
-
-def _dense_outputs(axis: Axis) -> Axis:
-    """The axis with stride 1 and exactly one output per pixel of the circle."""
-    return replace(axis, stride=1, left=axis.reach, right=0, out=axis.size)
+    upper, lower, _ = _zero_bound(conv.unpadded(), rtol, deflate(enough / factor))
+    return _times(upper, factor), 0.0 if conv.known else lower, None, f"symbol × {conv.padding} padding"
 
 
 def _repeats(axis: Axis) -> float:
-    """√ of how often one position of the circle serves as an output position (worst size where unknown)."""
-    if axis.size is not None and axis.out is not None:
-        visits = [axis.stride * j % axis.size for j in range(axis.out)]
-        worst = max(visits.count(p) for p in set(visits)) if axis.out > axis.size // axis.stride else 1
-        return math.sqrt(worst) * (1 + 2.0**-51)
-    sizes = range(max(1, axis.left, axis.right), axis.left + axis.right + axis.stride + 2)
-    known = [axis.with_size(n) for n in sizes if n + axis.left + axis.right > axis.reach]
-    return max((_repeats(a) for a in known), default=1.0)
+    """√ of how often one position of the circle serves as an output position."""
+    assert axis.size is not None
+    assert axis.out is not None
+    visits = Counter(axis.stride * j % axis.size for j in range(axis.out))
+    return math.sqrt(max(visits.values())) * (1 + 2.0**-51)
 
 
 def _times(upper: float, factor: float) -> float:
@@ -161,7 +147,7 @@ def _lattice_bound(
         reached = not windows or all(lattice.window >= 1 for lattice in lattices)
         return float(high.max()), float(low.max()) if reached else 0.0, None
     symbol, found = _search(kernel, lattices, tol, enough, exact=conv.padding == "circular")
-    group = torch.tensor([found.group], device=kernel.device)
+    group = torch.tensor([found.group])
     G = symbol.gram(group, found.omega[None], torch.float32)[0]
     start = random_start(G.shape[-1], G) if found.vector is None else found.vector.to(G.dtype)
     v = lanczos(G.matmul, start, steps=32, converged=tol / 64)
@@ -191,9 +177,9 @@ def _search(
     budget = int(min(max(1e11 / columns**3, 3000), 200_000)) * groups
     coarse = whole and all(n <= 3 * k for n, k in zip(grid, kernel.shape[3:], strict=True))
     if whole and (points <= GRID_POINTS[len(grid) > 1] or (coarse and points * groups <= 16 * budget)):
-        symbol = Symbol.of(kernel, points * groups)
+        symbol = Symbol.of(kernel, points)
         return symbol, Search(symbol, tol, budget, enough).over_grid(grid)
-    symbol = Symbol.of(kernel, 1000 * groups)
+    symbol = Symbol.of(kernel, 1000)
     search = Search(symbol, tol, budget, enough)
     found = search.over_all()
     if not whole or (found.upper <= enough and not exact):
@@ -214,10 +200,10 @@ def _plane_wave(conv: Convolution, adjoint: bool, group: int, omega: Tensor, v: 
     sizes = [(axis.out if adjoint else axis.size) or 1 for axis in conv.axes]
     wave = v
     for axis, w, n in zip(conv.axes, omega, sizes, strict=True):
-        i = torch.arange(n, dtype=torch.float64, device=v.device)
+        i = torch.arange(n, dtype=torch.float64)
         wave = wave[..., None] * (torch.sin(math.pi * (i + 1) / (n + 1)) * torch.exp(-1j * w / axis.dilation * i))
     channels = co if adjoint else ci
-    x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype, device=v.device)
+    x = torch.zeros(groups, channels, *sizes, dtype=wave.dtype)
     x[group] = wave
     x = x.flatten(0, 1)[None]
     x = x if conv.kernel.is_complex() else x.real.contiguous()
@@ -268,7 +254,7 @@ def materialise(conv: Convolution) -> Tensor:
     (out, ins), groups, size = conv.weight.shape[:2], conv.groups, conv.size
     pairs = conv.weight.reshape(out * ins, 1, *conv.weight.shape[2:])
     one = Convolution(pairs, replace(conv.geometry, shape=tuple(pairs.shape), groups=1))
-    pixels = torch.eye(math.prod(size), dtype=conv.weight.dtype, device=conv.weight.device).reshape(-1, 1, *size)
+    pixels = torch.eye(math.prod(size), dtype=conv.weight.dtype).reshape(-1, 1, *size)
     y = one.apply(pixels).reshape(len(pixels), groups, out // groups, ins, -1)  # (pixel, group, out, in, place)
     blocks = y.permute(1, 2, 4, 3, 0).reshape(groups, -1, ins * len(pixels))
     return torch.block_diag(*blocks) if groups > 1 else blocks[0]
@@ -301,12 +287,10 @@ def _operator_lower(conv: Convolution, start: Tensor | None, rtol: float, enough
         return quick.adjoint().apply(quick.apply(x.reshape(1, *shape))).flatten()
 
     target = enough**2 * (1 + 1e-5)
-    first, stop = random_start(columns, quick.weight), has_converged(rtol / 10, 6, target)
-    if start is not None:
-        wave = start.to(quick.weight.dtype).flatten()
-        if bool(wave.any()):  # not all of it vanished
-            first, stop = wave, no_further_gain(rtol / 10, target)
-    v = krylov(multiply, first, steps, stop, every=1).top()
+    first, calls = random_start(columns, quick.weight), 6
+    if start is not None and bool(start.to(quick.weight).any()):  # not all of it vanished
+        first, calls = start.to(quick.weight).flatten(), 2
+    v = krylov(multiply, first, steps, has_converged(rtol / 10, calls, target), every=1).top()
     x = wide(v).reshape(1, *shape)
     x = x / torch.linalg.vector_norm(x)
     y = conv.apply(x)

@@ -17,7 +17,7 @@ Reference: Delattre et al. 2023, §3 and appendix (gradient of the Gram iteratio
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from equipoise.maps.geometry import (
 from equipoise.maps.linear import Convolution, convolution
 from equipoise.norms.cholesky import below, verification_loss
 from equipoise.norms.gram import adjoint, entries_norm, gram_iterate, near_one, scaled, small_side
-from equipoise.norms.symbol import Symbol, tap_positions
+from equipoise.norms.symbol import Symbol, combining_pays, tap_positions
 
 #: relative rounding error up to which `symbol_norm` computes in float32
 MOST_ROUNDING = 8e-3
@@ -188,7 +188,7 @@ def rounding(kernel: Sequence[int], frequencies: int, dtype: torch.dtype) -> flo
     A root halves all of it; 1.5 stands where 1/2 would do.
     """
     m, c, taps = max(kernel[1:3]), min(kernel[1:3]), math.prod(kernel[3:])
-    if _combined_pays(kernel, frequencies):
+    if combining_pays(kernel, frequencies):
         offsets = (math.prod(2 * k - 1 for k in kernel[3:]) + 1) // 2
         first = 8 * taps * c * (gamma(2 * m * taps + 8, torch.float64) + 1e-13 * sum(kernel[3:]))
         first += 8 * (gamma(2 * offsets + 8, dtype) + 4 * unit_roundoff(dtype)) * math.sqrt(offsets * c)
@@ -316,15 +316,6 @@ def _back(value: Tensor, e: int) -> Tensor:
     return value.double() * 2.0 ** (e // 2) * 2.0 ** (e - e // 2)
 
 
-def _combined_pays(kernel: Sequence[int], frequencies: int) -> bool:
-    """Whether Gram matrices are cheaper to combine from correlations than to form at every frequency."""
-    g, m, c, taps = kernel[0], max(kernel[1:3]), min(kernel[1:3]), math.prod(kernel[3:])
-    offsets = (math.prod(2 * k - 1 for k in kernel[3:]) + 1) // 2
-    formed = g * frequencies * (4 * taps * m * c + 6 * m * c * c)
-    combined = g * (2 * m * c * c * taps * (taps + 1) + 4 * frequencies * offsets * c * c)
-    return combined + 50_000 * taps * (taps + 1) < formed  # every pair of taps is a call
-
-
 @lru_cache(maxsize=64)
 def grid_frequencies(sizes: tuple[int, ...], real: bool) -> Tensor:
     """The points 2πj/n of a grid in float64; for a real kernel one of each pair ±ω, whose symbols are conjugate."""
@@ -340,11 +331,12 @@ def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, in
     """The largest `s_t` in float64, its group and its frequency; `s_t` falls with t, so most frequencies need few products."""
     groups = kernel.shape[0]
     entries = max(kernel.shape[1] * kernel.shape[2], min(kernel.shape[1:3]) ** 2)
-    grams = _gram_function(kernel, omega)
+    symbol = Symbol.of(kernel, len(omega))
     per = max(1, CHUNK_BYTES // (2 * kernel.element_size() * groups * entries))
     best, where = -math.inf, 0
     for first in range(0, len(omega), per):
-        G = grams(omega[first : first + per])
+        part = omega[first : first + per].repeat_interleave(groups, 0)
+        G = symbol.gram(torch.arange(len(part), device=part.device) % groups, part, kernel.real.dtype)
         if iterations:
             log_s = entries_norm(G).double().log2() / 2
         else:
@@ -357,41 +349,14 @@ def _largest(kernel: Tensor, omega: Tensor, iterations: int) -> tuple[Tensor, in
     return value, where % groups, where // groups
 
 
-def _gram_function(kernel: Tensor, omega: Tensor) -> Callable[[Tensor], Tensor]:
-    """`E*E` at given frequencies, `(frequencies·groups, c, c)`, by the cheaper route."""
-    groups, dtype = kernel.shape[0], kernel.real.dtype
-    if kernel.is_complex() or _combined_pays(kernel.shape, len(omega)):
-        symbol = Symbol.of(kernel, len(omega) * groups)
-
-        def combined(part: Tensor) -> Tensor:
-            which = torch.arange(groups, device=part.device).repeat(len(part))
-            return symbol.gram(which, part.repeat_interleave(groups, 0), dtype)
-
-        return combined
-    if kernel.shape[1] < kernel.shape[2]:
-        kernel = kernel.transpose(1, 2)  # E(ω)ᵀ has the same norm
-    m, c = kernel.shape[1:3]
-    flat = kernel.flatten(3).movedim(3, 0).reshape(-1, groups * m * c)
-    places = tap_positions(kernel.shape[3:]).to(kernel.device).mT
-
-    def direct(part: Tensor) -> Tensor:
-        angle = part @ places
-        X, Y = ((wave.to(dtype) @ flat).reshape(-1, m, c) for wave in (angle.cos(), angle.sin()))
-        cross = X.mT @ Y  # real products are the faster ones
-        return torch.complex(torch.baddbmm(X.mT @ X, Y.mT, Y), cross - cross.mT)
-
-    return direct
-
-
 def _unproved(G: Tensor, log_s: Tensor, best: float) -> Tensor:
     """Which of the Gram matrices are not proved to lie below `2^(2·best)`."""
     left = (log_s > best).nonzero()[:, 0]
-    if not len(left) or best == -math.inf:
+    if not len(left) or best == -math.inf or left.device.type != "cpu":  # proofs run on the CPU
         return left
     narrow = G.dtype is torch.complex64 and verification_loss(G.shape[-1], torch.complex64) <= MOST_LOSS
-    G = G[left].to(torch.complex64 if narrow else torch.complex128)
-    tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64, device=G.device)
-    return left[~below(G, tau, torch.zeros_like(tau))]
+    tau = torch.full((len(left),), 2.0 ** (2 * best), dtype=torch.float64)
+    return left[~below(G[left], tau, dtype=torch.complex64 if narrow else torch.complex128)]
 
 
 def _square(G: Tensor, log_s: Tensor, rows: Tensor, iterations: int, best: float, where: int) -> tuple[float, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from equipoise.core.checks import require_tensor, require_type
 from equipoise.core.errors import InputError
-from equipoise.core.precision import frobenius, gamma, inflate, power_of_two_scale, require_finite, unit_roundoff
+from equipoise.core.precision import frobenius, gamma, inflate, power_of_two_scale, require_finite
 
 Readout = Literal["fro", "one", "inf"]
 
@@ -40,11 +40,6 @@ def adjoint(W: Tensor) -> Tensor:
 def small_side(W: Tensor) -> Tensor:
     """`W`, or its adjoint where that has fewer columns: same singular values, cheaper Gram matrix."""
     return adjoint(W) if W.shape[-2] < W.shape[-1] else W
-
-
-def product_length(A: Tensor) -> int:
-    """Length of the real inner products in `gram(A)`: rows, doubled (and one subtraction) for complex input."""
-    return 2 * A.shape[-2] + 2 if A.is_complex() else A.shape[-2]
 
 
 def scaled(W: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,20 +137,22 @@ def gram_bracket(W: Tensor, rtol: float = 1e-3, max_iterations: int = 24) -> tup
     return lower.reshape(shape), upper.reshape(shape), v.reshape(*shape, -1)
 
 
-def rayleigh_lower(W: Tensor, v: Tensor, size: Tensor | None = None) -> Tensor:
+def rayleigh_lower(W: Tensor, v: Tensor) -> Tensor:
     """`‖Wv‖/‖v‖`, a lower bound on σ₁, evaluated in float64 and rounded down by the error of the product.
 
-    `|fl(Wv) − Wv| ≤ γ_n|W||v|`, so the quotient is off by at most `γ_n‖W‖_F`; `size` is ‖W‖_F where it is known.
+    `|fl(Wv) − Wv| ≤ γ_n|W||v|`, so the quotient is off by at most `γ_n‖W‖_F`.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        v: vectors `(..., n)`.
     """
     W64, v64 = wide(W), wide(v)
     v64 = v64 / v64.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     y = W64 @ v64[..., None]
     norm_v = frobenius(v64[..., None])
-    terms = 2 * W.shape[-1] + 4
     value = frobenius(y) * (1 - 2 * gamma(2 * y.shape[-2] + 8, torch.float64)) / norm_v.clamp_min(1.0)
-    return (value - inflate(gamma(terms, torch.float64) * (frobenius(W64) if size is None else size))).clamp_min(0) * (
-        norm_v > 0
-    )
+    error = inflate(gamma(2 * W.shape[-1] + 4, torch.float64) * frobenius(W64))
+    return (value - error).clamp_min(0) * (norm_v > 0)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -222,16 +219,18 @@ def _unwind(last: Tensor, e: Tensor, history: list[tuple[Tensor, Tensor]]) -> Te
     return U
 
 
-def gram_error(A: Tensor, size: Tensor | None = None) -> Tensor:
-    """Bound on `‖fl(A*A) − A*A‖_F`, plus what scaling and products may lose to underflow; `size` is ‖A‖_F if known.
+def gram_error(A: Tensor) -> Tensor:
+    """Bound on `‖fl(A*A) − A*A‖_F`, plus what scaling and products may lose to underflow.
 
     Real: `γ_m‖A‖_F²`. Complex: real and imaginary part are real inner products of length 2m, each off by at most
     `γ·a_i·a_j` with a_i the column norms, so the factor √2 more.
     """
-    m, n = product_length(A), A.shape[-1]
-    size = frobenius(A) if size is None else size
+    m, n = A.shape[-2:]
+    factor = 1.0
+    if A.is_complex():  # real inner products of twice the length, and one subtraction
+        m, factor = 2 * m + 2, 1.4143
     lost = 4.0 * n * (m + n) * torch.finfo(A.dtype).tiny
-    return inflate(gamma(m, A.dtype) * (1.4143 if A.is_complex() else 1.0) * size.square()) + lost
+    return inflate(gamma(m, A.dtype) * factor * frobenius(A).square()) + lost
 
 
 def _largest_column(A: Tensor) -> Tensor:
@@ -246,11 +245,3 @@ def _check(W: Tensor, iterations: int) -> None:
     if iterations < 0 or iterations != int(iterations):
         raise InputError(f"iterations must be a whole number ≥ 0, got {iterations}")
     require_finite(W)
-
-
-def cast_error(W: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bound on `‖W − W.to(dtype)‖_F` for a narrowing cast; zero for a widening one."""
-    if torch.finfo(dtype).bits >= torch.finfo(W.dtype).bits:
-        return torch.zeros(W.shape[:-2], dtype=torch.float64, device=W.device)
-    size = W.shape[-1] * W.shape[-2]
-    return inflate(unit_roundoff(dtype) * frobenius(W) * 2) + 2 * size * torch.finfo(dtype).tiny

@@ -74,20 +74,19 @@ def krylov(
     q = q / torch.linalg.vector_norm(q)
     for j in range(len(Q)):
         Q[j] = q
+        basis = Q[: j + 1]
         w = multiply(q)
         diagonal.append(float(torch.vdot(q, w).real))
-        basis = Q[: j + 1]
-        w = w - diagonal[j] * q
+        w = torch.sub(w, q, alpha=diagonal[j])
         if j:
-            w = w - off_diagonal[-1] * Q[j - 1]
-        w = w - (basis.conj() @ w) @ basis
-        beta = float(torch.linalg.vector_norm(w))
-        off_diagonal.append(beta)
-        if beta <= breakdown * max(map(abs, diagonal)):
+            w = torch.sub(w, Q[j - 1], alpha=off_diagonal[-1])
+        w = torch.addmv(w, basis.mT, basis.conj() @ w, alpha=-1)  # rounding brings back what the recurrence took out
+        off_diagonal.append(float(torch.linalg.vector_norm(w)))
+        if off_diagonal[j] <= breakdown * max(map(abs, diagonal)):
             break
         if stop is not None and (j + 1) % every == 0 and stop(Krylov(basis, diagonal, off_diagonal)):
             break
-        q = w / beta
+        q = w / off_diagonal[j]
     return Krylov(Q[: len(diagonal)], diagonal, off_diagonal)
 
 
@@ -111,19 +110,5 @@ def has_converged(share: float, calls: int = 2, enough: float = math.inf) -> Cal
         values.append(space.value())
         slow = len(values) > calls and values[-1] - values[-1 - calls] <= share * values[-1]
         return slow or values[-1] >= enough
-
-    return stop
-
-
-def no_further_gain(share: float, enough: float) -> Callable[[Krylov], bool]:
-    """True if the Ritz value θ₁ is `enough`, or the next step promises no more than `share`: about `r²/(θ₁ − θ₂)`."""
-
-    def stop(space: Krylov) -> bool:
-        if len(space.diagonal) == 1:
-            return space.diagonal[0] >= enough
-        theta, Y = space.ritz()
-        residual = abs(space.off_diagonal[-1] * float(Y[-1, -1]))
-        first, second = float(theta[-1]), float(theta[-2])
-        return first >= enough or residual**2 <= share * first * (first - second)
 
     return stop

@@ -27,8 +27,8 @@ from equipoise.norms.symbol import Symbol
 
 #: bytes the Gram matrices of all first cells may have together
 MOST_BYTES = 2**32
-#: bytes of matrices held at once on the CPU, where they should stay in the cache, and elsewhere, where every batch waits
-CHUNK_BYTES, DEVICE_BYTES = 2 * 2**20, 2**28
+#: bytes of matrices held at once: they should stay in the cache, and forming several at once is cheaper
+CHUNK_BYTES = 6 * 2**20
 #: what a proof in single precision may lose, as a multiple of the tolerance; the target lies twice that above the best square
 MOST_LOSS = 1.4
 
@@ -47,7 +47,7 @@ class Cells:
     @property
     def index(self) -> Tensor:
         """All of them."""
-        return torch.arange(len(self), device=self.groups.device)
+        return torch.arange(len(self))
 
     def take(self, index: Tensor) -> Cells:
         """The cells of an index or mask."""
@@ -85,9 +85,7 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
         index = index[(mirrored[:, 0] != index[:, 0]) | (index @ place <= mirrored @ place)]
     omega = index * (2 * math.pi / grid.double())
     groups = symbol.kernel.shape[0]
-    device = symbol.kernel.device
-    repeated = omega.repeat(groups, 1).to(device)
-    return Cells(torch.arange(groups, device=device).repeat_interleave(len(omega)), repeated, (0.0,) * dims)
+    return Cells(torch.arange(groups).repeat_interleave(len(omega)), omega.repeat(groups, 1), (0.0,) * dims)
 
 
 class Search:
@@ -133,8 +131,8 @@ class Search:
             [math.floor(float(w) / h), math.ceil(float(w) / h)] for w, h in zip(self.where[1], step, strict=True)
         ]
         points = [[j * h for j, h in zip(index, step, strict=True)] for index in itertools.product(*nearest)]
-        omega = torch.tensor(points, dtype=torch.float64, device=self.symbol.kernel.device)
-        groups = torch.full((len(points),), self.where[0], device=omega.device)
+        omega = torch.tensor(points, dtype=torch.float64)
+        groups = torch.full((len(points),), self.where[0])
         best = self._values(Cells(groups, omega, (0.0,) * len(sizes)))[0].max(0)
         return max(best.values.item(), 0.0) ** 0.5, omega[best.indices]
 
@@ -184,8 +182,7 @@ class Search:
 
     def _chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
         width = 1 if self.proof_dtype is torch.complex64 else 2
-        most = CHUNK_BYTES if rows.device.type == "cpu" else DEVICE_BYTES
-        return rows.split(max(1, most // (width * self.symbol.bytes_per_frequency)))
+        return rows.split(max(1, CHUNK_BYTES // (width * self.symbol.bytes_per_frequency)))
 
     def _raise(self, value: float, group: int, omega: Tensor, v: Tensor) -> None:
         if value > self.best:
@@ -196,10 +193,10 @@ class Search:
         """What the centre of each cell must be proved below (squared) so that the cell is proved for the target."""
         turn = sum(d * h for d, h in zip(self.degrees, cells.half, strict=True))
         by_angle = self.target * math.cos(min(turn * (1 + 1e-12), math.pi / 2)) ** 2 * (1 - 1e-14)
-        thresholds = torch.full((len(cells),), by_angle, dtype=torch.float64, device=cells.groups.device)
+        thresholds = torch.full((len(cells),), by_angle, dtype=torch.float64)
         variation = self.symbol.variation
         if variation is not None and any(cells.half):
-            half = torch.tensor(cells.half, dtype=torch.float64, device=variation.device)
+            half = torch.tensor(cells.half, dtype=torch.float64)
             angle = (self.symbol.offsets.abs() @ half / 2).clamp_max(math.pi / 2)
             moved = inflate(variation @ (2 * angle.sin() * (1 + 1e-12)))[cells.groups]
             thresholds = torch.maximum(thresholds, (self.target - moved) * (1 - 1e-14))
@@ -219,7 +216,7 @@ class Search:
 
     def _here(self, half: tuple[float, ...]) -> Cells:
         """One cell around the best point."""
-        return Cells(torch.tensor([self.where[0]], device=self.where[1].device), self.where[1][None], half)
+        return Cells(torch.tensor([self.where[0]]), self.where[1][None], half)
 
     def _climb(self, half: tuple[float, ...]) -> None:
         """Raise the best value by looking around it at finer and finer scales."""
@@ -254,7 +251,7 @@ class Search:
         for rows in self._chunks(large):
             part, limit = cells.take(rows), tau[rows]
             G = self.symbol.gram(part.groups, part.omega, self.dtype)
-            open_ = ~below(G.to(self.proof_dtype), limit, torch.zeros_like(limit))
+            open_ = ~below(G, limit, dtype=self.proof_dtype)
             if bool(open_.any()):
                 left.append(rows[open_])
                 scores.append(_powers(G[open_])[0])
@@ -303,7 +300,7 @@ def _split(cells: Cells, real: bool, parts: int = 3) -> Cells:
     """Two or three children along every axis with a width; for real kernels only one of each pair ±ω is kept."""
     places = [(2 * i + 1) / parts - 1 for i in range(parts)]
     steps = [[x * h for x in places] if h else [0.0] for h in cells.half]
-    moves = torch.tensor(list(itertools.product(*steps)), dtype=torch.float64, device=cells.omega.device)
+    moves = torch.tensor(list(itertools.product(*steps)), dtype=torch.float64)
     omega = (cells.omega[:, None] + moves).flatten(0, 1)
     groups = cells.groups.repeat_interleave(len(moves))
     if real:

@@ -9,13 +9,21 @@ from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.errors import InputError
-from equipoise.core.precision import deflate, full_precision, inflate, require_finite, working_dtype
+from equipoise.core.precision import (
+    deflate,
+    frobenius,
+    full_precision,
+    inflate,
+    require_finite,
+    unit_roundoff,
+    working_dtype,
+)
 from equipoise.maps.geometry import Axis, padding_norm
 from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.maps.reading import read
 from equipoise.norms.cholesky import LARGE, cholesky_bracket, dense_bracket, single_thread
 from equipoise.norms.convolution import conv_bracket
-from equipoise.norms.gram import cast_error, complete_pair, gram_bracket, scaled, wide
+from equipoise.norms.gram import complete_pair, gram_bracket, scaled, wide
 
 Method = Literal["auto", "gram", "cholesky"]
 
@@ -77,17 +85,14 @@ def spectral_norm(
 
 
 def _computable(weight: Tensor) -> Tensor:
-    """Weights that can be computed with: floating point, at least float32, finite, on a device with float64."""
+    """Weights that can be computed with: floating point, at least float32, finite, on the CPU, where proofs run."""
     if weight.layout is not torch.strided:
         raise InputError(f"expected a dense tensor, got the layout {weight.layout}; call .to_dense() first")
     if weight.is_nested:
         raise InputError("expected one tensor, got a nested one; bound its parts")
     if weight.is_meta:
         raise InputError("the weight is on the meta device: it has no values")
-    weight = weight.to(working_dtype(weight.dtype))
-    if weight.device.type == "mps":  # no float64 there: the proof runs on the CPU
-        weight = weight.cpu()
-    return require_finite(weight)
+    return require_finite(weight.to("cpu", working_dtype(weight.dtype)))
 
 
 def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype | None, vectors: bool) -> Bracket:
@@ -95,12 +100,14 @@ def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype |
         raise InputError(f"expected matrices of shape (..., m, n), got shape {tuple(W.shape)}")
     if method == "cholesky" and W.dim() > 2:
         raise InputError("method='cholesky' takes one matrix; use 'auto' or 'gram' for a batch")
-    extra = torch.zeros(W.shape[:-2], dtype=torch.float64, device=W.device)
     if dtype is torch.float32 and method != "cholesky":
         normal, e = scaled(W)
         narrow = normal.to(working_dtype(W.dtype, dtype))
         low, high, v = gram_bracket(narrow, rtol)
-        lost = cast_error(normal, narrow.dtype)
+        lost = torch.zeros(())
+        if narrow.dtype is not W.dtype:  # ‖W − W.to(float32)‖_F
+            tiny = W.shape[-1] * W.shape[-2] * torch.finfo(narrow.dtype).tiny
+            lost = inflate(2 * unit_roundoff(narrow.dtype) * frobenius(normal)) + 2 * tiny
         low, high = torch.ldexp((low - lost).clamp_min(0), e), torch.ldexp(inflate(high + lost), e)
         used = "gram, float32"
     elif method == "gram":
@@ -108,7 +115,8 @@ def _matrix_bracket(W: Tensor, rtol: float, method: Method, dtype: torch.dtype |
         used = "gram"
     elif method == "cholesky":
         lower, upper, v = cholesky_bracket(W, rtol)
-        low, high, used = extra + lower, extra + upper, "cholesky"
+        low, high = torch.tensor([lower, upper], dtype=torch.float64)
+        used = "cholesky"
     else:
         working_dtype(W.dtype, dtype)
         low, high, v = dense_bracket(wide(W) if min(W.shape[-2:]) < LARGE else W, rtol)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from equipoise.core.precision import frobenius, gamma, inflate, unit_roundoff, working_dtype
-from equipoise.norms.gram import adjoint, small_side, wide
+from equipoise.norms.gram import adjoint, wide
 
 
 def tap_positions(lengths: tuple[int, ...]) -> Tensor:
@@ -66,6 +67,47 @@ def correlation_error(kernel: Tensor) -> float:
     return 2 * gamma(2 * kernel.shape[1] * math.prod(kernel.shape[3:]) + 8, torch.float64)
 
 
+def combining_pays(kernel: Sequence[int], frequencies: int) -> bool:
+    """Whether Gram matrices are cheaper to combine from the autocorrelation than to form at every frequency.
+
+    Args:
+        kernel: the shape `(g, co, ci, *lengths)`.
+        frequencies: how many there are.
+    """
+    m, c, taps = max(kernel[1:3]), min(kernel[1:3]), math.prod(kernel[3:])
+    offsets = (math.prod(2 * k - 1 for k in kernel[3:]) + 1) // 2
+    combined = taps * (taps + 1) * m * c * c + 4 * frequencies * offsets * c * c
+    return combined < frequencies * (4 * taps * m * c + 6 * m * c * c)
+
+
+def symbol_energy(kernel: Tensor) -> Tensor:
+    """`sup_ω ‖E(ω)‖_F` per group, rounded up: a bound on the norm of the convolution with `kernel (g, co, ci, *k)`, zeros around.
+
+    `‖E(ω)‖_F² = Σ_b c_b e^{ib·ω}` with `c_b = Σ_a ⟨K_a, K_{a+b}⟩` the autocorrelation of the taps, so `Σ_b |c_b|` bounds it for
+    all frequencies at the price of one small Gram matrix; strides and borders can only lower the norm.
+
+    >>> float(symbol_energy(torch.ones(1, 1, 1, 3))) >= 3
+    True
+    """
+    sizes = kernel.shape[3:]
+    real = kernel.abs() if kernel.is_complex() else kernel  # |E(ω)| ≤ Σ|K_a|, entry by entry
+    taps = real.flatten(3).flatten(1, 2).mT.contiguous()  # groups, taps, co·ci
+    if taps.shape[-1] * unit_roundoff(taps.dtype) > 1e-2:
+        taps = taps.double()
+    products = (taps @ taps.mT).double()
+
+    # the offset of every pair of taps, as one number
+    strides = [math.prod(2 * n - 1 for n in sizes[j + 1 :]) for j in range(len(sizes))]
+    places = (tap_positions(sizes).long() * torch.tensor(strides)).sum(1)
+    offsets = (places[:, None] - places + places.max()).flatten().to(kernel.device)
+    sums = products.new_zeros(len(products), int(offsets.max()) + 1).index_add_(1, offsets, products.flatten(1))
+
+    # every product of taps is off by γ times the product of their lengths
+    lengths = inflate(frobenius(taps[:, :, None]).sum(-1))
+    rounding = gamma(taps.shape[-1] + 8, taps.dtype) + gamma(taps.shape[1] ** 2 + 8, torch.float64)
+    return inflate((sums.abs().sum(-1) + 2 * rounding * lengths**2).sqrt())
+
+
 @dataclass
 class Symbol:
     """Frequency view of `kernel (g, m, c, *lengths)` in float64 or complex128 with c ≤ m.
@@ -78,7 +120,7 @@ class Symbol:
     offsets: Tensor  # (B, dims) half lattice of autocorrelation offsets, the first is 0
     correlations: Tensor | None  # (g, B, c, c); None: Gram products are formed at every frequency instead
     adjoint: bool = False  # the kernel is that of the adjoint operator (fewer columns)
-    _parts: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _split: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _inner: dict[torch.dtype, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -87,21 +129,15 @@ class Symbol:
 
         Args:
             kernel: `(g, co, ci, *lengths)`.
-            frequencies: roughly at how many it will be evaluated.
+            frequencies: roughly at how many of them every group will be evaluated.
         """
         kernel = wide(kernel)
         swapped = kernel.shape[1] < kernel.shape[2]
         if swapped:  # same norm at every frequency
-            kernel = small_side(kernel.movedim((1, 2), (-2, -1))).movedim((-2, -1), (1, 2))
+            kernel = adjoint(kernel.movedim((1, 2), (-2, -1))).movedim((-2, -1), (1, 2))
             kernel = kernel.flip(tuple(range(3, kernel.dim())))
-        lengths = tuple(kernel.shape[3:])
-        m, c = kernel.shape[1:3]
-        half = half_lattice(lengths)
-        taps = math.prod(lengths)
-        by_taps = taps * (taps + 1) * m * c * c + 4 * frequencies * len(half) * c * c
-        by_frequency = frequencies * (4 * taps * m * c + 6 * m * c * c)
-        offsets = torch.tensor(half, dtype=torch.float64, device=kernel.device)
-        correlations = None if by_taps > 2 * by_frequency else autocorrelation(kernel)
+        offsets = torch.tensor(half_lattice(tuple(kernel.shape[3:])), dtype=torch.float64, device=kernel.device)
+        correlations = autocorrelation(kernel) if combining_pays(kernel.shape, frequencies) else None
         return cls(kernel, offsets, correlations, swapped)
 
     @property
@@ -124,17 +160,30 @@ class Symbol:
         u = unit_roundoff(torch.float64)
         return 8 * u * (1 + 2 * math.pi * sum(self.lengths))
 
+    @cached_property
+    def energy(self) -> Tensor:
+        """Bound of `‖E(ω)‖_F` per group, over all frequencies."""
+        return symbol_energy(self.kernel)
+
     def at(self, groups: Tensor, omega: Tensor) -> Tensor:
         """`E(ω)` itself as complex128 `(F, m, c)`, for few frequencies; off by at most `at_error`."""
-        angle = omega @ tap_positions(self.lengths).to(omega.device).mT  # (F, taps)
-        phases = torch.complex(angle.cos(), -angle.sin())
-        m, c = self.kernel.shape[1:3]
-        taps = self.kernel.flatten(3).movedim(3, 1).flatten(2).to(phases.dtype)  # (g, taps, m·c)
-        return _combine(phases, taps, groups).reshape(-1, m, c)
+        return torch.complex(*self._parts(groups, omega, torch.float64))
 
-    def at_error(self) -> Tensor:
-        """Bound per group on the Frobenius error of `at`."""
-        return inflate((gamma(2 * self.taps + 8, torch.float64) + self.phase_error()) * 2 * self.size)
+    def at_error(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Bound per group on the Frobenius error of E formed in `dtype`."""
+        return inflate((gamma(2 * self.taps + 12, dtype) + self.phase_error()) * 2 * self.size)
+
+    def _parts(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Real and imaginary part of `E(ω)`, formed in `dtype`."""
+        m, c = self.kernel.shape[1:3]
+        angle = omega @ tap_positions(self.lengths).to(omega.device).mT  # (F, taps)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        taps = self.kernel.flatten(3).movedim(3, 1).flatten(2)  # (g, taps, m·c)
+        re, im = (_combine(wave, taps.real.to(dtype), groups).reshape(-1, m, c) for wave in (cos, -sin))
+        if not taps.is_complex():
+            return re, im
+        from_im, from_re = (_combine(wave, taps.imag.to(dtype), groups).reshape(-1, m, c) for wave in (cos, sin))
+        return re + from_re, im + from_im
 
     @property
     def bytes_per_frequency(self) -> int:
@@ -146,11 +195,9 @@ class Symbol:
     def gram(self, groups: Tensor, omega: Tensor, dtype: torch.dtype) -> Tensor:
         """`E*E(ω)` `(F, c, c)`, each row for its own group, in the complex type of a real `dtype`."""
         if self.correlations is None:
-            E = self.at(groups, omega)
-            re, im = E.real, E.imag
+            re, im = self._parts(groups, omega, dtype)
             cross = re.mT @ im
-            X, Y = re.mT @ re + im.mT @ im, cross - cross.mT
-            return torch.complex(X.to(dtype), Y.to(dtype))
+            return torch.complex(torch.baddbmm(re.mT @ re, im.mT, im), cross - cross.mT)
         c = self.kernel.shape[2]
         weights = [w.to(dtype) for w in self._weights(omega)]
         X, Y = (_combine(w, part, groups) for w, part in zip(weights, self._coefficients(dtype), strict=True))
@@ -175,15 +222,14 @@ class Symbol:
 
     def gram_error(self, dtype: torch.dtype) -> Tensor:
         """Bound per group on `‖E*E(ω) − gram‖₂`, over all frequencies."""
-        u64, S = torch.float64, self.size
-        m, taps = self.kernel.shape[1], self.taps
-        cast = 4 * unit_roundoff(dtype)
+        m = self.kernel.shape[1]
+        lost = 1e-290 + 1e3 * float(torch.finfo(dtype).tiny) * m * self.taps
         if self.correlations is None:
-            inner = inflate(2 * gamma(2 * m + 8, u64) * S.square() + 3 * self.at_error() * S)
-            return inflate(inner + (cast if dtype is not u64 else 0.0) * S.square()) + 1e-290
-        formed = correlation_error(self.kernel) * S.square()
-        evaluated = 4 * (gamma(2 * len(self.offsets) + 8, dtype) + cast + self.phase_error()) * self._correlation_size
-        return inflate(formed + evaluated) + 1e-290 + 1e3 * float(torch.finfo(dtype).tiny) * m * taps
+            energy = self.energy + self.at_error(dtype)  # of what is formed
+            return inflate(2 * gamma(2 * m + 8, dtype) * energy.square() + 3 * self.at_error(dtype) * energy) + lost
+        formed = correlation_error(self.kernel) * self.size.square()
+        rounding = gamma(2 * len(self.offsets) + 8, dtype) + 4 * unit_roundoff(dtype) + self.phase_error()
+        return inflate(formed + 4 * rounding * self._correlation_size) + lost
 
     @cached_property
     def _correlation_size(self) -> Tensor:
@@ -214,8 +260,8 @@ class Symbol:
         `Re E*E = Σ (P + Pᵀ) cos θ + (Q + Qᵀ) sin θ`, `Im E*E = Σ (Pᵀ − P) sin θ + (Q − Qᵀ) cos θ`.
         """
         assert self.correlations is not None
-        if dtype in self._parts:
-            return self._parts[dtype]
+        if dtype in self._split:
+            return self._split[dtype]
         C = self.correlations.to(working_dtype(self.correlations.dtype, dtype))
         P = C.real if C.is_complex() else C
         even, odd = P + P.mT, P.mT - P
@@ -225,8 +271,8 @@ class Symbol:
             mixed, skew = Q + Q.mT, Q - Q.mT
             mixed[:, 0], skew[:, 0] = 0, Q[:, 0]
             even, odd = torch.cat([even, mixed], 1), torch.cat([skew, odd], 1)
-        self._parts[dtype] = (even.flatten(2), odd.flatten(2))
-        return self._parts[dtype]
+        self._split[dtype] = (even.flatten(2), odd.flatten(2))
+        return self._split[dtype]
 
     def _inner_products(self, dtype: torch.dtype) -> list[Tensor]:
         """`(g, B, B)`: inner products of the coefficients of the real and of the imaginary part.

@@ -7,66 +7,39 @@ since, and W the weight of today,
 
 where the distance is bounded by the Frobenius norm for a matrix, and by `sup_ω ‖E_{W−κS}(ω)‖_F` times the norm of the padding
 map for a convolution. Otherwise the norm of W is proved directly: that it lies below the number that suffices, by one Cholesky
-factorisation (per frequency), or a tight bracket if it does not.
+factorisation (per frequency), or a tight bracket if it does not. `SingularVectors` follows a map from below: an estimate, never a
+certificate.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
+from equipoise.core.modules import fresh_strides
 from equipoise.core.precision import (
     deflate,
     frobenius,
     full_precision,
-    gamma,
     inflate,
     require_finite,
     unit_roundoff,
     working_dtype,
 )
 from equipoise.maps.geometry import circular_lattice, padding_norm
-from equipoise.maps.linear import Convolution
+from equipoise.maps.linear import Adjoint, Convolution, Diagonal, Linear, Matrix, Padding
 from equipoise.maps.reading import read
 from equipoise.norms.cholesky import cholesky_bracket
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.gram import small_side
 from equipoise.norms.lanczos import perturb
-
-
-def tap_drift(kernel: Tensor) -> float:
-    """`sup_ω ‖E(ω)‖_F`, rounded up: a bound on the norm of the convolution with `kernel (groups, co, ci, *k)`, zeros around it.
-
-    `‖E(ω)‖_F² = Σ_b c_b e^{ib·ω}` with `c_b = Σ_a ⟨K_a, K_{a+b}⟩` the autocorrelation of the taps, so `Σ_b |c_b|` bounds it for
-    all frequencies at the price of one small Gram matrix; strides and borders can only lower the norm.
-
-    >>> tap_drift(torch.ones(1, 1, 1, 3)) >= 3
-    True
-    """
-    sizes = kernel.shape[3:]
-    taps = kernel.flatten(3).flatten(1, 2).mT.contiguous()  # groups, taps, co·ci
-    if taps.shape[-1] * unit_roundoff(taps.dtype) > 1e-2:
-        taps = taps.double()
-    products = (taps @ taps.mT).double()
-
-    # the offset of every pair of taps, as one number
-    where = torch.cartesian_prod(*(torch.arange(n) for n in sizes)).reshape(-1, len(sizes))
-    places = torch.zeros(len(where), dtype=torch.long)
-    for axis, n in enumerate(sizes):
-        places = places * (2 * n - 1) + where[:, axis]
-    offsets = (places[:, None] - places + int(places.max())).flatten().to(kernel.device)
-    sums = products.new_zeros(len(products), int(offsets.max()) + 1).index_add_(1, offsets, products.flatten(1))
-
-    # every product of taps is off by γ times the product of their lengths
-    lengths = inflate(frobenius(taps[:, :, None]).sum(-1))
-    rounding = gamma(taps.shape[-1] + 8, taps.dtype) + gamma(taps.shape[1] ** 2 + 8, torch.float64)
-    return float(inflate((sums.abs().sum(-1) + 2 * rounding * lengths**2).sqrt()).max())
+from equipoise.norms.symbol import symbol_energy
 
 
 @dataclass(frozen=True)
@@ -200,9 +173,7 @@ class TrackedMatrix(TrackedNorm):
         if W.dim() != 2 or W.is_complex():
             raise InputError(f"expected a real matrix, got {what} of shape {tuple(W.shape)} in {W.dtype}")
         A = W.detach().to(working_dtype(W.dtype))
-        if A.numel() == 0:
-            return require_finite(A, what)
-        return small_side(A.cpu() if A.device.type == "mps" else A)
+        return small_side(A) if A.numel() else require_finite(A, what)
 
     def _distance(self, difference: Tensor) -> float:
         return float(frobenius(_by_rows(difference)))
@@ -251,7 +222,7 @@ class TrackedConvolution(TrackedNorm):
         return W.detach().to(working_dtype(W.dtype))
 
     def _distance(self, difference: Tensor) -> float:
-        return inflate(self.factor * tap_drift(self.conv.geometry.grouped(difference)))
+        return inflate(self.factor * float(symbol_energy(self.conv.geometry.grouped(difference)).max()))
 
     def _lost(self, A: Tensor, proof: Proof, kappa: float) -> float:
         taps = math.sqrt(math.prod(A.shape[2:]))  # ‖E(ω)‖_F ≤ √taps·‖K‖_F
@@ -281,3 +252,60 @@ def _padding_factor(conv: Convolution) -> float:
         if all(found is not None for found in lattices):
             return inflate(math.prod(found[1] for found in lattices if found is not None))
     return inflate(math.prod(padding_norm(axis, conv.padding) for axis in conv.axes))
+
+
+def _weight_of(form: Linear) -> Tensor:
+    """The numbers a map is made of, for their dtype and device."""
+    if isinstance(form, Adjoint):
+        return _weight_of(form.conv)
+    if isinstance(form, Padding):
+        return torch.zeros(())
+    return form.matrix if isinstance(form, Matrix) else form.factor if isinstance(form, Diagonal) else form.weight
+
+
+class SingularVectors:
+    """Subspace iteration on `AᵀA`, warm-started: a few right singular vectors of a map that follow it while it trains.
+
+    `‖Av‖ ≤ σ₁` for any unit v: tight once v has converged, and with v held fixed its gradient is that of σ₁ there. One call of
+    `iterate` costs `steps` applications of the map and its adjoint to `vectors` inputs.
+
+    Args:
+        form: returns the map as it is now.
+        shape: of one input.
+        vectors: how many are followed.
+        seed: of the first vectors.
+    """
+
+    def __init__(self, form: Callable[[], Linear], shape: tuple[int, ...], vectors: int = 2, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.form, self.shape = form, shape
+        V = torch.randn(min(vectors, max(1, math.prod(shape))), *shape, generator=generator, dtype=torch.float64)
+        self.V = _orthonormal(V)
+
+    @torch.no_grad()
+    def iterate(self, steps: int) -> None:
+        """`V ← orth(AᵀA V)`, `steps` times."""
+        form = self.form()
+        self.V = self.V.to(_weight_of(form))
+        turned = form.adjoint()
+        for _ in range(steps):
+            V = turned.apply(form.apply(self.V))
+            if bool((torch.linalg.vector_norm(V.flatten(1), dim=1) > 0).all()) and bool(V.isfinite().all()):
+                self.V = _orthonormal(V)
+
+    def norm(self) -> Tensor:
+        """`‖A v‖` for the best vector of the subspace, differentiable in the weights."""
+        form = self.form()
+        with torch.no_grad():
+            AV = form.apply(self.V).flatten(1)
+            _, vectors = torch.linalg.eigh(AV @ AV.mT)
+            v = torch.tensordot(vectors[:, -1], self.V, 1)[None]
+            v = v / torch.linalg.vector_norm(v)
+        return torch.linalg.vector_norm(form.apply(v))
+
+
+def _orthonormal(V: Tensor) -> Tensor:
+    if len(V) == 1:
+        return V / torch.linalg.vector_norm(V)
+    Q, _ = torch.linalg.qr(V.flatten(1).mT)
+    return fresh_strides(Q.mT.reshape(V.shape))

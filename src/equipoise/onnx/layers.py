@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equipoise.onnx.operators import Fixed, operator
+from equipoise.onnx.operators import operator
 from equipoise.onnx.reading import Spec
+
+Pairs = list[tuple[int, int]]
 
 
 @operator("Gemm")
@@ -36,8 +38,8 @@ def _of_rank(spec: Spec, x: Tensor, name: str) -> Callable[..., Any]:
     axes = x.dim() - 2
     if axes not in (1, 2, 3):
         raise spec.refuse(f"inputs of {x.dim()} dimensions are not supported")
-    found: Callable[..., Any] = getattr(F, f"{name}{axes}d")
-    return found
+    function: Callable[..., Any] = getattr(F, f"{name}{axes}d")
+    return function
 
 
 def _window(
@@ -46,43 +48,45 @@ def _window(
     kernel: list[int],
     *,
     auto_pad: str = "NOTSET",
-    dilations: Any = None,
-    pads: Any = None,
-    strides: Any = None,
-) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    dilations: list[int] | None = None,
+    kernel_shape: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+) -> tuple[list[int], list[int], Pairs]:
     """Strides, dilations and the padding before and after every axis."""
     axes = len(kernel)
-    strides, dilations = strides or [1] * axes, dilations or [1] * axes
+    strides = strides or [1] * axes
+    dilations = dilations or [1] * axes
+    if kernel_shape not in (None, kernel):
+        raise spec.refuse(f"kernel_shape {kernel_shape} is not the weight's {kernel}")
+    if auto_pad == "VALID" or not pads:
+        pads = [0] * (2 * axes)
     if auto_pad in ("NOTSET", "VALID"):
-        pads = pads if pads and auto_pad == "NOTSET" else [0] * (2 * axes)
-        return strides, dilations, [(pads[i], pads[i + axes]) for i in range(axes)]
+        return strides, dilations, list(zip(pads[:axes], pads[axes:], strict=True))
     if auto_pad not in ("SAME_UPPER", "SAME_LOWER"):
         raise spec.refuse(f"auto_pad {auto_pad!r} is not supported")
+
     pairs = []
-    for n, k, s, d in zip(x.shape[2:], kernel, strides, dilations, strict=True):
-        total = max(0, (-(-n // s) - 1) * s + (k - 1) * d + 1 - n)
+    for size, k, stride, dilation in zip(x.shape[2:], kernel, strides, dilations, strict=True):
+        count = -(-size // stride)
+        total = max(0, (count - 1) * stride + (k - 1) * dilation + 1 - size)
         small, large = total // 2, total - total // 2
         pairs.append((small, large) if auto_pad == "SAME_UPPER" else (large, small))
     return strides, dilations, pairs
 
 
-def _padded(x: Tensor, pairs: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
-    """The input with what an operator's own, two-sided padding cannot do, and what is left for the operator."""
-    if all(a == b for a, b in pairs):
-        return x, [a for a, _ in pairs]
-    return _filled(x, pairs), [0] * len(pairs)
-
-
-def _filled(x: Tensor, pairs: list[tuple[int, int]], value: float = 0.0) -> Tensor:
+def _pad(x: Tensor, pairs: Pairs, value: float = 0.0) -> Tensor:
     """The input with so many entries before and after every axis."""
     return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=value)
 
 
-def _kernel(spec: Spec, weight: Tensor, declared: list[int] | None) -> list[int]:
-    kernel = [int(n) for n in weight.shape[2:]]
-    if declared is not None and declared != kernel:
-        raise spec.refuse(f"kernel_shape {declared} is not the weight's {kernel}")
-    return kernel
+def _is_even(pairs: Pairs) -> bool:
+    return all(before == after for before, after in pairs)
+
+
+def _fits_pooling(pairs: Pairs, kernel: list[int]) -> bool:
+    """Whether torch's pooling can do the padding itself."""
+    return _is_even(pairs) and all(2 * before <= k for (before, _), k in zip(pairs, kernel, strict=True))
 
 
 @operator("Conv")
@@ -93,13 +97,13 @@ def _conv(
     bias: Tensor | None = None,
     *,
     group: int = 1,
-    kernel_shape: Any = None,
     **window: Any,
 ) -> Tensor:
     run = _of_rank(spec, x, "conv")
-    strides, dilations, pairs = _window(spec, x, _kernel(spec, weight, kernel_shape), **window)
-    x, padding = _padded(x, pairs)
-    return run(x, weight, bias, strides, padding, dilations, group)
+    strides, dilations, pairs = _window(spec, x, list(weight.shape[2:]), **window)
+    if not _is_even(pairs):
+        x, pairs = _pad(x, pairs), [(0, 0)] * len(pairs)
+    return run(x, weight, bias, strides, [before for before, _ in pairs], dilations, group)
 
 
 @operator("ConvTranspose")
@@ -110,47 +114,30 @@ def _conv_transpose(
     bias: Tensor | None = None,
     *,
     group: int = 1,
-    kernel_shape: Any = None,
-    output_padding: Any = None,
+    output_padding: list[int] | None = None,
     **window: Any,
 ) -> Tensor:
     run = _of_rank(spec, x, "conv_transpose")
     if window.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
         raise spec.refuse("auto_pad is not supported here; export with explicit pads")
-    strides, dilations, pairs = _window(spec, x, _kernel(spec, weight, kernel_shape), **window)
-    least = [min(p) for p in pairs]
+    strides, dilations, pairs = _window(spec, x, list(weight.shape[2:]), **window)
+    least = [min(pair) for pair in pairs]
     result = run(x, weight, bias, strides, least, output_padding or 0, group, dilations)
-    for i, ((before, after), p) in enumerate(zip(pairs, least, strict=True)):
-        result = result.narrow(2 + i, before - p, result.shape[2 + i] - (before - p) - (after - p))
+    for axis, (before, after) in enumerate(pairs, 2):  # padding cuts entries off the result
+        cut = before + after - 2 * least[axis - 2]
+        result = result.narrow(axis, before - least[axis - 2], result.shape[axis] - cut)
     return result
 
 
 @operator("MaxPool")
 def _max_pool(spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int = 0, **window: Any) -> Tensor:
-    if spec.further_results:
-        raise spec.refuse("the places of the maxima are not given")
     run = _of_rank(spec, x, "max_pool")
     strides, dilations, pairs = _window(spec, x, kernel_shape, **window)
+    if _fits_pooling(pairs, kernel_shape):
+        return run(x, kernel_shape, strides, [before for before, _ in pairs], dilations, bool(ceil_mode))
     if ceil_mode:
-        pairs = _ceiled(x, kernel_shape, strides, dilations, pairs)
-    even = all(a == b and 2 * a <= k for (a, b), k in zip(pairs, kernel_shape, strict=True))
-    if even:
-        return run(x, kernel_shape, strides, [a for a, _ in pairs], dilations)
-    return run(_filled(x, pairs, torch.finfo(x.dtype).min), kernel_shape, strides, 0, dilations)
-
-
-def _ceiled(
-    x: Tensor, kernel: list[int], strides: list[int], dilations: list[int], pairs: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Padding after the end so that the last window fits; a window that would start in it is left out."""
-    found = []
-    for n, k, s, d, (before, after) in zip(x.shape[2:], kernel, strides, dilations, pairs, strict=True):
-        span, whole = d * (k - 1) + 1, n + before + after
-        count = -(-(whole - span) // s) + 1
-        if (count - 1) * s >= n + before:
-            count -= 1
-        found.append((before, after + max(0, (count - 1) * s + span - whole)))
-    return found
+        raise spec.refuse("ceil_mode beside uneven padding is not supported")
+    return run(_pad(x, pairs, torch.finfo(x.dtype).min), kernel_shape, strides, 0, dilations)
 
 
 @operator("AveragePool")
@@ -161,26 +148,12 @@ def _average_pool(
     strides, dilations, pairs = _window(spec, x, kernel_shape, **window)
     if any(d != 1 for d in dilations):
         raise spec.refuse("dilated average pooling is not supported")
-    plain = all(a == b and 2 * a <= k for (a, b), k in zip(pairs, kernel_shape, strict=True))
-    if plain:
-        padding = [a for a, _ in pairs]
+    if _fits_pooling(pairs, kernel_shape):
+        padding = [before for before, _ in pairs]
         return run(x, kernel_shape, strides, padding, bool(ceil_mode), bool(count_include_pad) or not any(padding))
     if not count_include_pad or ceil_mode:
         raise spec.refuse("uneven padding that is not counted is not supported")
-    return run(_filled(x, pairs), kernel_shape, strides)
-
-
-@operator("LpPool")
-def _lp_pool(
-    spec: Spec, x: Tensor, *, kernel_shape: list[int], ceil_mode: int = 0, p: int = 2, **window: Any
-) -> Tensor:
-    strides, dilations, pairs = _window(spec, x, kernel_shape, **window)
-    if any(d != 1 for d in dilations) or ceil_mode:
-        raise spec.refuse("dilations and ceil_mode are not supported")
-    windows = _filled(x, pairs)
-    for i, (k, s) in enumerate(zip(kernel_shape, strides, strict=True)):
-        windows = windows.unfold(2 + i, k, s)
-    return torch.linalg.vector_norm(windows, p, list(range(-len(kernel_shape), 0)))
+    return run(_pad(x, pairs), kernel_shape, strides)
 
 
 @operator("BatchNormalization")
@@ -195,10 +168,10 @@ def _batch_norm(
     training_mode: int = 0,
     spatial: int = 1,
     epsilon: float = 1e-5,
-) -> tuple[Tensor, ...]:
+) -> Tensor:
     if training_mode or spatial != 1:
         raise spec.refuse("it is in training mode or not per channel")
-    return (F.batch_norm(x, mean, variance, scale, shift, False, 0.0, epsilon),)
+    return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, epsilon)
 
 
 @operator("GroupNormalization")
@@ -214,11 +187,8 @@ def _group_norm(
 def _layer_norm(
     spec: Spec, x: Tensor, scale: Tensor, shift: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5
 ) -> Tensor:
-    if spec.further_results:
-        raise spec.refuse("mean and deviation are not given")
     shape = list(x.shape[axis % x.dim() :])
-    scale = scale.expand(shape)
-    return F.layer_norm(x, shape, scale, None if shift is None else shift.expand(shape), epsilon)
+    return F.layer_norm(x, shape, scale.expand(shape), None if shift is None else shift.expand(shape), epsilon)
 
 
 @operator("RMSNormalization")
@@ -227,27 +197,18 @@ def _rms_norm(spec: Spec, x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: 
     return F.rms_norm(x, shape, scale.expand(shape), epsilon)
 
 
-@operator("MeanVarianceNormalization")
-def _standardized(spec: Spec, x: Tensor, *, axes: Any = None) -> Tensor:
-    axes = [a % x.dim() for a in axes or (0, 2, 3)]
-    centred = x - x.mean(axes, True)
-    return centred / torch.sqrt((centred * centred).mean(axes, True) + 1e-9)
-
-
 @operator("LRN")
 def _local_response(
     spec: Spec, x: Tensor, *, size: int, bias: float = 1.0, alpha: float = 1e-4, beta: float = 0.75
 ) -> Tensor:
-    rest = x.dim() - 2
-    squares = F.pad(x * x, [0, 0] * rest + [(size - 1) // 2, size // 2])
-    near = squares.unfold(1, size, 1).sum(-1)
-    return x * (bias + alpha / size * near) ** -beta
+    before, after = (size - 1) // 2, size // 2
+    squares = _pad(x * x, [(before, after)] + [(0, 0)] * (x.dim() - 2))
+    energy = squares.unfold(1, size, 1).sum(-1)
+    return x * (bias + alpha / size * energy) ** -beta
 
 
-@operator("Dropout", fixed=(1, 2))
-def _dropout(spec: Spec, x: Tensor, ratio: Fixed = None, training: Fixed = None) -> tuple[Tensor, ...]:
-    if training is not None and bool(training.item()):
+@operator("Dropout")
+def _dropout(spec: Spec, x: Tensor, ratio: float | None = None, training_mode: float | None = None) -> Tensor:
+    if training_mode:
         raise spec.refuse("it is in training mode")
-    if spec.further_results:
-        return x, torch.ones(x.shape, dtype=torch.bool)
-    return (x,)
+    return x

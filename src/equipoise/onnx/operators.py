@@ -1,14 +1,18 @@
 """What each ONNX operator computes, in torch: one function per operator, in one table.
 
-A function takes the node's record, its inputs (None where one is left out) and its attributes by name, and returns a tensor or a
-tuple. Definitions follow ONNX's operator documents for the file's opset; an attribute that is not understood is refused,
-never ignored.
+A function takes the node's record, its inputs by position (None where one is left out) and its attributes by name, and returns a
+tensor or a tuple. Definitions follow ONNX's operator documents for the file's opset; an attribute that is not understood is
+refused, never ignored.
+
+An input whose parameter is annotated as a number, a list of numbers or an array must be known before the network runs. Where an
+earlier opset has it as an attribute instead, the attribute of that name takes its place.
 """
 
 import functools
 import inspect
+import math
 import operator as python_operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,33 +22,41 @@ from torch.nn import functional as F
 
 from equipoise.onnx.reading import DTYPES, LARGEST_VALUE, Spec
 
-Operator = Callable[..., Tensor | tuple[Tensor, ...]]
-Fixed = np.ndarray | None
+Operator = Callable[..., Any]
+
+
+def _integers(value: np.ndarray) -> list[int]:
+    if value.dtype.kind not in "iu" or value.ndim > 1:
+        raise ValueError(f"expected a list of whole numbers, got {value.dtype} of shape {value.shape}")
+    return [int(v) for v in value.reshape(-1)]
+
+
+#: how an input that must be known beforehand is read, by the annotation of its parameter
+_READERS: Mapping[Any, Callable[[np.ndarray], Any]] = {
+    float: lambda value: float(value.item()),
+    list[int]: _integers,
+    list[float]: lambda value: [float(v) for v in value.reshape(-1)],
+    np.ndarray: np.asarray,
+}
+_READERS = {**_READERS, **{kind | None: reader for kind, reader in _READERS.items()}}
 _TABLE: dict[str, Operator] = {}
-_FIXED: dict[str, frozenset[int]] = {}
-#: attributes that change no number: hints, sizes that the inputs have too, settings of results that are not given
+#: attributes that change no number: hints, sizes that the inputs have too, settings of results that are not computed
 _WITHOUT_EFFECT = {
     "extrapolation_value", "hidden_size", "momentum", "num_outputs", "qk_matmul_output_mode", "ratio",
     "saturate", "seed", "softmax_precision", "sorted", "stash_type", "storage_order",
 }  # fmt: skip
 #: the attributes that `**window` stands for in a function's signature
-_WINDOW = {"auto_pad", "dilations", "pads", "strides"}
+_WINDOW = {"auto_pad", "dilations", "kernel_shape", "pads", "strides"}
 
 
-def operator(*kinds: str, fixed: tuple[int, ...] = ()) -> Callable[[Operator], Operator]:
-    """Decorator: this function computes these operators; inputs in `fixed` places must be known beforehand and come as arrays."""
+def operator(*kinds: str) -> Callable[[Operator], Operator]:
+    """Decorator: this function computes these operators."""
 
-    def keep(function: Operator) -> Operator:
+    def register(function: Operator) -> Operator:
         _TABLE.update(dict.fromkeys(kinds, function))
-        _FIXED.update(dict.fromkeys(kinds, frozenset(fixed)))
         return function
 
-    return keep
-
-
-def fixed_inputs(spec: Spec) -> frozenset[int]:
-    """Places of the inputs that must not depend on the data."""
-    return _FIXED.get(spec.kind, frozenset())
+    return register
 
 
 def find_operator(spec: Spec) -> Operator:
@@ -57,17 +69,31 @@ def find_operator(spec: Spec) -> Operator:
     return _TABLE[spec.kind]
 
 
-def keywords(spec: Spec) -> dict[str, Any]:
+@functools.cache
+def _parameters(function: Operator) -> tuple[inspect.Parameter, ...]:
+    """The parameters of an operator after the node's record."""
+    return tuple(inspect.signature(function).parameters.values())[1:]
+
+
+def input_readers(spec: Spec) -> list[Callable[[np.ndarray], Any] | None]:
+    """For each input of a node how it is read beforehand, None for a tensor."""
+    readers = [_READERS.get(parameter.annotation) for parameter in _parameters(find_operator(spec))]
+    return (readers + [None] * len(spec.inputs))[: len(spec.inputs)]
+
+
+def require_attributes(spec: Spec) -> dict[str, Any]:
     """A node's attributes as keyword arguments of its function; one that it does not take is refused, never ignored."""
-    parameters = inspect.signature(find_operator(spec)).parameters.values()
-    names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names |= _WINDOW
-    given = {name: value for name, value in spec.attributes.items() if name not in _WITHOUT_EFFECT}
-    odd = sorted(set(given) - names)
-    if odd:
-        raise spec.refuse(f"attribute {odd[0]!r} is not supported")
-    return given
+    taken = set()
+    for parameter in _parameters(find_operator(spec)):
+        if parameter.kind is parameter.KEYWORD_ONLY or parameter.annotation in _READERS:
+            taken.add(parameter.name)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            taken |= _WINDOW
+    attributes = {name: value for name, value in spec.attributes.items() if name not in _WITHOUT_EFFECT}
+    unknown = [name for name in attributes if name not in taken]
+    if unknown:
+        raise spec.refuse(f"attribute {unknown[0]!r} is not supported")
+    return attributes
 
 
 def known_operators() -> tuple[str, ...]:
@@ -75,32 +101,19 @@ def known_operators() -> tuple[str, ...]:
     return tuple(sorted(_TABLE))
 
 
-def integers(spec: Spec, value: Fixed, what: str) -> list[int] | None:
-    """An input that holds whole numbers (axes, shapes, amounts)."""
-    if value is None:
-        return None
-    if value.dtype.kind not in "iu" or value.ndim > 1:
-        raise spec.refuse(f"{what} must be a list of whole numbers")
-    return [int(v) for v in value.reshape(-1)]
-
-
-def number(spec: Spec, value: Fixed, what: str) -> float | None:
-    """An input that holds one number."""
-    if value is None:
-        return None
-    if value.size != 1:
-        raise spec.refuse(f"{what} must be one number, its shape is {value.shape}")
-    return float(value.reshape(()))
-
-
 def bounded(spec: Spec, shape: list[int]) -> list[int]:
-    """A shape that is about to be made, refused where it is out of proportion."""
-    total = 1
-    for n in shape:
-        total *= n
-    if total > LARGEST_VALUE or any(n < 0 for n in shape):
+    """A shape that is about to be made, refused where it is out of proportion.
+
+    Args:
+        spec: the node.
+        shape: of its result.
+    """
+    if math.prod(shape) > LARGEST_VALUE or min([0, *shape]) < 0:
         raise spec.refuse(f"its result has the shape {shape}; at most {LARGEST_VALUE} entries are allowed")
     return shape
+
+
+# ---- elementwise --------------------------------------------------------------------------------------------------------
 
 
 def _plain(function: Callable[..., Tensor], count: int) -> Operator:
@@ -115,11 +128,12 @@ def _plain(function: Callable[..., Tensor], count: int) -> Operator:
 
 
 def _divide(a: Any, b: Any) -> Tensor:
-    numbers = not isinstance(a, Tensor) or not isinstance(b, Tensor)
-    return a / b if numbers or a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and not a.is_floating_point():
+        return torch.div(a, b, rounding_mode="trunc")
+    return a / b
 
 
-#: what torch calls as ONNX does
+#: functions that torch has under the same name
 _SAME_NAME = (
     "Relu", "Sigmoid", "Tanh", "Abs", "Neg", "Exp", "Log", "Sqrt", "Reciprocal", "Sin", "Cos", "Tan", "Atan", "Sinh", "Cosh",
     "Asin", "Acos", "Atanh", "Acosh", "Asinh", "Erf", "Floor", "Ceil", "Round", "Sign",
@@ -132,6 +146,9 @@ _UNARY: dict[str, Callable[..., Tensor]] = {
     "Mish": F.mish,
     "Not": torch.logical_not,
     "Identity": lambda x: x,
+    "Size": lambda x: torch.tensor(x.numel(), dtype=torch.int64),
+    "GlobalAveragePool": lambda x: x.mean(list(range(2, x.dim())), True),
+    "GlobalMaxPool": lambda x: x.amax(list(range(2, x.dim())), True),
 }
 _BINARY: dict[str, Callable[..., Tensor]] = {
     "Add": python_operator.add,
@@ -152,9 +169,7 @@ _BINARY: dict[str, Callable[..., Tensor]] = {
 _FORMULAS: dict[str, Operator] = {
     "Where": _plain(torch.where, 3),
     "LeakyRelu": lambda spec, x, *, alpha=0.01: F.leaky_relu(x, alpha),
-    "ThresholdedRelu": lambda spec, x, *, alpha=1.0: torch.where(x > alpha, x, torch.zeros_like(x)),
     "Elu": lambda spec, x, *, alpha=1.0: F.elu(x, alpha),
-    "Celu": lambda spec, x, *, alpha=1.0: F.celu(x, alpha),
     "Selu": lambda spec, x, *, alpha=1.6732631921768188, gamma=1.0507010221481323: gamma * F.elu(x, alpha),
     "HardSigmoid": lambda spec, x, *, alpha=0.2, beta=0.5: torch.clamp(x * alpha + beta, 0.0, 1.0),
     "Gelu": lambda spec, x, *, approximate="none": F.gelu(x, approximate=approximate),
@@ -166,14 +181,7 @@ _FORMULAS: dict[str, Operator] = {
     "Mod": lambda spec, a, b, *, fmod=0: torch.fmod(a, b) if fmod else torch.remainder(a, b),
     "Einsum": lambda spec, *inputs, equation="": torch.einsum(equation, *inputs),
     "Concat": lambda spec, *inputs, axis=0: torch.cat(inputs, axis),
-    "Shape": lambda spec, x, *, start=0, end=None: torch.tensor(
-        [int(n) for n in x.shape][start:end], dtype=torch.int64
-    ),
-    "Size": lambda spec, x: torch.tensor(x.numel(), dtype=torch.int64),
-    "GlobalAveragePool": lambda spec, x: x.mean(list(range(2, x.dim())), True),
-    "GlobalMaxPool": lambda spec, x: x.amax(list(range(2, x.dim())), True),
-    "GlobalLpPool": lambda spec, x, *, p=2: torch.linalg.vector_norm(x, p, list(range(2, x.dim())), True),
-    "LpNormalization": lambda spec, x, *, p=2, axis=-1: x / torch.linalg.vector_norm(x, p, [axis], True),
+    "Shape": lambda spec, x, *, start=0, end=None: torch.tensor(list(x.shape)[start:end], dtype=torch.int64),
     "InstanceNormalization": lambda spec, x, scale, shift, *, epsilon=1e-5: F.instance_norm(
         x, None, None, scale, shift, True, 0.0, epsilon
     ),
@@ -182,43 +190,33 @@ _TABLE.update(_FORMULAS)
 _TABLE.update({name: _plain(function, 1) for name, function in _UNARY.items()})
 _TABLE.update({name: _plain(function, 2) for name, function in _BINARY.items()})
 
-
 #: operators for which a constant of one entry is a plain number, as it is in a network written in torch
 PLAIN_NUMBERS = frozenset({"Add", "Sub", "Mul", "Div", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 
-@operator("Pow", fixed=(1,))
+@operator("Pow")
 def _power(spec: Spec, x: Tensor, exponent: np.ndarray) -> Tensor:
     if exponent.size == 1 and exponent.ndim <= x.dim():
         return torch.pow(x, exponent.item())
     return torch.pow(x, torch.from_numpy(exponent.copy()))
 
 
-@operator("Clip", fixed=(1, 2))
-def _clip(spec: Spec, x: Tensor, low: Fixed = None, high: Fixed = None, *, min: Any = None, max: Any = None) -> Tensor:
-    least = min if low is None else number(spec, low, "the least value")
-    most = max if high is None else number(spec, high, "the largest value")
-    return x if least is None and most is None else torch.clamp(x, least, most)
+@operator("Clip")
+def _clip(spec: Spec, x: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
+    return x if min is None and max is None else torch.clamp(x, min, max)
 
 
 @operator("PRelu")
 def _prelu(spec: Spec, x: Tensor, slope: Tensor) -> Tensor:
     if slope.numel() == 1:
         return F.prelu(x, slope.reshape(1))
-    if x.dim() > 1 and slope.numel() == x.shape[1] and slope.dim() == x.dim() - 1 and slope.shape[0] == x.shape[1]:
+    if slope.dim() == x.dim() - 1 and slope.numel() == slope.shape[0] == x.shape[1]:
         return F.prelu(x, slope.reshape(-1))
     return torch.clamp(x, min=0) + slope * torch.clamp(x, max=0)
 
 
-@operator("Shrink")
-def _shrink(spec: Spec, x: Tensor, *, lambd: float = 0.5, bias: float = 0.0) -> Tensor:
-    if bias == lambd >= 0:
-        return F.softshrink(x, lambd)
-    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, torch.zeros_like(x)))
-
-
 @operator("Softmax", "LogSoftmax")
-def _softmax(spec: Spec, x: Tensor, *, axis: Any = None) -> Tensor:
+def _softmax(spec: Spec, x: Tensor, *, axis: int | None = None) -> Tensor:
     function = F.softmax if spec.kind == "Softmax" else F.log_softmax
     if spec.opset >= 13:
         return function(x, -1 if axis is None else axis)
@@ -238,36 +236,29 @@ def _cast(spec: Spec, x: Tensor, like: Tensor | None = None, *, to: int = 0) -> 
     return x.to(target)
 
 
-@operator("If", fixed=(0,))
-def _chosen(spec: Spec, condition: np.ndarray, *results: Tensor) -> tuple[Tensor, ...]:
-    """What the branch that was taken gave: the results of both stand one after the other."""
-    if condition.size != 1:
-        raise spec.refuse(f"its condition must be one value, its shape is {condition.shape}")
-    half = len(results) // 2
-    return results[:half] if condition.item() else results[half:]
+@operator("If")
+def _select_branch(spec: Spec, condition: np.ndarray, *results: Tensor) -> tuple[Tensor, ...]:
+    """The results of the branch that was taken; those of the first branch stand before those of the second."""
+    middle = len(results) // 2
+    return results[:middle] if condition.item() else results[middle:]
 
 
-def _reduced(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:
+# ---- reductions ---------------------------------------------------------------------------------------------------------
+
+
+def _reduction(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operator:
     def run(
-        spec: Spec,
-        x: Tensor,
-        given: Fixed = None,
-        *,
-        axes: Any = None,
-        noop_with_empty_axes: int = 0,
-        keepdims: int = 1,
+        spec: Spec, x: Tensor, axes: list[int] | None = None, *, noop_with_empty_axes: int = 0, keepdims: int = 1
     ) -> Tensor:
-        chosen = axes if given is None else integers(spec, given, "axes")
-        if not chosen:
-            if noop_with_empty_axes:
-                return x
-            chosen = list(range(x.dim()))
-        return function(x, [a % max(1, x.dim()) for a in chosen], bool(keepdims))
+        if not axes and noop_with_empty_axes:
+            return x
+        chosen = axes or range(x.dim())
+        return function(x, [axis % max(1, x.dim()) for axis in chosen], bool(keepdims))
 
     return run
 
 
-def _products(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     for axis in sorted(axes, reverse=True):
         x = x.prod(axis, keep)
     return x
@@ -276,7 +267,7 @@ def _products(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 _REDUCE: dict[str, Callable[..., Any]] = {
     "ReduceSum": torch.sum,
     "ReduceMean": torch.mean,
-    "ReduceProd": _products,
+    "ReduceProd": _product,
     "ReduceMax": torch.amax,
     "ReduceMin": torch.amin,
     "ReduceL1": lambda x, axes, keep: x.abs().sum(axes, keep),
@@ -285,5 +276,4 @@ _REDUCE: dict[str, Callable[..., Any]] = {
     "ReduceLogSum": lambda x, axes, keep: torch.log(x.sum(axes, keep)),
     "ReduceLogSumExp": torch.logsumexp,
 }
-for _name, _function in _REDUCE.items():
-    operator(_name, fixed=(1,))(_reduced(_function))
+_TABLE.update({name: _reduction(function) for name, function in _REDUCE.items()})

@@ -1,6 +1,7 @@
-"""ONNX operators that move, select, repeat and resample entries."""
+"""ONNX operators that make constants, and that move, select, repeat, order and resample entries."""
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equipoise.onnx.operators import Fixed, bounded, integers, number, operator
-from equipoise.onnx.reading import DTYPES, Spec
+from equipoise.onnx.operators import bounded, operator
+from equipoise.onnx.reading import Spec
+
+# ---- constants ----------------------------------------------------------------------------------------------------------
+
+#: attributes of `Constant` that hold plain numbers
+_PLAIN_CONSTANTS = {
+    "value_float": torch.float32,
+    "value_floats": torch.float32,
+    "value_int": torch.int64,
+    "value_ints": torch.int64,
+}
 
 
 @operator("Constant")
@@ -24,34 +35,26 @@ def _constant(
 ) -> Tensor:
     if len(spec.attributes) != 1:
         raise spec.refuse("it does not hold one value")
-    if value is not None:
-        return value
-    floats = value_floats if value_float is None else value_float
-    if floats is not None:
-        return torch.tensor(floats, dtype=torch.float32)
-    return torch.tensor(value_ints if value_int is None else value_int, dtype=torch.int64)
+    [(name, stored)] = spec.attributes.items()
+    return stored if name == "value" else torch.tensor(stored, dtype=_PLAIN_CONSTANTS[name])
 
 
-@operator("ConstantOfShape", fixed=(0,))
-def _constant_of_shape(spec: Spec, shape: np.ndarray, *, value: Any = None) -> Tensor:
+@operator("ConstantOfShape")
+def _constant_of_shape(spec: Spec, shape: list[int], *, value: Any = None) -> Tensor:
     value = torch.zeros(1) if value is None else value
-    return value.reshape(()).expand(bounded(spec, integers(spec, shape, "the shape") or [])).clone()
+    return value.reshape(()).expand(bounded(spec, shape)).clone()
 
 
-@operator("EyeLike")
-def _eye(spec: Spec, x: Tensor, *, k: int = 0, dtype: int = 0) -> Tensor:
-    if x.dim() != 2 or k != 0:
-        raise spec.refuse("only the main diagonal of a matrix is supported")
-    return torch.eye(*x.shape, dtype=DTYPES.get(dtype, x.dtype))
-
-
-@operator("Range", fixed=(0, 1, 2))
+@operator("Range")
 def _range(spec: Spec, start: np.ndarray, limit: np.ndarray, step: np.ndarray) -> Tensor:
-    first, last, by = (v.item() for v in (start, limit, step))
+    first, last, by = start.item(), limit.item(), step.item()
     if by == 0:
         raise spec.refuse("its step is 0")
     bounded(spec, [max(0, math.ceil((last - first) / by))])
     return torch.from_numpy(np.arange(first, last, by, dtype=start.dtype))
+
+
+# ---- shapes -------------------------------------------------------------------------------------------------------------
 
 
 @operator("Flatten")
@@ -60,247 +63,278 @@ def _flatten(spec: Spec, x: Tensor, *, axis: int = 1) -> Tensor:
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
-@operator("Reshape", fixed=(1,))
-def _reshape(spec: Spec, x: Tensor, shape: np.ndarray, *, allowzero: int = 0) -> Tensor:
-    wanted = integers(spec, shape, "the shape") or []
+@operator("Reshape")
+def _reshape(spec: Spec, x: Tensor, shape: list[int], *, allowzero: int = 0) -> Tensor:
     if not allowzero:
-        wanted = [x.shape[i] if n == 0 and i < x.dim() else n for i, n in enumerate(wanted)]
-    return x.reshape(wanted)
+        shape = [x.shape[i] if n == 0 and i < x.dim() else n for i, n in enumerate(shape)]
+    return x.reshape(shape)
 
 
 @operator("Transpose")
-def _transpose(spec: Spec, x: Tensor, *, perm: Any = None) -> Tensor:
-    return x.permute(list(range(x.dim()))[::-1] if perm is None else perm)
+def _transpose(spec: Spec, x: Tensor, *, perm: list[int] | None = None) -> Tensor:
+    return x.permute(perm or list(range(x.dim()))[::-1])
 
 
-@operator("Squeeze", fixed=(1,))
-def _squeeze(spec: Spec, x: Tensor, given: Fixed = None, *, axes: Any = None) -> Tensor:
-    chosen = axes if given is None else integers(spec, given, "axes")
-    chosen = [i for i, n in enumerate(x.shape) if n == 1] if chosen is None else [a % x.dim() for a in chosen]
-    if any(x.shape[a] != 1 for a in chosen):
-        raise spec.refuse(f"axes {chosen} of shape {tuple(x.shape)} are not of length 1")
-    return x.reshape([n for i, n in enumerate(x.shape) if i not in chosen])
+@operator("Squeeze")
+def _squeeze(spec: Spec, x: Tensor, axes: list[int] | None = None) -> Tensor:
+    if axes is None:
+        axes = [i for i, n in enumerate(x.shape) if n == 1]
+    axes = [axis % x.dim() for axis in axes]
+    if any(x.shape[axis] != 1 for axis in axes):
+        raise spec.refuse(f"axes {axes} of shape {tuple(x.shape)} are not of length 1")
+    return x.reshape([n for i, n in enumerate(x.shape) if i not in axes])
 
 
-@operator("Unsqueeze", fixed=(1,))
-def _unsqueeze(spec: Spec, x: Tensor, given: Fixed = None, *, axes: Any = None) -> Tensor:
-    chosen = axes if given is None else integers(spec, given, "axes")
-    rank = x.dim() + len(chosen or [])
-    for axis in sorted(a % rank for a in chosen or []):
+@operator("Unsqueeze")
+def _unsqueeze(spec: Spec, x: Tensor, axes: list[int]) -> Tensor:
+    rank = x.dim() + len(axes)
+    for axis in sorted(axis % rank for axis in axes):
         x = x.unsqueeze(axis)
     return x
 
 
-@operator("Split", fixed=(1,))
-def _split(spec: Spec, x: Tensor, sizes: Fixed = None, *, axis: int = 0, split: Any = None) -> tuple[Tensor, ...]:
-    count = len(spec.outputs)
-    chosen = split if sizes is None else integers(spec, sizes, "split")
-    if chosen is None:
-        step = -(-x.shape[axis] // count)
-        chosen = [step] * (count - 1) + [x.shape[axis] - step * (count - 1)]
-    return torch.split(x, chosen, axis)
+@operator("Expand")
+def _expand(spec: Spec, x: Tensor, shape: list[int]) -> Tensor:
+    return x.expand(bounded(spec, list(torch.broadcast_shapes(tuple(x.shape), tuple(shape)))))
 
 
-@operator("Slice", fixed=(1, 2, 3, 4))
-def _slice(spec: Spec, x: Tensor, *limits: Fixed, starts: Any = None, ends: Any = None, axes: Any = None) -> Tensor:
-    given = [integers(spec, v, "starts, ends, axes and steps") for v in (*limits, *[None] * 4)[:4]]
-    starts, ends = given[0] or starts or [], given[1] or ends or []
-    axes, steps = given[2] or axes or list(range(len(starts))), given[3]
-    for start, end, axis, step in zip(starts, ends, axes, steps or [1] * len(starts), strict=True):
-        size = x.shape[axis]
-        places = range(size)[_clamped(start, size, step) : _clamped(end, size, step, end=True) : step]
-        if step > 0:
-            x = x[(slice(None),) * (axis % x.dim()) + (slice(places.start, places.stop, step),)]
-        else:
-            chosen = np.arange(places.start, places.stop, step, dtype=np.int64)
-            x = x.index_select(axis, torch.from_numpy(chosen))
-    return x
+@operator("Tile")
+def _tile(spec: Spec, x: Tensor, repeats: list[int]) -> Tensor:
+    bounded(spec, [n * times for n, times in zip(x.shape, repeats, strict=True)])
+    return x.repeat(repeats)
 
 
-def _clamped(value: int, size: int, step: int, end: bool = False) -> int | None:
-    """ONNX's limits, which may lie far outside, as Python's."""
-    value = value + size if value < 0 else value
-    if step < 0 and value < 0:
-        return None if end else 0
-    return max(0, min(value, size))
-
-
-@operator("Gather", fixed=(1,))
-def _gather(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tensor:
-    axis = axis % max(1, x.dim())
-    if index.dtype.kind not in "iu":
-        raise spec.refuse("its indices are not whole numbers")
-    chosen = np.where(index < 0, index + x.shape[axis], index).astype(np.int64).reshape(-1)
-    if index.ndim == 0:
-        return x.select(axis, int(chosen[0]))
-    found = x.index_select(axis, torch.from_numpy(chosen))
-    return found.reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
-
-
-@operator("GatherElements")
-def _gather_elements(spec: Spec, x: Tensor, index: Tensor, *, axis: int = 0) -> Tensor:
-    return torch.gather(x, axis, torch.where(index < 0, index + x.shape[axis], index))
-
-
-@operator("Expand", fixed=(1,))
-def _expand(spec: Spec, x: Tensor, shape: np.ndarray) -> Tensor:
-    wanted = torch.broadcast_shapes(tuple(x.shape), tuple(integers(spec, shape, "the shape") or []))
-    return x.expand(bounded(spec, list(wanted)))
-
-
-@operator("Tile", fixed=(1,))
-def _tile(spec: Spec, x: Tensor, repeats: np.ndarray) -> Tensor:
-    times = integers(spec, repeats, "repeats") or []
-    bounded(spec, [n * t for n, t in zip(x.shape, times, strict=True)])
-    return x.repeat(times)
-
-
-@operator("Pad", fixed=(1, 2, 3))
+@operator("Pad")
 def _pad(
     spec: Spec,
     x: Tensor,
-    amounts: Fixed = None,
-    fill: Fixed = None,
-    axes: Fixed = None,
+    pads: list[int],
+    value: float | None = None,
+    axes: list[int] | None = None,
     *,
     mode: str = "constant",
-    pads: Any = None,
-    value: float = 0.0,
 ) -> Tensor:
-    pads = pads if amounts is None else integers(spec, amounts, "pads")
-    chosen = integers(spec, axes, "axes") or list(range(x.dim()))
-    padding = value if fill is None else number(spec, fill, "the value padded with")
-    if pads is None or len(pads) != 2 * len(chosen):
+    axes = axes or list(range(x.dim()))
+    if len(pads) != 2 * len(axes):
         raise spec.refuse("it needs two amounts per axis")
-    before = {a % x.dim(): (pads[i], pads[i + len(chosen)]) for i, a in enumerate(chosen)}
-    bounded(spec, [n + sum(before.get(i, (0, 0))) for i, n in enumerate(x.shape)])
-    pairs = [before.get(i, (0, 0)) for i in range(x.dim())]
+    pairs = [(0, 0)] * x.dim()
+    for place, axis in enumerate(axes):
+        pairs[axis] = pads[place], pads[place + len(axes)]
+    bounded(spec, [n + sum(pair) for n, pair in zip(x.shape, pairs, strict=True)])
+
     if mode == "constant":
-        while len(pairs) > 1 and pairs[0] == (0, 0):
-            pairs = pairs[1:]
-        return F.pad(x, [n for pair in reversed(pairs) for n in pair], value=padding)
+        kept = next((i for i, pair in enumerate(pairs[:-1]) if pair != (0, 0)), len(pairs) - 1)
+        return F.pad(x, [n for pair in reversed(pairs[kept:]) for n in pair], value=value or 0.0)
     names = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
-    spatial = pairs[2:]
-    if mode not in names or any(p != (0, 0) for p in pairs[:2]) or not 1 <= len(spatial) <= 3:
+    if mode not in names or any(pair != (0, 0) for pair in pairs[:2]) or x.dim() not in (3, 4, 5):
         raise spec.refuse(f"padding mode {mode!r} of {x.dim()} dimensions is not supported")
-    return F.pad(x, [n for pair in reversed(spatial) for n in pair], mode=names[mode])
+    return F.pad(x, [n for pair in reversed(pairs[2:]) for n in pair], mode=names[mode])
 
 
 @operator("DepthToSpace")
 def _depth_to_space(spec: Spec, x: Tensor, *, blocksize: int = 1, mode: str = "DCR") -> Tensor:
-    b, (n, c, h, w) = blocksize, x.shape
+    n, c, h, w = x.shape
     if mode == "CRD":
-        return F.pixel_shuffle(x, b)
-    parts = x.reshape(n, b, b, c // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
-    return parts.reshape(n, c // (b * b), h * b, w * b)
+        return F.pixel_shuffle(x, blocksize)
+    small = c // blocksize**2
+    parts = x.reshape(n, blocksize, blocksize, small, h, w).permute(0, 3, 4, 1, 5, 2)
+    return parts.reshape(n, small, h * blocksize, w * blocksize)
 
 
 @operator("SpaceToDepth")
 def _space_to_depth(spec: Spec, x: Tensor, *, blocksize: int = 1) -> Tensor:
-    b, (n, c, h, w) = blocksize, x.shape
-    parts = x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4)
-    return parts.reshape(n, c * b * b, h // b, w // b)
+    n, c, h, w = x.shape
+    rows, columns = h // blocksize, w // blocksize
+    parts = x.reshape(n, c, rows, blocksize, columns, blocksize).permute(0, 3, 5, 1, 2, 4)
+    return parts.reshape(n, c * blocksize**2, rows, columns)
 
 
-@operator("Upsample", fixed=(1,))
-def _upsample(spec: Spec, x: Tensor, given: Fixed = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
-    factors = scales if given is None else [float(s) for s in given.tolist()]
-    if factors is None:
-        raise spec.refuse("it has no scales")
-    sizes = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]
-    return _resampled(spec, x, sizes, factors, mode, -0.75, "asymmetric", "floor")
+# ---- entries by their place ---------------------------------------------------------------------------------------------
 
 
-@operator("Resize", fixed=(1, 2, 3))
+def _axis(spec: Spec, axis: int, x: Tensor) -> int:
+    if not -x.dim() <= axis < x.dim():
+        raise spec.refuse(f"axis {axis} of a tensor of {x.dim()} dimensions")
+    return axis % x.dim()
+
+
+def _indices(spec: Spec, index: np.ndarray, size: int) -> Tensor:
+    """Indices with negative ones counted from the end, refused where one lies outside."""
+    if index.dtype.kind not in "iu" or (index.size and (int(index.min()) < -size or int(index.max()) >= size)):
+        raise spec.refuse(f"an index lies outside the {size} entries")
+    return torch.from_numpy(np.where(index < 0, index + size, index).astype(np.int64))
+
+
+def _places(spec: Spec, x: Tensor, index: np.ndarray) -> tuple[Tensor, ...]:
+    """Indices of entries or blocks, the last dimension running over the leading axes of the tensor."""
+    if not 1 <= index.shape[-1] <= x.dim():
+        raise spec.refuse(f"indices of {index.shape[-1]} axes for a tensor of {x.dim()} dimensions")
+    return tuple(_indices(spec, index[..., i], x.shape[i]) for i in range(index.shape[-1]))
+
+
+@operator("Split")
+def _split(spec: Spec, x: Tensor, split: list[int] | None = None, *, axis: int = 0) -> tuple[Tensor, ...]:
+    if split is None:
+        rest = len(spec.outputs) - 1
+        step = -(-x.shape[axis] // (rest + 1))
+        split = [step] * rest + [x.shape[axis] - step * rest]
+    return torch.split(x, split, axis)
+
+
+@operator("Slice")
+def _slice(
+    spec: Spec,
+    x: Tensor,
+    starts: list[int],
+    ends: list[int],
+    axes: list[int] | None = None,
+    steps: list[int] | None = None,
+) -> Tensor:
+    axes = axes or list(range(len(starts)))
+    steps = steps or [1] * len(starts)
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        axis = _axis(spec, axis, x)
+        kept = range(x.shape[axis])[start:end:step]
+        if step > 0:
+            x = x[(slice(None),) * axis + (slice(kept.start, kept.stop, step),)]
+        else:
+            x = x.index_select(axis, torch.from_numpy(np.array(kept, dtype=np.int64)))
+    return x
+
+
+@operator("Gather")
+def _gather(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tensor:
+    axis = _axis(spec, axis, x)
+    chosen = _indices(spec, index, x.shape[axis])
+    if index.ndim == 0:
+        return x.select(axis, int(index))
+    return x.index_select(axis, chosen.reshape(-1)).reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
+
+
+@operator("GatherElements")
+def _gather_elements(spec: Spec, x: Tensor, index: np.ndarray, *, axis: int = 0) -> Tensor:
+    axis = _axis(spec, axis, x)
+    return torch.gather(x, axis, _indices(spec, index, x.shape[axis]))
+
+
+@operator("GatherND")
+def _gather_nd(spec: Spec, x: Tensor, index: np.ndarray, *, batch_dims: int = 0) -> Tensor:
+    if batch_dims:
+        raise spec.refuse("batch_dims are not supported")
+    return x[_places(spec, x, index)]
+
+
+@operator("ScatterND")
+def _scatter_nd(spec: Spec, x: Tensor, index: np.ndarray, updates: Tensor, *, reduction: str = "none") -> Tensor:
+    if reduction not in ("none", "add"):
+        raise spec.refuse(f"reduction {reduction!r} is not supported")
+    return x.index_put(_places(spec, x, index), updates, accumulate=reduction == "add")
+
+
+@operator("Trilu")
+def _triangle(spec: Spec, x: Tensor, k: float | None = None, *, upper: int = 1) -> Tensor:
+    return (torch.triu if upper else torch.tril)(x, int(k or 0))
+
+
+@operator("CumSum")
+def _cumsum(spec: Spec, x: Tensor, axis: float, *, reverse: int = 0, exclusive: int = 0) -> Tensor:
+    dim = _axis(spec, int(axis), x)
+    x = x.flip(dim) if reverse else x
+    if exclusive:
+        zeros = torch.zeros_like(x.narrow(dim, 0, 1))
+        x = torch.cat([zeros, x.narrow(dim, 0, x.shape[dim] - 1)], dim)
+    total = torch.cumsum(x, dim)
+    return total.flip(dim) if reverse else total
+
+
+@operator("TopK")
+def _topk(spec: Spec, x: Tensor, k: float, *, axis: int = -1, largest: int = 1) -> tuple[Tensor, ...]:
+    return tuple(torch.topk(x, int(k), _axis(spec, axis, x), bool(largest)))
+
+
+# ---- resampling ---------------------------------------------------------------------------------------------------------
+
+
+@operator("Upsample")
+def _upsample(spec: Spec, x: Tensor, scales: list[float], *, mode: str = "nearest") -> Tensor:
+    return _resize(spec, x, None, scales, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")
+
+
+@operator("Resize")
 def _resize(
     spec: Spec,
     x: Tensor,
-    roi: Fixed = None,
-    scales: Fixed = None,
-    sizes: Fixed = None,
+    roi: list[float] | None = None,
+    scales: list[float] | None = None,
+    sizes: list[int] | None = None,
     *,
     mode: str = "nearest",
-    coordinate_transformation_mode: Any = None,
-    nearest_mode: Any = None,
+    coordinate_transformation_mode: str = "",
+    nearest_mode: str = "",
     cubic_coeff_a: float = -0.75,
     exclude_outside: int = 0,
     antialias: int = 0,
     keep_aspect_ratio_policy: str = "stretch",
 ) -> Tensor:
-    if spec.opset < 11:
-        scales, roi = roi, None
+    """One axis after the other: a choice of entries for `nearest`, a product with the matrix of weights otherwise."""
     if exclude_outside or antialias or keep_aspect_ratio_policy != "stretch":
         raise spec.refuse("antialiasing, exclude_outside and policies other than 'stretch' are not supported")
-    if scales is not None and scales.size:
-        factors = [float(s) for s in scales.tolist()]
-        wanted = [math.floor(n * s) for n, s in zip(x.shape, factors, strict=True)]
-    else:
-        wanted = integers(spec, sizes, "sizes") or list(x.shape)
-        factors = [w / n for w, n in zip(wanted, x.shape, strict=True)]
-    how = coordinate_transformation_mode or ("half_pixel" if spec.opset >= 11 else "asymmetric")
+    if spec.opset < 11:
+        scales = roi or scales
+    coordinates = coordinate_transformation_mode or ("half_pixel" if spec.opset >= 11 else "asymmetric")
     rounding = nearest_mode or ("round_prefer_floor" if spec.opset >= 11 else "floor")
-    return _resampled(spec, x, wanted, factors, mode, cubic_coeff_a, how, rounding)
+    if mode not in ("nearest", "linear", "cubic") or coordinates not in _COORDINATES or rounding not in _ROUNDING:
+        raise spec.refuse(f"resampling by {mode}, {coordinates} and {rounding} is not supported")
 
+    if scales:
+        sizes = [math.floor(n * scale) for n, scale in zip(x.shape, scales, strict=True)]
+    else:
+        sizes = sizes or list(x.shape)
+        scales = [size / n for size, n in zip(sizes, x.shape, strict=True)]
 
-def _resampled(
-    spec: Spec, x: Tensor, sizes: list[int], factors: list[float], mode: str, cubic: float, how: str, rounding: str
-) -> Tensor:
-    """One axis after the other: a choice of entries for `nearest`, a product with the matrix of weights otherwise."""
-    bounded(spec, sizes)
-    for axis, (size, factor) in enumerate(zip(sizes, factors, strict=True)):
+    for axis, (size, scale) in enumerate(zip(sizes, scales, strict=True)):
         length = x.shape[axis]
-        if size == length and factor == 1:
+        if size == length and scale == 1:
             continue
         bounded(spec, [*x.shape[:axis], size, *x.shape[axis + 1 :]])
-        places = _coordinates(spec, length, size, factor, how)
+        places = _COORDINATES[coordinates](np.arange(size, dtype=np.float64), scale, length, size)
         if mode == "nearest":
-            chosen = np.clip(_rounded(spec, places, rounding), 0, length - 1).astype(np.int64)
+            chosen = np.clip(_ROUNDING[rounding](places), 0, length - 1).astype(np.int64)
             x = x.index_select(axis, torch.from_numpy(chosen))
-        elif mode in ("linear", "cubic"):
-            bounded(spec, [size, length])
-            weights = np.zeros((size, length))
-            for near, weight in _weights(places, mode, cubic):
-                np.add.at(weights, (np.arange(size), np.clip(near, 0, length - 1).astype(np.int64)), weight)
-            x = torch.matmul(x.transpose(axis, -1), torch.from_numpy(weights.T).to(x.dtype)).transpose(axis, -1)
         else:
-            raise spec.refuse(f"mode {mode!r} is not supported")
+            bounded(spec, [size, length])
+            matrix = torch.from_numpy(_interpolation(places, length, mode, cubic_coeff_a))
+            x = torch.matmul(x.transpose(axis, -1), matrix.to(x.dtype)).transpose(axis, -1)
     return x
 
 
-def _coordinates(spec: Spec, old: int, new: int, factor: float, how: str) -> np.ndarray:
-    """The places in the old axis that the entries of the new one are read at."""
-    i = np.arange(new, dtype=np.float64)
-    match how:
-        case "half_pixel":
-            return (i + 0.5) / factor - 0.5
-        case "pytorch_half_pixel":
-            return (i + 0.5) / factor - 0.5 if new > 1 else 0 * i
-        case "asymmetric":
-            return i / factor
-        case "align_corners":
-            return i * (old - 1) / (new - 1) if new > 1 else 0 * i
-    raise spec.refuse(f"coordinate_transformation_mode {how!r} is not supported")
+#: the places in the old axis that the entries `i` of the new one are read at
+_COORDINATES: Mapping[str, Callable[[np.ndarray, float, int, int], np.ndarray]] = {
+    "half_pixel": lambda i, scale, old, new: (i + 0.5) / scale - 0.5,
+    "pytorch_half_pixel": lambda i, scale, old, new: (i + 0.5) / scale - 0.5 if new > 1 else 0 * i,
+    "asymmetric": lambda i, scale, old, new: i / scale,
+    "align_corners": lambda i, scale, old, new: i * (old - 1) / max(1, new - 1),
+}
+_ROUNDING: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round_prefer_floor": lambda places: np.ceil(places - 0.5),
+    "round_prefer_ceil": lambda places: np.floor(places + 0.5),
+}
 
 
-def _rounded(spec: Spec, places: np.ndarray, rounding: str) -> np.ndarray:
-    match rounding:
-        case "floor":
-            return np.floor(places)
-        case "ceil":
-            return np.ceil(places)
-        case "round_prefer_floor":
-            return np.ceil(places - 0.5)
-        case "round_prefer_ceil":
-            return np.floor(places + 0.5)
-    raise spec.refuse(f"nearest_mode {rounding!r} is not supported")
-
-
-def _weights(places: np.ndarray, mode: str, a: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The entries next to the places, with their weights."""
+def _interpolation(places: np.ndarray, length: int, mode: str, a: float) -> np.ndarray:
+    """The matrix `(length, len(places))` of interpolation weights, linear or cubic with the coefficient `a`."""
     left = np.floor(places)
     t = places - left
     if mode == "linear":
-        return [(left, 1 - t), (left + 1, t)]
-    near = [((a + 2) * s - (a + 3)) * s * s + 1 for s in (t, 1 - t)]
-    far = [((a * s - 5 * a) * s + 8 * a) * s - 4 * a for s in (1 + t, 2 - t)]
-    return [(left - 1, far[0]), (left, near[0]), (left + 1, near[1]), (left + 2, far[1])]
+        weights = {0: 1 - t, 1: t}
+    else:
+        near = [((a + 2) * s - (a + 3)) * s * s + 1 for s in (t, 1 - t)]
+        far = [((a * s - 5 * a) * s + 8 * a) * s - 4 * a for s in (1 + t, 2 - t)]
+        weights = {-1: far[0], 0: near[0], 1: near[1], 2: far[1]}
+    matrix = np.zeros((length, len(places)))
+    for offset, weight in weights.items():
+        rows = np.clip(left + offset, 0, length - 1).astype(np.int64)
+        np.add.at(matrix, (rows, np.arange(len(places))), weight)
+    return matrix

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bracket, format_up
-from equipoise.core.checks import require_module
+from equipoise.core.checks import POSITIVE, require_module, require_number, require_one_of
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.precision import deflate, frobenius, inflate, unit_roundoff, working_dtype
+from equipoise.core.precision import deflate, inflate, unit_roundoff
 from equipoise.maps.geometry import Geometry
 from equipoise.maps.reading import geometry_of, module_kind
 from equipoise.norms.tracking import TrackedConvolution, TrackedMatrix, TrackedNorm
@@ -24,11 +24,10 @@ from equipoise.regularizers.selection import (
     LINEAR_MAPS,
     Names,
     Types,
-    input_shapes,
     name_matches,
     plain_weight,
     select_layers,
-    zero_image,
+    spatial_sizes,
 )
 
 How = Literal["cap", "sphere", "clip", "hammer"]
@@ -41,25 +40,15 @@ class Place:
 
     name: str
     module: nn.Module
-    attribute: str = "weight"
+    attribute: str
+    parameter: nn.Parameter
     rows: tuple[int, int] | None = None
     geometry: Geometry | None = None
 
     @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter, refused where it is computed from others."""
-        if self.attribute == "weight":
-            return plain_weight(self.name, self.module)
-        value = self.module._parameters.get(self.attribute)
-        if value is None:
-            raise InputError(
-                f"{self.name!r} is no parameter any more: it is computed by a parametrisation, or was removed"
-            )
-        return value
-
-    def weight_of(self, parameter: nn.Parameter) -> Tensor:
-        """The numbers of the parameter that are bounded."""
-        return parameter if self.rows is None else parameter.detach()[slice(*self.rows)]
+    def weight(self) -> Tensor:
+        """The numbers that are bounded: the parameter itself, or a view of its rows."""
+        return self.parameter if self.rows is None else self.parameter.detach()[slice(*self.rows)]
 
     @property
     def is_convolution(self) -> bool:
@@ -72,13 +61,12 @@ class Guarded:
     """One weight under guard: the places that use its memory, and all parameters of the model that overlap it."""
 
     places: list[Place]
-    parameters: list[nn.Parameter]
     aliases: list[nn.Parameter]
     radius: float
     tracked: TrackedNorm
     lower: float = 0.0
     upper: float = math.inf
-    seen: tuple[Any, ...] | None = None
+    stamp: tuple[Any, ...] | None = None
     restored: int = 0
 
     @property
@@ -88,17 +76,18 @@ class Guarded:
 
     @property
     def weight(self) -> Tensor:
-        """The numbers that are bounded: the parameter itself, or a view of its rows."""
-        return self.places[0].weight_of(self.parameters[0])
+        """The numbers that are bounded."""
+        return self.places[0].weight
 
-    def among(self, parameters: set[int]) -> bool:
-        """Whether one of the parameters with these ids lies on its memory."""
-        return any(id(p) in parameters for p in self.aliases)
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer writes to its memory."""
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in ids for p in self.aliases)
 
-    def mark(self) -> tuple[Any, ...]:
+    def current_stamp(self) -> tuple[Any, ...]:
         """What changes when the weight is written to; refused where a layer has another weight or geometry by now."""
-        for place, parameter in zip(self.places, self.parameters, strict=True):
-            if place.parameter is not parameter:
+        for place in self.places:
+            if place.module._parameters.get(place.attribute) is not place.parameter:
                 raise Refused(
                     f"the weight of {place.name!r} is another parameter than when the guard was made (assigned, or loaded "
                     "with assign=True), so its proof is about a weight that is not used: make a new guard"
@@ -189,14 +178,11 @@ class SpectralGuard:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         require_module(model)
-        if not 1e-6 <= tolerance <= 1:
-            raise InputError(f"tolerance must lie between 1e-6 and 1, got {tolerance}")
-        if how not in get_args(How):
-            raise InputError(f"how must be one of {', '.join(get_args(How))}, got {how!r}")
-        if every < 1 or (every > 1 and how == "sphere"):
-            raise InputError(f"every must be at least 1, and 1 for how='sphere'; got {every}")
-        if not 0 <= headroom < 1:
-            raise InputError(f"headroom is a share of the radius, at least 0 and below 1; got {headroom}")
+        require_one_of(get_args(How), how=how)
+        require_number(tolerance, "tolerance", least=1e-6, most=1)
+        require_number(headroom, "headroom", least=0, most=1 - 2**-20)
+        most = 1 if how == "sphere" else math.inf
+        require_number(every, "every (1 for how='sphere')", least=1, most=most, whole=True)
         self.how, self.tolerance, self.every = how, tolerance, every
         self.headroom = 0.0 if how == "sphere" else headroom
 
@@ -209,17 +195,16 @@ class SpectralGuard:
                 f"how={how!r} changes single singular directions of a matrix, and {next(iter(kernels))!r} is a convolution, "
                 "whose singular vectors are images and whose clipped kernel would be larger; take how='cap', or leave it out"
             )
-        sizes = _sizes(model, kernels, input_size, example_input)
+        sizes = spatial_sizes(model, kernels, input_size, example_input)
         self.layers = _weights(model, list(places.values()), radii, sizes)
 
         #: parameters of two or more dimensions that are not guarded, with the kind of module they belong to
         self.unguarded = _unguarded(model, self.layers)
-        chosen = only is not LINEAR_MAPS
         patterns = tuple(radius) if isinstance(radius, Mapping) else None
         missed = [
             f"{name} ({kind})"
             for name, kind in self.unguarded.items()
-            if not chosen and name_matches(name, names) and name_matches(name, patterns)
+            if only is LINEAR_MAPS and name_matches(name, names) and name_matches(name, patterns)
         ]
         if missed:
             warnings.warn(
@@ -246,8 +231,7 @@ class SpectralGuard:
         """Check and bring back after every `step()` of these optimizers, until `detach()`."""
         for optimizer in optimizers:
             host = _hooked(optimizer)
-            mine = {id(p) for group in host.param_groups for p in group["params"]}
-            if not any(one.among(mine) for one in self.layers):
+            if not any(one.trained_by(host) for one in self.layers):
                 raise InputError(
                     f"this {type(host).__name__} trains none of the guarded weights; attach the optimizer that does, and give "
                     "the guard the model itself, not a copy"
@@ -272,7 +256,7 @@ class SpectralGuard:
         the proof is about, which also sees writes through `.data`. Nothing is brought back here.
         """
         for one in self.layers:
-            if check or one.mark() != one.seen:
+            if check or one.current_stamp() != one.stamp:
                 self._bracket(one)
         return {
             name: Bracket(one.lower, one.upper, method="carried", note=f"radius {one.radius:g}")
@@ -282,15 +266,15 @@ class SpectralGuard:
 
     def scalars(self) -> dict[str, float]:
         """Numbers to log: `lower`, `upper` and `headroom = 1 − upper/R` by layer, and the product of all upper ends."""
-        radii = {place.name: one.radius for one in self.layers for place in one.places}
+        self.bounds()
         scalars: dict[str, float] = {}
         product = 1.0
-        for name, bracket in self.bounds().items():
-            radius = radii[name]
-            scalars[f"norm/{name}/lower"] = float(bracket.lower)
-            scalars[f"norm/{name}/upper"] = float(bracket.upper)
-            scalars[f"norm/{name}/headroom"] = 1 - float(bracket.upper) / radius
-            product = inflate(product * float(bracket.upper))
+        for one in self.layers:
+            for place in one.places:
+                scalars[f"norm/{place.name}/lower"] = one.lower
+                scalars[f"norm/{place.name}/upper"] = one.upper
+                scalars[f"norm/{place.name}/headroom"] = 1 - one.upper / one.radius
+                product = inflate(product * one.upper)
         return {**scalars, "norm/product": product, "norm/restored": float(sum(one.restored for one in self.layers))}
 
     @property
@@ -327,8 +311,7 @@ class SpectralGuard:
             one.tracked = kept
 
     def _hook(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._check([one for one in self.layers if one.among(mine) or one.mark() != one.seen])
+        self._check([one for one in self.layers if one.trained_by(optimizer) or one.current_stamp() != one.stamp])
         self.steps += 1
 
     def _limit(self, one: Guarded) -> float:
@@ -341,7 +324,7 @@ class SpectralGuard:
         what = f"weight of {one.name!r}"
         rtol = max(self.tolerance, self.headroom) / 2  # a weight that has to be brought back may be put that much lower
         one.lower, one.upper = one.tracked.bracket(one.weight, enough, rtol, what, renew)
-        one.seen = one.mark()
+        one.stamp = one.current_stamp()
 
     def _exceeds(self, one: Guarded) -> bool:
         """Whether the weight has to be brought back."""
@@ -382,41 +365,32 @@ class SpectralGuard:
             if not _is_leader():
                 one.weight.copy_(weight)
                 self._bracket(one)
-        one.seen = one.mark()
 
     def _scale(self, one: Guarded, attempt: int) -> None:
-        """`W ← cW` with `c = R/U`, or less where a lower end shows that `cσ₁ ≥ R(1 − headroom)` still.
-
-        `σ₁(fl(cW)) ≤ cU + u·c‖W‖_F`, and only where that is too much is it proved again.
-        """
+        """`W ← cW` with `c = R/U`, or less where a lower end shows that `cσ₁ ≥ R(1 − headroom)` still; the proof is carried."""
         if not one.upper > 0:
             raise Refused(f"the weight of {one.name!r} is zero: it cannot be scaled to norm {one.radius}")
         W, u = one.weight, unit_roundoff(one.weight.dtype)
         least = one.radius * (1 - self.headroom) / one.lower if one.lower > 0 and self.headroom else math.inf
         aim = min(one.radius / one.upper, least) * max(0.0, 1 - (2.0**attempt - 1) * 2 * u)
-        c = float(torch.tensor(min(aim, 1.0) if self.how != "sphere" and attempt else aim, dtype=torch.float32))
-        lost = (
-            2 * u * c * float(frobenius(W.detach().to(working_dtype(W.dtype)).reshape(len(W), -1)))
-            + math.sqrt(W.numel()) * torch.finfo(W.dtype).tiny
-        )
+        if attempt and self.how != "sphere":
+            aim = min(aim, 1.0)
+        c = float(torch.tensor(aim, dtype=torch.float32))
         W.mul_(c)
         one.tracked.scaled(c)
-        one.lower, one.upper = max(0.0, deflate(c * one.lower) - inflate(lost)), inflate(inflate(c * one.upper) + lost)
-        if self._exceeds(one):
-            self._bracket(one)
+        self._bracket(one)
 
 
 def _hooked(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose step hooks really run: the one given, or the one inside a wrapper that has none."""
     host = optimizer
-    while True:
+    while host is not None:
         if getattr(getattr(type(host), "step", None), "hooked", False) and hasattr(host, "_optimizer_step_post_hooks"):
             return host
         host = getattr(host, "optimizer", None)
-        if host is None:
-            raise InputError(
-                f"{type(optimizer).__name__} runs no step hooks; call guard.step() after each of its steps instead"
-            )
+    raise InputError(
+        f"{type(optimizer).__name__} runs no step hooks; call guard.step() after each of its steps instead"
+    )
 
 
 def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> dict[str, Place]:
@@ -428,57 +402,53 @@ def _places(model: nn.Module, only: Types, names: Names, parameters: Names) -> d
             continue
         if isinstance(module, kinds):
             module_kind(module)  # refuses hooks and own forwards
-            places.append(Place(name, module, geometry=geometry_of(module)))
+            places.append(_place(name, module, geometry=geometry_of(module)))
         elif only is LINEAR_MAPS and isinstance(module, nn.MultiheadAttention):
-            places += _projections(name, module)
+            places += _projections(f"{name}." if name else "", module)
         elif only is LINEAR_MAPS and type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-            places.append(Place(name, module))  # Hugging Face's, a matrix (in, out)
+            places.append(_place(name, module))  # Hugging Face's, a matrix (in, out)
     for name, parameter in model.named_parameters():
         if parameters is not None and parameter.dim() == 2 and name_matches(name, parameters):
             owner, _, attribute = name.rpartition(".")
-            places.append(Place(name, model.get_submodule(owner), attribute))
+            places.append(_place(name, model.get_submodule(owner), attribute))
     if not places:
         select_layers(model, only, names)  # says why
     return {place.name: place for place in places}
 
 
-def _projections(name: str, module: nn.MultiheadAttention) -> list[Place]:
+def _place(name: str, module: nn.Module, attribute: str = "weight", **options: Any) -> Place:
+    """A place, refused where its parameter is computed, sharded or repeats its own memory."""
+    parameter = plain_weight(name, module, attribute)
+    if hasattr(parameter, "placements"):
+        raise Refused(f"the weight of {name!r} is sharded (DTensor): no rank holds the matrix whose norm is asked for")
+    if any(step == 0 and n > 1 for step, n in zip(parameter.stride(), parameter.shape, strict=True)):
+        raise Refused(f"the weight of {name!r} repeats its own memory (expanded); give it memory of its own")
+    return Place(name, module, attribute, parameter, **options)
+
+
+def _projections(prefix: str, module: nn.MultiheadAttention) -> list[Place]:
     """The maps to queries, keys and values: three blocks of one parameter, or three parameters."""
-    prefix = f"{name}." if name else ""
     width, packed = module.embed_dim, "in_proj_weight"
     if module._parameters.get(packed) is None:
-        separate = [f"{x}_proj_weight" for x in "qkv"]
-        return [Place(prefix + key, module, key) for key in separate if module._parameters.get(key) is not None]
-    return [Place(f"{prefix}{packed}[{x}]", module, packed, (i * width, (i + 1) * width)) for i, x in enumerate("qkv")]
+        return [_place(f"{prefix}{x}_proj_weight", module, f"{x}_proj_weight") for x in "qkv"]
+    return [
+        _place(f"{prefix}{packed}[{x}]", module, packed, rows=(i * width, (i + 1) * width)) for i, x in enumerate("qkv")
+    ]
 
 
 def _radii(names: list[str], radius: Radius) -> dict[str, float]:
     """The radius of every weight that has one."""
     if not isinstance(radius, Mapping):
         radius = {"*": radius}
+    radii: dict[str, float] = {}
     for pattern, value in radius.items():
-        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-            raise InputError(f"a radius must be a positive number, got {value!r} for {pattern!r}")
-    radii = {}
-    for name in names:
-        matching = [value for pattern, value in radius.items() if name_matches(name, pattern)]
-        if matching:
-            radii[name] = float(matching[0])
-    unused = [pattern for pattern in radius if not any(name_matches(name, pattern) for name in names)]
-    if unused or not radii:
-        raise InputError(f"no layer has a name that matches {unused[0]!r}; there are {', '.join(names[:8])}")
+        require_number(value, f"the radius of {pattern!r}", least=POSITIVE)
+        matching = [name for name in names if name_matches(name, pattern)]
+        if not matching:
+            raise InputError(f"no layer has a name that matches {pattern!r}; there are {', '.join(names[:8])}")
+        for name in matching:
+            radii.setdefault(name, float(value))
     return radii
-
-
-def _sizes(
-    model: nn.Module, kernels: dict[str, nn.Module], input_size: int | tuple[int, ...] | None, example: Tensor | None
-) -> dict[str, tuple[int, ...] | None]:
-    """Spatial size of what every convolution reads; None where it is not known."""
-    if not kernels or (input_size is None and example is None):
-        return dict.fromkeys(kernels)
-    image = zero_image(model, input_size) if example is None and input_size is not None else example
-    assert image is not None
-    return {name: shape[1:] for name, shape in input_shapes(model, kernels, image).items()}
 
 
 def _weights(
@@ -487,25 +457,18 @@ def _weights(
     """One entry per weight: matrices on the same numbers of one memory, also transposed, are one entry."""
     groups: dict[object, list[Place]] = {}
     for place in places:
-        weight = place.weight_of(place.parameter)
-        if hasattr(place.parameter, "placements"):
-            raise Refused(
-                f"the weight of {place.name!r} is sharded (DTensor): no rank holds the matrix whose norm is asked for"
-            )
-        if any(step == 0 and n > 1 for step, n in zip(weight.stride(), weight.shape, strict=True)):
-            raise Refused(f"the weight of {place.name!r} repeats its own memory (expanded); give it memory of its own")
+        weight = place.weight
         steps = sorted((step, n) for step, n in zip(weight.stride(), weight.shape, strict=True) if n > 1)
         groups.setdefault((weight.data_ptr(), weight.dtype, weight.dim(), *steps), []).append(place)
 
     guarded: list[Guarded] = []
     for users in groups.values():
         first = users[0]
-        names = " and ".join(repr(place.name) for place in users)
         if len(users) > 1 and any(place.is_convolution for place in users):
+            names = " and ".join(repr(place.name) for place in users)
             raise Refused(f"{names} share one kernel: their norms may differ; leave all but one out")
         tracked = TrackedConvolution(first.module, sizes[first.name]) if first.is_convolution else TrackedMatrix()
-        radius = min(radii[place.name] for place in users)
-        guarded.append(Guarded(users, [place.parameter for place in users], [], radius, tracked))
+        guarded.append(Guarded(users, [], min(radii[place.name] for place in users), tracked))
     for i, one in enumerate(guarded):
         for other in guarded[:i]:
             if _overlap(one.weight, other.weight):
@@ -520,12 +483,6 @@ def _weights(
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have memory in common."""
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or not a.numel() or not b.numel():
-        return False
-    spans = []
-    for x in (a, b):
-        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-        spans.append((x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()))
-    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
         return False
     if a.dtype != b.dtype:
         return True
@@ -544,27 +501,21 @@ def _unguarded(model: nn.Module, guarded: list[Guarded]) -> dict[str, str]:
     }
 
 
-def _clipped(W: Tensor, radius: float, only_first: bool, count: int = 8, rounds: int = 8) -> Tensor:
+def _clipped(W: Tensor, radius: float, only_first: bool) -> Tensor:
     """`W − Σ (σ_i − R) u_i v_iᵀ` over the leading singular values above R, or the first alone; estimates, proved afterwards."""
     scale = float(W.abs().amax()) or 1.0  # products of large or small weights would leave the range
     A = W.double() / scale
-    start = torch.randn(A.shape[1], min(count, *A.shape), generator=torch.Generator().manual_seed(0), dtype=A.dtype)
-    V = start.to(A.device)
-    for _ in range(rounds):
-        V = torch.linalg.qr(A.mT @ (A @ V))[0]
-    U, s, right = torch.linalg.svd(A @ V, full_matrices=False)
-    excess = s - radius / scale if only_first else (s - radius / scale).clamp_min(0)
+    with torch.random.fork_rng([A.device] if A.is_cuda else []):
+        torch.manual_seed(0)
+        U, s, V = torch.svd_lowrank(A, min(8, *A.shape), niter=8)
+    excess = (s - radius / scale).clamp_min(0)
     if only_first:
         excess[1:] = 0
-    return (A - (U * excess) @ (V @ right.mT).mT) * scale
+    return (A - (U * excess) @ V.mT) * scale
 
 
 def _distributed() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _is_leader() -> bool:

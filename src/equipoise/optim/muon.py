@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
-from equipoise.core.checks import require_type
+from equipoise.core.checks import require_number, require_type
 from equipoise.core.errors import InputError
 
 #: Keller Jordan's quintic, as in torch.optim.Muon
@@ -19,6 +20,10 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 def orthogonalised(update: Tensor, steps: int = 5) -> Tensor:
     """About `U·Vᵀ` of `update = U·Σ·Vᵀ` (…, m, n) by Newton–Schulz steps: singular values in about [0.7, 1.2].
+
+    Args:
+        update: matrices.
+        steps: of the iteration.
 
     >>> torch.linalg.svdvals(orthogonalised(torch.diag(torch.tensor([5.0, 1.0])))).max() < 1.3
     tensor(True)
@@ -36,7 +41,14 @@ class Muon(torch.optim.Optimizer):
     """Muon for parameters of two and more dimensions, Adam for the rest (biases, scales) and for what has one row.
 
     A parameter (out, in, …) is taken as the matrix (out, in·…); one of shape (groups, out, in) as `groups` matrices. The update
-    is `lr·√max(1, rows/columns)·orthogonalised(momentum)`; vectors take Adam's with `lr·vectors`.
+    is `lr·√max(1, rows/columns)·orthogonalised(momentum)`; vectors take Adam's with a tenth of `lr`.
+
+    Args:
+        params: parameters or groups, as for any optimizer.
+        lr: step size of matrices.
+        momentum: of matrices.
+        betas: of Adam.
+        weight_decay: decoupled, for all.
 
     Reference: Jordan et al. (2024), Muon: an optimizer for hidden layers in neural networks.
 
@@ -53,16 +65,10 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
-        vectors: float = 0.1,
-        steps: int = 5,
     ) -> None:
-        if not (lr >= 0 and 0 <= momentum < 1 and vectors >= 0 and steps >= 1):
-            raise InputError(f"Muon needs lr ≥ 0, momentum in [0, 1), vectors ≥ 0, steps ≥ 1; got {lr}, {momentum}, …")
-        defaults = {
-            "lr": lr, "momentum": momentum, "betas": betas, "weight_decay": weight_decay, "vectors": vectors,
-            "steps": steps,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        require_number(lr, "lr", least=0)
+        require_number(momentum, "momentum", least=0, most=1)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -76,37 +82,31 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                if p.ndim >= 2 and min(_matrix(p).shape[-2:]) > 1:
-                    _muon(p, p.grad, self.state[p], group)
+                matrix = p.grad if p.ndim <= 3 else p.grad.flatten(1)
+                if p.ndim >= 2 and min(matrix.shape[-2:]) > 1:
+                    _muon(p, matrix, self.state[p], group)
                 else:
                     _adam(p, p.grad, self.state[p], group)
         return loss
 
 
-def _matrix(p: Tensor) -> Tensor:
-    return p if p.ndim <= 3 else p.flatten(1)
-
-
 def _muon(p: nn.Parameter, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    if not state:
-        state["momentum"] = torch.zeros_like(p)
-    moment, beta = state["momentum"], group["momentum"]
-    moment.lerp_(gradient, 1 - beta)
-    ahead = _matrix(torch.lerp(gradient, moment, beta))  # Nesterov
+    moment = state.setdefault("momentum", torch.zeros_like(gradient))
+    moment.lerp_(gradient, 1 - group["momentum"])
+    ahead = torch.lerp(gradient, moment, group["momentum"])  # Nesterov
     rows, columns = ahead.shape[-2:]
-    update = orthogonalised(ahead, group["steps"]) * max(1.0, rows / columns) ** 0.5
+    update = orthogonalised(ahead) * max(1.0, rows / columns) ** 0.5
     p.sub_(group["lr"] * update.reshape(p.shape))
 
 
 def _adam(p: nn.Parameter, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     if not state:
-        state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(p), torch.zeros_like(p)
-    state["step"] += 1
+        state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     b1, b2 = group["betas"]
-    state["exp_avg"].lerp_(gradient, 1 - b1)
-    state["exp_avg_sq"].lerp_(gradient.square(), 1 - b2)
-    size = (state["exp_avg_sq"] / (1 - b2 ** state["step"])).sqrt_().add_(1e-8)
-    p.addcdiv_(state["exp_avg"] / (1 - b1 ** state["step"]), size, value=-group["lr"] * group["vectors"])
+    adam(
+        [p], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+        amsgrad=False, beta1=b1, beta2=b2, lr=0.1 * group["lr"], weight_decay=0.0, eps=1e-8, maximize=False,
+    )  # fmt: skip
 
 
 def add_lookahead(optimizer: torch.optim.Optimizer, steps: int = 5, alpha: float = 0.5) -> torch.optim.Optimizer:
@@ -114,6 +114,11 @@ def add_lookahead(optimizer: torch.optim.Optimizer, steps: int = 5, alpha: float
 
     The slow weights and the count live in the optimizer's own state (`slow`, `ahead`), so that `state_dict` and
     `load_state_dict` carry them, and a run that is stopped anywhere goes on exactly.
+
+    Args:
+        optimizer: returned with a hook.
+        steps: between two steps of the slow weights.
+        alpha: how far the slow weights go.
 
     Reference: Zhang, Lucas, Hinton, Ba (2019), Lookahead optimizer: k steps forward, 1 step back.
 

@@ -21,19 +21,17 @@ from equipoise.regularizers.noise import (
 from equipoise.regularizers.projections import (
     FrobeniusPenalty,
     OrthogonalityPenalty,
-    after_step,
     clip_weights_,
     operator_norm,
     project_,
-    weight_normalize,
 )
 from equipoise.regularizers.selection import select_layers
 from equipoise.regularizers.spectral import SpectralPenalty, layer_bound
 
 __all__ = [
     "ActivationDecay", "AnticorrelatedNoise", "FrobeniusPenalty", "LayerwiseDecay", "OrthogonalityPenalty",
-    "SmoothedLoss", "SpectralPenalty", "add_noise", "after_step", "centred_penalty",
+    "SmoothedLoss", "SpectralPenalty", "add_noise", "centred_penalty",
     "clip_weights_", "consistency_loss", "decay_in_trainer", "frozen_statistics", "input_gradient_penalty",
     "jensen_penalty", "layer_bound", "noisy_copies", "operator_norm", "project_", "select_layers",
-    "smooth_adversarial", "smoothed_cross_entropy", "smoothed_loss", "taylor_penalty", "weight_normalize",
+    "smooth_adversarial", "smoothed_cross_entropy", "smoothed_loss", "taylor_penalty",
 ]  # fmt: skip

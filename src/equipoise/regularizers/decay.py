@@ -9,12 +9,19 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import describe, require_labels, require_module, require_number, require_tensor
-from equipoise.core.errors import InputError, Refused, require_one_of
+from equipoise.core.checks import (
+    describe,
+    require_labels,
+    require_module,
+    require_number,
+    require_one_of,
+    require_tensor,
+)
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import safe_root
 from equipoise.regularizers.selection import Names, select_layers, weight_of
 
-Form = Literal["jensen", "centred", "taylor", "montecarlo"]
+Form = Literal["jensen", "centred", "taylor"]
 
 
 class SmoothedLoss(NamedTuple):
@@ -75,6 +82,14 @@ def smoothed_cross_entropy(
     `(W + Δ)h + b` has the law of `z + σ‖h‖·g` with standard Gaussian g, so only logits are drawn (antithetic pairs ±g, whose mean
     counts as one draw); the error is that of the mean over the draws.
 
+    Args:
+        h: activations (N, d).
+        logits: (N, c).
+        targets: class numbers (N,).
+        sigma: standard deviation of the noise.
+        samples: draws.
+        generator: source of the draws.
+
     >>> h, z, y = torch.ones(1, 4), torch.tensor([[2.0, 0.0]]), torch.tensor([0])
     >>> smoothed_cross_entropy(h, z, y, 0.5, 1000).mean.item() < float(nn.functional.cross_entropy(z, y)) + 0.5**2 / 2 * 4
     True
@@ -99,10 +114,17 @@ def _cross_entropy(z: Tensor, targets: Tensor) -> Tensor:
 
 
 class _Watching:
-    """Hooks on a model that put hooks on its layers for the time of a forward pass; `_seen` is what they saw of the latest."""
+    """Hooks on a model that put hooks on its linear layers for the time of a forward pass.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: Any = None
+    `_calls` holds the name, the input and the output of every watched layer in the latest pass.
+    """
+
+    def __init__(self, model: nn.Module, names: Names = None) -> None:
+        require_module(model)
+        if not any(isinstance(module, nn.Linear) for module in model.modules()):
+            raise InputError(f"this {type(model).__name__} has no nn.Linear, whose input activation decay looks at")
+        self._layers = select_layers(model, nn.Linear, names)
+        self._calls: list[tuple[str, Tensor, Tensor]] = []
         self._inner: list[Any] = []
         self._differentiated = True
         self._outer = [
@@ -112,20 +134,49 @@ class _Watching:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without a forward pass: the activations of this one are not theirs."""
-        return {**self.__dict__, "_seen": None, "_inner": []}
+        return {**self.__dict__, "_calls": [], "_inner": []}
 
     def remove(self) -> None:
         """Take all hooks off."""
-        for handle in [*self._outer, *self._inner]:
+        self._drop()
+        for handle in self._outer:
             handle.remove()
-        self._outer, self._inner, self._seen = [], [], None
+        self._outer, self._calls = [], []
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         self._drop()
-        self._seen, self._differentiated = None, torch.is_grad_enabled()
+        self._calls, self._differentiated = [], torch.is_grad_enabled()
+        self._inner = [
+            layer.register_forward_hook(partial(self._pass, name), with_kwargs=True)
+            for name, layer in self._layers.items()
+            if layer is not model
+        ]
 
     def _end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         self._drop()
+        if model in self._layers.values():  # the model is itself the last layer
+            self._record(next(iter(self._layers)), args, kwargs, output)
+
+    def _pass(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
+        if self._inner:  # a copy made during a pass has the hook, but is not in one
+            self._record(name, args, kwargs, output)
+
+    def _record(self, name: str, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
+        if self._differentiated and not torch.is_grad_enabled():
+            # the penalty would be a number and not train anything
+            raise Refused(
+                f"{name!r} runs where gradients are switched off (a reentrant checkpoint?), so that its activations could not "
+                "be decayed: call torch.utils.checkpoint.checkpoint(…, use_reentrant=False), or the whole model under no_grad"
+            )
+        self._calls.append((name, args[0] if args else kwargs["input"], output))
+
+    def _latest(self) -> list[tuple[str, Tensor, Tensor]]:
+        if not self._calls:
+            raise InputError(
+                "activation decay looks at the latest forward pass, and there is none: call the model first, and this once per "
+                "pass"
+            )
+        return self._calls
 
     def _drop(self) -> None:
         for handle in self._inner:
@@ -138,16 +189,13 @@ class ActivationDecay(_Watching):
 
     Guarantee (`form="jensen"` and `"centred"`): for mean cross-entropy over the rows that are counted, `CE + ad()` is at
     least the mean of the loss when independent `N(0, σ²)` is added to every weight of the last layer (see
-    `jensen_penalty`). It is a bound with a gap, not an identity. `"taylor"` is the second-order approximation and
-    `"montecarlo"` draws the noise: no bounds.
+    `jensen_penalty`). It is a bound with a gap, not an identity. `"taylor"` is the second-order approximation: no bound.
 
     Args:
         model: the module that is trained (before it is wrapped for distributed training).
         sigma: standard deviation of the noise.
         layer: name of the layer; by default the last `nn.Linear` that the first forward pass calls.
-        form: see above; `"montecarlo"` needs the labels, `ad(targets)`.
-        samples: draws of `"montecarlo"`.
-        generator: source of those draws; must be on the model's device.
+        form: see above.
 
     Call the model, then add `ad()` to its loss. It looks at the latest forward pass and lets go of it. Token models give
     `mask=` the positions that count. `remove()` takes the hooks off (and so does leaving a `with` block); between forward
@@ -169,42 +217,53 @@ class ActivationDecay(_Watching):
         layer: str | None = None,
         *,
         form: Form = "jensen",
-        samples: int = 16,
-        generator: torch.Generator | None = None,
     ) -> None:
         require_one_of(get_args(Form), form=form)
         self.sigma = require_number(sigma, "sigma", least=0)
-        self.form, self.samples, self.generator = form, samples, generator
+        self.form = form
         self.name = layer
-        self._layers = _linear_layers(model)
-        if layer is not None and layer not in self._layers:
-            raise InputError(f"there is no nn.Linear named {layer!r}; there are {', '.join(map(repr, self._layers))}")
         super().__init__(model)
-        self._seen: tuple[str, Tensor, Tensor] | None = None
+        if layer is not None:
+            if layer not in self._layers:
+                names = ", ".join(map(repr, self._layers))
+                raise InputError(f"there is no nn.Linear named {layer!r}; there are {names}")
+            self._layers = {layer: self._layers[layer]}
 
-    def __call__(self, targets: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, mask: Tensor | None = None) -> Tensor:
         """The penalty of the latest forward pass, to be added to a mean cross-entropy.
 
         Args:
-            targets: class numbers of all rows, for `form="montecarlo"`.
             mask: which rows count, of the shape of h without its last axis.
         """
-        rows = self._rows(targets)
+        ((_, h, z),) = self._latest()
+        self._calls = []
+        if self.form == "jensen":
+            rows = jensen_penalty(h, self.sigma)
+        elif self.form == "centred":
+            rows = centred_penalty(h, self.sigma, z.shape[-1])
+        else:
+            rows = taylor_penalty(h, z, self.sigma)
         if mask is not None:
             if mask.shape != rows.shape:
                 raise InputError(f"the mask has shape {tuple(mask.shape)}, the activations {tuple(rows.shape)}")
             rows = rows[mask.to(torch.bool)]
         return rows.sum() / max(rows.numel(), 1)
 
-    def smoothed_loss(self, targets: Tensor, samples: int = 1000) -> SmoothedLoss:
-        """The Monte-Carlo loss of the latest forward pass (kept), averaged over its labelled rows, with its error."""
-        _, h, z = self._latest(keep=True)
+    def smoothed_loss(
+        self, targets: Tensor, samples: int = 1000, generator: torch.Generator | None = None
+    ) -> SmoothedLoss:
+        """The Monte-Carlo loss of the latest forward pass (kept), averaged over its labelled rows, with its error.
+
+        Args:
+            targets: class numbers; rows with a negative one are left out.
+            samples: draws.
+            generator: source of the draws.
+        """
+        ((_, h, z),) = self._latest()
         if targets.shape != z.shape[:-1]:
             raise InputError(f"expected class numbers of shape {tuple(z.shape[:-1])}, got {tuple(targets.shape)}")
-        rows = targets >= 0  # ignored labels are negative
-        mean, error = smoothed_cross_entropy(
-            h[rows], z[rows], targets[rows], self.sigma, samples, generator=self.generator
-        )
+        rows = targets >= 0
+        mean, error = smoothed_cross_entropy(h[rows], z[rows], targets[rows], self.sigma, samples, generator=generator)
         return SmoothedLoss(mean.mean(), error.square().sum().sqrt() / len(error))
 
     def __enter__(self) -> ActivationDecay:
@@ -213,124 +272,51 @@ class ActivationDecay(_Watching):
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _rows(self, targets: Tensor | None) -> Tensor:
-        _, h, z = self._latest(keep=False)
-        if self.form == "jensen":
-            return jensen_penalty(h, self.sigma)
-        if self.form == "centred":
-            return centred_penalty(h, self.sigma, z.shape[-1])
-        if self.form == "taylor":
-            return taylor_penalty(h, z, self.sigma)
-        if targets is None or targets.shape != z.shape[:-1]:
-            raise InputError('form="montecarlo" needs the class numbers of all rows: ad(targets)')
-        known = targets.clamp_min(0)  # rows with an ignored label are left out by the mask
-        mean, _ = smoothed_cross_entropy(h, z, known, self.sigma, self.samples, generator=self.generator)
-        return mean - _cross_entropy(z.to(_wide(z)), known)
-
-    def _latest(self, keep: bool) -> tuple[str, Tensor, Tensor]:
-        if self._seen is None:
-            raise InputError(
-                "activation decay looks at the latest forward pass, and there is none: call the model first, and ad() once "
-                "per pass"
-            )
-        seen = self._seen
-        if not keep:
-            self._seen = None
-        return seen
-
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        super()._begin(model, args)
-        watched = self._layers if self.name is None else {self.name: self._layers[self.name]}
-        self._inner = [
-            layer.register_forward_hook(partial(self._pass, name), with_kwargs=True)
-            for name, layer in watched.items()
-            if layer is not model
-        ]
-
     def _end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         super()._end(model, args, kwargs, output)
-        if model in self._layers.values():  # the model is itself the last layer
-            self._note(next(iter(self._layers)), args, kwargs, output)
-        if self._seen is None and isinstance(output, Tensor):
+        if self._calls:
+            self.name = self._calls[0][0]
+            self._layers = {self.name: self._layers[self.name]}
+        elif isinstance(output, Tensor):
             raise InputError(f"the forward pass did not call {self.name!r}" if self.name else "no nn.Linear was called")
-        if self._seen is not None:
-            self.name = self._seen[0]
 
-    def _pass(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
-        if self._inner:  # a copy made during a pass has the hook, but is not in one
-            self._note(name, args, kwargs, output)
-
-    def _note(self, name: str, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
-        refuse_without_gradient(name, self._differentiated)
-        self._seen = (name, _input(args, kwargs), output)
+    def _record(self, name: str, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
+        self._calls = []  # only the last call counts
+        super()._record(name, args, kwargs, output)
 
 
 class LayerwiseDecay(_Watching):
-    """`(σ_h²/2)·Σ_l mean‖h_l‖² + (σ_w²/2)·‖W_L‖_F²`: the layer-wise variant of Baek et al. 2024.
+    """`λ_h·Σ_l mean‖h_l‖² + λ_w·‖W_L‖_F²`: the layer-wise variant of Baek et al. 2024, with the coefficients of the thesis.
 
     h_l are the inputs of all chosen linear layers but the first, W_L is the weight of the last one called. Two coefficients to
     tune instead of one; no bound of a smoothed loss.
 
+    Args:
+        model: the module that is trained.
+        activations: λ_h.
+        last_weight: λ_w.
+        names: glob or compiled pattern over module names, or several.
+
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> decay = LayerwiseDecay(model, sigma_activations=1e-2, sigma_weight=1e-1)
+    >>> decay = LayerwiseDecay(model)
     >>> loss = model(torch.randn(5, 4)).square().mean() + decay()
     """
 
     def __init__(
-        self, model: nn.Module, sigma_activations: float = 1e-3, sigma_weight: float = 1e-2, names: Names = None
+        self, model: nn.Module, activations: float = 1e-3, last_weight: float = 1e-2, names: Names = None
     ) -> None:
-        self.sigma_activations = require_number(sigma_activations, "sigma_activations", least=0)
-        self.sigma_weight = require_number(sigma_weight, "sigma_weight", least=0)
-        self._layers = _linear_layers(model, names)
-        super().__init__(model)
-        self._seen: list[tuple[str, Tensor]] | None = None
+        self.activations = require_number(activations, "activations", least=0)
+        self.last_weight = require_number(last_weight, "last_weight", least=0)
+        super().__init__(model, names)
 
     def __call__(self) -> Tensor:
         """The penalty of the latest forward pass."""
-        if not self._seen:
-            raise InputError(
-                "layer-wise decay looks at the latest forward pass, and there is none: call the model first"
-            )
-        seen, self._seen = self._seen, None
-        last = weight_of(self._layers[seen[-1][0]])
-        total = self.sigma_weight**2 / 2 * last.square().sum()
-        for _, h in seen[1:]:
-            total = total + jensen_penalty(h, self.sigma_activations).mean()
+        calls = self._latest()
+        self._calls = []
+        total = self.last_weight * weight_of(self._layers[calls[-1][0]]).square().sum()
+        for _, h, _ in calls[1:]:
+            total = total + self.activations * _square(h).mean()
         return total
-
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        super()._begin(model, args)
-        self._inner = [
-            layer.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
-            for name, layer in self._layers.items()
-        ]
-
-    def _note(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._inner:
-            refuse_without_gradient(name, self._differentiated)
-            self._seen = [*(self._seen or ()), (name, _input(args, kwargs))]
-
-
-def refuse_without_gradient(name: str, wanted: bool) -> None:
-    """A reentrant checkpoint runs its part without gradients first: the penalty would be a number and not train anything."""
-    if wanted and not torch.is_grad_enabled():
-        raise Refused(
-            f"{name!r} runs where gradients are switched off (a reentrant checkpoint?), so that its activations could not be "
-            "decayed: call torch.utils.checkpoint.checkpoint(…, use_reentrant=False), or the whole model under no_grad"
-        )
-
-
-def _input(args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """What an `nn.Linear` was given, by place or by name."""
-    found: Tensor = args[0] if args else kwargs["input"]
-    return found
-
-
-def _linear_layers(model: nn.Module, names: Names = None) -> dict[str, nn.Module]:
-    require_module(model)
-    if not any(isinstance(module, nn.Linear) for module in model.modules()):
-        raise InputError(f"this {type(model).__name__} has no nn.Linear, whose input activation decay looks at")
-    return select_layers(model, nn.Linear, names)
 
 
 def _wide(x: Tensor) -> torch.dtype:

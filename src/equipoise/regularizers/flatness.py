@@ -121,9 +121,10 @@ class AnticorrelatedNoise:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue where `state_dict` was taken."""
-        if [tuple(state[k].shape) for k in sorted(state, key=int)] != [tuple(n.shape) for n in self.noise]:
+        noise = [state[key].clone() for key in sorted(state, key=int)]
+        if [n.shape for n in noise] != [n.shape for n in self.noise]:
             raise InputError("this state belongs to other parameters: the shapes differ")
-        self.noise = [state[str(i)].clone() for i in range(len(self.noise))]
+        self.noise = noise
 
 
 def _noise_like(p: Tensor, generator: torch.Generator | None) -> Tensor:

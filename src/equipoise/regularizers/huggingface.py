@@ -60,7 +60,7 @@ def decay_in_trainer(trainer: AnyTrainer, sigma: float = 0.1, layer: str | None 
 def trainer_penalty(ad: ActivationDecay, labels: Tensor) -> Tensor:
     """The mean penalty over the positions that carry a label."""
     mask = torch.ones(len(labels), device=labels.device) if labels.is_floating_point() else labels != IGNORED
-    return ad(labels if ad.form == "montecarlo" else None, mask=mask)
+    return ad(mask)
 
 
 def _divides(model: Any, loss: Callable[[Any], Tensor], items: Any) -> list[bool]:

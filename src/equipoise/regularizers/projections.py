@@ -1,14 +1,13 @@
 """Penalties on the weights alone, and what is done to them after a step: projection onto norm balls, clipping, normalisation."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.checks import POSITIVE, describe, require_number
+from equipoise.core.checks import POSITIVE, require_number
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import gamma, inflate, rescaled
 from equipoise.maps.geometry import padding_norm
@@ -63,11 +62,6 @@ class OrthogonalityPenalty(_WeightPenalty):
     >>> OrthogonalityPenalty(net)().item()
     0.0
     """
-
-    def __init__(self, model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None, weight: float = 1.0) -> None:
-        super().__init__(model, only, names, weight)
-        for name, module in self.layers.items():
-            as_matrix(name, module)
 
     def _term(self, name: str, module: nn.Module) -> Tensor:
         W = as_matrix(name, module)
@@ -169,43 +163,6 @@ def clip_weights_(model: nn.Module, limit: float, only: Types = LINEAR_MAPS, nam
         W.copy_(W.clamp(-limit, limit))
         over = W.abs().double() > limit  # the limit itself may not be representable in the dtype of the weights
         W[over] = torch.nextafter(W[over], torch.zeros_like(W[over]))
-
-
-def weight_normalize(model: nn.Module, only: Types = LINEAR_MAPS, names: Names = None) -> list[str]:
-    """Give chosen layers `W = g·V/‖V‖` per output (Salimans and Kingma 2016), by torch's own parametrisation.
-
-    >>> net = nn.Linear(3, 3)
-    >>> weight_normalize(net)
-    ['']
-    """
-    layers = select_layers(model, only, names)
-    for name, module in layers.items():
-        plain_weight(name, module)
-    for module in layers.values():
-        transposed = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
-        torch.nn.utils.parametrizations.weight_norm(module, "weight", dim=1 if transposed else 0)
-    return list(layers)
-
-
-def after_step(project: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
-    """Call `project` after every `optimizer.step()`; returns the handle whose `remove()` ends it.
-
-    >>> net = nn.Linear(2, 2)
-    >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    >>> handle = after_step(lambda: project_(net, p=math.inf, radius=0.1), optimizer)
-    >>> net(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
-    >>> float(operator_norm(net, math.inf)) <= 0.1
-    True
-    """
-
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"expected a torch.optim.Optimizer, got {describe(optimizer)}")
-
-    def hook(*_: Any) -> None:
-        project()
-
-    return optimizer.register_step_post_hook(hook)
 
 
 def _copies(module: nn.Module, input_size: int | tuple[int, ...] | None) -> float:

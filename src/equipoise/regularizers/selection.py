@@ -3,6 +3,7 @@
 import re
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,6 @@ from torch import Tensor, nn
 from equipoise.core.checks import require_module
 from equipoise.core.errors import InputError
 from equipoise.core.modules import evaluating
-from equipoise.maps.linear import Linear
-from equipoise.maps.reading import linear_part
 
 Names = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...] | None
 Types = type[nn.Module] | tuple[type[nn.Module], ...]
@@ -74,11 +73,17 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
-def plain_weight(name: str, module: nn.Module) -> nn.Parameter:
-    """The weight as a parameter that can be written to; refused where it is computed from others."""
-    weight = module._parameters.get("weight")
-    if weight is None or torch.nn.utils.parametrize.is_parametrized(module, "weight"):
-        raise InputError(f"the weight of {name!r} is computed by a parametrisation and cannot be changed in place")
+def plain_weight(name: str, module: nn.Module, attribute: str = "weight") -> nn.Parameter:
+    """The weight as a parameter that can be written to; refused where it is computed from others.
+
+    Args:
+        name: of the layer, for the message.
+        module: the layer.
+        attribute: name of the parameter in the module.
+    """
+    weight = module._parameters.get(attribute)
+    if weight is None:
+        raise InputError(f"the {attribute} of {name!r} is computed by a parametrisation and cannot be changed in place")
     return weight
 
 
@@ -92,18 +97,25 @@ def as_matrix(name: str, module: nn.Module) -> Tensor:
     return weight.flatten(1)
 
 
-def linear_map(module: nn.Module, shape: tuple[int, ...]) -> Linear:
-    """The linear part of a layer as it is now, on inputs of this shape (without batch); differentiable in its weights."""
-    return linear_part(module, weight_of(module), None if isinstance(module, nn.Linear) else tuple(shape[1:]))
-
-
 def input_shapes(model: nn.Module, layers: dict[str, nn.Module], example: Tensor) -> dict[str, tuple[int, ...]]:
-    """Shape without batch of what every layer reads when the model sees `example`; mode and statistics are left as they are."""
+    """Shape without batch of what every layer reads when the model sees `example`; mode and statistics are left as they are.
+
+    Args:
+        model: the network.
+        layers: by name.
+        example: an input with batch.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        shape = tuple(args[0].shape[1:])
+        shape = shape[-1:] if isinstance(module, nn.Linear) else shape
+        if shapes.setdefault(name, shape) != shape:
+            raise InputError(f"{name!r} is used on inputs of two shapes, {shapes[name]} and {shape}; leave it out")
+
     with ExitStack() as hooks, evaluating(model), torch.no_grad():
         for name, module in layers.items():
-            handle = module.register_forward_pre_hook(_note(name, shapes))
-            hooks.callback(handle.remove)
+            hooks.callback(module.register_forward_pre_hook(partial(note, name)).remove)
         model(example)
     missing = [name for name in layers if name not in shapes]
     if missing:
@@ -111,25 +123,25 @@ def input_shapes(model: nn.Module, layers: dict[str, nn.Module], example: Tensor
     return shapes
 
 
-def zero_image(model: nn.Module, input_size: int | tuple[int, ...]) -> Tensor:
-    """One image of zeros for the first convolution of the model."""
-    first = next(
-        module for module in model.modules() if isinstance(module, LINEAR_MAPS) and not isinstance(module, nn.Linear)
-    )
-    weight = weight_of(first)
-    dims = weight.dim() - 2
-    size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size)
-    if len(size) != dims or any(n < 1 for n in size):
-        raise InputError(f"input_size must be {dims} positive number(s), got {input_size}")
-    channels = getattr(first, "in_channels", 1)
-    return torch.zeros(1, int(channels), *size, device=weight.device, dtype=weight.dtype)
+def spatial_sizes(
+    model: nn.Module, kernels: dict[str, nn.Module], input_size: int | tuple[int, ...] | None, example: Tensor | None
+) -> dict[str, tuple[int, ...] | None]:
+    """Spatial size of what every convolution reads, from one forward pass; None where neither size nor example is given.
 
-
-def _note(name: str, shapes: dict[str, tuple[int, ...]]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        shape = tuple(args[0].shape[1:])
-        shape = shape[-1:] if isinstance(module, nn.Linear) else shape
-        if shapes.setdefault(name, shape) != shape:
-            raise InputError(f"{name!r} is used on inputs of two shapes, {shapes[name]} and {shape}; leave it out")
-
-    return hook
+    Args:
+        model: the network.
+        kernels: its convolutions by name.
+        input_size: spatial size of the model's input, for a pass of zeros.
+        example: an input with batch, where zeros would not do.
+    """
+    if not kernels or (example is None and input_size is None):
+        return dict.fromkeys(kernels)
+    if example is None:
+        first: Any = next(m for m in model.modules() if isinstance(m, LINEAR_MAPS) and not isinstance(m, nn.Linear))
+        weight = weight_of(first)
+        dims = weight.dim() - 2
+        size = (input_size,) * dims if isinstance(input_size, int) else tuple(input_size or ())
+        if len(size) != dims or any(n < 1 for n in size):
+            raise InputError(f"input_size must be {dims} positive number(s), got {input_size}")
+        example = torch.zeros(1, first.in_channels, *size, device=weight.device, dtype=weight.dtype)
+    return {name: shape[1:] for name, shape in input_shapes(model, kernels, example).items()}

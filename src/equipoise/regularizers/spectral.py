@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from equipoise.core.bounds import Bracket, Kind
-from equipoise.core.checks import require_number
-from equipoise.core.errors import InputError, require_one_of
-from equipoise.maps.linear import Convolution
-from equipoise.maps.reading import geometry_of, module_kind
+from equipoise.core.checks import require_number, require_one_of
+from equipoise.core.errors import InputError
+from equipoise.maps.linear import Convolution, Linear
+from equipoise.maps.reading import geometry_of, linear_part, module_kind
 from equipoise.norms.differentiable import gram_norm, map_norm
-from equipoise.norms.power import SingularVectors
 from equipoise.norms.spectral import spectral_norm
-from equipoise.norms.tracking import TrackedConvolution, TrackedMatrix, TrackedNorm
+from equipoise.norms.tracking import SingularVectors, TrackedConvolution, TrackedMatrix, TrackedNorm
 from equipoise.regularizers import selection
 
 PenaltyKind = Literal["sum", "squares", "log", "hinge", "target"]
@@ -68,6 +67,11 @@ class SpectralPenalty:
         input_size: spatial size of the model's input; the sizes the layers see are read off one forward pass of zeros.
         example_input: an input with batch, where zeros of that size would not do. Neither is needed for linear layers; with
             convolutions and `bound="gram"` and neither given, the norm is the supremum over all input sizes.
+        scope: "layer" or "network".
+        bound: see above.
+        iterations: Gram products of `"gram"`.
+        grid: frequencies per axis of `"gram"`.
+        rtol: relative gap of `"proved"`.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, 2))
     >>> penalty = SpectralPenalty(net, kind="hinge", target=1.0, only=nn.Conv2d, weight=1e-2, input_size=(8, 8))
@@ -90,45 +94,40 @@ class SpectralPenalty:
         example_input: Tensor | None = None,
         scope: Literal["layer", "network"] = "layer",
         bound: BoundName = "tracked",
-        steps: int = 1,
-        vectors: int = 2,
         iterations: int = 5,
         grid: int = 16,
         rtol: float = 0.02,
-        seed: int = 0,
     ) -> None:
         require_one_of(get_args(PenaltyKind), kind=kind)
         require_one_of(get_args(BoundName), bound=bound)
         require_one_of(("layer", "network"), scope=scope)
         self.weight = require_number(weight, "weight", least=0)
         self.target = require_number(target, "target", least=0)
-        self.steps = int(require_number(steps, "steps", least=0, whole=True))
-        require_number(vectors, "vectors", least=1, whole=True)
         self.rtol = require_number(rtol, "rtol", least=1e-12, most=0.99)
         self.kind, self.scope, self.bound = kind, scope, bound
         self.iterations, self.grid = iterations, grid
         self.layers = selection.select_layers(model, only, names)
         for module in self.layers.values():
             module_kind(module)  # refuses overridden forwards and hooks: their weight says nothing about their norm
-        self.shapes = self._shapes(model, input_size, example_input)
+        kernels = {name: module for name, module in self.layers.items() if not isinstance(module, nn.Linear)}
+        if bound != "gram" and kernels and example_input is None and input_size is None:
+            raise InputError(
+                "the norm of a convolution depends on the size of its input: give input_size=(32, 32), the size of the model's "
+                'input, or example_input=; or take bound="gram", which bounds all sizes at once'
+            )
+        #: spatial size of what every convolution reads
+        self.sizes = selection.spatial_sizes(model, kernels, input_size, example_input)
         self._vectors: dict[str, SingularVectors] = {}
-        self._carried: dict[str, TrackedNorm] = {}
-        if bound == "proved":
-            self._carried = {
-                name: TrackedMatrix()
-                if isinstance(module, nn.Linear)
-                else TrackedConvolution(module, self.shapes[name][1:])
-                for name, module in self.layers.items()
-            }
-        if bound != "gram":
-            self._vectors = {
-                name: SingularVectors(
-                    partial(selection.linear_map, module, self.shapes[name]), self.shapes[name], vectors, seed + i
-                )
-                for i, (name, module) in enumerate(self.layers.items())
-            }
-            for tracked in self._vectors.values():
-                tracked.iterate(10)
+        self._tracked: dict[str, TrackedNorm] = {}
+        layer: Any
+        for i, (name, layer) in enumerate(self.layers.items()):
+            size = self.sizes.get(name)
+            if bound != "gram":
+                shape = (layer.in_features,) if size is None else (layer.in_channels, *size)
+                self._vectors[name] = SingularVectors(partial(_linear_map, layer, size), shape, 2, i)
+                self._vectors[name].iterate(10)
+            if bound == "proved":
+                self._tracked[name] = TrackedMatrix() if size is None else TrackedConvolution(layer, size)
 
     @property
     def side(self) -> Kind:
@@ -153,16 +152,19 @@ class SpectralPenalty:
     def brackets(self, rtol: float = 1e-2) -> dict[str, Bracket]:
         """A proved bracket of every layer's norm on the size it sees, by `equipoise.spectral_norm`."""
         return {
-            name: spectral_norm(module, rtol=rtol, input_size=self._size(name)) for name, module in self.layers.items()
+            name: spectral_norm(module, rtol=rtol, input_size=self.sizes.get(name))
+            for name, module in self.layers.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
         """What exact resuming needs: the tracked vectors and proofs."""
         vectors = {f"vectors.{name}": tracked.V.clone() for name, tracked in self._vectors.items()}
-        carried = {
-            f"carried.{name}/{key}": value for name, c in self._carried.items() for key, value in c.state_dict().items()
+        proofs = {
+            f"proofs.{name}/{key}": value
+            for name, tracked in self._tracked.items()
+            for key, value in tracked.state_dict().items()
         }
-        return {**vectors, **carried}
+        return {**vectors, **proofs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
@@ -171,57 +173,40 @@ class SpectralPenalty:
             if V is None or V.shape != tracked.V.shape:
                 raise InputError(f"this state belongs to another penalty: it does not fit {name!r}")
             tracked.V = V.clone()
-        for name, carried in self._carried.items():
-            prefix = f"carried.{name}/"
-            carried.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        for name, norm in self._tracked.items():
+            prefix = f"proofs.{name}/"
+            norm.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
     def _norms(self) -> Tensor:
         for tracked in self._vectors.values():
-            tracked.iterate(self.steps)
+            tracked.iterate(1)
         norms = [self._norm(name) for name in self.layers]
         return torch.stack([s.to(norms[0].dtype) for s in norms])
 
     def _norm(self, name: str) -> Tensor:
+        module = self.layers[name]
+        if self.bound == "gram":
+            return layer_bound(module, self.sizes.get(name), self.iterations, self.grid)
+        sigma = self._vectors[name].norm()
         if self.bound == "tracked":
-            return self._vectors[name].norm()
-        if self.bound == "proved":
-            sigma = self._vectors[name].norm()
-            enough = self.target if self.kind == "hinge" and self.scope == "layer" else 0.0
-            W = selection.weight_of(self.layers[name]).detach()
-            what = f"weight of {name!r}"
-            upper = self._carried[name].bracket(W, enough, self.rtol, what)[1]
-            return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
-        return layer_bound(self.layers[name], self._size(name), self.iterations, self.grid)
+            return sigma
+        enough = self.target if self.kind == "hinge" and self.scope == "layer" else 0.0
+        W = selection.weight_of(module).detach()
+        upper = self._tracked[name].bracket(W, enough, self.rtol, f"weight of {name!r}")[1]
+        return (sigma - sigma.detach()) + rounded_up(upper, sigma.dtype).to(sigma.device)
 
-    def _size(self, name: str) -> tuple[int, ...] | None:
-        shape = self.shapes.get(name)
-        return shape[1:] if shape is not None and len(shape) > 1 else None
 
-    def _shapes(
-        self, model: nn.Module, input_size: int | tuple[int, ...] | None, example: Tensor | None
-    ) -> dict[str, tuple[int, ...]]:
-        spatial = [name for name, module in self.layers.items() if not isinstance(module, nn.Linear)]
-        linear: dict[str, tuple[int, ...]] = {
-            name: (int(module.in_features),) for name, module in self.layers.items() if isinstance(module, nn.Linear)
-        }
-        if not spatial:
-            return linear
-        if example is None and input_size is None:
-            if self.bound == "gram":
-                return linear
-            raise InputError(
-                "the norm of a convolution depends on the size of its input: give input_size=(32, 32), the size of the model's "
-                'input, or example_input=; or take bound="gram", which bounds all sizes at once'
-            )
-        if example is None:
-            assert input_size is not None
-            example = selection.zero_image(model, input_size)
-        found = selection.input_shapes(model, {name: self.layers[name] for name in spatial}, example)
-        return {**linear, **found}
+def _linear_map(module: nn.Module, size: tuple[int, ...] | None) -> Linear:
+    """The linear part of a layer as it is now, differentiable in its weights."""
+    return linear_part(module, selection.weight_of(module), size)
 
 
 def rounded_up(value: float, dtype: torch.dtype) -> Tensor:
     """The smallest number of the dtype that is not below `value`.
+
+    Args:
+        value: a number.
+        dtype: of the result.
 
     >>> rounded_up(0.1, torch.float32).item() >= 0.1
     True
@@ -232,6 +217,12 @@ def rounded_up(value: float, dtype: torch.dtype) -> Tensor:
 
 def layer_bound(module: nn.Module, size: tuple[int, ...] | None, iterations: int = 5, grid: int = 16) -> Tensor:
     """Differentiable upper bound of the norm of a layer, by `gram_norm` or `conv_norm`.
+
+    Args:
+        module: the layer.
+        size: spatial size of its input; None: the supremum over all sizes.
+        iterations: Gram products.
+        grid: frequencies per axis.
 
     >>> layer_bound(nn.Linear(2, 2, bias=False).requires_grad_(False), None).shape
     torch.Size([])

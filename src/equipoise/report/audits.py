@@ -13,17 +13,16 @@ from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from equipoise.checkpoints import Loaded, load_model
 from equipoise.core.digests import sealed
-from equipoise.core.documents import Count, Document, NonNegative, check_document, read_document
+from equipoise.core.documents import Count, Document, NonNegative, parse_document, read_document
 from equipoise.core.errors import InputError, Refused, one_line
 from equipoise.core.files import atomic_write
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise.lipschitz.report import Report
 from equipoise.nn.convert import with_effective_weights
-from equipoise.norms.reference import operator_matrix
 
 NAME = "audit.json"
-#: operators with more inputs or outputs are not materialized for their spectrum
-LARGEST = 1500
 #: singular values kept per layer
 KEPT = 96
 
@@ -111,74 +110,66 @@ def audit_network(
     (True, '0', 3)
     """
     if isinstance(model, ExportedProgram):
-        return Audit(model=name, bound=_bound(lipschitz_bound(model).to_dict(), name))
+        return Audit(model=name, bound=_bound(lipschitz_bound(model), name))
     if example is None:
         raise InputError(f"the bound of {name} depends on the input's shape: give an example input")
     model = with_effective_weights(model, example)
-    bound = _bound(lipschitz_bound(model, example).to_dict(), name)
-    local: tuple[Local, ...] = ()
+    local = []
     if inputs is not None and radius is not None:
         bracket = local_lipschitz(model, inputs, radius, steps=steps)
-        names = [str(i) for i in (ids or range(len(inputs)))]
-        ends = zip(names, torch.as_tensor(bracket.lower).tolist(), torch.as_tensor(bracket.upper).tolist(), strict=True)
-        local = tuple(Local(id=i, lower=low, upper=high) for i, low, high in ends)
+        ends = (torch.as_tensor(end).tolist() for end in (bracket.lower, bracket.upper))
+        for i, lower, upper in zip(ids or range(len(inputs)), *ends, strict=True):
+            local.append(Local(id=str(i), lower=lower, upper=upper))
     return Audit(
-        model=name, bound=bound, spectra=spectra(model, example), local=local, local_radius=radius if local else None
+        model=name,
+        bound=_bound(lipschitz_bound(model, example), name),
+        spectra=spectra(model, example),
+        local=tuple(local),
+        local_radius=radius if local else None,
     )
 
 
-def _bound(document: dict[str, Any], name: str) -> NetworkBound:
-    return check_document(json.loads(json.dumps(document)), NetworkBound, f"the bound of {name}")
+def _bound(report: Report, name: str) -> NetworkBound:
+    return parse_document(report.to_json(), NetworkBound, f"the bound of {name}")
 
 
 def spectra(model: nn.Module, example: Tensor) -> tuple[Spectrum, ...]:
-    """Singular values of every linear and convolutional layer, at the input size it sees; layers too large are left out.
+    """Singular values of every linear layer and of every plain convolution (stride, dilation and groups 1).
+
+    Those of a convolution are taken with periodic boundary: they are those of the symbol at every frequency of its input.
 
     Args:
         model: the network.
         example: an input.
     """
-    shapes: dict[nn.Module, tuple[int, ...]] = {}
-    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    sizes: dict[str, tuple[int, ...]] = {}
+    handles = []
+    for name, layer in model.named_modules():
+        plain = isinstance(layer, nn.Conv2d) and {*layer.stride, *layer.dilation, layer.groups} == {1}
+        if isinstance(layer, nn.Linear) or plain:
 
-    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        shapes.setdefault(module, tuple(args[0].shape[1:]))
+            def look(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
+                sizes[name] = tuple(args[0].shape[2:])
 
-    handles = [module.register_forward_hook(look) for module in layers.values()]
+            handles.append(layer.register_forward_hook(look))
     try:
         with torch.no_grad():
             model(example)
     finally:
         for handle in handles:
             handle.remove()
-    rows = [_spectrum(name, layer, shapes[layer]) for name, layer in layers.items() if layer in shapes]
-    return tuple(row for row in rows if row is not None)
 
-
-def _spectrum(name: str, layer: nn.Module, shape: tuple[int, ...]) -> Spectrum | None:
-    note = ""
-    if isinstance(layer, nn.Linear):
-        values = torch.linalg.svdvals(layer.weight.detach().double())
-    elif isinstance(layer, nn.Conv2d) and (layer.stride, layer.dilation, layer.groups) == ((1, 1), (1, 1), 1):
-        values, note = _periodic(layer, shape), "periodic boundary"
-    else:
-        if int(np.prod(shape)) > LARGEST:
-            return None
-        matrix = operator_matrix(layer, shape)
-        if max(matrix.shape) > LARGEST:
-            return None
-        values = torch.linalg.svdvals(matrix)
-    ordered = values.flatten().sort(descending=True).values
-    places = np.unique(np.linspace(0, len(ordered) - 1, min(KEPT, len(ordered))).round().astype(int))
-    return Spectrum(layer=name, values=tuple(ordered[places].tolist()), count=len(ordered), note=note)
-
-
-def _periodic(layer: nn.Conv2d, shape: tuple[int, ...]) -> Tensor:
-    """Singular values with periodic boundary: those of the symbol at every frequency of the layer's input."""
-    size = [max(min(64, n), k) for n, k in zip(shape[1:], layer.kernel_size, strict=True)]
-    symbol = torch.fft.fft2(layer.weight.detach().double(), s=size).permute(2, 3, 0, 1)
-    return torch.linalg.svdvals(symbol)
+    rows = []
+    for name, size in sizes.items():
+        weight = model.get_submodule(name).weight.detach().double()  # type: ignore[operator]
+        if weight.ndim == 4:
+            frequencies = [max(min(64, n), k) for n, k in zip(size, weight.shape[2:], strict=True)]
+            weight = torch.fft.fft2(weight, s=frequencies).permute(2, 3, 0, 1)
+        values = torch.linalg.svdvals(weight).flatten().sort(descending=True).values
+        places = np.unique(np.linspace(0, len(values) - 1, KEPT).round().astype(int))
+        note = "periodic boundary" if weight.ndim == 4 else ""
+        rows.append(Spectrum(layer=name, values=tuple(values[places].tolist()), count=len(values), note=note))
+    return tuple(rows)
 
 
 def save_audit(audit: Audit, folder: str | Path) -> None:
@@ -205,16 +196,32 @@ def audit_source(source: str, weights: Path | None = None, shape: tuple[int, ...
         weights: of a factory.
         shape: of one input, where the source does not say it.
     """
-    from equipoise.checkpoints import load_model
-
     loaded = load_model(source, weights)
-    if isinstance(loaded.model, ExportedProgram):
-        return audit_network(source, loaded.model)
-    shape = shape or loaded.input_shape
-    if shape is None:
-        raise InputError(f"the bound of {source} depends on the input's shape: add --input-shape, e.g. 3,32,32")
-    parameter = next(loaded.model.parameters(), torch.zeros(()))
     try:
-        return audit_network(source, loaded.model, torch.zeros(1, *shape, dtype=parameter.dtype))
+        example = example_of(loaded, shape)
+        return audit_network(source, loaded.model, example[0] if isinstance(example, tuple) else example)
     except RuntimeError as error:
         raise Refused(f"{source} does not take inputs of shape {shape}: {one_line(error)}") from error
+
+
+def example_of(loaded: Loaded, shape: tuple[int, ...] | None = None) -> Any:
+    """An input of a loaded model: what its file declares, or zeros of a shape; None for an exported program.
+
+    Args:
+        loaded: the model.
+        shape: of one input, where the source does not say it.
+    """
+    network = loaded.model
+    if isinstance(network, ExportedProgram):
+        if shape is not None:
+            raise InputError(f"{loaded.source} has its own input shape: leave out --input-shape")
+        return None
+    if loaded.examples is not None and shape is None:
+        return loaded.examples
+    shape = shape or loaded.input_shape
+    if shape is None:
+        raise InputError(
+            f"the bound of {loaded.source} depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32"
+        )
+    parameter = next(network.parameters(), torch.zeros(()))
+    return torch.zeros(1, *shape, dtype=parameter.dtype)

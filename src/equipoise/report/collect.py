@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,8 +62,7 @@ class Series:
     @property
     def statuses(self) -> dict[str, int]:
         """How many inputs are proved, right without a proof, wrong, abstained or failed."""
-        statuses = self.results.status
-        return {status: statuses.count(status) for status in dict.fromkeys(statuses)}
+        return dict(Counter(self.results.status))
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,43 +190,46 @@ def collect(
     attacks: list[Attacks] = []
     pictures: list[Picture] = []
     about: list[Mapping[str, Any]] = []
-    found = list(audits)
-    said = list(notes)
-    tried, broken = 0, list[str]()
+    bounds = list(audits)
+    remarks = list(notes)
+    tried = 0
+    broken: list[str] = []
     for name, path in names.items():
         if name not in runs:
             series.append(_published(name, path))
             about.append({"run": name, "model": name, "inputs": len(series[-1].ids), "source": "certification log"})
             continue
         run, model = runs[name], titles[name]
-        own = _series(name, model, run, alpha)
-        series += own
         attacks += closest(model, name, [str(i) for i in run.ids], run.attacks())
-        for s in own:
-            count, ids = run.contradictions(s.results)
+        for s in _series(name, model, run, alpha):
+            series.append(s)
+            count, violations = run.contradictions(s.results)
             tried += count
             # a smoothed success is a test on a few draws, one against the network a point that anyone can evaluate
             verdict = "broken" if run.kind == "proved" else "suspected: `equipoise attack` confirms or withdraws it"
-            broken += [f"input {i} of {name} ({s.procedure}): {verdict}" for i in ids]
+            broken += [f"input {v.id} of {name} ({s.procedure}): {verdict}" for v in violations]
         about.append(_about(name, model, run, alpha))
         if not run.finished:
-            left = run.total - len(run.rows)
-            said.append(f"{name} is not finished: {left} of {run.total} inputs are missing.")
+            remarks.append(f"{name} is not finished: {run.total - len(run.rows)} of {run.total} inputs are missing.")
         if (path / audit_file.NAME).is_file():
-            found.append(audit_file.load_audit(path).model_copy(update={"model": model}))
+            bounds.append(audit_file.load_audit(path).model_copy(update={"model": model}))
         if (path / GALLERY).is_file():
             pictures += [p.model_copy(update={"model": model}) for p in load_gallery(path)]
-    tested = Checked(tried, tuple(broken)) if tried or broken else None
     return ReportData(
-        title, tuple(series), tuple(attacks), tuple(found), tuple(pictures[:PICTURES]), tuple(about), tested, intro,
-        notes=tuple(said),
-    )  # fmt: skip
+        title,
+        tuple(series),
+        tuple(attacks),
+        tuple(bounds),
+        tuple(pictures[:PICTURES]),
+        tuple(about),
+        Checked(tried, tuple(broken)) if tried else None,
+        intro,
+        notes=tuple(remarks),
+    )
 
 
 def _short_names(folders: Sequence[Path]) -> dict[str, Path]:
     """Short names: the folder's own, with as many parents as tell them apart."""
-    if not folders:
-        raise InputError("name at least one run directory")
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) != len(resolved):
         raise InputError("the same run directory was named twice")
@@ -239,52 +242,66 @@ def _short_names(folders: Sequence[Path]) -> dict[str, Path]:
 def _distinct(runs: Mapping[str, Run]) -> dict[str, str]:
     """The title of every run's network; networks that share a name but not their weights get the start of their hash."""
     models = {name: run.manifest.model for name, run in runs.items()}
-    hashes: dict[str, set[str]] = {}
-    for model in models.values():
-        hashes.setdefault(model.source, set()).add(model.hash)
-    return {
-        name: m.source if len(hashes[m.source]) == 1 else f"{m.source} ({m.hash.removeprefix('sha256:')[:8]})"
-        for name, m in models.items()
-    }
+    titles = {}
+    for name, model in models.items():
+        namesakes = {other.hash for other in models.values() if other.source == model.source}
+        suffix = f" ({model.hash.removeprefix('sha256:')[:8]})" if len(namesakes) > 1 else ""
+        titles[name] = model.source + suffix
+    return titles
 
 
 def _about(name: str, model: str, run: Run, alpha: float | None) -> dict[str, Any]:
     """Parameters, seeds and versions of a run."""
     manifest = run.manifest
     return {
-        "run": name, "model": model, "model hash": manifest.model.hash, "data": manifest.data.source,
-        "data fingerprint": manifest.data.fingerprint, "inputs": f"{len(run.rows)} of {run.total}",
-        **run.settings.to_dict(), **({} if alpha is None else {"alpha": alpha}), "map": manifest.map,
-        "lipschitz": None if manifest.lipschitz is None else str(manifest.lipschitz), "note": manifest.note,
-        "failed inputs": len(run.failures), "started": manifest.created,
+        "run": name,
+        "model": model,
+        "model hash": manifest.model.hash,
+        "data": manifest.data.source,
+        "data fingerprint": manifest.data.fingerprint,
+        **run.settings.to_dict(),
+        **({} if alpha is None else {"alpha": alpha}),
+        "inputs": f"{len(run.rows)} of {run.total}",
+        "map": manifest.map,
+        "lipschitz": None if manifest.lipschitz is None else str(manifest.lipschitz),
+        "note": manifest.note,
+        "failed inputs": len(run.failures),
+        "started": manifest.created,
         "versions": ", ".join(f"{k} {v}" for k, v in manifest.versions.items()),
-    }  # fmt: skip
+    }
 
 
 def _series(name: str, model: str, run: Run, alpha: float | None) -> list[Series]:
-    """The curve of a run's own procedure, then the plainer ones that its draws give too."""
-    ids = tuple(str(i) for i in run.ids)
-    constant = run.manifest.lipschitz
-    common: dict[str, Any] = {"data": run.manifest.data.source, "total": run.total}
-    if run.kind == "proved":
-        proved = run.results()
-        methods = tuple(row.failure or row.method for row in run.rows)
-        rivals = tuple(row.rival for row in run.rows)
-        return [Series(model, name, proved.procedure, ids, proved, rivals=rivals, methods=methods, **common)]
+    """The curve of a run's own procedure, then the plainer one that its draws give too."""
     settings = run.settings
-    ways: dict[str, dict[str, Any]] = {"adaptive" if settings.adaptive else str(settings.procedure): {}}
-    if not settings.adaptive and settings.soft and constant is not None:
-        ways = {f"{settings.procedure} + Lipschitz": {}, str(settings.procedure): {"lipschitz": math.inf}}
+    constant = run.manifest.lipschitz
+    ways: dict[str, dict[str, Any]] = {"adaptive" if settings.adaptive else settings.procedure: {"alpha": alpha}}
+    if run.kind == "proved":
+        ways = {run.results().procedure: {}}
+    elif settings.soft and constant is not None:
+        ways = {f"{settings.procedure} + Lipschitz": {"alpha": alpha}}
+        ways[settings.procedure] = {"alpha": alpha, "lipschitz": math.inf}
     elif not settings.adaptive and not settings.soft:
-        ways.setdefault("cohen", {"procedure": "cohen"})
+        ways.setdefault("cohen", {"alpha": alpha, "procedure": "cohen"})
+
+    proved = run.kind == "proved"
     assumed = str(constant) if constant is not None and constant.assumed else ""
     return [
         Series(
-            model, name, label, ids, run.results(alpha, **options), "" if "lipschitz" in options else assumed,
-            own=not options, **common,
+            model,
+            name,
+            label,
+            tuple(str(i) for i in run.ids),
+            run.results(**options),
+            "" if "lipschitz" in options else assumed,
+            run.manifest.data.source,
+            run.total,
+            own=len(options) < 2,
+            rivals=tuple(row.rival for row in run.rows) if proved else (),
+            methods=tuple(row.failure or row.method for row in run.rows) if proved else (),
         )
         for label, options in ways.items()
-    ]  # fmt: skip
+    ]
 
 
 def _published(name: str, path: Path) -> Series:
@@ -293,11 +310,11 @@ def _published(name: str, path: Path) -> Series:
     about = (
         "Read from a certification log: noise level, risk and procedure are not in it, and nothing of it was checked."
     )
-    prediction = np.where(log.correct, log.label, np.where(log.predict == log.label, -1, log.predict))
-    results = Results(
-        log.label, log.predict, prediction, np.where(prediction >= 0, log.radius, 0.0), np.zeros(len(log.idx), bool), about,
-        "as published", alpha=math.nan,
-    )  # fmt: skip
+    # a right answer that is not marked correct is not certified
+    prediction = np.where(~log.correct & (log.predict == log.label), -1, log.predict)
+    radius = np.where(prediction >= 0, log.radius, 0.0)
+    failed = np.zeros(len(radius), bool)
+    results = Results(log.label, log.predict, prediction, radius, failed, about, "as published", alpha=math.nan)
     assumption = "unknown: the log does not say what it rests on"
     return Series(name, name, "as published", tuple(str(i) for i in log.idx), results, assumption)
 
@@ -311,19 +328,19 @@ def closest(model: str, run: str, ids: Sequence[str], rows: Iterable[AttackRow])
         ids: of its inputs.
         rows: stored attacks.
     """
-    best: dict[str, dict[str, float]] = {}
-    settings: dict[str, set[str]] = {}
-    for row in rows:
-        distances = best.setdefault(row.kind, {})
-        reached = (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
-        distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
-        settings.setdefault(row.kind, set()).add(f"{row.steps} steps, {row.restarts} start(s), seed {row.seed}")
     attacks = []
-    for kind, distances in best.items():
+    stored = list(rows)
+    for kind in dict.fromkeys(row.kind for row in stored):
+        own = [row for row in stored if row.kind == kind]
+        distances: dict[str, float] = {}
+        for row in own:
+            reached = (row.epsilon if row.distance is None else row.distance) if row.success else math.inf
+            distances[str(row.id)] = min(distances.get(str(row.id), math.inf), reached)
         kept = tuple(i for i in ids if i in distances)
+        settings = {f"{row.steps} steps, {row.restarts} start(s), seed {row.seed}" for row in own}
         if kept:
-            distance = np.array([distances[i] for i in kept], dtype=np.float64)
-            attacks.append(Attacks(model, run, str(kind), kept, distance, "; ".join(sorted(settings[kind]))))
+            distance = np.array([distances[i] for i in kept])
+            attacks.append(Attacks(model, run, kind, kept, distance, "; ".join(sorted(settings))))
     return attacks
 
 
@@ -339,15 +356,13 @@ def as_document(data: ReportData) -> dict[str, Any]:
         {"model": a.model, "run": a.run, "kind": a.kind, "settings": a.settings, "inputs": len(a.ids)}
         for a in data.attacks
     ]
-    audits = [{**a.model_dump(exclude={"bound"}), **a.bound.model_dump()} for a in data.audits]
-    tested = data.tested
     return {
         "title": data.title,
         "created": data.created,
-        "versions": dict(data.versions),
-        "runs": [dict(run) for run in data.runs],
+        "versions": data.versions,
+        "runs": data.runs,
         "series": series,
         "attacks": attacks,
-        "audits": audits,
-        "tested": None if tested is None else {"tried": tested.tried, "broken": tested.broken, "where": tested.where},
+        "audits": [{**a.model_dump(exclude={"bound"}), **a.bound.model_dump()} for a in data.audits],
+        "tested": data.tested and {**asdict(data.tested), "broken": data.tested.broken},
     }

@@ -28,8 +28,7 @@ COLOURS = {
     "adaptive": "#7A7A7A",
 }
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#7A7A7A")
-DASHES = ("solid", "dash", "dot", "dashdot")
-ATTACK_DASH = {"base": "dot", "smoothed": "dash"}
+STYLES = [(colour, dash) for dash in ("solid", "dash", "dot", "dashdot") for colour in PALETTE]
 #: points of one drawn curve at most
 POINTS = 240
 
@@ -39,14 +38,13 @@ def plot_text(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def colours(series: Sequence[Series]) -> list[tuple[str, str]]:
-    """(colour, dash) of each curve of one panel: that of its procedure, the next free one where that is taken."""
+def lines(series: Sequence[Series]) -> list[Figure]:
+    """Colour and dash of each curve of one panel: those of its procedure, the next free ones where these are taken."""
     styles: list[tuple[str, str]] = []
     for s in series:
-        wanted = COLOURS.get(s.procedure, PALETTE[0])
-        choices = [(c, d) for d in DASHES for c in (wanted, *PALETTE)]
+        choices = [(COLOURS.get(s.procedure, PALETTE[0]), "solid"), *STYLES]
         styles.append(next((style for style in choices if style not in styles), choices[0]))
-    return styles
+    return [{"color": colour, "dash": dash} for colour, dash in styles]
 
 
 def labels(series: Sequence[Series]) -> list[str]:
@@ -110,24 +108,24 @@ def curves(series: Sequence[Series], attacks: Sequence[Attacks], end: float) -> 
         end: of the ε-axis.
     """
     traces: list[Figure] = []
-    for s, name, (colour, dash) in zip(series, labels(series), colours(series), strict=True):
+    for s, name, line in zip(series, labels(series), lines(series), strict=True):
         x, y = certified_curve(s, end)
         texts = [f"ε = {format_down(e, 4)}<br>at least {percent(v, 1)} % certified" for e, v in zip(x, y, strict=True)]
-        traces.append(_line(name, x, y, {"color": colour, "width": 2.4, "dash": dash, "shape": "vh"}, texts))
+        traces.append(_trace(name, x, y, texts, line=line | {"width": 2.4, "shape": "vh"}))
     for a in attacks:
         x, y = attack_curve(a, end)
         texts = [
             f"ε = {format_up(e, 4)}<br>at most {format_up(100 * v, 4)} % withstand" for e, v in zip(x, y, strict=True)
         ]
         name = f"attacked: {'network' if a.kind == 'base' else a.kind}"
-        name += f" ({a.run})" if [other.kind for other in attacks].count(a.kind) > 1 else ""
-        line = {"color": "#7A7A7A", "width": 1.6, "dash": ATTACK_DASH[a.kind], "shape": "hv"}
-        traces.append({**_line(name, x, y, line, texts), "meta": "attack"})
-    unknown = bool(series) and not any(s.results.labelled for s in series)
-    layout = _layout("perturbation ε (ℓ2)", f"share of inputs, {'any' if unknown else 'right'} answer")
-    layout["xaxis"] |= {"range": [0, end]}
-    layout["yaxis"] |= {"range": [0, 1.02], "tickformat": ".0%"}
-    return {"data": traces, "layout": layout}
+        line = {"color": "#7A7A7A", "width": 1.6, "dash": "dot" if a.kind == "base" else "dash", "shape": "hv"}
+        traces.append(_trace(name, x, y, texts, line=line, meta="attack"))
+    answer = "right" if any(s.results.labelled for s in series) else "any"
+    return _figure(
+        traces,
+        {"title": {"text": "perturbation ε (ℓ2)"}, "range": [0, end]},
+        {"title": {"text": f"share of inputs, {answer} answer"}, "range": [0, 1.02], "tickformat": ".0%"},
+    )
 
 
 def histogram(series: Sequence[Series], end: float, bins: int = 28) -> Figure:
@@ -139,84 +137,90 @@ def histogram(series: Sequence[Series], end: float, bins: int = 28) -> Figure:
         bins: of the histogram.
     """
     edges = np.linspace(0, end, bins + 1)
-    traces: list[Figure] = []
-    for s, name, (colour, dash) in zip(series, labels(series), colours(series), strict=True):
+    x = np.repeat(edges, 2)[1:-1].tolist()
+    traces = []
+    for s, name, line in zip(series, labels(series), lines(series), strict=True):
         radius = np.where(s.results.correct, np.minimum(s.results.radius, end), 0.0)
-        counts = np.repeat(np.histogram(radius, edges)[0] / len(radius), 2).tolist()
-        x = np.repeat(edges, 2)[1:-1].tolist()
-        texts = [f"radius {format_down(e, 4)}<br>{100 * v:.1f} % of the inputs" for e, v in zip(x, counts, strict=True)]
-        traces.append(_line(name, x, counts, {"color": colour, "width": 1.8, "dash": dash}, texts))
-    layout = _layout("certified radius (ℓ2)", "share of inputs")
-    layout["xaxis"] |= {"range": [0, end]}
-    layout["yaxis"] |= {"tickformat": ".0%", "rangemode": "tozero"}
-    return {"data": traces, "layout": layout}
+        shares = np.repeat(np.histogram(radius, edges)[0] / len(radius), 2).tolist()
+        texts = [f"radius {format_down(e, 4)}<br>{100 * v:.1f} % of the inputs" for e, v in zip(x, shares, strict=True)]
+        traces.append(_trace(name, x, shares, texts, line=line))
+    return _figure(
+        traces,
+        {"title": {"text": "certified radius (ℓ2)"}, "range": [0, end]},
+        {"title": {"text": "share of inputs"}, "tickformat": ".0%", "rangemode": "tozero"},
+    )
 
 
-_BOUNDS = (
-    ("product, layer by layer", "log_product"),
-    ("fused", "log_fused"),
-    ("chain", "log_chain"),
-    ("best proved", "log_upper"),
-)
+_BOUNDS = {
+    "product, layer by layer": "log_product",
+    "fused": "log_fused",
+    "chain": "log_chain",
+    "best proved": "log_upper",
+}
 
 
 def bounds(audits: Sequence[Audit]) -> Figure:
     """Upper bounds of each network (pointing left: the truth is to the left) and what an attack really reached."""
-    traces: list[Figure] = []
-    for audit, colour in zip(audits, _cycle(len(audits)), strict=True):
-        logs = {name: getattr(audit.bound, key) for name, key in _BOUNDS}
-        rows = [(name, exp_up(log), True) for name, log in logs.items() if log is not None]
+    traces = []
+    for i, audit in enumerate(audits):
+        logs = {name: getattr(audit.bound, key) for name, key in _BOUNDS.items()}
+        uppers = {name: exp_up(log) for name, log in logs.items() if log is not None}
+        values = dict(uppers)
         if audit.local:
-            rows.append(("near some inputs, proved", max(p.upper for p in audit.local), True))
-            rows.append(("near some inputs, reached", max(p.lower for p in audit.local), False))
-        traces.append(
-            {
-                "type": "scatter", "mode": "markers", "name": plot_text(audit.model),
-                "x": [v if 0 < v < math.inf else None for _, v, _ in rows], "y": [name for name, _, _ in rows],
-                "marker": {
-                    "color": colour, "size": 13, "symbol": ["triangle-left" if up else "triangle-right" for _, _, up in rows]
-                },
-                "customdata": [f"at most {format_up(v, 5)}" if up else f"at least {format_down(v, 5)}" for _, v, up in rows],
-                "hovertemplate": "%{y}<br>%{customdata}<extra>%{fullData.name}</extra>",
-            }
-        )  # fmt: skip
-    layout = _layout("Lipschitz constant (ℓ2), logarithmic", "")
-    layout["xaxis"] |= _log_axis([v for t in traces for v in t["x"] if v])
+            uppers["near some inputs, proved"] = max(p.upper for p in audit.local)
+            values = uppers | {"near some inputs, reached": max(p.lower for p in audit.local)}
+        texts = [
+            f"{name}<br>" + (f"at most {format_up(v, 5)}" if name in uppers else f"at least {format_down(v, 5)}")
+            for name, v in values.items()
+        ]
+        symbols = ["triangle-left" if name in uppers else "triangle-right" for name in values]
+        marker = {"color": PALETTE[i % len(PALETTE)], "size": 13, "symbol": symbols}
+        x = [v if 0 < v < math.inf else None for v in values.values()]
+        traces.append(_trace(audit.model, x, list(values), texts, mode="markers", marker=marker))
     order = list(dict.fromkeys(name for t in traces for name in t["y"]))
-    layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": order[::-1]}
-    return {"data": traces, "layout": layout}
+    return _figure(
+        traces,
+        {
+            "title": {"text": "Lipschitz constant (ℓ2), logarithmic"},
+            **_log_axis([v for t in traces for v in t["x"] if v]),
+        },
+        {"type": "category", "categoryorder": "array", "categoryarray": order[::-1]},
+    )
 
 
 def spectrum(audit: Audit) -> Figure:
     """Singular values of every layer against their rank, on a logarithmic axis."""
-    traces: list[Figure] = []
-    for i, (s, colour) in enumerate(zip(audit.spectra, _cycle(len(audit.spectra)), strict=True)):
+    traces = []
+    for i, s in enumerate(audit.spectra):
         smallest = max(s.values, default=1.0) * 1e-6
-        x = [100.0 * place / max(len(s.values) - 1, 1) for place in range(len(s.values))]
+        x = np.linspace(0, 100, len(s.values)).tolist()
         y = [v if v > smallest else None for v in s.values]
         texts = [f"σ ≈ {v:.4g}<br>{p:.0f} % of {s.count}" for p, v in zip(x, s.values, strict=True)]
-        dash = DASHES[(i // len(PALETTE)) % len(DASHES)]
-        traces.append(_line(s.layer, x, y, {"color": colour, "width": 1.8, "dash": dash}, texts))
-    layout = _layout("rank, in percent of all singular values", "singular value")
-    layout["yaxis"] |= _log_axis([v for t in traces for v in t["y"] if v])
-    return {"data": traces, "layout": layout}
+        colour, dash = STYLES[i % len(STYLES)]
+        traces.append(_trace(s.layer, x, y, texts, line={"color": colour, "dash": dash}))
+    return _figure(
+        traces,
+        {"title": {"text": "rank, in percent of all singular values"}},
+        {"title": {"text": "singular value"}, **_log_axis([v for t in traces for v in t["y"] if v])},
+    )
 
 
-def _line(name: str, x: list[Any], y: list[Any], line: Figure, texts: list[str]) -> Figure:
+def _trace(name: str, x: list[Any], y: list[Any], texts: list[str], **style: Any) -> Figure:
     return {
-        "type": "scatter", "mode": "lines", "name": plot_text(name), "x": x, "y": y, "line": line, "customdata": texts,
+        "type": "scatter",
+        "mode": "lines",
+        "name": plot_text(name),
+        "x": x,
+        "y": y,
+        "customdata": texts,
         "hovertemplate": "%{customdata}<extra>%{fullData.name}</extra>",
-    }  # fmt: skip
+        **style,
+    }
 
 
-def _layout(x: str, y: str) -> Figure:
-    axis = {"zeroline": False, "automargin": True, "fixedrange": True, "ticks": "", "title": {"standoff": 8}}
-    return {
-        "xaxis": {**axis, "title": {"text": x, "standoff": 8}}, "yaxis": {**axis, "title": {"text": y, "standoff": 6}},
-        "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "hovermode": "closest", "dragmode": False,
-        "legend": {"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0, "xanchor": "left"},
-        "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
-    }  # fmt: skip
+def _figure(traces: list[Figure], x: Figure, y: Figure) -> Figure:
+    """The traces with their axes; what all charts have in common is in the page's script."""
+    return {"data": traces, "layout": {"xaxis": x, "yaxis": y}}
 
 
 def _log_axis(values: Sequence[float]) -> Figure:
@@ -230,7 +234,3 @@ def _log_axis(values: Sequence[float]) -> Figure:
     # plotly writes 0.2 as "2" on such an axis
     ticks = [float(f"{digit}e{power}") for power in range(low, high + 1) for digit in (1, 2, 5)]
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
-
-
-def _cycle(count: int) -> list[str]:
-    return [PALETTE[i % len(PALETTE)] for i in range(count)]

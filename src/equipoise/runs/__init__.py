@@ -1,14 +1,14 @@
 """Runs over datasets, sampled or proved: one directory each, killed and continued at will."""
 
-from equipoise.runs.attack import AttackSummary, attack_run
-from equipoise.runs.engines import Execution
-from equipoise.runs.jobs import Job, certify, merge_runs, prepare, prove, start
-from equipoise.runs.predict import Answer, predict_run
-from equipoise.runs.run import Results, Run, Summary, open_run
+from equipoise.runs.attack import Answer, AttackSummary, attack_run, predict_run
+from equipoise.runs.jobs import Job, PreflightReport, certify, merge_runs, preflight, prepare, prove, start
+from equipoise.runs.run import Results, Run, Summary, Violation, open_run
 from equipoise.runs.settings import Settings, is_run, versions
-from equipoise.runs.store import Attacked, AttackRow, Row
+from equipoise.runs.store import AttackRow, Row
+from equipoise.runs.workers import Execution
 
 __all__ = [
-    "Answer", "AttackRow", "AttackSummary", "Attacked", "Execution", "Job", "Results", "Row", "Run", "Settings", "Summary",
-    "attack_run", "certify", "is_run", "merge_runs", "open_run", "predict_run", "prepare", "prove", "start", "versions",
+    "Answer", "AttackRow", "AttackSummary", "Execution", "Job", "PreflightReport", "Results", "Row", "Run", "Settings",
+    "Summary", "Violation", "attack_run", "certify", "is_run", "merge_runs", "open_run", "predict_run", "preflight", "prepare",
+    "prove", "start", "versions",
 ]  # fmt: skip

@@ -16,12 +16,12 @@ from equipoise.core import InputError, Refused, as_upper
 from equipoise.runs.settings import Constant, Manifest, Settings, parse_map
 from equipoise.runs.store import Row
 from equipoise.smoothing import Certificates
-from equipoise.smoothing.bounds import Smoothness
-from equipoise.smoothing.derive import Scores, Stopped, Votes, joined, stored_plan
+from equipoise.smoothing.bounds import Moments, Smoothness
+from equipoise.smoothing.derive import Scores, Stopped, Votes, joined
 from equipoise.smoothing.derive import derive as derive_sample
-from equipoise.smoothing.moments import Moments
 from equipoise.smoothing.noise import tie_breaks
-from equipoise.smoothing.procedures import Procedure, find_procedure
+from equipoise.smoothing.planning import stored_plan
+from equipoise.smoothing.procedures import Partition, Procedure, find_procedure
 from equipoise.smoothing.simplex import map_smoothness
 
 
@@ -52,7 +52,7 @@ def derive(
         raise InputError("the run has no finished inputs yet")
     alpha = settings.alpha if alpha is None else alpha
     own = procedure is None or (settings.adaptive and procedure == "adaptive")
-    row = find_procedure(settings.procedure if own else str(procedure))
+    row = settings.row if own else find_procedure(str(procedure))
     _require_sound(settings, row, lipschitz, target_radius)
 
     constant = manifest.lipschitz
@@ -63,21 +63,22 @@ def derive(
 
     noise = settings.noise_law()
     soft = settings.soft and row.soft
-    scored = [i for i, r in enumerate(rows) if r.failure is None and soft and r.soft is not None]
-    voted = [i for i, r in enumerate(rows) if r.failure is None and not (soft and r.soft is not None)]
+    # which rows have votes (False) and which have scores (True) that this procedure uses
+    groups: dict[bool, list[int]] = {}
+    for i, stored in enumerate(rows):
+        if stored.failure is None:
+            groups.setdefault(soft and stored.soft is not None, []).append(i)
     parts = []
-    if scored:
-        scores = _scores(settings, [rows[i] for i in scored], row, network)
-        parts.append((scored, derive_sample(scores, row, noise.setting(alpha, ""))))
-    if voted:
-        votes = _votes(settings, [rows[i] for i in voted], row, target_radius)
-        parts.append((voted, derive_sample(votes, row, noise.setting(alpha, ""))))
+    for scored, places in sorted(groups.items(), reverse=True):
+        members = [rows[i] for i in places]
+        sample = _scores(settings, members, row, network) if scored else _votes(settings, members, row, target_radius)
+        parts.append((places, derive_sample(sample, row, noise.setting(alpha, ""))))
 
     name = "adaptive" if settings.adaptive else row.name
-    whole = joined(parts, len(rows), name, noise.setting(alpha, _about(manifest, row)))
+    certificates = joined(parts, len(rows), name, noise.setting(alpha, _about(manifest, row)))
     if constant is not None and soft:
-        whole.details["lipschitz"] = str(constant)
-    return whole
+        certificates.details["lipschitz"] = str(constant)
+    return certificates
 
 
 def _require_sound(settings: Settings, row: Procedure, lipschitz: Any, target: float | None) -> None:
@@ -126,16 +127,14 @@ def _scores(settings: Settings, rows: list[Row], row: Procedure, network: float 
     order = np.array([s.order for s in softs], dtype=np.int64)
     singles = np.array([s.singles for s in softs])
     direct = np.array([s.direct for s in softs])
-    plan = stored_plan(row, order, singles, direct, stacked[0])
+    plan = stored_plan(row, Partition(order, singles), direct, stacked[0])
 
-    smoothness = {}
-    for text in {s.map for s in softs}:
-        chosen = parse_map(text)
-        if chosen is None:
-            raise InputError(f"soft votes under the map {text!r}, which is none")
-        smoothness[text] = map_smoothness(chosen, settings.num_classes or 0, network)
-    component = np.array([smoothness[s.map].component for s in softs])
-    pair = np.array([smoothness[s.map].pair for s in softs])
+    maps = [parse_map(s.map) for s in softs]
+    if None in maps:
+        raise InputError("soft votes need the map they were taken under")
+    smoothness = {m: map_smoothness(m, settings.num_classes or 0, network) for m in set(maps) if m is not None}
+    component = np.array([smoothness[m].component for m in maps if m is not None])
+    pair = np.array([smoothness[m].pair for m in maps if m is not None])
     moments = Moments(np.array([float(r.draws) for r in rows]), *stacked)
     return Scores(plan, moments, Smoothness(component, pair))
 

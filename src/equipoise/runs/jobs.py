@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from equipoise.attacks.pgd import checked_logits
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.core.files import make_folder
-from equipoise.runs.engines import Execution
-from equipoise.runs.inputs import Inputs, Item
+from equipoise.runs.inputs import Inputs, Item, check_label
 from equipoise.runs.models import Portable, denoised, portable
 from equipoise.runs.run import Run, open_run
 from equipoise.runs.settings import (
@@ -36,18 +37,18 @@ from equipoise.runs.settings import (
     parse_map,
     read_manifest,
     require_same,
-    versions,
 )
 from equipoise.runs.store import NAME as STORE
-from equipoise.runs.store import Row, Session, Store, locked
-from equipoise.runs.workers import ProvedWorker, TaskSpec
+from equipoise.runs.store import Row, Store, locked
+from equipoise.runs.workers import Execution, ProvedWorker, TaskSpec, run_on_ray
 from equipoise.smoothing import Stream, choose_map
-from equipoise.smoothing.grid import is_image, power_of_two
-from equipoise.smoothing.moments import Ints
-from equipoise.smoothing.noise import fresh_seed
+from equipoise.smoothing.noise import fresh_seed, is_image, power_of_two
+from equipoise.smoothing.procedures import Ints
 
 #: inputs that the map of a soft run is calibrated on
 CALIBRATION = 32
+#: inputs that `preflight` looks at
+PREFLIGHT = 200
 
 #: called after every stored input with the row, the number of stored inputs and of all inputs
 Progress = Callable[[Row, int, int], None]
@@ -71,9 +72,17 @@ class Job:
 
     def default_folder(self) -> Path:
         """`runs/certify-<digest>`: the same command finds its run again."""
-        command = "certify" if self.settings.kind == "sampled" else "prove"
-        digest = self.manifest.digest(any_seed=True).removeprefix("sha256:")
+        settings = self.settings
+        if settings.seed_source == "system":
+            settings = settings.model_copy(update={"seed": None})
+        digest = self.manifest.model_copy(update={"settings": settings}).digest().removeprefix("sha256:")
+        command = "certify" if settings.kind == "sampled" else "prove"
         return Path("runs") / f"{command}-{digest[:12]}"
+
+    @cached_property
+    def example(self) -> Tensor:
+        """The first input of the run that can be read."""
+        return _first_input(self.inputs, self.positions).x
 
     @cached_property
     def prover(self) -> ProvedWorker:
@@ -84,10 +93,8 @@ class Job:
         """What a worker needs."""
         manifest = manifest or self.manifest
         network = manifest.stretched(manifest.lipschitz)
-        example = first_input(self.inputs, self.positions).x if self.settings.kind == "proved" else None
-        return TaskSpec(
-            self.model, manifest.settings, parse_map(manifest.map), network, self.batch_size, self.device, example
-        )
+        simplex = parse_map(manifest.map)
+        return TaskSpec(self.model, manifest.settings, simplex, network, self.batch_size, self.device, self.example)
 
 
 def certify(
@@ -140,11 +147,11 @@ def certify(
     ...     len(run.certificates(alpha=0.01)), run.finished
     (3, True)
     """
-    chosen = Settings.of("sampled", settings, inspect.signature(certify).parameters)
+    checked = Settings.of("sampled", settings)
+    execution = Execution(engine, workers, address)
     if denoiser is not None:
         model = denoised(denoiser, model)
-    job = prepare(model, dataset, chosen, device=str(settings.get("device", "cpu")), batch_size=batch_size, name=name)
-    execution = Execution(engine, workers, address)
+    job = prepare(model, dataset, checked, batch_size=batch_size, name=name)
     return start(job, run_dir, execution=execution, progress=progress, retry_failed=retry_failed)
 
 
@@ -186,8 +193,7 @@ def prove(
     ...     results.radius.round(4).tolist(), results.status
     ([1.4142, 0.0], ('proved', 'wrong'))
     """
-    chosen = Settings.of("proved", settings, inspect.signature(prove).parameters)
-    job = prepare(model, dataset, chosen, name=name)
+    job = prepare(model, dataset, Settings.of("proved", settings), name=name)
     return start(job, run_dir, progress=progress, retry_failed=retry_failed)
 
 
@@ -196,7 +202,6 @@ def prepare(
     dataset: Any,
     settings: Settings,
     *,
-    device: str = "cpu",
     batch_size: int | None = None,
     name: str | None = None,
     recipe: Recipe | None = None,
@@ -207,7 +212,6 @@ def prepare(
         model: as for `certify`.
         dataset: as for `certify`.
         settings: of the run.
-        device: where the passes run.
         batch_size: most draws in one forward pass.
         name: of the data.
         recipe: how a command loads model and data again.
@@ -216,28 +220,39 @@ def prepare(
         raise InputError(f"expected a dataset, got its name: use eq.data.load_dataset({str(dataset)!r})")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size must be a positive whole number, got {batch_size!r}")
-    network, inputs = portable(model), Inputs.of(dataset, name)
-    device = usable_device(device)
+    network = portable(model)
+    inputs = Inputs.of(dataset, name)
+    device = usable_device(settings.device)
 
-    selections = tuple(
-        s.model_copy(update={"balanced": s.balanced and s.limit is not None and inputs.labelled})
-        for s in settings.inputs
-    )
-    if any(s.balanced for s in selections) and inputs.labels is None:
-        raise InputError(
-            f"balanced=True needs labels that are known without reading {inputs.name}: use eq.data.Dataset"
-        )
+    selections = []
+    for selection in settings.inputs:
+        balanced = selection.balanced and selection.limit is not None and inputs.labelled
+        if balanced and inputs.labels is None:
+            raise InputError(
+                f"balanced=True needs labels that are known without reading {inputs.name}: use eq.data.Dataset"
+            )
+        selections.append(selection.model_copy(update={"balanced": balanced}))
     positions = np.concatenate([s.positions(len(inputs), inputs.labels) for s in selections])
 
-    first = first_input(inputs, positions).x
-    classes = settings.num_classes or count_logits(network, first, device)
+    first = _first_input(inputs, positions).x
+    classes = settings.num_classes
+    if classes is None:
+        with torch.inference_mode():
+            classes = checked_logits(network.network(device), first[None].to(device)).shape[1]
+    if classes < 2:
+        raise InputError(f"a classifier has at least two classes, the model returned {classes} logit")
     if inputs.num_classes is not None and inputs.num_classes > classes:
         raise InputError(f"the data has {inputs.num_classes} classes, the model returns {classes} logits")
-    inputs.check_labels(positions, classes)
+    if inputs.labelled and inputs.labels is not None:
+        for position in positions:
+            check_label(inputs.ids[position], inputs.labels[position], classes)
 
     resolved: dict[str, Any] = {
-        "inputs": selections, "num_classes": classes, "device": torch.device(device).type, "dimension": first.numel(),
-    }  # fmt: skip
+        "inputs": tuple(selections),
+        "num_classes": classes,
+        "device": torch.device(device).type,
+        "dimension": first.numel(),
+    }
     if settings.kind == "sampled":
         settings.levels.require_channels(first.shape)
         resolved |= _resolve_noise(settings, inputs, positions)
@@ -265,13 +280,14 @@ def _resolve_noise(settings: Settings, inputs: Inputs, positions: Ints) -> dict[
     """
     image = all(is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8))
     noise = settings.noise or ("grid" if image and settings.lipschitz is None else "float")
-    cells = (255.0 if image else power_of_two(settings.levels.sigma)) if noise == "grid" else None
+    cells = 255.0 if image else power_of_two(settings.levels.sigma)
+    unseeded = settings.seed is None
     return {
         "noise": noise,
-        "cells": cells,
+        "cells": cells if noise == "grid" else None,
         "map": settings.map or ("global" if settings.soft else None),
-        "seed": fresh_seed() if settings.seed is None else settings.seed,
-        "seed_source": "system" if settings.seed is None else "user",
+        "seed": fresh_seed() if unseeded else settings.seed,
+        "seed_source": "system" if unseeded else "user",
     }
 
 
@@ -292,7 +308,7 @@ def start(
         progress: called after every input with (row, done, total).
         retry_failed: try the failed inputs again.
     """
-    execution, folder = execution or Execution(), make_folder(as_path(run_dir))
+    folder = make_folder(as_path(run_dir))
     with locked(folder):
         manifest = _open(job, folder)
         with Store(folder, manifest, writable=True) as store:
@@ -301,37 +317,20 @@ def start(
             done = {row.id for row in store.rows()}
             waiting = [int(p) for p in job.positions if job.inputs.ids[p] not in done]
             if waiting:
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                engine, device = execution.engine, job.device
-                store.add_session(Session(started=now, engine=engine, device=device, versions=versions()))
-                _work(job, manifest, store, waiting, len(done), execution, progress)
+                items = (job.inputs.attempt(position, manifest.settings.num_classes) for position in waiting)
+                with contextlib.closing(_rows(job, manifest, items, execution or Execution())) as rows:
+                    for count, row in enumerate(rows, len(done) + 1):
+                        store.put([row])  # one transaction each
+                        if progress is not None:
+                            progress(row, count, manifest.total)
     return open_run(folder)
 
 
-def _work(
-    job: Job,
-    manifest: Manifest,
-    store: Store,
-    waiting: list[int],
-    done: int,
-    execution: Execution,
-    progress: Progress | None,
-) -> None:
-    """Store every row as it comes, one transaction each."""
-    items = (job.inputs.attempt(position, manifest.settings.num_classes) for position in waiting)
-    if execution.engine == "local" and manifest.settings.kind == "proved":
-        rows: Iterator[Row] = map(job.prover, items)
-    else:
-        rows = execution.run(job.spec(manifest), items)
-    try:
-        for count, row in enumerate(rows, done + 1):
-            store.put([row])
-            if progress is not None:
-                progress(row, count, manifest.total)
-    finally:
-        close = getattr(rows, "close", None)
-        if close is not None:
-            close()
+def _rows(job: Job, manifest: Manifest, items: Iterator[Item], execution: Execution) -> Generator[Row]:
+    if execution.engine == "ray":
+        yield from run_on_ray(job.spec(manifest), items, execution)
+        return
+    yield from map(job.prover if manifest.settings.kind == "proved" else job.spec(manifest).worker(), items)
 
 
 def _open(job: Job, folder: Path) -> Manifest:
@@ -347,33 +346,32 @@ def _open(job: Job, folder: Path) -> Manifest:
     if job.settings.kind == "proved":
         fixed["note"] = job.prover.certifier.note
     else:
-        fixed["lipschitz"] = fixed_constant(job)
-        fixed["map"] = fixed_map(job, job.manifest.stretched(fixed["lipschitz"]))
+        fixed["lipschitz"] = _fixed_constant(job)
+        fixed["map"] = _fixed_map(job, job.manifest.stretched(fixed["lipschitz"]))
     manifest = job.manifest.model_copy(update=fixed)
     manifest.write(folder)
     return manifest
 
 
-def fixed_constant(job: Job) -> Constant | None:
+def _fixed_constant(job: Job) -> Constant | None:
     """The Lipschitz constant of the network: none, the user's claim, or a computed bound."""
-    wanted = job.settings.lipschitz
-    if wanted is None:
+    claim = job.settings.lipschitz
+    if claim is None:
         return None
-    if wanted != "auto":
-        return Constant(value=float(wanted), source="given")
+    if claim != "auto":
+        return Constant(value=float(claim), source="given")
     from equipoise.lipschitz import lipschitz_bound
 
     if isinstance(job.model.payload, bytes):
         upper = lipschitz_bound(job.model.program()).upper
     else:
-        x = first_input(job.inputs, job.positions).x[None].to(job.device)
-        upper = lipschitz_bound(job.model.payload, x).upper
-    if not upper < float("inf"):
+        upper = lipschitz_bound(job.model.payload, job.example[None].to(job.device)).upper
+    if upper == math.inf:
         raise Refused("the Lipschitz bound of this network exceeds the floats: leave --lipschitz out")
     return Constant(value=upper, source="computed")
 
 
-def fixed_map(job: Job, network: float | None) -> str | None:
+def _fixed_map(job: Job, network: float | None) -> str | None:
     """The map of a soft run: fixed by the user, chosen per input (None), or the best on a calibration sample.
 
     Calibration inputs are spread over the whole data, whatever part this run certifies, so that shards agree; their noise
@@ -390,13 +388,12 @@ def fixed_map(job: Job, network: float | None) -> str | None:
         fixed = parse_map(settings.map)
         return None if fixed is None else map_text(fixed)
 
-    classifier, samples = job.spec().classifier(), []
+    classifier = job.spec().classifier()
+    samples = []
     for item in job.inputs.some(np.arange(len(job.inputs)), CALIBRATION):
-        try:
+        with contextlib.suppress(Refused):  # such an input will be a failed row of its own
             x = item.x.to(job.device)[None]
             samples.append(classifier.selection(x, settings.n0, [item.id], Stream.CALIBRATION)[0])
-        except Refused:
-            continue  # such an input will be a failed row of its own
     if not samples:
         raise InputError(
             "no input could be sampled to calibrate the map: the model returns NaN or the data is unreadable"
@@ -406,13 +403,8 @@ def fixed_map(job: Job, network: float | None) -> str | None:
     return map_text(maps[0])
 
 
-def first_input(inputs: Inputs, positions: Ints) -> Item:
-    """The first input that can be read.
-
-    Args:
-        inputs: of the data.
-        positions: where to look.
-    """
+def _first_input(inputs: Inputs, positions: Ints) -> Item:
+    """The first input that can be read."""
     problem: Exception | None = None
     for position in positions:
         try:
@@ -422,21 +414,6 @@ def first_input(inputs: Inputs, positions: Ints) -> Item:
     raise InputError(f"no input of the data can be read: {problem}") from problem
 
 
-def count_logits(model: Portable, x: torch.Tensor, device: str) -> int:
-    """The number of logits, from one forward pass.
-
-    Args:
-        model: the network.
-        x: one input.
-        device: where the pass runs.
-    """
-    with torch.inference_mode():
-        count = checked_logits(model.network(device), x[None].to(device)).shape[1]
-    if count < 2:
-        raise InputError(f"a classifier has at least two classes, the model returned {count} logit")
-    return count
-
-
 def usable_device(name: str) -> str:
     """The name of a device, if there is such a device here."""
     try:
@@ -444,6 +421,94 @@ def usable_device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"the device {name!r} cannot be used here: {one_line(error)}") from error
     return name
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """Shares of a few inputs (estimates), the cost of the run, and the most likely thing that is wrong.
+
+    Args:
+        inputs: how many were looked at.
+        clean: share of right answers without noise; None: no labels.
+        noisy: share of right answers under one draw of the noise; None: no labels, or a proved run.
+        unchanged: share of answers that the noise does not change.
+        draws: of the whole run; 0 for proved runs.
+        seconds: estimated time of these draws with one worker.
+        warning: what is likely wrong and what to do, empty if nothing is.
+    """
+
+    inputs: int
+    clean: float | None
+    noisy: float | None
+    unchanged: float
+    draws: int
+    seconds: float
+    warning: str = ""
+
+    def lines(self) -> list[str]:
+        """What a user should know before waiting."""
+        unchanged = self.unchanged if self.draws else None
+        shares = {"clean accuracy": self.clean, "under noise": self.noisy, "unchanged": unchanged}
+        texts = [f"{name} {share:.1%}" for name, share in shares.items() if share is not None]
+        lines = [f"{', '.join(texts)} ({self.inputs} inputs, estimates)"] if texts else []
+        if self.draws:
+            lines.append(f"about {self.seconds / 60:.1f} minutes with one worker: {self.draws:,} draws")
+        return lines + [f"warning: {self.warning}"] * bool(self.warning)
+
+
+def preflight(job: Job) -> PreflightReport:
+    """Look at up to 200 inputs of a job before a long run: does the network answer, does it under the noise, what will it cost?
+
+    Args:
+        job: what `prepare` returned.
+
+    Returns:
+        Estimates, on noise that no certificate uses; certificates do not depend on any of it.
+    """
+    settings = job.settings
+    model = job.model.network(job.device)
+    sigma = settings.sigma or 0.0
+    items = [item for item in job.inputs.some(job.positions, PREFLIGHT) if item.x.shape == job.example.shape]
+    x = torch.stack([item.x for item in items])
+    labels = np.array([item.label for item in items])
+
+    def answers(batch: Tensor) -> Ints:
+        with torch.inference_mode():
+            logits = torch.cat([model(part.to(job.device)).cpu() for part in batch.split(50)])
+        return torch.where(torch.isfinite(logits).all(dim=1), logits.argmax(dim=1), -1).numpy()
+
+    clean = answers(x)
+    began = time.perf_counter()
+    noisy = answers(x + sigma * torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x))
+    seconds = (time.perf_counter() - began) / len(x)
+
+    right = float((clean == labels).mean())
+    unchanged = float((clean == noisy).mean())
+    draws = job.manifest.total * (settings.n0 + settings.n) if sigma else 0
+    warning = ""
+    chance = float(np.unique(labels, return_counts=True)[1].max() / len(labels))
+    spread = math.sqrt(chance * (1 - chance) / len(labels))
+    if job.inputs.labelled and len(labels) >= 10 and right <= min(chance + 3 * spread, 0.7):
+        warning = (
+            f"{right:.1%} right without noise is about chance ({chance:.1%}): are the weights trained (--weights), the inputs "
+            "scaled as in training (--mean, --std), the classes in the order of the logits (--classes)?"
+        )
+    elif sigma and unchanged < 0.8:
+        warning = (
+            f"the network does not withstand noise of sigma {sigma:g}: train it under the noise "
+            f"(eq.regularizers.add_noise(x, {sigma:g}), or noise: of a recipe), put a --denoiser before it, or certify at "
+            "a smaller --sigma"
+        )
+    labelled = job.inputs.labelled
+    return PreflightReport(
+        len(labels),
+        right if labelled else None,
+        float((noisy == labels).mean()) if labelled and sigma else None,
+        unchanged,
+        draws,
+        draws * seconds,
+        warning,
+    )
 
 
 def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
@@ -457,7 +522,8 @@ def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
     """
     if not isinstance(sources, list | tuple) or len(sources) < 2:
         raise InputError(f"merging takes a list of at least two runs, got {type(sources).__name__}")
-    runs, target = [open_run(source) for source in sources], as_path(target)
+    runs = [open_run(source) for source in sources]
+    target = as_path(target)
     if target.exists():
         raise InputError(f"{target} exists already: merge into a new directory")
     manifest = _joint_manifest(runs)
@@ -470,8 +536,6 @@ def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:
             for run in runs:
                 store.put(run.rows)
                 store.put_attacks(run.attacks())
-                for session in run.sessions():
-                    store.add_session(session)
         draft.rename(target)
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}") from error
@@ -485,13 +549,9 @@ def _joint_manifest(runs: Sequence[Run]) -> Manifest:
     first = runs[0].manifest
     owner: dict[int | str, Path] = {}
     for run in runs:
-        other = run.manifest
-        found = differences(first, other, ignore=("inputs", "total"))
-        for field in ("map", "lipschitz"):
-            before, after = getattr(first, field), getattr(other, field)
-            found += [f"{field}: {before} → {after}"] if before != after else []
-        if found:
-            raise Refused(f"{runs[0].folder} and {run.folder} are not shards of one run ({'; '.join(found)})")
+        changes = differences(first, run.manifest, ("inputs", "total"))
+        if changes:
+            raise Refused(f"{runs[0].folder} and {run.folder} are not shards of one run ({'; '.join(changes)})")
         for name in run.ids:
             if name in owner:
                 raise Refused(f"input {name!r} is in {owner[name]} and in {run.folder}: shards must not share inputs")

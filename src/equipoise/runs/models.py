@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
 import io
 import json
-import types
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +23,6 @@ from equipoise.nn.models.plain import Normalise
 from equipoise.onnx import OnnxNetwork
 from equipoise.smoothing import Denoised
 
-#: arguments by which operators are told that they are in training
-_TRAINING = frozenset({"train", "training"})
-
 
 @dataclass(frozen=True, eq=False)
 class Portable:
@@ -38,14 +33,12 @@ class Portable:
         hash: digest of the stored network: of the file for a `.pt2`, so that it does not depend on the batch it is loaded at.
         source: the name of the model.
         batch: the batch size a program or an ONNX network was exported with; None: any.
-        code: digest of a module's weights and code, which workers compare with their own.
     """
 
     payload: nn.Module | bytes
     hash: str
     source: str
     batch: int | None = None
-    code: str | None = None
 
     def build(self, device: str | torch.device = "cpu") -> nn.Module:
         """The module, on a device."""
@@ -72,16 +65,16 @@ class Batched(nn.Module):
 
     def __init__(self, model: nn.Module, size: int) -> None:
         super().__init__()
-        self.model, self.size = model, size
+        self.model = model
+        self.size = size
         self.training = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Row i of the result is the model's output for row i."""
         parts = []
         for piece in x.split(self.size):
-            rows = len(piece)
-            filling = piece[:1].expand(self.size - rows, *piece.shape[1:])
-            parts.append(self.model(torch.cat([piece, filling]))[:rows])
+            filling = piece[:1].expand(self.size - len(piece), *piece.shape[1:])
+            parts.append(self.model(torch.cat([piece, filling]))[: len(piece)])
         return torch.cat(parts)
 
 
@@ -96,22 +89,32 @@ def portable(model: Any, source: str | None = None) -> Portable:
         return model
     if isinstance(model, Loaded):
         made = portable(model.model, model.source)
-        return made if model.digest is None else replace(made, hash=model.digest)
+        return replace(made, hash=model.digest or made.hash)
     if isinstance(model, ExportedProgram):
         _require_inference(model)
+        value = program_input(model)
+        if value is None or value.ndim < 2:
+            raise InputError("the exported program must take one tensor with a batch dimension")
+        size = value.shape[0]
         buffer = io.BytesIO()
         torch.export.save(model, buffer)
-        return Portable(buffer.getvalue(), hash_program(model), source or "an exported program", _batch(model))
+        name = source or "an exported program"
+        return Portable(buffer.getvalue(), hash_program(model), name, size if isinstance(size, int) else None)
     if not isinstance(model, nn.Module):
         raise InputError(f"expected an nn.Module, an exported program or a loaded model, got {type(model).__name__}")
 
-    training = [name or "the model itself" for name, module in model.named_modules() if module.training]
-    if training:
-        raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
-    name = source or f"{type(model).__module__}:{type(model).__qualname__}"
-    fixed = [part.batch for part in model.modules() if isinstance(part, OnnxNetwork) and part.batch is not None]
-    digest = hash_module(model)
-    return Portable(model, digest, name, fixed[0] if fixed else None, digest)
+    for name, module in model.named_modules():
+        if module.training:
+            at = name or "the model itself"
+            raise Refused(f"the model is in training mode ({at}): call model.eval() before certifying it")
+    kind = type(model)
+    fixed = [part.batch for part in model.modules() if isinstance(part, OnnxNetwork)]
+    return Portable(
+        model,
+        hash_module(model),
+        source or f"{kind.__module__}:{kind.__qualname__}",
+        next((batch for batch in fixed if batch is not None), None),
+    )
 
 
 def denoised(denoiser: Any, model: Any) -> Portable:
@@ -121,24 +124,11 @@ def denoised(denoiser: Any, model: Any) -> Portable:
         denoiser: a module from noisy image to image, or what `load_model` returned.
         model: the classifier.
     """
-    parts = [portable(denoiser), portable(model)]
-    modules = [part.build() if part.batch is None else part.payload for part in parts]
-    pair: nn.Module = Denoised(*modules)  # type: ignore[arg-type]
-    digest = Digest("denoised").add("denoiser", parts[0].hash).add("model", parts[1].hash)
-    return Portable(pair, str(digest), f"{parts[1].source} behind {parts[0].source}", None, hash_module(pair))
-
-
-class Chain(nn.Module):
-    """One module after the other; an exported one refuses `eval`, which a container would call."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second, self.training = first, second, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`second(first(x))`."""
-        out: Tensor = self.second(self.first(x))
-        return out
+    first = portable(denoiser)
+    second = portable(model)
+    pair: nn.Module = Denoised(first.network(), second.network())
+    digest = Digest("denoised").add("denoiser", first.hash).add("model", second.hash)
+    return Portable(pair, str(digest), f"{second.source} behind {first.source}")
 
 
 def normalised(model: Any, mean: Sequence[float], std: Sequence[float]) -> Portable:
@@ -150,29 +140,17 @@ def normalised(model: Any, mean: Sequence[float], std: Sequence[float]) -> Porta
         std: one positive number per channel.
     """
     inner = portable(model)
-    layer: nn.Module = Normalise(mean, std).eval()
-    shown = ("(" + ", ".join(f"{v:g}" for v in values) + ")" for values in (mean, std))
-    name = "{}, inputs (x − {})/{}".format(inner.source, *shown)
-    digest = str(Digest("normalised").add("model", inner.hash).add("mean", tuple(mean)).add("std", tuple(std)))
-    if isinstance(inner.payload, nn.Module):
-        chain = Chain(layer, inner.payload)
-        return replace(inner, source=name, payload=chain, hash=digest, code=hash_module(chain))
-
-    program = inner.program()
-    value = program_input(program)
-    if value is None:
-        raise InputError("the exported program must take one tensor with a batch dimension")
-    example = torch.zeros(tuple(int(d) for d in value.shape), dtype=value.dtype)
-    outer = torch.export.export(Chain(layer, program.module()), (example,))
-    return replace(portable(outer, name), hash=digest)
-
-
-def _batch(program: ExportedProgram) -> int | None:
-    value = program_input(program)
-    if value is None or value.ndim < 2:
-        raise InputError("the exported program must take one tensor with a batch dimension")
-    size = value.shape[0]
-    return size if isinstance(size, int) else None
+    chain = nn.Sequential(Normalise(mean, std).eval(), inner.build())
+    chain.training = False  # `.eval()` of an exported program raises
+    payload: nn.Module | bytes = chain
+    if isinstance(inner.payload, bytes):
+        value = program_input(inner.program())
+        assert value is not None
+        example = torch.zeros(tuple(int(d) for d in value.shape), dtype=value.dtype)
+        payload = portable(torch.export.export(chain, (example,))).payload
+    digest = Digest("normalised").add("model", inner.hash).add("mean", tuple(mean)).add("std", tuple(std))
+    name = f"{inner.source}, inputs (x − {tuple(mean)})/{tuple(std)}"
+    return replace(inner, payload=payload, hash=str(digest), source=name)
 
 
 def _require_inference(program: ExportedProgram) -> None:
@@ -181,7 +159,7 @@ def _require_inference(program: ExportedProgram) -> None:
         schema = getattr(node.target, "_schema", None)
         for place, argument in enumerate(() if schema is None else schema.arguments):
             value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            if argument.name in _TRAINING and value is True:
+            if argument.name in ("train", "training") and value is True:
                 raise Refused(
                     f"the program was exported in training mode ({node.name}): call model.eval() before exporting it"
                 )
@@ -190,8 +168,7 @@ def _require_inference(program: ExportedProgram) -> None:
 def hash_program(program: ExportedProgram) -> str:
     """sha256 over the graph, the weights and the constants of an exported program."""
     digest = Digest("program")
-    digest.sha.update(program.graph_module.code.encode())
-    digest.sha.update(str(program.graph).encode())
+    digest.feed(program.graph_module.code.encode()).feed(str(program.graph).encode())
     for name, value in sorted({**program.state_dict, **program.constants}.items()):
         digest.add(name, value)
     return str(digest)
@@ -200,52 +177,37 @@ def hash_program(program: ExportedProgram) -> str:
 def hash_module(model: nn.Module) -> str:
     """sha256 over weights, buffers, the tree of modules with their settings, and the code of classes outside torch.
 
-    Settings are the public attributes holding plain values, tensors or named functions; what a forward pass reads from
-    anywhere else (files, globals, private attributes) is not seen.
+    Settings are the public attributes; what a forward pass reads from anywhere else (files, globals, private attributes) is
+    not part of it.
     """
     digest = Digest("module")
     for name, value in sorted(model.state_dict().items()):
         digest.add(name, value)
-    seen: set[type] = set()
     for name, module in model.named_modules():
         kind = type(module)
         digest.add(name, f"{kind.__module__}.{kind.__qualname__}({module.extra_repr()})")
-        for key, value in _settings(module):
-            digest.add(f"{name}.{key}", value)
-        if kind not in seen and not kind.__module__.startswith("torch."):
-            seen.add(kind)
+        for key, value in sorted(vars(module).items()):
+            if not key.startswith("_") and key != "training":
+                digest.add(f"{name}.{key}", _text(value))
+        if not kind.__module__.startswith("torch."):
             digest.add(kind.__qualname__, _code(kind))
     return str(digest)
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Public attributes as text."""
-    for key, value in sorted(vars(module).items()):
-        if key.startswith("_") or key == "training":
-            continue
-        try:
-            yield key, json.dumps(value, sort_keys=True, default=_describe, skipkeys=True)
-        except (TypeError, ValueError):  # keys that cannot be sorted, or a cycle
-            yield key, _kind(value)
+def _text(value: Any) -> str:
+    """An attribute as text that is the same in every process: no addresses, no order of a set."""
 
+    def describe(part: Any) -> Any:
+        if isinstance(part, Tensor | np.ndarray):
+            return Digest("").add("", part).hex()
+        if isinstance(part, set | frozenset):
+            return sorted(map(repr, part))
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(part))
 
-def _describe(value: Any) -> Any:
-    """What is the same in every process: never an address."""
-    if isinstance(value, Tensor | np.ndarray):
-        return Digest("").add("", value).hex()
-    if isinstance(value, functools.partial):
-        return [_kind(value), value.func, value.args, value.keywords]
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
-        return [_kind(value), vars(value)]
-    return _kind(value)
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    try:
+        return json.dumps(value, default=describe)
+    except (TypeError, ValueError):  # keys that are no text, or a cycle
+        return str(describe(value))
 
 
 def _code(kind: type) -> str:

@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,8 @@ from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write
 from equipoise.runs.derive import derive
 from equipoise.runs.inputs import InputId
-from equipoise.runs.settings import Kind, Manifest, Settings, as_path, read_manifest
-from equipoise.runs.store import AttackRow, Row, Session, Store, locked
+from equipoise.runs.settings import Kind, Settings, as_path, read_manifest
+from equipoise.runs.store import AttackRow, Row, Store, locked
 from equipoise.smoothing import Certificates
 
 Ints = NDArray[np.int64]
@@ -93,9 +93,8 @@ class Results:
     @property
     def status(self) -> tuple[str, ...]:
         """`wrong`, `right, nothing proved`, `proved`, `abstained` or `failed`, for each input."""
-        found = np.where(self.right, np.where(self.correct, PROVED, UNPROVED), WRONG)
-        found = np.where(self.answer < 0, ABSTAINED, found)
-        return tuple(np.where(self.failed, FAILED, found).tolist())
+        cases = [self.failed, self.answer < 0, self.correct, self.right]
+        return tuple(np.select(cases, [FAILED, ABSTAINED, PROVED, UNPROVED], WRONG).tolist())
 
     def accuracy(self, epsilon: Any = 0.0) -> Floats:
         """Certified accuracy at each ε."""
@@ -107,68 +106,99 @@ class Results:
         return average_certified_radius(self.radius, self.correct)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Summary:
     """Figures over the finished inputs; failed ones count as not certified.
 
-    Without labels `accuracy` is the share of inputs with a certificate of that radius, whatever the answer. `clean` is the
-    share of right answers, certified or not.
+    Args:
+        run: the run.
+        results: its certificates.
+        accuracy: ε → certified accuracy; without labels the share of inputs with such a certificate, whatever the answer.
+        deployed: ε → that of the forward pass in float32, where the run has it.
     """
 
-    kind: Kind
-    total: int
-    done: int
-    labelled: bool
+    run: Run
+    results: Results
     accuracy: dict[float, float]
-    clean: float
-    average_radius: float
-    statuses: dict[str, int]
-    seconds: float
-    procedure: str
-    alpha: float
-    sigma: float
-    about: str
-    draws: int = 0
-    methods: dict[str, int] = field(default_factory=dict)
-    deployed: dict[float, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    failures: dict[str, str] = field(default_factory=dict)
+    deployed: dict[float, float]
 
     @property
-    def finished(self) -> bool:
-        """Whether every input of the run was worked off."""
-        return self.done == self.total
+    def clean(self) -> float:
+        """The share of right answers, certified or not."""
+        return float(self.results.right.mean())
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """How many inputs are wrong, right without a proof, proved, abstained or failed."""
+        counts = Counter(self.results.status)
+        return {name: counts[name] for name in STATUSES if counts[name]}
 
     @property
     def failed(self) -> int:
         """How many inputs failed."""
-        return self.statuses.get(FAILED, 0)
+        return len(self.run.failures)
+
+    @property
+    def average_radius(self) -> float:
+        """Average certified radius."""
+        return self.results.average_radius
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        key = "certified_accuracy" if self.labelled else "certified_share"
-        plain = asdict(self) | {"finished": self.finished, "failed": self.failed, "notes": list(self.notes)}
-        for name in ("accuracy", "deployed"):
-            plain[name] = [{"epsilon": e, key: share} for e, share in getattr(self, name).items()]
-        return plain
+        key = "certified_accuracy" if self.results.labelled else "certified_share"
+        plain = {
+            name: getattr(self.results, name) for name in ("labelled", "procedure", "alpha", "sigma", "about", "notes")
+        }
+        rows = self.run.rows
+        return plain | {
+            "kind": self.run.kind,
+            "total": self.run.total,
+            "done": len(rows),
+            "finished": self.run.finished,
+            "accuracy": [{"epsilon": e, key: share} for e, share in self.accuracy.items()],
+            "deployed": [{"epsilon": e, key: share} for e, share in self.deployed.items()],
+            "clean": self.clean,
+            "average_radius": self.average_radius,
+            "statuses": self.statuses,
+            "methods": Counter(row.method for row in rows if row.method),
+            "draws": sum(row.n0 + row.draws for row in rows),
+            "seconds": sum(row.seconds for row in rows),
+            "failed": self.failed,
+            "failures": {str(name): reason for name, reason in self.run.failures.items()},
+        }
 
     def lines(self) -> list[str]:
         """The figures as sentences; shares and radii rounded down."""
-        head = f"{self.done} of {self.total} inputs"
-        if not self.finished:
-            head += ", not finished: run the same command to continue"
-        how = f"sigma {self.sigma:g}, {self.procedure} at alpha {self.alpha:g}" if self.sigma else self.procedure
-        counts = ", ".join(f"{count} {name}" for name, count in self.statuses.items())
-        spent = f"{self.draws:,} draws, " * bool(self.draws) + f"{self.seconds:.1f} s of processor time"
-        lines = [f"{head}; {how}", f"{counts}; average certified radius {format_down(self.average_radius, 4)}; {spent}"]
-        if self.labelled:
+        figures = self.to_dict()
+        r = self.results
+        progress = "" if self.run.finished else ", not finished: run the same command to continue"
+        how = f"sigma {r.sigma:g}, {r.procedure} at alpha {r.alpha:g}" if r.sigma else r.procedure
+        draws = f"{figures['draws']:,} draws, " if r.sigma else ""
+        lines = [
+            f"{figures['done']} of {figures['total']} inputs{progress}; {how}",
+            f"{_listed(self.statuses)}; average certified radius {format_down(r.average_radius, 4)}; "
+            f"{draws}{figures['seconds']:.1f} s of processor time",
+        ]
+        if r.labelled:
             lines.append(f"right answers: {percent(self.clean)} %, with or without a certificate")
-        if self.methods:
-            lines.append("proved by: " + ", ".join(f"{name} {count}" for name, count in self.methods.items()))
-        if self.failures:
-            name, reason = next(iter(self.failures.items()))
+        if figures["methods"]:
+            lines.append(f"proved by: {_listed(figures['methods'])}")
+        for name, reason in [*figures["failures"].items()][:1]:
             lines.append(f"first failure, input {name}: {reason}")
-        return [*lines, self.about, *self.notes]
+        return [*lines, r.about, *r.notes]
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A certificate that an attack broke: a misclassified point nearer than its radius."""
+
+    id: InputId
+    distance: float
+    radius: float
 
 
 class Run:
@@ -182,7 +212,7 @@ class Run:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = as_path(folder)
-        self.manifest: Manifest = read_manifest(folder)
+        self.manifest = read_manifest(folder)
 
     @property
     def settings(self) -> Settings:
@@ -208,12 +238,15 @@ class Run:
     @property
     def positions(self) -> Ints:
         """Their places in the data."""
-        return np.array([row.position for row in self.rows], dtype=np.int64)
+        return self._column("position")
 
     @property
     def labels(self) -> Ints:
         """Their labels."""
-        return np.array([row.label for row in self.rows], dtype=np.int64)
+        return self._column("label")
+
+    def _column(self, name: str) -> NDArray[Any]:
+        return np.array([getattr(row, name) for row in self.rows])
 
     @property
     def failures(self) -> dict[InputId, str]:
@@ -230,23 +263,16 @@ class Run:
         """Whether every input was worked off, failed ones included."""
         return len(self.rows) >= self.total
 
-    def certificates(
-        self,
-        alpha: float | None = None,
-        procedure: str | None = None,
-        *,
-        lipschitz: Any = None,
-        target_radius: float | None = None,
-    ) -> Certificates:
+    def certificates(self, alpha: float | None = None, procedure: str | None = None, **changes: Any) -> Certificates:
         """Certificates of a sampled run, without a forward pass.
 
         Args:
             alpha: risk per input; default that of the run.
             procedure: default that of the run; refused where the stored statistics do not carry it.
-            lipschitz: another upper bound of the network's constant, for soft runs.
-            target_radius: another target, for adaptive runs with a target.
+            **changes: lipschitz (another upper bound of the network's constant, for soft runs) and target_radius (of
+                adaptive runs).
         """
-        return derive(self.manifest, self.rows, alpha, procedure, lipschitz, target_radius)
+        return derive(self.manifest, self.rows, alpha, procedure, **changes)
 
     def results(self, alpha: float | None = None, procedure: str | None = None, **changes: Any) -> Results:
         """What the run certifies, input by input.
@@ -258,59 +284,43 @@ class Run:
         """
         if not self.rows:
             raise InputError(f"{self.folder} has no finished inputs yet")
-        failed = np.array([row.failure is not None for row in self.rows])
-        if self.kind == "proved":
-            if any(value is not None for value in (alpha, procedure, *changes.values())):
-                raise InputError("a proved run has no risk and no procedure: there is nothing to derive anew")
-            return self._proved(failed)
+        failed = self._column("failure") != None  # noqa: E711 - element by element
+        if self.kind == "sampled":
+            c = self.certificates(alpha, procedure, **changes)
+            answer = c.prediction.astype(np.int64)
+            bounds = (c.p_lower, c.p_upper)
+            notes = self._notes(c)
+            return Results(
+                self.labels, answer, answer, c.radius, failed, c.about, c.procedure, c.alpha, c.sigma, notes, *bounds
+            )
 
-        found = self.certificates(alpha, procedure, **changes)
-        answer = found.prediction.astype(np.int64)
-        return Results(
-            self.labels,
-            answer,
-            answer,
-            found.radius,
-            failed,
-            found.about,
-            found.procedure,
-            found.alpha,
-            found.sigma,
-            tuple(self._notes(found)),
-            found.p_lower,
-            found.p_upper,
-        )
-
-    def _proved(self, failed: NDArray[np.bool_]) -> Results:
-        settings = self.settings
-        ball = _BALL[settings.norm]
-        answer = np.array([row.answer for row in self.rows], dtype=np.int64)
-        radius = np.array([row.radius for row in self.rows], dtype=np.float64)
-        certified = np.array([row.radius > 0 for row in self.rows])
+        if any(value is not None for value in (alpha, procedure, *changes.values())):
+            raise InputError("a proved run has no risk and no procedure: there is nothing to derive anew")
+        ball = _BALL[self.settings.norm]
         about = (
             f"Certifies the network itself, with certainty: its answer is proved on the whole {ball} ball, for the real "
             "function of the stored weights, evaluated in float64 with its rounding covered."
         )
-        procedure = "deterministic" if settings.norm == "l2" else f"deterministic, {ball}"
-        notes = (self.manifest.note,) if self.manifest.note else ()
-        prediction = np.where(certified, answer, -1)
+        procedure = "deterministic" if ball == "ℓ2" else f"deterministic, {ball}"
+        answer = self._column("answer")
+        radius = self._column("radius").astype(np.float64)
+        prediction = np.where(radius > 0, answer, -1)
+        notes = tuple(filter(None, [self.manifest.note]))
         return Results(self.labels, answer, prediction, radius, failed, about, procedure, notes=notes)
 
-    def _notes(self, found: Certificates) -> list[str]:
-        """Assumptions, another derivation than the run's own, and mixed software."""
-        notes, settings = [], self.settings
-        if found.alpha != settings.alpha or found.procedure not in (settings.procedure, "adaptive"):
+    def _notes(self, certificates: Certificates) -> tuple[str, ...]:
+        """Another derivation than the run's own, and what it assumes."""
+        settings = self.settings
+        notes = []
+        if certificates.alpha != settings.alpha or certificates.procedure not in (settings.procedure, "adaptive"):
             own = "adaptive" if settings.adaptive else settings.procedure
             notes.append(
                 f"Derived again (the run was made for {own} at alpha {settings.alpha:g}): alpha covers one derivation "
                 "fixed beforehand, not the best of several looked at."
             )
-        if "lipschitz" in found.details:
-            notes.append(f"Lipschitz constant of the network: {found.details['lipschitz']}.")
-        used = sorted({s.versions.get("torch", "") for s in self.sessions()})
-        if len(used) > 1:
-            notes.append(f"Inputs were computed with torch {' and '.join(used)}: their noise may differ.")
-        return notes
+        if "lipschitz" in certificates.details:
+            notes.append(f"Lipschitz constant of the network: {certificates.details['lipschitz']}.")
+        return tuple(notes)
 
     def summary(self, epsilons: Sequence[float] | None = None, *, results: Results | None = None) -> Summary:
         """Certified accuracy at each ε and the rest.
@@ -319,76 +329,55 @@ class Run:
             epsilons: radii; by default 0, σ/2 … 3σ, and for proved runs a fifth of the largest radii at a time.
             results: what `results` returned; by default those of the run's own settings.
         """
-        results = self.results() if results is None else results
+        results = results or self.results()
         levels = self._levels(results) if epsilons is None else as_levels(epsilons)
-        status = Counter(results.status)
-        methods = Counter(row.method for row in self.rows if row.radius > 0 and row.method)
         deployed = {}
         if self.settings.deployed:
             radii = np.array([row.deployed or 0.0 for row in self.rows])
-            sure = results.correct & (radii > 0)
-            deployed = {e: float(certified_accuracy(radii, sure, e)) for e in levels}
-        return Summary(
-            kind=self.kind,
-            total=self.total,
-            done=len(results),
-            labelled=results.labelled,
-            accuracy={e: float(results.accuracy(e)) for e in levels},
-            clean=float(results.right.mean()),
-            average_radius=results.average_radius,
-            statuses={name: status[name] for name in STATUSES if status[name]},
-            seconds=float(sum(row.seconds for row in self.rows)),
-            procedure=results.procedure,
-            alpha=results.alpha,
-            sigma=results.sigma,
-            about=results.about,
-            draws=sum(row.n0 + row.draws for row in self.rows),
-            methods=dict(methods.most_common()),
-            deployed=deployed,
-            notes=(*results.notes, *self._attack_notes(results)),
-            failures={str(name): reason for name, reason in self.failures.items()},
-        )
+            certified = results.correct & (radii > 0)
+            deployed = {e: float(certified_accuracy(radii, certified, e)) for e in levels}
+        return Summary(self, results, {e: float(results.accuracy(e)) for e in levels}, deployed)
 
     def _levels(self, results: Results) -> list[float]:
+        if self.settings.target_radius is not None:
+            return sorted({self.settings.target_radius, *results.radius[results.radius > 0].tolist()})
         if self.kind == "sampled":
-            target = self.settings.target_radius
-            if target is not None:
-                return sorted({target, *results.radius[results.radius > 0].tolist()})
             return [k * results.sigma / 2 for k in range(7)]
         largest = float(np.quantile(results.radius, 0.98))
         return sorted({k * largest / 5 for k in range(6)})
 
-    def _attack_notes(self, results: Results) -> list[str]:
-        """Attacks that contradict a proved radius: bugs, if there are any."""
-        if self.kind == "sampled":
-            return []
-        tried, broken = self.contradictions(results)
-        if not tried:
-            return []
-        named = f": {', '.join(broken[:5])}; please report this bug of equipoise" if broken else ""
-        return [f"{tried} inputs attacked inside their radius, {len(broken)} radii contradicted{named}"]
+    def certified(self, results: Results) -> dict[InputId, float]:
+        """The radius of every input whose certified answer is right, 0 for the others.
 
-    def contradictions(self, results: Results) -> tuple[int, list[str]]:
-        """How many inputs were attacked inside their certified radius, and those whose certificate broke.
+        Args:
+            results: the certificates.
+        """
+        return dict(zip(self.ids, np.where(results.correct, results.radius, 0.0).tolist(), strict=True))
+
+    def contradictions(self, results: Results) -> tuple[int, list[Violation]]:
+        """How many inputs were attacked inside their certified radius, and the certificates that broke.
+
+        Only attacks on what the certificates are about count: the network of a proved run, else its smoothed version.
 
         Args:
             results: the certificates.
         """
         if self.kind == "proved" and self.settings.norm == "l1":
             return 0, []  # ‖δ‖₁ may be larger than the ℓ2 distance of an attack
-        speaks = "base" if self.kind == "proved" else "smoothed"
-        radii = np.where(results.correct, results.radius, 0.0).tolist()
-        radius = dict(zip(self.ids, radii, strict=True))
-        tried, broken = set[InputId](), set[InputId]()
+        kind = "base" if self.kind == "proved" else "smoothed"
+        certified = self.certified(results)
+        attacked = set[InputId]()
+        broken: dict[InputId, Violation] = {}
         for row in self.attacks():
-            known = radius.get(row.id, 0.0)
-            if row.kind != speaks or not known:
+            radius = certified.get(row.id, 0.0)
+            distance = row.distance if row.success and row.distance is not None else math.inf
+            inside = distance * (1 + 1e-12) < radius
+            if row.kind != kind or not (inside or row.epsilon < radius):
                 continue
-            if row.epsilon < known:
-                tried.add(row.id)
-            if row.success and row.distance is not None and row.distance * (1 + 1e-12) < known:
-                broken.add(row.id)
-        return len(tried | broken), sorted(str(name) for name in broken)
+            attacked.add(row.id)
+            if inside and (row.id not in broken or distance < broken[row.id].distance):
+                broken[row.id] = Violation(row.id, distance, radius)
+        return len(attacked), list(broken.values())
 
     def export(self, path: str | Path, *, results: Results | None = None) -> Path:
         """Write `.csv`, `.json` or `.tsv` (Cohen's log), whole or not at all; radii are rounded down.
@@ -400,10 +389,7 @@ class Run:
         path = as_path(path)
         if path.suffix not in _FORMATS:
             raise InputError(f"cannot export to {path.name!r}: expected an ending among {', '.join(_FORMATS)}")
-        if not path.parent.is_dir():
-            raise InputError(f"cannot write {path}: there is no folder {path.parent}")
-        results = self.results() if results is None else results
-        atomic_write(path, _FORMATS[path.suffix](self, results))
+        atomic_write(path, _FORMATS[path.suffix](self, results or self.results()))
         return path
 
     def attacks(self) -> list[AttackRow]:
@@ -416,14 +402,9 @@ class Run:
         with locked(self.folder), Store(self.folder, self.manifest, writable=True) as store:
             store.put_attacks(rows)
 
-    def sessions(self) -> list[Session]:
-        """When and with which software inputs were computed."""
-        with Store(self.folder, self.manifest) as store:
-            return store.sessions()
-
 
 def as_levels(values: Any) -> list[float]:
-    """Radii as numbers; what is none, or negative, is refused."""
+    """Radii as numbers; anything else, and negative ones, are refused."""
     try:
         levels = [float(value) for value in values]
     except (TypeError, ValueError) as error:
@@ -447,20 +428,18 @@ def _records(run: Run, results: Results) -> list[dict[str, Any]]:
             "position": row.position,
             "label": row.label,
             "answer": int(results.answer[i]),
-            "radius": format_down(float(results.radius[i]), 6),
+            "radius": format_down(results.radius[i], 6),
             "status": status,
         }
         if results.p_lower is not None and results.p_upper is not None:
-            record |= {
-                "p_lower": format_down(float(results.p_lower[i]), 6),
-                "p_upper": format_up(float(results.p_upper[i]), 6),
-                "draws": row.draws,
-            }
+            record["p_lower"] = format_down(results.p_lower[i], 6)
+            record["p_upper"] = format_up(results.p_upper[i], 6)
+            record["draws"] = row.draws
         else:
             margin = "" if row.margin is None else format_down(row.margin, 6)
             record |= {"rival": row.rival, "margin": margin, "method": row.method}
-            if row.deployed is not None:
-                record["deployed"] = format_down(row.deployed, 6)
+        if run.settings.deployed:
+            record["deployed"] = format_down(row.deployed or 0.0, 6)
         records.append(record | {"failure": row.failure or ""})
     return records
 
@@ -468,7 +447,7 @@ def _records(run: Run, results: Results) -> list[dict[str, Any]]:
 def _csv(run: Run, results: Results) -> str:
     records = _records(run, results)
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(records[0]), lineterminator="\n")
+    writer = csv.DictWriter(buffer, records[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return buffer.getvalue()
@@ -482,12 +461,10 @@ def _json(run: Run, results: Results) -> str:
 def _log(run: Run, results: Results) -> str:
     """Cohen's log, readable by `smoothing.read_log`: idx is the position in the data."""
     lines = ["idx\tlabel\tpredict\tradius\tcorrect\ttime"]
-    for row, answer, radius, right in zip(
-        run.rows, results.prediction, results.radius, results.prediction == results.labels, strict=True
-    ):
-        spent = timedelta(seconds=round(row.seconds, 6))
-        correct = int(right and answer >= 0)
-        lines.append(f"{row.position}\t{row.label}\t{answer}\t{format_down(float(radius), 4)}\t{correct}\t{spent}")
+    for row, answer, radius in zip(run.rows, results.prediction, results.radius, strict=True):
+        seconds = timedelta(seconds=round(row.seconds, 6))
+        correct = int(answer == row.label >= 0)
+        lines.append(f"{row.position}\t{row.label}\t{answer}\t{format_down(radius, 4)}\t{correct}\t{seconds}")
     return "\n".join(lines) + "\n"
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,8 +23,7 @@ from equipoise.core.errors import InputError, Refused, did_you_mean
 from equipoise.core.files import atomic_write, read_json
 from equipoise.runs.inputs import Selection
 from equipoise.smoothing import SimplexMap
-from equipoise.smoothing.grid import Grid
-from equipoise.smoothing.noise import Levels, NoiseName, NoiseSpec
+from equipoise.smoothing.noise import Grid, Levels, NoiseName, NoiseSpec
 from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 
 NAME = "run.json"
@@ -33,7 +33,6 @@ DERIVABLE = ("alpha", "lipschitz", "procedure", "target_radius")
 
 Kind = Literal["sampled", "proved"]
 Norm = Literal["l2", "linf", "l1"]
-Draws = Annotated[int, Field(ge=1, le=10**10)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
@@ -77,7 +76,7 @@ class Settings(Document):
     sigma: Positive | None = None
     channels: tuple[Positive, ...] | None = None
     n0: Annotated[int, Field(ge=1, le=10**7)] = 100
-    n: Draws = 10_000
+    n: Annotated[int, Field(ge=1, le=10**10)] = 10_000
     alpha: Share = 1e-3
     procedure: str = DEFAULT
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -98,45 +97,36 @@ class Settings(Document):
     deployed: Literal["float32"] | None = None
 
     @classmethod
-    def of(cls, kind: Kind, keywords: Mapping[str, Any], others: Iterable[str] = ()) -> Self:
-        """Settings from the keywords of `certify` or `prove`.
+    def of(cls, kind: Kind, keywords: Mapping[str, Any]) -> Self:
+        """Settings from the keywords of `certify` or `prove`, checked.
 
         Args:
             kind: of the run.
             keywords: fields of `Settings`, and skip, limit, stride, balanced; sigma may be a list, map a `SimplexMap`.
-            others: further parameter names, for the "did you mean" of an unknown one.
         """
-        function = "certify" if kind == "sampled" else "prove"
+        command = _COMMAND[kind]
         values = {name: _plain(value) for name, value in keywords.items()}
-        chosen = {name: values.pop(name) for name in Selection.model_fields if name in values}
-
-        allowed = (_PROVED if kind == "proved" else _SAMPLED) | {"num_classes", "device"}
+        selection = {name: values.pop(name) for name in Selection.model_fields if name in values}
         for name in values:
-            if name not in allowed:
-                hint = did_you_mean(name, [*allowed, *Selection.model_fields, *others])
-                raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+            if name not in _FIELDS[kind]:
+                hint = did_you_mean(name, _FIELDS[kind])
+                raise TypeError(f"{command}() got an unexpected keyword argument {name!r}{hint}")
 
         if kind == "sampled":
             if values.get("sigma") is None:
                 raise TypeError("certify() needs sigma, the noise level in the units of the model's input")
             levels = Levels.of(values["sigma"])
             values |= {"sigma": float(levels.sigma), "channels": levels.channels}
-
-        try:
-            made = check_document({"kind": kind, "inputs": [chosen], **values}, cls, f"{function}()")
-        except TypeError as error:
-            raise InputError(f"{function}(): a setting is not a plain value: {error}") from error
-        made.check()
-        return made
+        settings = check_document({"kind": kind, "inputs": [selection], **values}, cls, f"{command}()")
+        settings.check()
+        return settings
 
     def check(self) -> None:
         """Refuse combinations of settings that mean nothing, or that no certificate covers."""
         if self.kind == "proved":
             return
-        levels = self.levels
-        row = self.row
+        procedure = self.row
         fixed = parse_map(self.map)
-
         if self.noise == "grid" and self.lipschitz is not None:
             raise Refused(
                 "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
@@ -144,35 +134,30 @@ class Settings(Document):
             )
         if self.target_radius is not None and self.relative is not None:
             raise InputError("give either target_radius or relative, not both")
-        if self.adaptive and row.soft and not row.hard:
+        if self.adaptive and procedure.soft and not procedure.hard:
             raise Refused(
-                f"adaptive runs test the majority vote, {self.procedure!r} works on soft scores: use a vote procedure "
-                "(cohen), or smoothing.certify_adaptive with a map"
+                f"adaptive runs test the majority vote, {self.procedure!r} works on soft scores: use a vote procedure (cohen)"
             )
-        if not row.soft and self.map is not None:
+        if not procedure.soft and self.map is not None:
             raise InputError(
                 f"{self.procedure!r} counts votes and takes no map: leave map out, or use 'rivals', 'lvm' or 'direct'"
             )
-        votes = not row.soft or self.adaptive or (fixed is not None and fixed.votes)
+        votes = not procedure.soft or self.adaptive or (fixed is not None and fixed.votes)
         if self.lipschitz is not None and votes:
             raise InputError(
                 "votes have no Lipschitz constant: --lipschitz goes with soft scores, --procedure rivals, lvm or direct"
             )
-        if self.cells is not None:
-            for level in levels.channels or (levels.sigma,):
+        for level in self.levels.channels or (self.levels.sigma,):
+            if self.cells is not None:
                 Grid(level, self.cells)
 
     @property
     def levels(self) -> Levels:
         """The noise levels."""
-        if self.sigma is None:
-            raise InputError("a proved run has no noise level")
-        found = Levels.of(self.channels or self.sigma)
-        if found.sigma != self.sigma:
-            raise InputError(
-                f"channels hold the noise levels {self.channels}, whose smallest is not sigma = {self.sigma}"
-            )
-        return found
+        levels = Levels.of(self.channels or self.sigma)
+        if levels.sigma != self.sigma:
+            raise InputError(f"sigma must be the smallest of the channels {self.channels}, got {self.sigma}")
+        return levels
 
     @property
     def row(self) -> Procedure:
@@ -181,7 +166,7 @@ class Settings(Document):
 
     @property
     def adaptive(self) -> bool:
-        """Whether inputs stop as soon as their answer is known."""
+        """Whether inputs stop as soon as their answer is certain."""
         return self.target_radius is not None or self.relative is not None
 
     @property
@@ -192,29 +177,34 @@ class Settings(Document):
 
     def noise_law(self) -> NoiseSpec:
         """The law of the noise that is sampled."""
-        chosen = self.seed_source == "user"
-        dimension = self.dimension or 0
-        return NoiseSpec(self.levels, self.noise, self.cells, dimension, self.chunk_size, self.seed or 0, chosen)
+        return NoiseSpec(
+            self.levels,
+            self.noise,
+            self.cells,
+            self.dimension or 0,
+            self.chunk_size,
+            self.seed or 0,
+            self.seed_source == "user",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data of the settings that belong to this kind of run and are set."""
-        own = _PROVED if self.kind == "proved" else _SAMPLED
-        plain = self.model_dump(mode="json", include=own | {"kind", "inputs", "num_classes", "device"})
-        return {name: value for name, value in plain.items() if value is not None}
+        return self.model_dump(mode="json", include=_FIELDS[self.kind] | {"kind", "inputs"}, exclude_none=True)
 
 
+_COMMAND: dict[Kind, str] = {"sampled": "certify", "proved": "prove"}
 _PROVED = {"norm", "effort", "seconds", "deployed"}
-_SAMPLED = set(Settings.model_fields) - _PROVED - {"kind", "inputs", "num_classes", "device"}
+_FIELDS: dict[Kind, set[str]] = {
+    "sampled": set(Settings.model_fields) - _PROVED - {"kind", "inputs"},
+    "proved": _PROVED | {"num_classes", "device", "dimension"},
+}
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of NumPy as Python's, maps as text, lists as tuples."""
+    """NumPy numbers as Python numbers, maps as text."""
     if isinstance(value, SimplexMap):
-        # mass r at temperature T certifies what mass 1 at temperature r·T does (see `smoothing.simplex`)
         return map_text(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    return tuple(value) if isinstance(value, list) else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def parse_map(text: str | None) -> SimplexMap | None:
@@ -227,9 +217,7 @@ def parse_map(text: str | None) -> SimplexMap | None:
         return None
     name, _, temperature = str(text).partition(":")
     try:
-        if name not in ("softmax", "sparsemax", "hardmax"):
-            raise ValueError
-        return SimplexMap(name, float(temperature) if temperature else 1.0)  # type: ignore[arg-type]
+        return SimplexMap(name, float(temperature or 1.0))  # type: ignore[arg-type]
     except ValueError as error:
         raise InputError(
             f"map must be 'global', 'per-input', 'hardmax', 'softmax:T' or 'sparsemax:T' with T > 0, got {text!r}"
@@ -238,6 +226,8 @@ def parse_map(text: str | None) -> SimplexMap | None:
 
 def map_text(value: SimplexMap) -> str:
     """The text of a map, which `parse_map` reads.
+
+    Mass r at temperature T certifies what mass 1 at temperature r·T does (see `smoothing.simplex`).
 
     >>> map_text(SimplexMap("softmax", 0.5))
     'softmax:0.5'
@@ -257,9 +247,8 @@ class Constant(Document):
         return self.source == "given"
 
     def __str__(self) -> str:
-        if self.assumed:
-            return f"{format_up(self.value)}, given by the user: an assumption, not checked"
-        return f"{format_up(self.value)}, computed by equipoise.lipschitz_bound"
+        origin = "given by the user: an assumption, not checked"
+        return f"{format_up(self.value)}, {origin if self.assumed else 'computed by equipoise.lipschitz_bound'}"
 
 
 class ModelRecord(Document):
@@ -289,25 +278,15 @@ class Recipe(Document):
     std: tuple[Positive, ...] | None = None
     split: str | None = None
     layout: str | None = None
-    size: tuple[Annotated[int, Field(ge=1, le=10**5)], Annotated[int, Field(ge=1, le=10**5)]] | None = None
+    size: tuple[PositiveCount, PositiveCount] | None = None
     columns: tuple[str, str] | None = None
     classes: tuple[str, ...] | dict[str, int] | None = None
 
 
 def versions() -> dict[str, str]:
     """The software that computes."""
-    import scipy
-    import torch
-
-    from equipoise import __version__
-
-    return {
-        "equipoise": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "scipy": scipy.__version__,
-        "python": platform.python_version(),
-    }
+    names = ("equipoise", "torch", "numpy", "scipy")
+    return {name: metadata.version(name) for name in names} | {"python": platform.python_version()}
 
 
 class Manifest(Document):
@@ -327,21 +306,18 @@ class Manifest(Document):
 
     def identity(self) -> dict[str, Any]:
         """What must not change while a run is continued, flat, with readable names."""
-        plain = {"model": self.model.hash, "data": self.data.fingerprint, "total": self.total}
-        return plain | self.settings.to_dict()
+        return {
+            "model": self.model.hash,
+            "data": self.data.fingerprint,
+            "total": self.total,
+            "fixed map": self.map,
+            "constant": str(self.lipschitz),
+            **self.settings.to_dict(),
+        }
 
-    def digest(self, *, any_seed: bool = False) -> str:
-        """The digest of the run: settings, model, data, and the map and the constant that were fixed beforehand.
-
-        Args:
-            any_seed: leave out what is not decided by the command: a seed from the system, the map, the constant.
-        """
-        plain = self.identity()
-        if not any_seed:
-            plain |= {"fixed map": self.map, "constant": str(self.lipschitz)}
-        elif self.settings.seed_source == "system":
-            plain.pop("seed", None)
-        return digest_document(plain)
+    def digest(self) -> str:
+        """The digest of the run: settings, model, data, and the map and the constant that were fixed beforehand."""
+        return digest_document(self.identity())
 
     def stretched(self, constant: Constant | None) -> float | None:
         """The constant in the coordinates in which the noise is round (see `smoothing.noise`)."""
@@ -349,8 +325,7 @@ class Manifest(Document):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON: what `run.json` holds."""
-        plain = self.model_dump(mode="json", exclude={"settings"})
-        return plain | {"settings": self.settings.to_dict(), "digest": self.digest()}
+        return self.model_dump(mode="json") | {"settings": self.settings.to_dict(), "digest": self.digest()}
 
     def write(self, folder: Path) -> None:
         """Write `run.json`, whole or not at all."""
@@ -358,7 +333,7 @@ class Manifest(Document):
 
 
 def as_path(value: Any) -> Path:
-    """A path; what is none is refused."""
+    """A path; anything else is refused."""
     if not isinstance(value, str | Path):
         raise InputError(f"expected a path, got {type(value).__name__}")
     return Path(value)
@@ -382,21 +357,14 @@ def read_manifest(folder: str | Path) -> Manifest:
     plain = read_json(path)
     stored = plain.pop("digest", None) if isinstance(plain, dict) else None
     manifest = check_document(plain, Manifest, str(path))
-    try:
-        manifest.settings.check()
-    except InputError as error:
-        raise InputError(f"{path} is damaged: {error}") from error
-
     settings = manifest.settings
-    unset = settings.num_classes is None
-    if settings.kind == "sampled":
-        unset = unset or settings.seed is None or settings.dimension is None
-    if unset or stored != manifest.digest():
+    settings.check()
+    if settings.num_classes is None or settings.dimension is None or stored != manifest.digest():
         raise InputError(f"{path} was changed after it was written (its digest does not fit): restore it")
     return manifest
 
 
-def differences(old: Manifest, new: Manifest, ignore: Sequence[str] = ()) -> list[str]:
+def differences(old: Manifest, new: Manifest, ignore: Iterable[str]) -> list[str]:
     """`name: old → new` for everything that differs, but for seeds that were drawn from the operating system.
 
     Args:
@@ -404,14 +372,14 @@ def differences(old: Manifest, new: Manifest, ignore: Sequence[str] = ()) -> lis
         new: another one.
         ignore: names that may differ.
     """
-    before, after = old.identity(), new.identity()
+    before = old.identity()
+    after = new.identity()
     skipped = {"seed_source", *ignore}
     if old.settings.seed_source == new.settings.seed_source == "system":
         skipped.add("seed")
-    names = sorted(set(before) | set(after) - skipped)
     return [
-        f"{name}: {_short(name, before.get(name))} → {_short(name, after.get(name))}"
-        for name in names
+        f"{name}: {_short(before.get(name))} → {_short(after.get(name))}"
+        for name in sorted(before.keys() | after.keys())
         if name not in skipped and before.get(name) != after.get(name)
     ]
 
@@ -422,20 +390,18 @@ def require_same(folder: Path, old: Manifest, new: Manifest) -> None:
     Args:
         folder: of the run.
         old: its manifest.
-        new: the manifest of the command.
+        new: the manifest of the command, whose map and constant are not fixed yet.
     """
-    found = differences(old, new)
-    if not found:
+    changes = differences(old, new, ("fixed map", "constant"))
+    if not changes:
         return
-    names = {line.partition(":")[0] for line in found}
+    names = {line.partition(":")[0] for line in changes}
     hint = "give another --run directory"
     if names <= set(DERIVABLE):
         hint = f"to change {' and '.join(sorted(names))} without sampling: equipoise derive {folder}"
-    raise Refused(f"{folder} holds another run ({'; '.join(found)}): {hint}")
+    raise Refused(f"{folder} holds another run ({'; '.join(changes)}): {hint}")
 
 
-def _short(name: str, value: Any) -> str:
-    if name == "inputs" and isinstance(value, list):
-        return " + ".join(f"skip {s['skip']} limit {s['limit']} stride {s['stride']}" for s in value)
+def _short(value: Any) -> str:
     text = "unset" if value is None else str(value)
     return text[:19] + "…" if text.startswith("sha256:") else text

@@ -8,14 +8,12 @@ must be the one written here (no views or triggers), and every payload is read b
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
@@ -26,25 +24,26 @@ from equipoise.runs.inputs import InputId
 from equipoise.runs.settings import NAME as MANIFEST
 from equipoise.runs.settings import Manifest, Settings, parse_map
 
+Entry = TypeVar("Entry", bound=Document)
+
 NAME = "store.sqlite"
 #: characters of one payload
 LARGEST = 1 << 26
 _SCHEMA = "CREATE TABLE entries (kind TEXT NOT NULL, key TEXT NOT NULL, payload TEXT NOT NULL, PRIMARY KEY (kind, key))"
-_NOWHERE = "file::memory:"
 _DAMAGED = "is damaged ({}): move it away and run the same command again, or restore it from a copy"
 _FULL = "cannot be written ({}): free some space and run the same command again; what is stored is kept"
-_CLOSED = "cannot be opened ({}): check the permissions of the folder"
-_BUSY = "is in use by another process ({}): wait for it or stop it"
+_CLOSED = "cannot be opened ({}): check the permissions of the folder, and that no other process uses the file"
 #: what an error of SQLite means; every other one is damage
-_HINTS = {
-    sqlite3.SQLITE_FULL: _FULL,
-    sqlite3.SQLITE_IOERR: _FULL,
-    sqlite3.SQLITE_READONLY: _CLOSED,
-    sqlite3.SQLITE_CANTOPEN: _CLOSED,
-    sqlite3.SQLITE_PERM: _CLOSED,
-    sqlite3.SQLITE_BUSY: _BUSY,
-    sqlite3.SQLITE_LOCKED: _BUSY,
-}
+_HINTS = {sqlite3.SQLITE_FULL: _FULL, sqlite3.SQLITE_IOERR: _FULL} | dict.fromkeys(
+    (
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    ),
+    _CLOSED,
+)
 
 
 class SoftVotes(Document):
@@ -59,6 +58,19 @@ class SoftVotes(Document):
     singles: Count
     direct: bool
     moments: tuple[tuple[float, ...], ...] = Field(min_length=4, max_length=4)
+
+    def fits(self, classes: int, fixed_map: str | None) -> bool:
+        """Whether a run with so many classes and this fixed map can have produced these moments.
+
+        Args:
+            classes: of the run.
+            fixed_map: None: the map is chosen at each input.
+        """
+        if fixed_map is not None and parse_map(self.map) != parse_map(fixed_map):
+            return False
+        widths = {len(moment) for moment in self.moments}
+        partition = sorted(self.order) == list(range(classes)) and self.singles < classes
+        return partition and widths == {min(classes, self.singles + 2)}
 
 
 class Row(Document):
@@ -80,7 +92,7 @@ class Row(Document):
         rival: proved: the class that limits the radius.
         margin: proved: of the input against the rival, rounded down where something is proved; None: not finite.
         method: proved: what proved the radius.
-        deployed: proved: the radius of the forward pass in float32, if asked for.
+        deployed: proved: the radius of the forward pass in float32, if wanted.
     """
 
     id: InputId
@@ -116,78 +128,38 @@ class Row(Document):
         if self.selection is None or self.estimation is None:
             return False
 
-        drawn = (self.n0, self.draws)
-        wanted = (settings.n0, self.draws if settings.adaptive else settings.n)
-        sums = (sum(self.selection), sum(self.estimation))
-        exact = settings.nonfinite == "refuse"
-        counts = all(s == d if exact else s <= d for s, d in zip(sums, drawn, strict=True))
+        complete = self.draws <= settings.n if settings.adaptive else self.draws == settings.n
+        missing = (self.n0 - sum(self.selection), self.draws - sum(self.estimation))
+        counted = min(missing) >= 0 if settings.nonfinite == "miss" else missing == (0, 0)
         lengths = len(self.selection) == len(self.estimation) == classes
-        return (
-            drawn == wanted and self.draws <= settings.n and counts and lengths and self._soft_fits(classes, fixed_map)
-        )
-
-    def _soft_fits(self, classes: int, fixed_map: str | None) -> bool:
-        soft = self.soft
-        if soft is None:
-            return True
-        if fixed_map is not None and parse_map(soft.map) != parse_map(fixed_map):
-            return False
-        widths = {len(moment) for moment in soft.moments}
-        buckets = min(classes, soft.singles + 2)
-        return sorted(soft.order) == list(range(classes)) and soft.singles < classes and widths == {buckets}
+        soft = self.soft is None or self.soft.fits(classes, fixed_map)
+        return self.n0 == settings.n0 and complete and counted and lengths and soft
 
 
-class Attacked(StrEnum):
-    """What an attack was on: the network itself, or its smoothed version."""
-
-    BASE = "base"
-    SMOOTHED = "smoothed"
-
-
-@dataclass(frozen=True)
-class AttackRow:
+class AttackRow(Document):
     """One attack on one input: whether some x' with ‖x' − x‖₂ ≤ epsilon was misclassified, and at what distance.
 
     The key is everything but the outcome: repeating an attack replaces its row, changing it adds one.
+
+    Args:
+        id: of the input.
+        kind: what was attacked, the network ("base") or its smoothed version ("smoothed").
+        epsilon: radius of the attack.
+        success: whether a misclassified point was found.
+        distance: of that point.
+        steps: gradient steps per start.
+        restarts: random starts.
+        seed: of starts and noise.
     """
 
     id: InputId
-    kind: Attacked
-    epsilon: float
-    success: bool
-    distance: float | None
-    steps: int
-    restarts: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.kind not in tuple(Attacked):
-            raise InputError(
-                f"an attack is on the network ('base') or on its smoothed version ('smoothed'), not {self.kind!r}"
-            )
-        object.__setattr__(self, "kind", Attacked(self.kind))
-
-
-class _AttackDocument(Document):
-    """An `AttackRow` as it is stored."""
-
-    id: InputId
-    kind: Attacked
+    kind: Literal["base", "smoothed"]
     epsilon: NonNegative
     success: bool
-    distance: NonNegative | None
-    steps: Count
-    restarts: Count
-    seed: int
-
-
-class Session(Document):
-    """When and with what some inputs were computed."""
-
-    started: str
-    engine: str
-    device: str
-    versions: dict[str, str]
+    distance: NonNegative | None = None
+    steps: Count = 20
+    restarts: Count = 1
+    seed: int = 0
 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
@@ -204,126 +176,97 @@ class Store:
     Args:
         folder: the run directory.
         manifest: of the run.
-        writable: create the file if need be; otherwise it is opened read-only, and an absent one is empty.
+        writable: create the file if need be; otherwise an absent one is empty.
     """
 
     def __init__(self, folder: str | Path, manifest: Manifest, *, writable: bool = False) -> None:
         self.path = Path(folder) / NAME
         self.manifest = manifest
-        self._require_regular()
+        for ending in ("", "-journal", "-wal", "-shm"):
+            # SQLite waits for ever for a named pipe
+            path = f"{self.path}{ending}"
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise InputError(f"cannot read {path}: it is not a regular file")
 
-        exists = self.path.exists()
+        empty = not (self.path.exists() and self.path.stat().st_size)
         # a reader opens for writing too, where it may: a killed writer's last transaction has to be rolled back
-        uri = f"{self.path.resolve().as_uri()}?mode={'rwc' if writable else 'rw'}" if exists or writable else _NOWHERE
+        uri = f"{self.path.resolve().as_uri()}?mode={'rwc' if writable else 'rw'}"
+        if empty and not writable:
+            uri = "file::memory:"
         with self._explained():
             self.db = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
         try:
-            self._open(writable)
+            self._open(empty)
         except BaseException:
-            self.close()
+            self.db.close()
             raise
 
-    def _require_regular(self) -> None:
-        """SQLite waits for ever for a named pipe: only regular files are opened."""
-        for ending in ("", "-journal", "-wal", "-shm"):
-            path = self.path.with_name(NAME + ending)
-            try:
-                mode = path.stat().st_mode
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise InputError(f"cannot read {path}: {error.strerror}") from error
-            if not stat.S_ISREG(mode):
-                raise InputError(f"cannot read {path}: it is not a regular file")
-
-    def _open(self, writable: bool) -> None:
+    def _open(self, empty: bool) -> None:
         digest = self.manifest.digest()
         with self._explained():
-            found = [sql for (sql,) in self.db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
-            if not found:
-                if self.path.exists() and self.path.stat().st_size:
-                    raise InputError(f"{self.path} is not the store of a run: it holds no table of entries")
-                if not writable:
-                    self.db.close()
-                    self.db = sqlite3.connect(_NOWHERE, uri=True, isolation_level=None)
+            schema = [sql for (sql,) in self.db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
+            # a writer that was killed before its first commit leaves a journal, which opening has just rolled back
+            if not schema and (empty or not self.path.stat().st_size):
                 with self._transaction():
                     self.db.execute(_SCHEMA)
                     self._insert("run", [("digest", digest)])
                 return
-        if found != [_SCHEMA]:
+        if schema != [_SCHEMA]:
             raise InputError(f"{self.path} is not the store of a run: it has other tables")
-
-        stored = self._read("run")
-        if stored != [json.dumps(digest)]:
+        if self._texts("run") != [json.dumps(digest)]:
             raise InputError(f"{self.path} belongs to another run than {MANIFEST} beside it: restore the two together")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
         self.db.close()
 
     def put(self, rows: Iterable[Row]) -> None:
         """Store inputs in one transaction: all or none, durably when this returns."""
-        self._put("input", ((_key(row.id), row.model_dump(mode="json", exclude_defaults=True)) for row in rows))
+        # JSON text as key keeps 1 and "1" apart
+        pairs = ((json.dumps(row.id), row.model_dump(mode="json", exclude_defaults=True)) for row in rows)
+        with self._transaction():
+            self._insert("input", pairs)
 
     def rows(self) -> list[Row]:
         """Every stored input, in the order of the data."""
-        manifest = self.manifest
-        rows = [parse_document(text, Row, f"{self.path}, an input") for text in self._read("input", manifest.total)]
+        rows = self._read("input", Row)
         for row in rows:
-            if not row.fits(manifest.settings, manifest.map):
+            if not row.fits(self.manifest.settings, self.manifest.map):
                 raise InputError(f"{self.path} is damaged at input {row.id!r}: restore it from a copy")
         return sorted(rows, key=lambda row: row.position)
 
     def forget_failures(self) -> None:
         """Remove the failed inputs, so that they are tried again."""
-        failed = [(_key(row.id),) for row in self.rows() if row.failure is not None]
-        with self._explained(), self._transaction():
+        failed = [(json.dumps(row.id),) for row in self.rows() if row.failure is not None]
+        with self._transaction():
             self.db.executemany("DELETE FROM entries WHERE kind = 'input' AND key = ?", failed)
 
     def put_attacks(self, rows: Iterable[AttackRow]) -> None:
         """Store attack results in one transaction."""
-        pairs = []
-        for row in rows:
-            plain = asdict(row) | {"kind": row.kind.value}
-            name = [value for field, value in plain.items() if field not in ("success", "distance")]
-            pairs.append((json.dumps(name), plain))
-        self._put("attack", pairs)
+        pairs = ((row.model_dump_json(exclude={"success", "distance"}), row.model_dump()) for row in rows)
+        with self._transaction():
+            self._insert("attack", pairs)
 
     def attacks(self) -> list[AttackRow]:
         """Every stored attack, by kind, epsilon and id."""
-        texts = self._read("attack")
-        found = [parse_document(text, _AttackDocument, f"{self.path}, an attack") for text in texts]
-        rows = [AttackRow(**row.model_dump()) for row in found]
+        rows = self._read("attack", AttackRow)
         return sorted(rows, key=lambda row: (row.kind, row.epsilon, str(row.id), row.steps, row.restarts, row.seed))
 
-    def add_session(self, session: Session) -> None:
-        """Note that some inputs were computed by this engine, device and software."""
-        count = len(self._read("session"))
-        self._put("session", [(f"{count:06d}", session.model_dump(mode="json"))])
-
-    def sessions(self) -> list[Session]:
-        """When and with what the inputs were computed."""
-        return [parse_document(text, Session, f"{self.path}, a session") for text in self._read("session")]
-
-    def _read(self, kind: str, most: int | None = None) -> list[str]:
+    def _texts(self, kind: str) -> list[str]:
         """The payloads of one kind; sizes are checked before anything is read into memory."""
         with self._explained():
-            query = "SELECT count(*), coalesce(max(length(payload)), 0), coalesce(max(typeof(payload)), 'text') "
-            count, longest, typed = self.db.execute(query + "FROM entries WHERE kind = ?", (kind,)).fetchone()
-            if longest > LARGEST or typed != "text" or (most is not None and count > most):
-                raise InputError(f"{self.path} is damaged: {count} entries, the longest {longest} letters of {typed}")
-            found = self.db.execute("SELECT payload FROM entries WHERE kind = ? ORDER BY key", (kind,)).fetchall()
-        return [payload for (payload,) in found]
+            query = "SELECT coalesce(max(length(payload)), 0), coalesce(max(typeof(payload)), 'text') FROM entries"
+            longest, typed = self.db.execute(f"{query} WHERE kind = ?", (kind,)).fetchone()
+            if longest > LARGEST or typed != "text":
+                raise InputError(f"{self.path} is damaged: an entry has {longest} letters of {typed}")
+            texts = self.db.execute("SELECT payload FROM entries WHERE kind = ? ORDER BY key", (kind,)).fetchall()
+        return [text for (text,) in texts]
 
-    def _put(self, kind: str, pairs: Iterable[tuple[str, Any]]) -> None:
-        with self._explained(), self._transaction():
-            self._insert(kind, pairs)
+    def _read(self, kind: str, model: type[Entry]) -> list[Entry]:
+        """The payloads of one kind as typed documents."""
+        return [parse_document(text, model, f"{self.path}, an entry of kind {kind}") for text in self._texts(kind)]
 
     def _insert(self, kind: str, pairs: Iterable[tuple[str, Any]]) -> None:
         values = [(kind, key, json.dumps(payload, allow_nan=False)) for key, payload in pairs]
@@ -331,14 +274,10 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        self.db.execute("BEGIN IMMEDIATE")
-        try:
+        """Everything inside is committed, or nothing."""
+        with self._explained(), self.db:
+            self.db.execute("BEGIN IMMEDIATE")
             yield
-            self.db.execute("COMMIT")
-        except BaseException:
-            if self.db.in_transaction:
-                self.db.execute("ROLLBACK")
-            raise
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -347,10 +286,4 @@ class Store:
             yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-            hint = _HINTS.get(code, _DAMAGED)
-            raise InputError(f"{self.path} {hint.format(one_line(error))}") from error
-
-
-def _key(name: InputId) -> str:
-    """Keeps 1 and "1" apart."""
-    return json.dumps(name)
+            raise InputError(f"{self.path} {_HINTS.get(code, _DAMAGED).format(one_line(error))}") from error

@@ -1,12 +1,18 @@
-"""From one input to its row: the sampled worker (randomized smoothing) and the proved worker (deterministic radii).
+"""From one input to its row, in this process or on a Ray cluster: sampled (randomized smoothing) or proved (deterministic radii).
 
-Rows are pure: the same row whatever the engine, the order, the other inputs or a restart.
+Rows are pure: the same row whatever the engine, the order, the other inputs or a restart. So an input that is lost with its
+Ray worker is simply computed again, by Ray's own restarts. Workers never touch the store: the first process writes it.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import os
+import pickle
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,19 +21,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.inputs import Item
-from equipoise.runs.models import Batched, Portable
-from equipoise.runs.settings import Settings, map_text
+from equipoise.runs.models import Batched, Portable, hash_module
+from equipoise.runs.settings import Settings, map_text, versions
 from equipoise.runs.store import Row, SoftVotes
 from equipoise.smoothing import SimplexMap, SmoothedClassifier, Stream, certify_adaptive, choose_map
 from equipoise.smoothing.classifier import count_votes
-from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.simplex import plan_map
 
 #: relative gap of every operator norm
 RTOL = 1e-3
+#: inputs in flight per Ray worker: memory does not grow with the data
+AHEAD = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +72,7 @@ class TaskSpec:
         size = self.model.batch or self.batch_size
         if size is not None and (size < settings.chunk_size or (self.model.batch and size != settings.chunk_size)):
             module = Batched(module, size)
-        made = SmoothedClassifier(
+        classifier = SmoothedClassifier(
             module,
             settings.channels or settings.levels.sigma,
             settings.num_classes or 0,
@@ -73,8 +82,8 @@ class TaskSpec:
             nonfinite=settings.nonfinite,
             noise=settings.noise,
         )
-        made.cells = settings.cells
-        return made
+        classifier.cells = settings.cells
+        return classifier
 
 
 class Worker:
@@ -98,11 +107,16 @@ class Worker:
         except Exception as error:  # whatever the user's own code raises
             shape = tuple(item.x.shape)
             raise InputError(f"the model failed on input {item.id!r} of shape {shape}: {one_line(error)}") from error
-        spent = max(0.0, time.process_time() - start)
-        return Row(id=item.id, position=item.position, label=item.label, seconds=spent, **values)
+        seconds = max(0.0, time.process_time() - start)
+        return Row(id=item.id, position=item.position, label=item.label, seconds=seconds, **values)
 
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
-        """The fields of the row."""
+        """The fields of the row that depend on the kind of run.
+
+        Args:
+            item: the input.
+            x: its numbers, on the worker's device.
+        """
         raise NotImplementedError
 
 
@@ -116,59 +130,51 @@ class SampledWorker(Worker):
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
         """Votes of the selection and of the estimation draws, and the moments of soft votes."""
         settings = self.spec.settings
-        if settings.noise == "grid" and x.numel() != settings.dimension:
-            raise Refused(
-                f"the input has {x.numel()} numbers, the inputs of this run have {settings.dimension}: run it by itself"
-            )
+        require_dimension(settings, x)
         counter = self.counter
         counter.votes = {s: np.zeros(counter.num_classes, dtype=np.int64) for s in Stream}
-        values: dict[str, Any] = {"draws": settings.n}
+        values: dict[str, Any] = {"n0": settings.n0, "draws": settings.n}
         if settings.adaptive:
-            values["draws"] = self._adaptive(counter, item, x)
+            values["draws"] = self._adaptive(item, x)
         elif settings.soft and not (self.spec.map is not None and self.spec.map.votes):
-            values["soft"] = self._soft(counter, item, x)
+            values["soft"] = self._soft(item, x)
         else:
             counter.counts(x, settings.n0, input_id=item.id, stream=Stream.SELECTION)
             counter.counts(x, settings.n, input_id=item.id, stream=Stream.ESTIMATION)
+        for stream in (Stream.SELECTION, Stream.ESTIMATION):
+            values[stream.name.lower()] = tuple(counter.votes[stream].tolist())
+        return values
 
-        selection, estimation = (counter.votes[s] for s in (Stream.SELECTION, Stream.ESTIMATION))
-        return {
-            "n0": settings.n0,
-            "selection": tuple(selection.tolist()),
-            "estimation": tuple(estimation.tolist()),
-            **values,
-        }
-
-    def _soft(self, counter: Counting, item: Item, x: Tensor) -> SoftVotes | None:
+    def _soft(self, item: Item, x: Tensor) -> SoftVotes | None:
         """Moments under the map of the run (or of this input); None where the votes are best."""
-        settings, network, chosen = self.spec.settings, self.spec.network, self.spec.map
+        settings = self.spec.settings
+        network = self.spec.network
         procedure, alpha, n = settings.procedure, settings.alpha, settings.n
-        logits = counter.selection(x[None], settings.n0, [item.id], Stream.SELECTION)
-        if chosen is None:
+        logits = self.counter.selection(x[None], settings.n0, [item.id], Stream.SELECTION)
+        simplex = self.spec.map
+        if simplex is None:
             sigma = settings.levels.sigma
-            maps = choose_map(logits, n, sigma, alpha, procedure=procedure, lipschitz=network, per_input=True)
-            chosen = maps[0]
-        if chosen.votes:
-            counter.counts(x, n, input_id=item.id, stream=Stream.ESTIMATION)
+            (simplex,) = choose_map(logits, n, sigma, alpha, procedure=procedure, lipschitz=network, per_input=True)
+        if simplex.votes:
+            self.counter.counts(x, n, input_id=item.id, stream=Stream.ESTIMATION)
             return None
 
         noise = settings.noise_law().setting(alpha, "").noise
-        plan = plan_map(chosen, logits, procedure, n, noise, alpha, network)
-        m, _ = counter.moments(x, n, plan, 0, chosen, input_id=item.id)
-        moments = np.stack([m.shift[0], m.first[0], m.second[0], m.cross[0]])
+        plan = plan_map(simplex, logits, procedure, n, noise, alpha, network)
+        m, _ = self.counter.moments(x, n, plan, simplex, input_id=item.id)
         return SoftVotes(
-            map=map_text(chosen),
+            map=map_text(simplex),
             order=tuple(plan.partition.order[0].tolist()),
             singles=int(plan.partition.singles[0]),
             direct=bool(plan.direct[0]),
-            moments=tuple(tuple(row) for row in moments.tolist()),
+            moments=tuple(tuple(part[0].tolist()) for part in (m.shift, m.first, m.second, m.cross)),
         )
 
-    def _adaptive(self, counter: Counting, item: Item, x: Tensor) -> int:
-        """The number of draws made until the answer was known."""
+    def _adaptive(self, item: Item, x: Tensor) -> int:
+        """The number of draws made until the answer was certain."""
         settings = self.spec.settings
         outcome = certify_adaptive(
-            counter,
+            self.counter,
             x[None],
             target_radius=settings.target_radius,
             relative=settings.relative,
@@ -176,10 +182,22 @@ class SampledWorker(Worker):
             n_max=settings.n,
             alpha=settings.alpha,
             procedure=settings.procedure,
-            map=SimplexMap("hardmax"),
             ids=[item.id],
         )
         return int(outcome.draws[0])
+
+
+def require_dimension(settings: Settings, x: Tensor) -> None:
+    """On the grid the law of the noise depends on the dimension: inputs of another one are refused.
+
+    Args:
+        settings: of the run.
+        x: one input.
+    """
+    if settings.noise == "grid" and x.numel() != settings.dimension:
+        raise Refused(
+            f"the input has {x.numel()} numbers, the inputs of this run have {settings.dimension}: run it by itself"
+        )
 
 
 class Counting(SmoothedClassifier):
@@ -199,26 +217,26 @@ class ProvedWorker(Worker):
 
     def __init__(self, spec: TaskSpec) -> None:
         super().__init__(replace(spec, device="cpu"))
+        assert spec.example is not None
         settings = spec.settings
-        self.module: nn.Module = spec.model.build("cpu")
-        tensors = [*self.module.parameters(), *self.module.buffers()]
+        module = spec.model.build("cpu")
+        tensors = [*module.parameters(), *module.buffers()]
         self.dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-        if spec.example is None:
-            raise InputError("a proved run needs an example input")
         x = spec.example.to(self.dtype)
-        self.shape = tuple(x.shape)
         self.certifier = Certifier.of(
-            self.module, x[None], norm=settings.norm, effort=settings.effort, rtol=RTOL, deployed=settings.deployed
+            module, x[None], norm=settings.norm, effort=settings.effort, rtol=RTOL, deployed=settings.deployed
         )
 
     def measure(self, item: Item, x: Tensor) -> dict[str, Any]:
-        """The radius, what limits it, and the radius of the deployed forward pass if asked for."""
-        settings = self.spec.settings
-        if tuple(x.shape) != self.shape:
-            raise Refused(f"the input has shape {tuple(x.shape)}, the inputs of this run have {self.shape}")
+        """The radius, what limits it, and the radius of the deployed forward pass if wanted."""
+        assert self.spec.example is not None
+        expected = tuple(self.spec.example.shape)
+        if tuple(x.shape) != expected:
+            raise Refused(f"the input has shape {tuple(x.shape)}, the inputs of this run have {expected}")
         label = torch.tensor([item.label]) if item.label >= 0 else None
-        radii = self.certifier.radii(x.to(self.dtype)[None], label, seconds=settings.seconds)
-        radius, margin = float(radii.radius[0]), float(radii.margins[0])
+        radii = self.certifier.radii(x.to(self.dtype)[None], label, seconds=self.spec.settings.seconds)
+        radius = float(radii.radius[0])
+        margin = float(radii.margins[0])
         return {
             "answer": int(radii.predictions[0]),
             "radius": radius,
@@ -227,3 +245,135 @@ class ProvedWorker(Worker):
             "method": radii.methods[0] if radius > 0 else "",
             "deployed": None if radii.deployed is None else float(radii.deployed[0]),
         }
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to run, never what to compute.
+
+    Args:
+        engine: "local" or "ray".
+        workers: of the Ray engine.
+        address: of an existing Ray cluster; None: one on this machine, started and stopped here.
+        gpus: per worker, where the device is one; 0.5 lets two workers share a GPU.
+    """
+
+    engine: str = "local"
+    workers: int = 1
+    address: str | None = None
+    gpus: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_one_of(("local", "ray"), engine=self.engine)
+        require_positive(workers=self.workers, gpus=self.gpus)
+        if self.engine == "local" and (self.workers > 1 or self.address is not None):
+            raise InputError("the local engine works in this process alone: for several workers use --engine ray")
+
+
+class RayWorker:
+    """One worker process of a Ray cluster, built once; another version of the software or of the model's code is refused.
+
+    Classes are read from each machine's own files; exported programs and classes of the main script are sent whole.
+
+    Args:
+        payload: a pickled `TaskSpec`.
+        path: where the first process finds modules.
+        expected: its versions, and the digest of the model's code.
+    """
+
+    def __init__(self, payload: bytes, path: list[str], expected: dict[str, str]) -> None:
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        spec: TaskSpec = pickle.loads(payload)  # only now: its classes may lie on that path
+        here = versions() | {"code": _code_digest(spec)}
+        wrong = [f"{name} {here[name]} instead of {value}" for name, value in expected.items() if here[name] != value]
+        if wrong:
+            raise Refused(
+                f"a worker has {', '.join(wrong)}: its numbers may differ; install the same files and versions everywhere"
+            )
+        if spec.device == "cpu":
+            torch.set_num_threads(1)
+        self.worker = spec.worker()
+
+    def row(self, item: Item) -> Row:
+        """The row of one input."""
+        return self.worker(item)
+
+
+def _code_digest(spec: TaskSpec) -> str:
+    payload = spec.model.payload
+    if not isinstance(payload, nn.Module) or any(type(m).__module__ == "__main__" for m in payload.modules()):
+        return ""
+    return hash_module(payload)
+
+
+def run_on_ray(spec: TaskSpec, items: Iterator[Item], execution: Execution) -> Iterator[Row]:
+    """Yield a row for every item, in any order; closing the generator stops the work.
+
+    Args:
+        spec: what to compute.
+        items: pulled from only as fast as they are worked off.
+        execution: workers, address and GPUs.
+    """
+    try:
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+    except ImportError as error:
+        raise InputError("the engine 'ray' needs ray: pip install 'equipoise[ray]'") from error
+
+    model, device = spec.model, torch.device(spec.device).type
+    if isinstance(model.payload, nn.Module) and device != "cpu":
+        model = replace(model, payload=copy.deepcopy(model.payload).cpu())
+    spec = replace(spec, model=model, device=device)
+    expected = versions() | {"code": _code_digest(spec)}
+    path = [entry or os.getcwd() for entry in sys.path]
+
+    started = not ray.is_initialized()
+    team: list[Any] = []
+    try:
+        if started:
+            _start(ray, execution)
+        gpus = execution.gpus if device == "cuda" else 0
+        options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 3, "max_task_retries": 3}
+        kind: Any = ray.remote(**options)(RayWorker)  # type: ignore[call-overload]
+        payload = ray.put(ray.cloudpickle.dumps(spec))
+        team += [kind.remote(payload, path, expected) for _ in range(execution.workers)]
+
+        idle: deque[Any] = deque(team * AHEAD)
+        flying: dict[Any, Any] = {}
+        while True:
+            while idle and (item := next(items, None)) is not None:
+                actor = idle.popleft()
+                flying[actor.row.remote(item)] = actor
+            if not flying:
+                return
+            done, _ = ray.wait(list(flying), num_returns=1)
+            idle.append(flying.pop(done[0]))
+            yield ray.get(done[0])
+    except (RayError, ConnectionError, TypeError, RuntimeError) as error:
+        cause = getattr(error, "cause", None) or error
+        if isinstance(cause, EquipoiseError):
+            raise type(cause)(*cause.args) from error
+        if isinstance(error, RayTaskError):
+            raise InputError(f"a worker failed: {one_line(cause)}") from error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[-1].strip()
+        raise InputError(
+            f"Ray could not do it ({reason}): what is stored is kept; a model that cannot be sent to other "
+            "processes can be saved as a .pt2 file, and a smaller --batch-size needs less memory"
+        ) from error
+    finally:
+        if started and ray.is_initialized():
+            ray.shutdown()
+        for actor in [] if started else team:
+            ray.kill(actor)
+
+
+def _start(ray: Any, execution: Execution) -> None:
+    """Join the cluster, or start one of this machine on the loopback address."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    own = {"num_cpus": execution.workers, "_node_ip_address": "127.0.0.1", "include_dashboard": False}
+    ray.init(
+        address=execution.address or "local",
+        log_to_driver=False,
+        logging_level="ERROR",
+        **({} if execution.address else own),
+    )

@@ -1,15 +1,14 @@
 """Certificates: Lipschitz margins, randomized smoothing, and both together.
 
-The names below are what a user types; everything else is imported from its module: radii in `radii`, intervals in
-`intervals`, e-processes in `adaptive`, noise in `noise`, simplex maps in `simplex`, deterministic margins in `margins`.
+The names below are what a user types; everything else is imported from its module: radii in `radii`, confidence bounds and
+e-processes in `intervals`, noise in `noise`, simplex maps in `simplex`, deterministic margins in `margins`.
 """
 
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
-from equipoise.smoothing.bounds import betting
 from equipoise.smoothing.certificates import Certificates, read_log, write_log
 from equipoise.smoothing.classifier import Denoised, SmoothedClassifier
 from equipoise.smoothing.derive import certify_counts, certify_scores
-from equipoise.smoothing.intervals import clopper_pearson, empirical_bernstein, hoeffding
+from equipoise.smoothing.intervals import betting, clopper_pearson, empirical_bernstein, hoeffding
 from equipoise.smoothing.margins import margin_radius
 from equipoise.smoothing.noise import Stream
 from equipoise.smoothing.procedures import PROCEDURES, Option, Procedure, Split

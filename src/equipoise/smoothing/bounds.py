@@ -1,13 +1,7 @@
-"""From statistics to radii: the bounds shared by all procedures, for hard votes (counts) and soft ones (moments).
+"""From statistics to radii: counts of hard votes and moments of soft ones, the bounds of both, and the radius they certify.
 
-A plan says how the risk is spent: `top` for the lower bound of the selected class, `rival` for the upper bound of each
-other bucket. `Gaussian` says what is known of the noise: its level, and how far the law that was drawn may be from it.
-
-A confidence bound by betting: for bounded values, tighter than Bernstein, and valid at any stopping time.
-
-A gambler who bets the fraction λ_t of the wealth on "X_t is above m" holds `K_t(m) = Π(1 + λ_i(X_i − m))`. If the mean
-is at most m this is a non-negative supermartingale, so by Ville's inequality it ever reaches 1/α with probability at
-most α: an m whose gambler gets that rich is refuted.
+The risk is spent by a plan: `top` for the lower bound of the selected class, `rival` for the upper bound of each other
+bucket. `Gaussian` is the noise of the theorem, with the distance of the law that was sampled from it.
 """
 
 from __future__ import annotations
@@ -16,85 +10,112 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from equipoise.core import InputError, as_upper
 from equipoise.smoothing.intervals import (
-    Side,
+    OneSide,
+    betting,
     clopper_pearson,
     complement,
     empirical_bernstein,
+    lipschitz_interval,
     randomized_binomial,
-    sides,
 )
-from equipoise.smoothing.moments import Moments, Partition
+from equipoise.smoothing.procedures import Partition
 from equipoise.smoothing.radii import positive, radius_mono, radius_mono_lipschitz, radius_multi, radius_multi_lipschitz
 from equipoise.smoothing.ramp import Floats
 
-_CAP = 0.75
-_STEPS = 40
 
+@dataclass(frozen=True)
+class Moments:
+    """For N inputs and B buckets (bucket 0 is the selected class), over n draws with scores `Z ∈ [0, 1]`:
 
-def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
-    """Bound of the mean of independent values in [0, 1], the samples along the last axis, in the order drawn.
+    `first = Σ(Z_b − shift_b)`, `second = Σ(Z_b − shift_b)²`, `cross = Σ(Z_0 − shift_0)(Z_b − shift_b)`. The shift is
+    fixed before the sample (the selection mean), so that nothing cancels; statistics with the same shift add up.
 
-    Bets `λ_t = min(√(2·ln(1/α)/(n·v̂_{t−1})), 0.75/m)` with v̂ the running variance of the past; m is refuted when
-    `max_t K_t(m) ≥ 1/α`. Each factor decreases in m, so the refuted m form an interval and bisection finds its end; the
-    end returned is one that was refuted with a margin for rounding.
-    Guarantee: coverage ≥ 1 − α for every law on [0, 1] (also under optional stopping, the bets knowing only n and the
-    past). Reference: Waudby-Smith & Ramdas (2024), §4.
-
-    >>> x = np.tile([0.85, 0.95], 500)
-    >>> round(float(betting(x, 0.001, "lower")), 3)
-    0.891
+    >>> m = Moments.of(np.array([[[0.9, 0.1], [0.7, 0.3]]]))
+    >>> m.mean.round(3).tolist(), m.var.round(3).tolist()
+    ([[0.8, 0.2]], [[0.02, 0.02]])
     """
-    x = np.asarray(samples, dtype=np.float64)
-    if x.ndim < 1 or x.shape[-1] < 1:
-        raise InputError("betting needs at least one sample along the last axis")
-    if not bool(np.all((x >= 0) & (x <= 1))):
-        raise InputError("betting needs samples in [0, 1]")
-    alpha = np.broadcast_to(np.asarray(alpha, dtype=np.float64), x.shape[:-1])
-    if not bool(np.all((alpha > 0) & (alpha < 1))):
-        raise InputError("the risk alpha must lie strictly between 0 and 1")
-    return sides(side, alpha, lambda a: _lower(x, a), lambda a: _above(x, a))
+
+    n: Floats
+    shift: Floats
+    first: Floats
+    second: Floats
+    cross: Floats
+
+    @classmethod
+    def of(cls, scores: Floats, shift: Floats | None = None) -> Moments:
+        """Statistics of bucket scores (N, n, B)."""
+        if scores.ndim != 3 or scores.shape[1] < 1:
+            raise InputError(f"expected scores of shape (inputs, draws, buckets), got {scores.shape}")
+        centre = scores.mean(axis=1) if shift is None else shift
+        z = scores - centre[:, None, :]
+        n = np.full(len(scores), float(scores.shape[1]))
+        return cls(n, centre, z.sum(axis=1), (z * z).sum(axis=1), (z * z[:, :, :1]).sum(axis=1))
+
+    @classmethod
+    def of_counts(cls, counts: Floats, n: Floats) -> Moments:
+        """Statistics of hard votes from counts per bucket (N, B): a vote is 0 or 1, and never for two buckets at once."""
+        counts = counts.astype(np.float64)
+        cross = np.zeros_like(counts)
+        cross[:, 0] = counts[:, 0]
+        return cls(n.astype(np.float64), np.zeros_like(counts), counts, counts, cross)
+
+    def scaled(self, n: int) -> Moments:
+        """The statistics a sample of n draws with the same mean and variance would have: to plan, never to certify."""
+        more = (n - 1) / np.maximum(self.n - 1, 1)[:, None]
+        return Moments(
+            n=np.full_like(self.n, float(n)),
+            shift=self.mean,
+            first=np.zeros_like(self.first),
+            second=self._centred(self.second) * more,
+            cross=self._centred(self.cross) * more,
+        )
+
+    def _centred(self, sums: Floats) -> Floats:
+        top = self.first[:, :1] if sums is self.cross else self.first
+        return np.asarray(sums - top * self.first / self.n[:, None])
+
+    @property
+    def mean(self) -> Floats:
+        """Mean score per bucket."""
+        return self.shift + self.first / self.n[:, None]
+
+    @property
+    def rounding(self) -> Floats:
+        """(N, 1): bound of the rounding in a mean, however the n terms were added."""
+        return (2.0**-51 * (self.n + 16))[:, None]
+
+    @property
+    def var(self) -> Floats:
+        """Unbiased variance per bucket, rounded up."""
+        return self._var(self.second, self._centred(self.second))
+
+    @property
+    def gap(self) -> tuple[Floats, Floats]:
+        """Mean and unbiased variance (rounded up) of the direct margin `h_b = (1 + Z_0 − Z_b)/2` for every b."""
+        mean = self.mean
+        total = (self._centred(self.second)[:, :1] + self._centred(self.second) - 2 * self._centred(self.cross)) / 4
+        return (1 + mean[:, :1] - mean) / 2, self._var(self.second + self.second[:, :1], total)
+
+    def _var(self, size: Floats, centred: Floats) -> Floats:
+        spare = np.maximum(self.n - 1, 1)[:, None]
+        return np.asarray((np.maximum(centred, 0) + self.rounding * np.abs(size)) / spare)
 
 
-def _above(x: Floats, alpha: Floats) -> Floats:
-    return np.minimum(np.nextafter(1 - _lower(1 - x, alpha) + 2.0**-52, 2.0), 1.0)  # 1 − x rounds by 2^-54 at most
-
-
-def _lower(x: Floats, alpha: Floats) -> Floats:
-    goal = np.log(1 / alpha)
-    bets = bet_sizes(x, goal[..., None])
-    margin = 1e-12 + 4e-15 * x.shape[-1]  # rounding of the sum of n logarithms, each below 2 in size
-    low, high = np.zeros(alpha.shape), np.ones(alpha.shape)
-    for _ in range(_STEPS):
-        m = (low + high) / 2
-        refuted = wealth(x, bets, m[..., None]).max(axis=-1) >= goal + margin
-        low, high = np.where(refuted, m, low), np.where(refuted, high, m)
-    return low
-
-
-def bet_sizes(x: Floats, goal: Floats) -> Floats:
-    """The bets before their cap: `√(2·ln(1/α)/(n·v̂_{t−1}))`, v̂ started at ¼ and using the past only."""
-    n = x.shape[-1]
-    t = np.arange(1, n + 1, dtype=np.float64)
-    mean = (0.5 + np.cumsum(x, axis=-1)) / (t + 1)
-    spread = (0.25 + np.cumsum((x - mean) ** 2, axis=-1)) / (t + 1)
-    before = np.concatenate([np.full((*x.shape[:-1], 1), 0.25), spread[..., :-1]], axis=-1)
-    return np.asarray(np.sqrt(2 * goal / (n * before)))
-
-
-def wealth(x: Floats, bets: Floats, m: Floats) -> Floats:
-    """`ln K_t(m)` for t = 1 … n along the last axis; no factor is below ¼, so the gambler is never ruined."""
-    capped = np.minimum(bets, _CAP / np.maximum(m, 1e-300))
-    return np.asarray(np.cumsum(np.log1p(capped * (x - m)), axis=-1))
+def bucket_scores(scores: Floats, partition: Partition) -> Floats:
+    """(N, n, c) class scores → (N, n, B) bucket scores; where rounding carries a sum beyond 1 it is 1."""
+    inputs, draws, classes = scores.shape
+    flat = scores.reshape(inputs * draws, classes)
+    order, singles = np.repeat(partition.order, draws, axis=0), np.repeat(partition.singles, draws)
+    return np.minimum(Partition(order, singles).gather(flat), 1.0).reshape(inputs, draws, -1)
 
 
 @dataclass(frozen=True)
 class Smoothness:
-    """Lipschitz constants of the scores before smoothing: of one component, and of the difference of two; ∞ if
-    unknown."""
+    """Lipschitz constants of the scores before smoothing: of one component, and of the difference of two; ∞ if unknown."""
 
     component: Any = np.inf
     pair: Any = np.inf
@@ -191,13 +212,42 @@ def _binomial(k: Floats, n: Floats, risk: Any, ties: Floats | None) -> Floats:
 def moment_bounds(
     moments: Moments, partition: Partition, noise: Gaussian, top: Any, rival: Any, smoothness: Smoothness = UNKNOWN
 ) -> Bounds:
-    """Empirical Bernstein for every bucket, then the radius with or without a Lipschitz constant."""
-    mean, var, n = moments.mean, moments.var, moments.n
-    low_mean = np.clip(mean[:, 0] - moments.rounding[:, 0], 0, 1)
-    lower = empirical_bernstein(low_mean, var[:, 0], n, top, "lower")
+    """Bounds of every bucket's mean score, then the radius with or without a Lipschitz constant.
+
+    Args:
+        moments: of the bucket scores.
+        partition: the buckets.
+        noise: its level and variation.
+        top: risk (N,) of the lower bound of the class.
+        rival: risk (N,) of the upper bound of each other bucket.
+        smoothness: Lipschitz constants of the scores.
+    """
+    mean, var, n = moments.mean, moments.var, moments.n[:, None]
+    scale = _single_scales(partition, noise, smoothness.component)
+    low_mean = np.clip(mean[:, :1] - moments.rounding, 0, 1)
+    lower = _mean_bound(low_mean, var[:, :1], n, _column(top), scale[:, :1], "lower")
     others = np.clip(mean[:, 1:] + moments.rounding, 0, 1)
-    upper = empirical_bernstein(others, var[:, 1:], n[:, None], _column(rival), "upper")
-    return two_sided(lower, upper, partition, noise, smoothness)
+    upper = _mean_bound(others, var[:, 1:], n, _column(rival), scale[:, 1:], "upper")
+    return two_sided(lower[:, 0], upper, partition, noise, smoothness)
+
+
+def _single_scales(partition: Partition, noise: Gaussian, constant: Any) -> Floats:
+    """(N, B): `σ·L` of the buckets that hold one class, ∞ for the pooled one, whose sum may be steeper than its classes."""
+    bucket = np.arange(int(partition.buckets.max(initial=1)))
+    scale = np.broadcast_to(np.asarray(noise.sigma * constant), len(partition.order))
+    return np.where(bucket <= partition.singles[:, None], scale[:, None], np.inf)
+
+
+def _mean_bound(mean: Floats, var: Floats, n: Floats, risk: Floats, scale: Floats, side: OneSide) -> Floats:
+    """Empirical Bernstein, or the Lipschitz interval where that is shorter whatever the sample.
+
+    The choice looks at n, the risk and the constant only: choosing by the sample's variance would spend the risk twice.
+    """
+    bernstein = empirical_bernstein(mean, var, n, risk, side)
+    shortest = 7 * np.log(2 / risk) / (3 * (n - 1))  # of Bernstein's, at variance 0
+    shorter = scale * np.sqrt(2 * np.log(1 / risk) / n) < shortest
+    known = np.where(shorter, scale, 0.0)
+    return np.where(shorter, lipschitz_interval(mean, n, risk, known, side), bernstein)
 
 
 def sample_bounds(
@@ -211,8 +261,7 @@ def sample_bounds(
 
 
 def two_sided(lower: Floats, upper: Floats, partition: Partition, noise: Gaussian, smoothness: Smoothness) -> Bounds:
-    """One lower bound (N,), upper bounds (N, B − 1) of the other buckets → the largest of those, capped, and the
-    radius."""
+    """One lower bound (N,), upper bounds (N, B − 1) of the other buckets → the largest of those, capped, and the radius."""
     lower = noise.below(lower)
     cap = np.minimum(complement(lower) + 1e-9, 1.0)  # soft scores sum to 1 up to rounding (checked where they come in)
     worst = noise.above(np.where(partition.present()[:, 1:], upper, 0.0).max(axis=1))
@@ -231,15 +280,13 @@ def margin_bounds(
     """
     mean, var = moments.gap
     low_mean = np.clip(mean[:, 1:] - moments.rounding, 0, 1)
-    lower = empirical_bernstein(low_mean, var[:, 1:], moments.n[:, None], _column(risk), "lower")
+    scale = _single_scales(partition, noise, smoothness.pair * 0.5)[:, 1:]
+    lower = _mean_bound(low_mean, var[:, 1:], moments.n[:, None], _column(risk), scale, "lower")
     h = noise.below(np.where(partition.present()[:, 1:], lower, 1.0).min(axis=1))
-    return Bounds(h, complement(h), _margin_radius(h, noise.sigma, smoothness))
-
-
-def _margin_radius(h: Floats, sigma: Any, smoothness: Smoothness) -> Floats:
-    if bool(np.all(np.isinf(smoothness.pair))):
-        return radius_mono(h, sigma)
-    return radius_mono_lipschitz(h, sigma, smoothness.pair * 0.5)
+    radius = radius_mono(h, noise.sigma)
+    if not bool(np.all(np.isinf(smoothness.pair))):
+        radius = radius_mono_lipschitz(h, noise.sigma, smoothness.pair * 0.5)
+    return Bounds(h, complement(h), radius)
 
 
 def _column(risk: Any) -> Floats:

@@ -14,7 +14,7 @@ from equipoise.core import InputError, format_down
 from equipoise.core.accuracy import average_certified_radius, certified_accuracy
 from equipoise.core.checks import describe
 from equipoise.core.files import atomic_write, read_bounded
-from equipoise.smoothing.moments import Ints
+from equipoise.smoothing.procedures import Ints
 from equipoise.smoothing.ramp import Floats
 
 ABSTAIN = -1

@@ -15,12 +15,17 @@ from scipy.special import betainc
 from torch import Tensor, nn
 
 from equipoise.core import InputError, Refused, as_upper
-from equipoise.core.checks import require_images, require_module, require_number, require_tensor
-from equipoise.core.errors import require_one_of
+from equipoise.core.checks import (
+    describe,
+    require_images,
+    require_module,
+    require_number,
+    require_one_of,
+    require_tensor,
+)
+from equipoise.smoothing.bounds import Moments
 from equipoise.smoothing.certificates import ABSTAIN, Certificates
 from equipoise.smoothing.derive import Scores, Votes, derive, joined
-from equipoise.smoothing.grid import is_image, power_of_two
-from equipoise.smoothing.moments import Ints, Moments
 from equipoise.smoothing.noise import (
     FloatNoise,
     GridNoise,
@@ -30,11 +35,13 @@ from equipoise.smoothing.noise import (
     Sigma,
     Stream,
     fresh_seed,
+    is_image,
     noise_key,
+    power_of_two,
     tie_breaks,
 )
 from equipoise.smoothing.planning import Plan
-from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
+from equipoise.smoothing.procedures import DEFAULT, Ints, Procedure, find_procedure
 from equipoise.smoothing.ramp import Floats
 from equipoise.smoothing.simplex import SimplexMap, apply_map, choose_map, map_smoothness, plan_map, scores_of
 
@@ -99,7 +106,14 @@ class SmoothedClassifier:
     # ---- sampling -------------------------------------------------------------------------------------------------
 
     def logits(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Iterator[Tensor]:
-        """Logits of n noisy copies of one input, chunk by chunk, `(≤ chunk_size, classes)` each."""
+        """Logits of n noisy copies of one input, chunk by chunk, `(≤ chunk_size, classes)` each.
+
+        Args:
+            x: the input, without batch.
+            n: number of draws.
+            input_id: key of the noise.
+            stream: what the draws are for.
+        """
         self._require_eval()
         require_number(n, "the number of draws", least=1, whole=True)
         law = self._law(require_tensor(x, "the input"))
@@ -109,53 +123,62 @@ class SmoothedClassifier:
             with torch.inference_mode():  # not around the yield: the mode would leak into the caller
                 noisy = law.fill(buffer, x, key).to(x.dtype)
                 out = self._answer(noisy)
-            self._require_logits(out)
             if out.untyped_storage().data_ptr() == noisy.untyped_storage().data_ptr():
                 out = out.clone()  # the model handed its input back, and the buffer is about to be overwritten
             rows = min(self.chunk_size, n - chunk * self.chunk_size)
             yield self._finite(out[:rows], input_id)
 
-    def _answer(self, noisy: Tensor) -> Any:
+    def _answer(self, noisy: Tensor) -> Tensor:
         """Logits of a batch; the first one is used to check that rows are answered one by one."""
         if self.rowwise_checked:
-            return self.model(noisy)
+            return self._require_logits(self.model(noisy))
         batch, states = noisy.clone(), _generators(noisy.device)
-        out = self.model(noisy)
-        self._require_logits(out)
+        out = self._require_logits(self.model(noisy))
         require_rowwise(self.model, batch, out, states)
         self.rowwise_checked = True
         return out
 
     def counts(self, x: Tensor, n: int, *, input_id: int | str, stream: Stream) -> Ints:
-        """Votes per class in n draws: all that hard procedures need, and it adds up over chunks."""
+        """Votes per class in n draws: all that hard procedures need, and it adds up over chunks.
+
+        Args:
+            x: the input, without batch.
+            n: number of draws.
+            input_id: key of the noise.
+            stream: what the draws are for.
+        """
         total = torch.zeros(self.num_classes, dtype=torch.int64, device=x.device)
         for out in self.logits(x, n, input_id=input_id, stream=stream):
             total += count_votes(out)
         return total.cpu().numpy()
 
     def moments(
-        self, x: Tensor, n: int, plan: Plan, row: int, chosen: SimplexMap, *, input_id: int | str, keep: bool = False
+        self, x: Tensor, n: int, plan: Plan, chosen: SimplexMap, *, input_id: int | str, keep: bool = False
     ) -> tuple[Moments, Floats | None]:
-        """Bucket moments of one input's estimation sample under a plan (its row), and the bucket scores if kept."""
-        partition, shift = plan.partition, torch.from_numpy(plan.shift[row]).to(x.device)
-        width = len(shift)
-        order = torch.from_numpy(partition.order[row].copy()).to(x.device)
-        position = np.minimum(np.arange(self.num_classes), partition.singles[row] + 1)
-        to_bucket = torch.zeros(self.num_classes, width, dtype=torch.float64, device=x.device)
-        to_bucket[order, torch.from_numpy(position).to(x.device)] = 1.0
-        each = width == self.num_classes
-        sums = torch.zeros(3, width, dtype=torch.float64, device=x.device)
+        """Bucket moments of one input's estimation sample under its plan, and the bucket scores if kept.
+
+        Args:
+            x: the input.
+            n: estimation draws.
+            plan: of this input alone.
+            chosen: the simplex map.
+            input_id: key of the noise.
+            keep: whether to return the bucket scores (1, n, B) too.
+        """
+        shift = torch.from_numpy(plan.shift[0]).to(x.device)
+        to_bucket = torch.zeros(self.num_classes, len(shift), dtype=torch.float64, device=x.device)
+        to_bucket[torch.arange(self.num_classes), torch.from_numpy(plan.partition.labels()[0])] = 1.0
+        sums = torch.zeros(3, len(shift), dtype=torch.float64, device=x.device)
         samples: list[Tensor] = []
         for out in self.logits(x, n, input_id=input_id, stream=Stream.ESTIMATION):
-            scores = scores_of(chosen, out)
-            z = scores[:, order] if each else scores @ to_bucket
+            scores = scores_of(chosen, out) @ to_bucket
             if keep:
-                samples.append(z.cpu())
-            z = z - shift
+                samples.append(scores.cpu())
+            z = scores - shift
             sums += torch.stack([z.sum(0), (z * z).sum(0), (z * z[:, :1]).sum(0)])
         first, second, cross = (s[None, :] for s in sums.cpu().numpy())
         kept = torch.cat(samples).clamp_(0, 1).numpy()[None] if keep else None
-        return Moments(np.array([float(n)]), plan.shift[row : row + 1], first, second, cross), kept
+        return Moments(np.array([float(n)]), plan.shift, first, second, cross), kept
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
@@ -165,6 +188,12 @@ class SmoothedClassifier:
         Two-sided binomial test of the two largest counts (Hung & Fithian 2019; Cohen et al. 2019, Predict). On a grid of
         variation v the n draws differ from n exact ones with probability at most `n·v`, which is taken off alpha; there
         the answer is that of the classifier that rounds its input to the grid first, as certificates have it.
+
+        Args:
+            x: a batch.
+            n: draws per input.
+            alpha: risk of a wrong answer per input.
+            ids: keys of the noise, default 0 … N − 1.
         """
         if self.map is not None and not self.map.votes:
             raise Refused(f"predict tests votes, but this classifier smooths {self.map}: use certify")
@@ -175,13 +204,22 @@ class SmoothedClassifier:
         self, x: Tensor, *, n0: int = 100, n: int = 10_000, alpha: float = 1e-3, procedure: str = DEFAULT,
         lipschitz: Any = None, grid: Sequence[SimplexMap] | None = None, ids: Ids | None = None,
     ) -> SimplexMap:  # fmt: skip
-        """Fix the simplex map once for all, as the best on average over calibration inputs; sets and returns `map`."""
+        """Fix the simplex map once for all, as the best on average over calibration inputs; sets and returns `map`.
+
+        Args:
+            x: calibration inputs.
+            n0: calibration draws per input.
+            n: estimation draws to plan for.
+            alpha: risk to plan for.
+            procedure: to plan for.
+            lipschitz: sound bound of Lip(f).
+            grid: candidate maps, default `map_grid()`.
+            ids: keys of the noise.
+        """
         logits = self.suited(lipschitz).selection(x, n0, ids, Stream.CALIBRATION)
-        chosen = choose_map(
-            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=self.round_constant(lipschitz), grid=grid
-        )
-        self.map = chosen[0]
-        return chosen[0]
+        network = self.round_constant(lipschitz)
+        self.map = choose_map(logits, n, self.sigma, alpha, procedure=procedure, lipschitz=network, grid=grid)[0]
+        return self.map
 
     def certify(
         self,
@@ -214,6 +252,7 @@ class SmoothedClassifier:
             ids: keys of the noise, default 0 … N − 1.
         """
         row = find_procedure(procedure)
+        require_one_of(("bernstein", "betting"), interval=interval)
         network = self.round_constant(lipschitz)
         if not row.soft and network is not None:
             raise InputError(
@@ -221,18 +260,25 @@ class SmoothedClassifier:
             )
         source = self.suited(lipschitz)
         spec = source.noise_spec(x)
-        unasked = map is None and network is None and self.map is None
-        if not row.soft or (unasked and row.map == "hardmax"):
+        default = map is None and network is None and self.map is None
+        if not row.soft or (default and row.map == "hardmax"):
             return self._certify_votes(x, n0, n, alpha, row, spec, ids)
         logits = source.selection(x, n0, ids, Stream.SELECTION)
-        maps, origin = self._maps(logits, map, n, alpha, procedure, network, grid)
-        setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {origin}")
+        maps, origin = self._maps(logits, map or "global", n, alpha, procedure, network, grid)
+        own = spec.setting(alpha, "")
         parts = []
         for k, (xi, name) in enumerate(source.inputs(x, ids)):
-            own = spec.setting(alpha, "")
-            plan = plan_map(maps[k], logits[k : k + 1], procedure, n, own.noise, alpha, network)
-            found = derive(source._sample(xi, name, maps[k], logits[k : k + 1], plan, n, network, interval), row, own)
-            parts.append(([k], found))
+            chosen, first = maps[k], logits[k : k + 1]
+            sample: Votes | Scores
+            if chosen.votes:
+                votes = source.counts(xi, n, input_id=name, stream=Stream.ESTIMATION)[None].astype(np.float64)
+                sample = Votes(apply_map(chosen, first).sum(axis=1), votes, np.array([float(n)]))
+            else:
+                plan = plan_map(chosen, first, procedure, n, own.noise, alpha, network)
+                moments, kept = source.moments(xi, n, plan, chosen, input_id=name, keep=interval == "betting")
+                sample = Scores(plan, moments, map_smoothness(chosen, self.num_classes, network), kept)
+            parts.append(([k], derive(sample, row, own)))
+        setting = spec.setting(alpha, f"the classifier smoothed with {spec} and {origin}")
         whole = joined(parts, len(x), row.name, setting)
         whole.details["maps"] = [str(m) for m in maps]
         if network is not None:
@@ -245,46 +291,40 @@ class SmoothedClassifier:
         inputs = list(self.inputs(x, ids))
         first = np.stack([self.counts(xi, n0, input_id=i, stream=Stream.SELECTION) for xi, i in inputs])
         second = np.stack([self.counts(xi, n, input_id=i, stream=Stream.ESTIMATION) for xi, i in inputs])
-        ties = np.stack([tie_breaks(self.seed, i) for _, i in inputs]) if row.ties else None
+        ties = np.stack([tie_breaks(self.seed, i) for _, i in inputs])
         votes = Votes(first.astype(np.float64), second.astype(np.float64), np.full(len(first), float(n)), ties)
         return derive(votes, row, spec.setting(alpha, f"the majority vote of the network under {spec}"))
 
-    def _sample(
-        self, x: Tensor, name: int | str, chosen: SimplexMap, logits: Floats, plan: Plan, n: int,
-        network: float | None, interval: Literal["bernstein", "betting"],
-    ) -> Votes | Scores:  # fmt: skip
-        """The estimation sample of one input under a map."""
-        if chosen.votes:
-            votes = self.counts(x, n, input_id=name, stream=Stream.ESTIMATION)[None].astype(np.float64)
-            return Votes(apply_map(chosen, logits).sum(axis=1), votes, np.array([float(n)]))
-        moments, kept = self.moments(x, n, plan, 0, chosen, input_id=name, keep=interval == "betting")
-        return Scores(plan, moments, map_smoothness(chosen, self.num_classes, network), kept, interval)
-
     def _maps(
-        self, logits: Floats, map: str | SimplexMap | None, n: int, alpha: float, procedure: str, network: float | None,
+        self, logits: Floats, map: str | SimplexMap, n: int, alpha: float, procedure: str, network: float | None,
         grid: Sequence[SimplexMap] | None,
     ) -> tuple[list[SimplexMap], str]:  # fmt: skip
-        map = "global" if map is None else map
+        """The map of every input, and where it comes from in words."""
         if isinstance(map, SimplexMap):
             return [map] * len(logits), f"{map}, given by the caller"
+        require_one_of(("global", "per-input"), map=map)
         if map == "global" and self.map is not None:
             return [self.map] * len(logits), f"{self.map}, fixed beforehand"
-        if map not in ("global", "per-input"):
-            raise InputError(f"map must be 'global', 'per-input' or a SimplexMap, got {map!r}")
-        per_input = map == "per-input"
-        chosen = choose_map(
-            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=network, grid=grid, per_input=per_input
+        own = map == "per-input" or len(logits) == 1
+        maps = choose_map(
+            logits, n, self.sigma, alpha, procedure=procedure, lipschitz=network, grid=grid, per_input=own
         )
-        own = (
+        if not own:
+            return maps, f"{maps[0]}, chosen on the pooled selection samples of this call; deploy this very map"
+        return maps, (
             "the map chosen at each input on its own selection sample: a deployed classifier that chooses anew at x' may use "
             "another map there, and nothing is certified about it"
         )
-        if per_input or len(logits) == 1:
-            return chosen, own
-        return chosen, f"{chosen[0]}, chosen on the pooled selection samples of this call; deploy this very map"
 
     def selection(self, x: Tensor, n0: int, ids: Ids | None, stream: Stream) -> Floats:
-        """Logits (N, n0, c) of a selection or calibration sample, in float64."""
+        """Logits (N, n0, c) of a selection or calibration sample, in float64.
+
+        Args:
+            x: a batch.
+            n0: draws per input.
+            ids: keys of the noise, default 0 … N − 1.
+            stream: what the draws are for.
+        """
         rows = [
             torch.cat([out.double().cpu() for out in self.logits(xi, n0, input_id=i, stream=stream)]).numpy()
             for xi, i in self.inputs(x, ids)
@@ -292,7 +332,12 @@ class SmoothedClassifier:
         return np.stack(rows)
 
     def inputs(self, x: Tensor, ids: Ids | None) -> Iterator[tuple[Tensor, int | str]]:
-        """The inputs of a batch with the keys of their noise."""
+        """The inputs of a batch with the keys of their noise.
+
+        Args:
+            x: a batch.
+            ids: one key per input, default 0 … N − 1.
+        """
         require_images(x)
         names: Ids = range(len(x)) if ids is None else ids
         if len(names) != len(x):
@@ -310,16 +355,16 @@ class SmoothedClassifier:
         names = ("seed", "chunk_size", "map", "noise", "noise_dtype", "nonfinite")
         settings = {name: getattr(self, name) for name in names} | changes
         made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **settings)
-        made.cells, made.chosen = (self.cells if made.noise == self.noise else None), self.chosen
+        if made.noise == self.noise:
+            made.cells = self.cells
+        made.chosen = self.chosen
         made.rowwise_checked = self.rowwise_checked
         return made
 
     def suited(self, lipschitz: Any) -> SmoothedClassifier:
         """The classifier that a Lipschitz constant can be used with: itself without one, else one with float noise."""
-        return self if lipschitz is None or self.noise == "float" else self.floating()
-
-    def floating(self) -> SmoothedClassifier:
-        """The same with float noise, for Lipschitz-aware radii; refused if the grid was asked for."""
+        if lipschitz is None or self.noise == "float":
+            return self
         if self.noise_given == "grid":
             raise Refused(
                 "the Lipschitz-aware radius needs Lipschitz scores, and rounding to the grid is not Lipschitz: use "
@@ -329,20 +374,20 @@ class SmoothedClassifier:
 
     def _choose_noise(self, x: Tensor) -> None:
         """Fix the law of the noise by the first inputs."""
+        if self.noise == "float" or self.cells is not None:
+            return
+        image = x.is_floating_point() and is_image(x.detach().cpu().double().numpy())
         if self.noise is None:
-            self.noise = "grid" if self._bytes(x) else "float"
-        if self.noise == "grid" and self.cells is None:
-            self.cells = 255.0 if self._bytes(x) else power_of_two(self.sigma)
-
-    def _bytes(self, x: Tensor) -> bool:
-        return x.is_floating_point() and is_image(x.detach().cpu().double().numpy())
+            self.noise = "grid" if image else "float"
+        if self.noise == "grid":
+            self.cells = 255.0 if image else power_of_two(self.sigma)
 
     def _law(self, x: Tensor) -> FloatNoise | GridNoise:
         self._choose_noise(x)
         self.levels.require_channels(x.shape)
-        if self.cells is None:
-            return FloatNoise(self.levels, self._noise_dtype(x))
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.cells is None:
+            return FloatNoise(self.levels, self.noise_dtype or exact)
         return GridNoise(self.noise_spec(x[None]).grids, exact)
 
     def round_constant(self, lipschitz: Any) -> float | None:
@@ -356,18 +401,13 @@ class SmoothedClassifier:
         if training:
             raise Refused(f"the model is in training mode ({training[0]}): call model.eval() before certifying it")
 
-    def _require_logits(self, out: Any) -> None:
+    def _require_logits(self, out: Any) -> Tensor:
         wanted = (self.chunk_size, self.num_classes)
-        if not isinstance(out, Tensor) or not out.is_floating_point():
-            got = f"a tensor of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-            raise InputError(f"the model returned {got}, expected logits: a tensor of real numbers of shape {wanted}")
-        if out.shape != wanted:
-            raise InputError(f"the model returned shape {tuple(out.shape)}, expected {wanted}")
-
-    def _noise_dtype(self, x: Tensor) -> torch.dtype:
-        if self.noise_dtype is not None:
-            return self.noise_dtype
-        return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+        if not isinstance(out, Tensor) or not out.is_floating_point() or out.shape != wanted:
+            raise InputError(
+                f"the model returned {describe(out)}, expected logits: a tensor of real numbers of shape {wanted}"
+            )
+        return out
 
     def _finite(self, out: Tensor, input_id: int | str) -> Tensor:
         if self.nonfinite == "refuse" and not bool(torch.isfinite(out).all()):
@@ -456,8 +496,11 @@ class Denoised(nn.Module):
 def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
     """Class of the largest count where a two-sided binomial test at level alpha tells it from the second, else −1.
 
-    `variation` is the total variation between the law of *all* draws behind a row and that of exact ones: the risk of any
-    answer grows by at most that, so the test is made at `alpha − variation`.
+    Args:
+        counts: votes (..., classes).
+        alpha: risk of a wrong answer.
+        variation: total variation between the law of *all* draws behind a row and that of exact ones: the risk of any answer
+            grows by at most that, so the test is made at `alpha − variation`.
 
     >>> predict_counts([[60, 40, 0], [95, 3, 2]], 0.001).tolist()
     [-1, 0]

@@ -1,7 +1,14 @@
 """Confidence bounds for a mean, one- or two-sided, rounded outward: coverage is at least 1 − α, in floating point too.
 
 `side="lower"` gives ℓ with `P(ℓ ≤ μ) ≥ 1 − α`, `"upper"` the mirror image, `"both"` a pair at α/2 each.
-All arguments broadcast. The betting interval, which looks at the samples, is in `betting`.
+All arguments broadcast.
+
+*Betting.* A gambler who bets the fraction λ_t of the wealth on "X_t is above m" holds `K_t(m) = Π(1 + λ_i(X_i − m))`. If the
+mean is at most m this is a non-negative supermartingale, so by Ville's inequality it ever reaches 1/α with probability at most
+α: an m whose gambler gets that rich is refuted.
+
+*E-processes.* A non-negative process whose mean is at most 1 under the hypothesis at every stopping time ever reaches 1/α with
+probability at most α. `log_e_value` bets with a mixture of Bernoulli alternatives.
 """
 
 from collections.abc import Callable
@@ -9,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import betainc, betaincinv
+from scipy.special import betainc, betaincinv, betaln
 
 from equipoise.core import InputError
 from equipoise.smoothing.ramp import Floats
@@ -20,6 +27,9 @@ Pair = tuple[Floats, Floats]
 
 _SLACK = 1e-10  # relative error allowed to scipy's regularised incomplete beta function (tests: below 1e-11)
 _MANY = 2048  # from here on equal arguments are looked for
+_CAP = 0.75  # of a bet, as a share of the wealth at the worst value
+_STEPS = 40  # of a bisection
+_LN_HALF_HALF = float(betaln(0.5, 0.5))
 _SMALLEST = 1e-250  # below, `betaincinv` and `betainc` were seen to err by any factor
 
 
@@ -145,6 +155,32 @@ def empirical_bernstein(mean: ArrayLike, var: ArrayLike, n: ArrayLike, alpha: Ar
     return _around(mean, n, side, alpha, shift)
 
 
+def lipschitz_interval(mean: ArrayLike, n: ArrayLike, alpha: ArrayLike, scale: ArrayLike, side: Side = "both") -> Any:
+    """`mean ± σL·√(2·ln(1/α)/n)` for values `F(x + δ_i)` of one L-Lipschitz function F into [0, 1], δ_i ~ N(0, σ²I).
+
+    An L-Lipschitz function of Gaussian noise is sub-Gaussian with variance proxy σ²L² (so its variance is at most that, the
+    Gaussian Poincaré inequality). Guarantee: one-sided coverage ≥ 1 − α, if `scale ≥ σL`.
+    Reference: Tsirelson, Ibragimov, Sudakov (1976); Boucheron, Lugosi, Massart (2013), Theorem 5.6.
+
+    Args:
+        mean: of the n values.
+        n: number of draws.
+        alpha: risk.
+        scale: an upper bound of σL.
+        side: "lower", "upper" or "both".
+
+    >>> round(float(lipschitz_interval(0.9, 1000, 0.001, 0.25, "lower")), 6)
+    0.870615
+    """
+    arrays = (np.asarray(v, dtype=np.float64) for v in (mean, n, alpha, scale))
+    mean, n, alpha, scale = np.broadcast_arrays(*arrays)
+    _check(alpha, n, least=1)
+    _unit(mean)
+    if not bool(np.all(scale >= 0)):
+        raise InputError("the scale σL must be non-negative")
+    return _around(mean, n, side, alpha, lambda a: scale * np.sqrt(2 * np.log(1 / a) / n))
+
+
 def _around(mean: Floats, n: Floats, side: Side, alpha: Floats, shift: Callable[[Floats], Floats]) -> Floats | Pair:
     """Mean ± shift, widened by the rounding of a float64 mean of n terms, and clipped to [0, 1]."""
     rounding = 2.0**-52 * (np.log2(n) + 8)  # pairwise or blocked sums; plain ones carry their error in `Moments`
@@ -193,3 +229,124 @@ def _check(alpha: Floats, n: Floats, least: int) -> None:
 def _unit(mean: Floats) -> None:
     if not bool(np.all((mean >= 0) & (mean <= 1))):
         raise InputError("a mean of values in [0, 1] lies in [0, 1]; rescale first")
+
+
+def betting(samples: ArrayLike, alpha: ArrayLike, side: Side = "both") -> Any:
+    """Bound of the mean of independent values in [0, 1], the samples along the last axis, in the order drawn.
+
+    Bets `λ_t = min(√(2·ln(1/α)/(n·v̂_{t−1})), 0.75/m)` with v̂ the running variance of the past; m is refuted when
+    `max_t K_t(m) ≥ 1/α`. Each factor decreases in m, so the refuted m form an interval and bisection finds its end; the
+    end returned is one that was refuted with a margin for rounding.
+    Guarantee: coverage ≥ 1 − α for every law on [0, 1] (also under optional stopping, the bets knowing only n and the
+    past). Reference: Waudby-Smith & Ramdas (2024), §4.
+
+    >>> x = np.tile([0.85, 0.95], 500)
+    >>> round(float(betting(x, 0.001, "lower")), 3)
+    0.891
+    """
+    x = np.asarray(samples, dtype=np.float64)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise InputError("betting needs at least one sample along the last axis")
+    if not bool(np.all((x >= 0) & (x <= 1))):
+        raise InputError("betting needs samples in [0, 1]")
+    alpha = np.broadcast_to(np.asarray(alpha, dtype=np.float64), x.shape[:-1])
+    if not bool(np.all((alpha > 0) & (alpha < 1))):
+        raise InputError("the risk alpha must lie strictly between 0 and 1")
+    return sides(side, alpha, lambda a: _lower(x, a), lambda a: _above(x, a))
+
+
+def _above(x: Floats, alpha: Floats) -> Floats:
+    return np.minimum(np.nextafter(1 - _lower(1 - x, alpha) + 2.0**-52, 2.0), 1.0)  # 1 − x rounds by 2^-54 at most
+
+
+def _lower(x: Floats, alpha: Floats) -> Floats:
+    goal = np.log(1 / alpha)
+    bets = bet_sizes(x, goal[..., None])
+    margin = 1e-12 + 4e-15 * x.shape[-1]  # rounding of the sum of n logarithms, each below 2 in size
+    low, high = np.zeros(alpha.shape), np.ones(alpha.shape)
+    for _ in range(_STEPS):
+        m = (low + high) / 2
+        refuted = wealth(x, bets, m[..., None]).max(axis=-1) >= goal + margin
+        low, high = np.where(refuted, m, low), np.where(refuted, high, m)
+    return low
+
+
+def bet_sizes(x: Floats, goal: Floats) -> Floats:
+    """The bets before their cap: `√(2·ln(1/α)/(n·v̂_{t−1}))`, v̂ started at ¼ and using the past only."""
+    n = x.shape[-1]
+    t = np.arange(1, n + 1, dtype=np.float64)
+    mean = (0.5 + np.cumsum(x, axis=-1)) / (t + 1)
+    spread = (0.25 + np.cumsum((x - mean) ** 2, axis=-1)) / (t + 1)
+    before = np.concatenate([np.full((*x.shape[:-1], 1), 0.25), spread[..., :-1]], axis=-1)
+    return np.asarray(np.sqrt(2 * goal / (n * before)))
+
+
+def wealth(x: Floats, bets: Floats, m: Floats) -> Floats:
+    """`ln K_t(m)` for t = 1 … n along the last axis; no factor is below ¼, so the gambler is never ruined."""
+    capped = np.minimum(bets, _CAP / np.maximum(m, 1e-300))
+    return np.asarray(np.cumsum(np.log1p(capped * (x - m)), axis=-1))
+
+
+def log_e_value(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) -> Floats:
+    """`ln e` of the truncated-mixture e-process for H0: p ≤ p0 after t draws with A hits, rounded down.
+
+    `ln e = lnB(A+½, t−A+½) − lnB(½,½) + ln I_{1−p0}(t−A+½, A+½) − ln I_{1−p0}(½,½) − A·ln p0 − (t−A)·ln(1−p0)`: the
+    likelihood ratio against p0 averaged over the arcsine law restricted to (p0, 1). A may be a sum of scores in [0, 1].
+
+    Guarantee: under H0, `P(∃t: e_t ≥ 1/α) ≤ α`. Reference: Ville (1939); Robbins (1970); Howard et al. (2021).
+
+    >>> bool(log_e_value(990, 1000, 0.9) > np.log(1000)), bool(log_e_value(900, 1000, 0.9) < 0)
+    (True, True)
+    """
+    a, t, p = (np.asarray(v, dtype=np.float64) for v in (hits, draws, p0))
+    if not bool(np.all((a >= 0) & (a <= t * (1 + 1e-12)))):
+        raise InputError("hits must lie between 0 and the number of draws")
+    if not bool(np.all((p > 0) & (p < 1))):
+        raise InputError("p0 must lie strictly between 0 and 1")
+    miss = np.maximum(t - a, 0.0)
+    with np.errstate(divide="ignore"):
+        terms = (
+            betaln(a + 0.5, miss + 0.5),
+            -_LN_HALF_HALF,
+            np.log(betainc(miss + 0.5, a + 0.5, 1 - p)),
+            -np.log(betainc(0.5, 0.5, 1 - p)),
+            -a * np.log(p),
+            -miss * np.log1p(-p),
+        )
+    total = np.zeros(np.broadcast(a, t, p).shape)
+    size = np.zeros_like(total)
+    for term in terms:
+        total = total + term
+        size = size + np.where(np.isfinite(term), np.abs(term), 0.0)
+    return np.asarray(total - 1e-11 - 4e-14 * size)
+
+
+def lower_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Floats:
+    """A lower confidence *sequence* of p: with probability ≥ 1 − α it is below p at all times t at once.
+
+    The smallest p that the mixture over the whole arcsine law does not refute,
+    `B(A+½, t−A+½)/B(½,½) < p^A(1−p)^{t−A}/α`; left of A/t the right-hand side grows with p, so bisection finds it.
+
+    >>> low = lower_sequence(950, 1000, 0.001)
+    >>> bool(0.9 < low < 0.95)
+    True
+    """
+    a, t, risk = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in (hits, draws, alpha)))
+    if not bool(np.all((risk > 0) & (risk < 1))):
+        raise InputError(f"the risk alpha must lie strictly between 0 and 1, got {alpha!r}")
+    miss = np.maximum(t - a, 0.0)
+    goal = betaln(a + 0.5, miss + 0.5) - _LN_HALF_HALF + np.log(risk)
+    goal = goal - 1e-11 - 4e-14 * np.abs(goal)
+    low, high = np.zeros(a.shape), a / np.maximum(t, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for _ in range(60):
+            p = (low + high) / 2
+            likelihood = np.where(a > 0, a * np.log(p), 0.0) + np.where(miss > 0, miss * np.log1p(-p), 0.0)
+            refuted = likelihood + 4e-14 * np.abs(likelihood) <= goal
+            low, high = np.where(refuted, p, low), np.where(refuted, high, p)
+    return low
+
+
+def upper_sequence(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Floats:
+    """The mirror image of `lower_sequence`: above p at all times with probability ≥ 1 − α."""
+    return complement(lower_sequence(np.asarray(draws) - np.asarray(hits), draws, alpha))

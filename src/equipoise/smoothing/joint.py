@@ -72,6 +72,18 @@ def joint_radius(
     return np.where(sure & (radius > 0), np.maximum(radius * (1 - 1e-12) - 1e-12, 0.0), 0.0)
 
 
+def joint_cells(hits: Floats, draws: Floats, seen: tuple[Floats, Floats, Floats]) -> tuple[Floats, Floats]:
+    """The weights w₁ (N,) and the ends of the cells (N, ·) of the test: what another program needs to repeat it.
+
+    Args:
+        hits: votes of the class.
+        draws: all draws.
+        seen: as for `joint_radius`.
+    """
+    weight, low, high = _zone(*seen, draws)
+    return weight, _cells(hits, draws, low, high)
+
+
 def _gap(t: Floats, k: Floats, others: Floats, asked: Floats, variation: float) -> Floats:
     """The largest 2r/σ at which `Φ⁻¹(1 − U₂)` reaches what is asked, for every t from this one on."""
     theta = _rejected(*np.broadcast_arrays(k, others, asked))

@@ -1,52 +1,55 @@
-"""What to bound, decided on the selection sample: which buckets, how the risk is split, and whether margins directly.
+"""What to bound, decided on the selection sample: which buckets, how the risk is split, whether margins directly, when to stop.
 
 Nothing here touches the estimation sample, so any choice keeps the risk; a poor one only costs radius.
 
-Votes are planned in the order of their counts, once for equal counts. Where all partitions are fixed (one against the
-rest, every class by itself) an option is rated by its expected radius: the share of votes against the class and the
-runner-up's part of them are given the spread that n0 draws leave them. A partition drawn up on a sample looks better on
-that sample than it is (its pooled classes are those that happened to get few votes), so those are compared by
-cross-validation: the partition of one half is rated on the other half.
+An option for votes is rated by its expected radius: the share of votes against the class, and the part of them that the largest
+other bucket holds, are given the spread that n0 draws leave them. An option for scores is rated by cross-validation: the
+buckets of one half of the draws with the mean and variance of the other half, because a partition looks better on the sample it
+was made on than it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv, ndtri
+from scipy.special import betaincinv, ndtr, ndtri
 
 from equipoise.core import InputError
-from equipoise.smoothing.adaptive import pictured
-from equipoise.smoothing.bounds import UNKNOWN, Bounds, Gaussian, Smoothness, count_bounds, margin_bounds, moment_bounds
-from equipoise.smoothing.joint import joint_radius
-from equipoise.smoothing.moments import (
-    Build,
-    Ints,
+from equipoise.smoothing.bounds import (
+    UNKNOWN,
+    Bounds,
+    Gaussian,
     Moments,
-    Partition,
+    Smoothness,
     bucket_scores,
-    every_class,
-    one_against_rest,
-    ranking,
+    margin_bounds,
+    moment_bounds,
 )
-from equipoise.smoothing.procedures import Option, Procedure
+from equipoise.smoothing.intervals import log_e_value
+from equipoise.smoothing.joint import joint_radius
+from equipoise.smoothing.procedures import Build, Option, Partition, Procedure, one_against_rest
+from equipoise.smoothing.radii import radius_mono
 from equipoise.smoothing.ramp import Floats
 
-_SPLITS = 3
-_BLOCK = 4_000_000  # numbers unrolled at a time
-#: partitions that do not depend on the sample → number of classes by themselves
-_FIXED: dict[Build, Callable[[int], int]] = {one_against_rest: lambda c: 0, every_class: lambda c: c - 1}
-_QUANTILES = (1 / 6, 1 / 2, 5 / 6)  # three equally likely pictures of an unknown share
+_QUANTILES = (1 / 6, 1 / 2, 5 / 6)  # three equally likely values of an unknown share
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the selection sample decided: the buckets, where to bound margins directly, the shares of α for the class
-    and for each rival, and the radius it hopes for. `shift` are the mean bucket scores, to centre moments with. `joint`:
-    where votes of class and rival are tested together.
+    """What the selection sample decided.
+
+    Args:
+        partition: the buckets.
+        direct: where margins are bounded directly.
+        top: share of α for the class.
+        rival: share of α for each rival.
+        hoped: the expected radius.
+        shift: mean bucket scores, to center moments with.
+        joint: where votes of class and rival are tested together.
     """
 
     partition: Partition
@@ -55,156 +58,75 @@ class Plan:
     rival: Floats
     hoped: Floats
     shift: Floats
-    joint: NDArray[np.bool_] | None = None
+    joint: NDArray[np.bool_]
 
 
 def plan_counts(row: Procedure, selection: Floats, n: int, noise: Gaussian, alpha: float) -> Plan:
-    """Choose among the options by the radius that n draws would give; noise and alpha are the same for all inputs."""
+    """Choose among the options for votes by the radius that n draws would give.
+
+    Args:
+        row: the procedure.
+        selection: counts (N, c) of the selection draws.
+        n: number of estimation draws.
+        noise: the same for all inputs.
+        alpha: risk per input.
+    """
     options = [o for o in row.options if n >= 2 or not o.direct]
-    order = ranking(selection)
-    ranked = np.take_along_axis(selection.astype(np.float64), order, axis=1)
-    if all(o.partition in _FIXED for o in options):
-        keys = np.stack([ranked[:, 0], ranked[:, 1], ranked.sum(axis=1)], axis=1)
-        kept, place = np.unique(keys, axis=0, return_inverse=True)
-        best, hoped = _expected_radius(options, kept, n, noise, alpha, selection.shape[1])
-        singles = np.array([_FIXED[o.partition](selection.shape[1]) for o in options])[best]
-    else:
-        kept, place = np.unique(ranked, axis=0, return_inverse=True)
-        best, hoped = _cross_validated(options, kept, n, noise, alpha)
-        singles = np.stack([o.buckets(kept).singles for o in options])[best, np.arange(len(kept))]
-    place = np.reshape(place, -1)
-    partition = Partition(order, singles[place])
-    return _plan(options, best[place], partition, hoped[place], None)
+    made = {o.partition: o.buckets(selection) for o in options}  # options share their partitions, and a sort takes time
+    partitions = [made[o.partition] for o in options]
+    ratings = np.zeros((len(options), len(selection)))
+    if len(options) > 1:
+        for rating, option, partition in zip(ratings, options, partitions, strict=True):
+            rating[:] = _expected_radius(option, partition, selection, n, noise, alpha)
+    return _plan(options, partitions, ratings, np.zeros((len(selection), 1)))
 
 
 def plan_scores(
     row: Procedure, scores: Floats, n: int, noise: Gaussian, alpha: float, smoothness: Smoothness = UNKNOWN
 ) -> Plan:
-    """The same for soft scores (N, n0, c), with the mean and variance of the left-out half."""
+    """The same for soft scores, with the mean and variance of the left-out half.
+
+    Args:
+        row: the procedure.
+        scores: of the selection draws, (N, n0, c).
+        n: number of estimation draws.
+        noise: the same for all inputs.
+        alpha: risk per input.
+        smoothness: Lipschitz constants of the scores.
+    """
     if scores.shape[1] < 2 or n < 2:
         raise InputError("soft votes need at least two draws in each sample: a variance is estimated")
-    options = _told_apart(row)  # none of them joint
+    options = _score_options(row)
     mass = scores.sum(axis=1)
+    selected = mass.argmax(axis=1)
     halves = [(scores, scores)]
     if scores.shape[1] >= 4:
-        halves = [(scores[:, ::2], scores[:, 1::2]), (scores[:, 1::2], scores[:, ::2])]
+        even, odd = scores[:, ::2], scores[:, 1::2]
+        halves = [(even, odd), (odd, even)]
     ratings = np.zeros((len(options), len(scores)))
-    for seen, left_out in halves:
+    for half, left_out in halves:
+        ranked = half.sum(axis=1)
+        ranked[np.arange(len(mass)), selected] += mass.sum(axis=1) + 1  # the class of the whole sample stays in front
         for rating, option in zip(ratings, options, strict=True):
-            partition = option.buckets(_keep_top(seen.sum(axis=1), mass))
+            partition = option.buckets(ranked)
             moments = Moments.of(bucket_scores(left_out, partition)).scaled(n)
-            top, rival = (alpha * s for s in option.shares(partition))
             if option.direct:
-                found = margin_bounds(moments, partition, noise, np.full(len(mass), alpha), smoothness)
+                bounds = margin_bounds(moments, partition, noise, np.full(len(mass), alpha), smoothness)
             else:
-                found = moment_bounds(moments, partition, noise, top, rival, smoothness)
-            rating += _rating(found) / len(halves)
-    best, rows = ratings.argmax(axis=0), np.arange(len(mass))
-    each = [o.buckets(mass) for o in options]
-    singles = np.stack([p.singles for p in each])[best, rows]
-    return _plan(options, best, Partition(each[0].order, singles), ratings[best, rows], scores)
+                top, rival = option.shares(partition)
+                bounds = moment_bounds(moments, partition, noise, alpha * top, alpha * rival, smoothness)
+            rating += _rating(bounds) / len(halves)
+    return _plan(options, [o.buckets(mass) for o in options], ratings, scores)
 
 
-def _told_apart(row: Procedure) -> list[Option]:
+def _score_options(row: Procedure) -> list[Option]:
     """Options that a stored sample of scores can tell apart: by buckets and kind, each kind with its first share."""
-    found: dict[tuple[Build, bool], Option] = {}
-    for option in (o for o in row.options if not o.joint):
-        first = next(o for o in row.options if o.direct == option.direct)
-        found.setdefault((option.partition, option.direct), Option(option.partition, first.share, option.direct))
-    return list(found.values())
-
-
-def _plan(options: Sequence[Option], best: Ints, partition: Partition, hoped: Floats, scores: Floats | None) -> Plan:
-    shares = [np.stack(np.broadcast_arrays(*o.shares(partition))) for o in options]
-    top, rival = np.stack(shares)[best, :, np.arange(len(best))].T
-    direct = np.array([o.direct for o in options])[best]
-    shape = (len(hoped), int(partition.buckets.max(initial=1)))
-    shift = np.zeros(shape) if scores is None else bucket_scores(scores, partition).mean(axis=1)
-    joint = np.array([o.joint for o in options])[best]
-    return Plan(partition, direct, top, rival, hoped, shift, joint)
-
-
-# ---- votes, partitions fixed: expected radius --------------------------------------------------------------------------
-
-
-def _expected_radius(
-    options: Sequence[Option], keys: Floats, n: int, noise: Gaussian, alpha: float, classes: int
-) -> tuple[Ints, Floats]:
-    """The best option for (largest count, second count, all votes), and its mean radius over nine pictures of (p₁, p₂)."""
-    ratings = np.zeros((len(options), len(keys)))
-    for q in _QUANTILES:
-        for s in _QUANTILES:
-            p1, p2 = pictured(keys[:, 0], keys[:, 1], keys[:, 2], q, s, classes)
-            for rating, option in zip(ratings, options, strict=True):
-                found = _joint_promise(keys, p1, p2, n, noise, alpha) if option.joint else None
-                if found is None:
-                    found = _promise(option, p1, p2, n, noise, alpha, classes)
-                rating += found / len(_QUANTILES) ** 2
-    best = ratings.argmax(axis=0)
-    return best, ratings[best, np.arange(len(keys))]
-
-
-def _joint_promise(keys: Floats, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float) -> Floats:
-    """The radius of the joint test, where it can be better than two bounds: with enough votes against the class, and a
-    selection sample that is not too small to place its zone.
-
-    It takes longer, so it has to promise one percent more.
-    """
-    found = np.full(len(keys), -1.0)
-    some = ((keys[:, 2] - keys[:, 0]) * n > 30 * keys[:, 2]) & (n <= 40 * keys[:, 2])
-    if some.any():
-        hits, rival = np.floor(n * p1[some]), np.ceil(n * p2[some])
-        seen = keys[some, 0], keys[some, 1], keys[some, 2]
-        radius = joint_radius(hits, rival, np.full(len(hits), float(n)), seen, alpha, float(noise.variation))
-        found[some] = np.where(radius > 0, 0.99 * float(noise.sigma) * radius, -1.0)
-    return found
-
-
-def _promise(option: Option, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float, classes: int) -> Floats:
-    """Roughly the radius of n draws with these shares of votes; where there is none, the (negative) gap."""
-    if option.direct:
-        h, var = (1 + p1 - p2) / 2, (p1 + p2 - (p1 - p2) ** 2) / 4
-        log = np.log(2 / alpha)
-        low = h - np.sqrt(2 * var * log / n) - 7 * log / (3 * (n - 1))
-        up = 1 - low
-    else:
-        example = Partition(np.arange(classes)[None], np.array([_FIXED[option.partition](classes)]))
-        top, rival = (alpha * float(s[0]) for s in option.shares(example))
-        low = betaincinv(np.maximum(n * p1, 1e-9), n * (1 - p1) + 1, top)
-        up = 1 - low
-        if int(example.buckets[0]) > 2:
-            up = np.minimum(up, betaincinv(n * p2 + 1, np.maximum(n * (1 - p2), 1e-9), 1 - rival))
-    gap = np.clip(low, 0, 1) - np.clip(up, 0, 1)
-    with np.errstate(invalid="ignore"):
-        radius = 0.5 * float(noise.sigma) * (ndtri(np.clip(low, 1e-300, 1)) - ndtri(np.clip(up, 1e-300, 1)))
-    return np.where(gap > 0, radius, gap)
-
-
-# ---- votes, partitions learned: cross-validation -----------------------------------------------------------------------
-
-
-def _cross_validated(
-    options: Sequence[Option], ranked: Floats, n: int, noise: Gaussian, alpha: float
-) -> tuple[Ints, Floats]:
-    """The option with the largest radius on left-out halves of the ranked counts."""
-    ratings = np.zeros((len(options), len(ranked)))
-    for seen, left_out in _halves(ranked):
-        expected, total = _expected(left_out, n)
-        for rating, option in zip(ratings, options, strict=True):
-            rating += _rate_counts(option, _keep_top(seen, ranked), expected, total, noise, alpha) / (2 * _SPLITS)
-    best = ratings.argmax(axis=0)
-    return best, ratings[best, np.arange(len(ranked))]
-
-
-def _rate_counts(
-    option: Option, seen: Floats, expected: Floats, total: Floats, noise: Gaussian, alpha: float
-) -> Floats:
-    partition = option.buckets(seen)
-    if option.direct:
-        moments = Moments.of_counts(partition.gather(expected), np.maximum(total, 2))
-        return _rating(margin_bounds(moments, partition, noise, np.full(len(total), alpha)))
-    top, rival = (alpha * s for s in option.shares(partition))
-    return _rating(count_bounds(expected, total, partition, noise, top, rival))
+    options: dict[tuple[Build, bool], Option] = {}
+    for option in row.options:
+        if not option.joint:
+            first = next(o for o in row.options if o.direct == option.direct)
+            options.setdefault((option.partition, option.direct), Option(option.partition, first.share, option.direct))
+    return list(options.values())
 
 
 def _rating(bounds: Bounds) -> Floats:
@@ -212,44 +134,220 @@ def _rating(bounds: Bounds) -> Floats:
     return np.where(bounds.radius > 0, bounds.radius, np.minimum(bounds.p_lower - bounds.p_upper, 0.0))
 
 
-def _expected(frequencies: Floats, n: int) -> tuple[Floats, Floats]:
-    """Whole counts of n draws with the given frequencies, and their totals.
+def _plan(options: Sequence[Option], partitions: Sequence[Partition], ratings: Floats, scores: Floats) -> Plan:
+    """Take the best option of every input; scores (N, n0, c) give the shift."""
+    best = ratings.argmax(axis=0)
+    rows = np.arange(len(best))
+    singles = np.stack([p.singles for p in partitions])[best, rows]
+    orders = np.stack([p.order for p in partitions])[best, rows]
+    partition = Partition(orders, singles)
+    shares = [np.stack(np.broadcast_arrays(*o.shares(partition))) for o in options]
+    top, rival = np.stack(shares)[best, :, rows].T
+    direct = np.array([o.direct for o in options])[best]
+    joint = np.array([o.joint for o in options])[best]
+    shift = scores
+    if scores.ndim == 3:
+        shift = bucket_scores(scores, partition).mean(axis=1)
+    return Plan(partition, direct, top, rival, ratings[best, rows], shift, joint)
 
-    The few votes against the top class are a poor picture of how its rivals share them: one pseudo-vote, spread over all
-    rivals, is mixed in. Their sum stays, so unanimous votes stay unanimous.
+
+def stored_plan(row: Procedure, partition: Partition, direct: NDArray[np.bool_], shift: Floats) -> Plan:
+    """The plan of soft votes that were sampled before: their buckets are fixed, the shares are those of the row.
+
+    Args:
+        row: the procedure, whose first option of each kind gives the shares.
+        partition: the buckets that the moments were taken for.
+        direct: where the sampling run bounded margins directly.
+        shift: the mean bucket scores of the selection sample.
     """
-    n0 = np.maximum(frequencies.sum(axis=1, keepdims=True), 1.0)
-    rows, top = np.arange(len(frequencies)), frequencies.argmax(axis=1)
-    rivals = frequencies.astype(np.float64)
-    rivals[rows, top] = 0.0
-    against = rivals.sum(axis=1, keepdims=True)
-    spread = (rivals + 1 / (frequencies.shape[1] - 1)) * (against / (against + 1))
-    spread[rows, top] = frequencies[rows, top]
-    expected = np.floor(spread / n0 * n)
-    return expected, np.full(len(expected), float(n))
+    direct = direct & any(o.direct for o in row.options)
+    pairs = []
+    for kind in (False, True):
+        option = next((o for o in row.options if o.direct == kind), row.options[0])
+        pairs.append(np.stack(np.broadcast_arrays(*option.shares(partition))))
+    top, rival = np.where(direct, pairs[1], pairs[0])
+    return Plan(partition, direct, top, rival, np.zeros(len(direct)), shift, np.zeros_like(direct))
 
 
-def _keep_top(part: Floats, whole: Floats) -> Floats:
-    """The scores of a half, with the class selected on the whole sample in front."""
-    result = part.astype(np.float64)
-    result[np.arange(len(whole)), whole.argmax(axis=1)] += whole.sum(axis=1) + 1
-    return result
+# ---- expected radii of votes -------------------------------------------------------------------------------------------
 
 
-def _halves(ranked: Floats) -> Iterator[tuple[Floats, Floats]]:
-    """Counts of random halves of the draws, both ways; fixed permutations, so a row never depends on its neighbours."""
-    total = ranked.sum(axis=1).astype(np.int64)
-    splits = [np.zeros_like(ranked) for _ in range(_SPLITS)]
-    classes = np.arange(ranked.shape[1])
-    for n0 in np.unique(total[total > 0]):
-        orders = [np.random.default_rng(k).permutation(n0)[: (n0 + 1) // 2] for k in range(_SPLITS)]
-        same = np.flatnonzero(total == n0)
-        for rows in np.array_split(same, -(-len(same) * int(n0) // _BLOCK)):
-            counts = ranked[rows].astype(np.int64)
-            draws = np.repeat(np.broadcast_to(classes, counts.shape).ravel(), counts.ravel()).reshape(len(rows), n0)
-            for half, order in zip(splits, orders, strict=True):
-                kept = draws[:, order]
-                np.add.at(half, (np.repeat(rows, kept.shape[1]), kept.ravel()), 1.0)
-    for half in splits:
-        yield half, ranked - half
-        yield ranked - half, half
+def _expected_radius(
+    option: Option, partition: Partition, selection: Floats, n: int, noise: Gaussian, alpha: float
+) -> Floats:
+    """Mean radius of an option over nine pairs (p₁, p₂) that fit the selection votes, computed once for equal votes."""
+    buckets = partition.gather(selection.astype(np.float64))
+    top, rival = np.broadcast_arrays(*option.shares(partition))
+    second = buckets[:, 1:].max(axis=1)
+    columns = (buckets[:, 0], second, buckets.sum(axis=1), partition.buckets, alpha * top, alpha * rival)
+    keys, place = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    radius = np.zeros(len(keys))
+    for q in _QUANTILES:
+        for s in _QUANTILES:
+            p1, p2 = plausible(keys[:, 0], keys[:, 1], keys[:, 2], q, s, selection.shape[1])
+            if option.joint:
+                expected = _joint_radius(keys, p1, p2, n, noise, alpha)
+            elif option.direct:
+                expected = _plain_radius(*_margin_ends(p1, p2, n, alpha), noise)
+            else:
+                expected = _plain_radius(*_binomial_ends(p1, p2, n, keys), noise)
+            radius += expected / len(_QUANTILES) ** 2
+    return radius[place.reshape(-1)]
+
+
+def _joint_radius(keys: Floats, p1: Floats, p2: Floats, n: int, noise: Gaussian, alpha: float) -> Floats:
+    """The radius of the joint test, where it can be better than two bounds, else −1: with enough votes against the class,
+    and a selection sample that is not too small to place its zone. It takes longer, so it has to promise one percent more.
+    """
+    radius = np.full(len(keys), -1.0)
+    some = ((keys[:, 2] - keys[:, 0]) * n > 30 * keys[:, 2]) & (n <= 40 * keys[:, 2])
+    if some.any():
+        hits, rival = np.floor(n * p1[some]), np.ceil(n * p2[some])
+        selection = keys[some, 0], keys[some, 1], keys[some, 2]
+        tested = joint_radius(hits, rival, np.full(len(hits), float(n)), selection, alpha, float(noise.variation))
+        radius[some] = np.where(tested > 0, 0.99 * float(noise.sigma) * tested, -1.0)
+    return radius
+
+
+def _margin_ends(p1: Floats, p2: Floats, n: int, alpha: float) -> tuple[Floats, Floats]:
+    """Empirical Bernstein for the margin of n votes."""
+    h = (1 + p1 - p2) / 2
+    var = (p1 + p2 - (p1 - p2) ** 2) / 4
+    log = np.log(2 / alpha)
+    low = h - np.sqrt(2 * var * log / n) - 7 * log / (3 * (n - 1))
+    return low, 1 - low
+
+
+def _binomial_ends(p1: Floats, p2: Floats, n: int, keys: Floats) -> tuple[Floats, Floats]:
+    """Clopper–Pearson without rounding, for n votes at the risks of the keys."""
+    several, top, rival = keys[:, 3] > 2, keys[:, 4], keys[:, 5]
+    low = betaincinv(np.maximum(n * p1, 1e-9), n * (1 - p1) + 1, top)
+    up = betaincinv(n * p2 + 1, np.maximum(n * (1 - p2), 1e-9), 1 - rival)
+    return low, np.where(several, np.minimum(1 - low, up), 1 - low)
+
+
+def _plain_radius(low: Floats, up: Floats, noise: Gaussian) -> Floats:
+    """Cohen's radius without rounding; where there is none, the (negative) gap."""
+    gap = np.clip(low, 0, 1) - np.clip(up, 0, 1)
+    with np.errstate(invalid="ignore"):
+        radius = 0.5 * float(noise.sigma) * (ndtri(np.clip(low, 1e-300, 1)) - ndtri(np.clip(up, 1e-300, 1)))
+    return np.where(gap > 0, radius, gap)
+
+
+def plausible(most: Any, second: Any, total: Any, q: float, s: float, classes: int) -> tuple[Floats, Floats]:
+    """Probabilities (p₁, p₂) that fit selection votes: quantile q of the share against the class, s of the runner-up's part.
+
+    Args:
+        most: votes of the class.
+        second: votes of the largest other bucket.
+        total: all votes.
+        q: quantile of the share against the class.
+        s: quantile of the runner-up's part of that share.
+        classes: number of classes.
+    """
+    against = np.maximum(total - most, 0.0)
+    rest = betaincinv(against + 0.5, most + 0.5, q)
+    share = betaincinv(second + 0.5, against - second + 0.35, s) if classes > 2 else 1.0
+    return 1 - rest, np.maximum(rest * share, rest / max(classes - 1, 1))
+
+
+# ---- stopping at a target radius ---------------------------------------------------------------------------------------
+
+
+def target_probability(epsilon: float, sigma: float) -> float:
+    """The p0 = Φ(ε/σ), rounded up until `radius_mono(p0, σ) ≥ ε`.
+
+    Args:
+        epsilon: the target radius ε.
+        sigma: noise level.
+
+    >>> round(target_probability(0.25, 0.25), 6)
+    0.841345
+    """
+    if not (np.isfinite(epsilon) and epsilon >= 0):
+        raise InputError(f"the target radius must be a non-negative number, got {epsilon}")
+    p0 = float(ndtr(epsilon / sigma))
+    for k in range(50):
+        if p0 < 1 and float(radius_mono(p0, sigma)) >= epsilon:
+            return p0
+        p0 = min(p0 + 2.0 ** (k - 50) * (1 - p0), 1.0)
+    raise InputError(f"the target radius {epsilon} cannot be certified at noise level {sigma}: it would need p = 1")
+
+
+@dataclass(frozen=True)
+class TargetTest:
+    """The e-process of "the certified radius is at most ε" for votes: Cohen's test, and tests of class and rivals together.
+
+    The claim is false iff some rival k has `Φ⁻¹(p_A) − Φ⁻¹(p_k) < 2ε/σ`. For a level t fixed beforehand that means
+    `p_A ≤ Φ(t)` or `p_k ≥ Φ(t − 2ε/σ)`, so the smaller of the two e-values is an e-value against it; so is any average
+    over levels. Each rival is tested at the full α and the smallest counts, which is that of the rival with most votes.
+    Cohen's level is `t = ε/σ`, where the second half follows from the first.
+
+    Args:
+        levels: pairs (p_A must exceed, p_k must stay below), all of equal weight; the second is 1 for Cohen's.
+        claimed: lower bound of p_A that certification implies (0 if it implies none).
+    """
+
+    levels: tuple[tuple[float, float], ...]
+    claimed: float
+
+    @classmethod
+    def of(cls, row: Procedure, ranked: Floats, epsilon: float, noise: Gaussian) -> TargetTest:
+        """Choose the levels on the selection votes: Cohen's alone where that decides soonest.
+
+        Args:
+            row: the procedure.
+            ranked: selection votes in falling order.
+            epsilon: the target radius.
+            noise: its level and variation.
+        """
+        sigma, spread = float(noise.sigma), float(noise.variation)
+        needed = target_probability(epsilon, sigma)
+        cohen = min(needed + spread * (1 + 2.0**-50) + 2.0**-52 * (spread > 0), 1 - 2.0**-53)
+        alone = cls(((cohen, 1.0),), needed)
+        if len(ranked) < 3 or all(o.partition is one_against_rest for o in row.options):
+            return alone
+        levels, rates, own = [], [], []
+        for q, s in ((0.5, 0.5), (0.25, 0.75), (0.75, 0.25)):
+            p1, p2 = plausible(ranked[0], ranked[1], ranked.sum(), q, s, len(ranked))
+            pair, rate = _best_level(float(p1), float(p2), 2 * epsilon / sigma, spread)
+            levels.append(pair)
+            rates.append(rate)
+            own.append(_information(float(p1), cohen))
+        if np.mean(rates) <= 1.1 * np.mean(own):
+            return alone
+        return cls(((cohen, 1.0), *levels), 0.0)
+
+    def log_e(self, hits: float, rival: float, draws: float) -> float:
+        """ln e after these votes, rounded down.
+
+        Args:
+            hits: votes of the class.
+            rival: votes of the rival with most votes.
+            draws: all votes.
+        """
+        terms = []
+        for p1, p2 in self.levels:
+            e = float(log_e_value(hits, draws, p1))
+            if p2 < 1:
+                e = min(e, float(log_e_value(draws - rival, draws, 1 - p2)))
+            terms.append(e)
+        return float(np.logaddexp.reduce(terms)) - float(np.log(len(terms))) - 1e-12
+
+
+def _best_level(p1: float, p2: float, gap: float, spread: float) -> tuple[tuple[float, float], float]:
+    """The level at which class and rival are told apart at the same speed, and that speed."""
+    low, high = ndtri(p2) + gap, ndtri(p1)
+    t = np.linspace(low, high, 33)[1:-1] if low < high else np.array([gap / 2])
+    above = np.minimum(ndtr(t) + 2.0**-45 + spread, 1 - 2.0**-50)
+    below = np.maximum(ndtr(t - gap) - 2.0**-45 - spread, 1e-12)
+    rate = np.minimum(_information(p1, above), _information(1 - p2, 1 - below))
+    best = int(rate.argmax())
+    return (float(above[best]), float(below[best])), float(rate[best])
+
+
+def _information(p: float, against: Any) -> Floats:
+    """Kullback–Leibler divergence of coins, 0 where p is on the wrong side: nats gained per draw."""
+    p = min(max(p, 1e-12), 1 - 1e-12)
+    nats = p * np.log(p / against) + (1 - p) * np.log((1 - p) / (1 - np.asarray(against)))
+    return np.where(p > against, nats, 0.0)

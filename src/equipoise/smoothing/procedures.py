@@ -1,7 +1,8 @@
-"""Certification procedures, one row each: the ways to spend the risk among which the selection sample chooses.
+"""Certification procedures, one row each: how classes are put into buckets, and the ways to spend the risk on their bounds.
 
-A row decides nothing by its name: a copy under another name gives the same certificates. Installed packages add rows
-through the entry point group `equipoise.procedures`, each a `Procedure` under its own name.
+The selection sample chooses among the options of a row. A row decides nothing by its name: a copy under another name gives
+the same certificates. Installed packages add rows through the entry point group `equipoise.procedures`, each a `Procedure`
+under its own name.
 """
 
 from collections.abc import Callable
@@ -9,10 +10,108 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 import numpy as np
+from numpy.typing import NDArray
 
 from equipoise.core import InputError, Refused
-from equipoise.smoothing.moments import Build, Partition, class_partition, every_class, one_against_rest
 from equipoise.smoothing.ramp import Floats
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Buckets of classes for each of N inputs: the selected class, `singles` runners-up one by one, and the rest as one.
+
+    `order[i]` lists the classes of input i: the selected one, then the others by falling selection score.
+    """
+
+    order: Ints
+    singles: Ints
+
+    @property
+    def selected(self) -> Ints:
+        """The class each certificate will be about."""
+        return self.order[:, 0]
+
+    @property
+    def buckets(self) -> Ints:
+        """Number of non-empty buckets, the selected class included."""
+        classes = self.order.shape[1]
+        return np.asarray(1 + self.singles + (self.singles < classes - 1))
+
+    @property
+    def intervals(self) -> Ints:
+        """Number of one-sided bounds that share the risk α: with two buckets the second is 1 minus the first."""
+        return np.where(self.buckets <= 2, 1, self.buckets)
+
+    def labels(self) -> Ints:
+        """(N, c): the bucket of every class; 0 is the selected class."""
+        position = np.minimum(np.arange(self.order.shape[1])[None, :], self.singles[:, None] + 1)
+        result = np.empty_like(self.order)
+        np.put_along_axis(result, self.order, position, axis=1)
+        return result
+
+    def gather(self, values: Floats) -> Floats:
+        """(N, c) values per class → (N, B) sums per bucket, B the largest number of buckets; zeros beyond."""
+        ordered = np.take_along_axis(values, self.order, axis=1)
+        width = int(self.buckets.max(initial=1))
+        result = np.zeros((len(ordered), width), dtype=ordered.dtype)
+        position = np.arange(self.order.shape[1])[None, :]
+        single = position <= self.singles[:, None]
+        kept = min(width, ordered.shape[1])
+        result[:, :kept] = np.where(single, ordered, 0)[:, :kept]
+        rest = np.where(single, 0, ordered).sum(axis=1)
+        rows = np.flatnonzero(self.singles < self.order.shape[1] - 1)
+        result[rows, self.singles[rows] + 1] = rest[rows]
+        return result
+
+    def present(self) -> NDArray[np.bool_]:
+        """(N, B): which of the padded buckets exist."""
+        return np.arange(int(self.buckets.max(initial=1)))[None, :] < self.buckets[:, None]
+
+
+Build = Callable[[Floats], Partition]
+
+
+def ranking(selection: Floats) -> Ints:
+    """Classes by falling selection score (ties: the lower index first, as torch's argmax)."""
+    return np.argsort(-selection, axis=1, kind="stable")
+
+
+def one_against_rest(selection: Floats) -> Partition:
+    """The selected class against everything else: one interval (Cohen).
+
+    >>> one_against_rest(np.array([[5, 3, 2]])).labels().tolist()
+    [[0, 1, 1]]
+    """
+    return Partition(ranking(selection), np.zeros(len(selection), dtype=np.int64))
+
+
+def every_class(selection: Floats) -> Partition:
+    """Every class by itself (Bonferroni).
+
+    >>> every_class(np.array([[5, 3, 2]])).labels().tolist()
+    [[0, 1, 2]]
+    """
+    return Partition(ranking(selection), np.full(len(selection), selection.shape[1] - 1, dtype=np.int64))
+
+
+def class_partition(selection: Floats) -> Partition:
+    """CPM: the runner-up by itself, the rest as one meta-class; its largest class leaves it while it outweighs the runner-up.
+
+    Reference: thesis, class partitioning method. Written without a loop: the number of singles is the smallest s ≥ 1
+    whose remaining mass is at most the runner-up's.
+
+    >>> class_partition(np.array([[50, 3, 2, 2, 1], [60, 30, 4, 3, 3]])).labels().tolist()
+    [[0, 1, 2, 3, 3], [0, 1, 2, 2, 2]]
+    """
+    order = ranking(selection)
+    others = np.take_along_axis(selection, order, axis=1)[:, 1:]
+    after = others.sum(axis=1, keepdims=True) - np.cumsum(others, axis=1)  # mass left in M after s = 1 … c − 1 singles
+    enough = after <= others[:, :1]
+    enough[:, -1] = True
+    return Partition(order, 1 + np.argmax(enough, axis=1))
+
 
 #: partition → (share of α for the class's own bound, share for the bound of each other bucket), valid for any partition
 Share = Callable[[Partition], tuple[Floats, Floats]]
@@ -60,14 +159,15 @@ class Option:
 
     def buckets(self, selection: Floats) -> Partition:
         """The partition, refused where it loses a class: a rival that no bound speaks of."""
-        found = self.partition(selection)
+        partition = self.partition(selection)
+        order, singles = partition.order, partition.singles
         classes = np.arange(selection.shape[1])
-        whole = found.order.shape == selection.shape and bool((np.sort(found.order, axis=1) == classes).all())
-        if not whole or found.singles.min(initial=0) < 0 or found.singles.max(initial=0) >= len(classes):
+        whole = order.shape == selection.shape and bool((np.sort(order, axis=1) == classes).all())
+        if not whole or not bool(((singles >= 0) & (singles < len(classes))).all()):
             raise InputError(
                 f"{self.partition} must list every class of every input once, with 0 to c − 1 of them by themselves"
             )
-        return found
+        return partition
 
     def shares(self, partition: Partition) -> tuple[Floats, Floats]:
         """Shares of α for the class and for each other bucket, refused where they spend more than α.
@@ -87,9 +187,16 @@ class Option:
 class Procedure:
     """One row: the options among which the selection sample chooses, and which votes it takes.
 
-    `hard` and `soft` say whether it takes votes (counts) and scores of a simplex map; `map` is the map when none is asked
-    for: None for rows that only count votes, "hardmax" for rows that count them by default, "global" to calibrate one.
-    `ties` draws a uniform number per bound before sampling and breaks the ties of Clopper–Pearson with it.
+    Args:
+        name: what users type.
+        options: ways to spend the risk.
+        hard: whether it takes votes (counts).
+        soft: whether it takes scores of a simplex map.
+        summary: one line for tables.
+        reference: where it comes from.
+        map: the map where the user names none: None for rows that only count votes, "hardmax" for rows that count them by
+            default, "global" to calibrate one.
+        ties: draw a uniform number per bound before sampling and break the ties of Clopper–Pearson with it.
     """
 
     name: str
@@ -113,8 +220,6 @@ class Procedure:
 
 
 _ONE = Option(one_against_rest)
-_THESIS = (_ONE, Option(class_partition), Option(every_class))
-_MARGINS = (Option(class_partition, direct=True), Option(every_class, direct=True))
 _VOTES = (Option(one_against_rest, Split(0.5)), *(Option(every_class, Split(top)) for top in (0.5, 0.7, 0.9, 0.97)))
 
 _ROWS = (
@@ -135,17 +240,16 @@ _ROWS = (
     ),
     Procedure("bonferroni", (Option(every_class),), True, False, "every class at α/c", "union bound"),
     Procedure(
-        "cpm", _THESIS, True, False,
-        "buckets of classes, each at α/c*; one against the rest, or every class, when that promises more",
-        "thesis, class partitioning",
+        "cpm", (Option(class_partition),), True, False,
+        "the runner-up, other large classes and one bucket of the rest, each at α/c*", "thesis, class partitioning",
     ),
     Procedure(
-        "direct", (*_THESIS, *_MARGINS), True, True,
-        "one interval for each margin itself, or two separate ones when that promises more", "thesis, open problem",
-        map="global",
+        "direct", (_ONE, Option(every_class, Split(0.5)), Option(every_class, direct=True)), True, True,
+        "one interval for each margin itself, or two separate ones where that is expected to give more",
+        "thesis, open problem", map="global",
     ),
     Procedure(
-        "lvm", _THESIS, False, True,
+        "lvm", (_ONE, Option(class_partition), Option(every_class)), False, True,
         "soft votes through a simplex map, empirical Bernstein or betting, Lipschitz-aware when a constant is known",
         "thesis, LVM-RS with errata 8–10 and 17", map="global",
     ),

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from equipoise.core import InputError, as_upper
-from equipoise.core.checks import POSITIVE, describe, require_number
-from equipoise.core.errors import require_one_of
-from equipoise.smoothing.bounds import UNKNOWN, Gaussian, Smoothness
+from equipoise.core.checks import POSITIVE, describe, require_number, require_one_of
+from equipoise.smoothing.bounds import Gaussian, Smoothness
 from equipoise.smoothing.planning import Plan, plan_counts, plan_scores
-from equipoise.smoothing.procedures import DEFAULT, find_procedure
+from equipoise.smoothing.procedures import DEFAULT, Procedure, find_procedure
 from equipoise.smoothing.ramp import Floats
 
 MapName = Literal["softmax", "sparsemax", "hardmax"]
@@ -170,8 +169,17 @@ def scores_of(chosen: SimplexMap, logits: torch.Tensor) -> torch.Tensor:
 def plan_map(
     chosen: SimplexMap, logits: Floats, procedure: str, n: int, noise: Gaussian, alpha: float, lipschitz: Any = None
 ) -> Plan:
-    """What the selection logits (N, n0, c) promise under one map: the hardmax is planned on counts, the others on
-    scores."""
+    """The plan of one map: the hardmax is planned on counts, the others on scores.
+
+    Args:
+        chosen: the map.
+        logits: of the selection draws, (N, n0, c).
+        procedure: name of a row.
+        n: number of estimation draws.
+        noise: its level and variation.
+        alpha: risk per input.
+        lipschitz: sound bound of the network's Lipschitz constant.
+    """
     row = find_procedure(procedure)
     scores = apply_map(chosen, logits)
     if chosen.votes:
@@ -197,59 +205,55 @@ def choose_map(
     grid: Sequence[SimplexMap] | None = None,
     per_input: bool = False,
 ) -> list[SimplexMap]:
-    """The map with the largest hoped radius for n estimation draws, from logits (N, n0, c).
+    """The map with the largest expected radius for n estimation draws.
 
-    Global (default): one map for all, the best on average, returned N times. `per_input`: the best of each input, as in
-    the thesis; its certificates then speak of that input's own map (errata 17).
+    Args:
+        logits: of the selection draws, (N, n0, c).
+        n: number of estimation draws.
+        sigma: noise level.
+        alpha: risk per input.
+        procedure: to plan for.
+        lipschitz: sound bound of the network's Lipschitz constant.
+        grid: candidate maps, default `map_grid()`.
+        per_input: choose the best map of each input, as in the thesis; its certificates then speak of that input's own map
+            (errata 17). Default: one map for all, the best on average.
+
+    Returns:
+        One map per input.
     """
-    if not isinstance(logits, np.ndarray):
-        raise InputError(f"logits must be a NumPy array, got {describe(logits)}")
-    if logits.ndim != 3 or logits.shape[1] < 2:
-        raise InputError(f"expected logits of shape (inputs, at least 2 draws, classes), got {logits.shape}")
+    if not isinstance(logits, np.ndarray) or logits.ndim != 3 or logits.shape[1] < 2:
+        got = logits.shape if isinstance(logits, np.ndarray) else describe(logits)
+        raise InputError(f"expected a NumPy array of logits (inputs, at least 2 draws, classes), got {got}")
     candidates = list(map_grid() if grid is None else grid)
     if not candidates:
         raise InputError("the grid of maps is empty")
-    hoped = np.stack(_search(candidates, logits, procedure, n, Gaussian(sigma), alpha, lipschitz))
+    row, noise = find_procedure(procedure), Gaussian(sigma)
+    hoped = np.empty((len(candidates), len(logits)))
+    at_once = max(1, _BLOCK // (logits.shape[1] * logits.shape[2]))
+    for start in range(0, len(logits), at_once):
+        part = slice(start, start + at_once)
+        together = max(1, at_once // len(logits[part]))
+        for name in dict.fromkeys(m.name for m in candidates):
+            same = [k for k, m in enumerate(candidates) if m.name == name]
+            for group in (same[k : k + together] for k in range(0, len(same), together)):
+                maps = [candidates[k] for k in group]
+                hoped[group, part] = _expected_radii(maps, logits[part], row, n, noise, alpha, lipschitz)
     if per_input:
         return [candidates[k] for k in hoped.argmax(axis=0)]
     finite = np.clip(hoped, 0, 1e6 * sigma)
     return [candidates[int(finite.mean(axis=1).argmax())]] * len(logits)
 
 
-def _search(
-    candidates: list[SimplexMap], logits: Floats, procedure: str, n: int, noise: Gaussian, alpha: float, lipschitz: Any
-) -> list[Floats]:
-    """Hoped radii (N,) of every candidate. Few inputs: many candidates of one kind at once; many inputs: blocks of
-    them."""
-    inputs, draws, classes = logits.shape
-    at_once = max(1, _BLOCK // (draws * classes))
-    hoped: dict[SimplexMap, list[Floats]] = {m: [] for m in candidates}
-    for start in range(0, inputs, at_once):
-        part = logits[start : start + at_once]
-        together = max(1, at_once // len(part))
-        for name in dict.fromkeys(m.name for m in candidates):
-            same = [m for m in dict.fromkeys(candidates) if m.name == name]
-            for k in range(0, len(same), together):
-                group = same[k : k + together]
-                found = _plan_group(group, part, procedure, n, noise, alpha, lipschitz)
-                for m, radius in zip(group, found, strict=True):
-                    hoped[m].append(radius)
-    return [np.concatenate(hoped[m]) for m in candidates]
-
-
-def _plan_group(
-    group: list[SimplexMap], logits: Floats, procedure: str, n: int, noise: Gaussian, alpha: float, lipschitz: Any
+def _expected_radii(
+    maps: Sequence[SimplexMap], logits: Floats, row: Procedure, n: int, noise: Gaussian, alpha: float, lipschitz: Any
 ) -> Floats:
-    """Hoped radii (maps, N) of maps of one kind: temperatures become one more batch axis."""
-    if group[0].votes:
-        return np.stack([plan_map(m, logits, procedure, n, noise, alpha, lipschitz).hoped for m in group])
+    """Expected radii (maps, N) of maps of one kind: temperatures become one more batch axis."""
     inputs, draws, classes = logits.shape
-    effective = np.array([m.temperature * m.mass for m in group])
+    if maps[0].votes:
+        return plan_counts(row, apply_map(maps[0], logits).sum(axis=1), n, noise, alpha).hoped[None]
+    effective = np.array([m.temperature * m.mass for m in maps])
     scaled = (logits[None] / effective[:, None, None, None]).reshape(-1, draws, classes)
-    scores = apply_map(SimplexMap(group[0].name), scaled)
-    smoothness = UNKNOWN
-    if lipschitz is not None:
-        each = [map_smoothness(m, classes, lipschitz) for m in group]
-        smoothness = Smoothness(*(np.repeat([getattr(s, f) for s in each], inputs) for f in ("component", "pair")))
-    plan = plan_scores(find_procedure(procedure), scores, n, noise, alpha, smoothness)
-    return plan.hoped.reshape(-1, inputs)
+    scores = apply_map(SimplexMap(maps[0].name), scaled)
+    each = [map_smoothness(m, classes, lipschitz) for m in maps]
+    smoothness = Smoothness(*(np.repeat([getattr(s, f) for s in each], inputs) for f in ("component", "pair")))
+    return plan_scores(row, scores, n, noise, alpha, smoothness).hoped.reshape(-1, inputs)

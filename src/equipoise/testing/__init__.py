@@ -8,24 +8,23 @@ from importlib.metadata import entry_points
 
 from equipoise.core.attack import attack
 from equipoise.core.errors import InputError
-from equipoise.testing import convolutions, layers, matrices, networks
+from equipoise.testing import networks, norms
 from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import REFERENCE_ROUNDING, Check, Report, Tally, run
 
 #: name, share of the time, one batch of operators
 CHECKS: tuple[Check, ...] = (
-    Check("matrices, random", 0.35, matrices.random_batch),
-    Check("matrices, one by one", 0.10, matrices.single),
-    Check("matrices, trained", 0.10, matrices.trained_matrices),
-    Check("convolutions, random", 0.30, convolutions.random_layers),
-    Check("convolutions, any size", 0.05, convolutions.any_size),
-    Check("convolutions, trained", 0.10, matrices.trained_kernels),
+    Check("matrices, random", 0.45, norms.random_matrices),
+    Check("matrices, trained", 0.10, norms.trained_matrices),
+    Check("convolutions, random", 0.30, norms.random_convolutions),
+    Check("convolutions, any size", 0.05, norms.any_size),
+    Check("convolutions, trained", 0.10, norms.trained_kernels),
 )
 
 #: the built-in suites of `equipoise selfcheck NAME`
 SUITES: dict[str, tuple[Check, ...]] = {
     "norms": CHECKS,
-    "layers": (Check("layers, trained to break their constant", 1.0, layers.random_layers),),
+    "layers": (Check("layers, trained to break their constant", 1.0, networks.random_layers),),
     "networks": (Check("networks, random compositions", 1.0, networks.random_networks),),
 }
 
@@ -42,14 +41,5 @@ def find_suite(name: str) -> tuple[Check, ...]:
 
 
 __all__ = [
-    "CHECKS",
-    "REFERENCE_ROUNDING",
-    "SUITES",
-    "Check",
-    "Report",
-    "Tally",
-    "attack",
-    "check_facts",
-    "find_suite",
-    "run",
-]
+    "CHECKS", "REFERENCE_ROUNDING", "SUITES", "Check", "Report", "Tally", "attack", "check_facts", "find_suite", "run",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every fact that a bound rests on, held against values: sizes and stretches of all nodes of a captured network."""
+"""Every fact that a bound rests on, compared with values: sizes and stretches of all nodes of a captured network."""
 
 import math
 from typing import Any
@@ -17,6 +17,8 @@ from equipoise.lipschitz.values import exactly
 #: what rounding in float64 may add, relative to the numbers that an operation reads
 ROUNDING = 1e-9
 
+Values = dict[fx.Node, list[Tensor]]
+
 
 def check_facts(
     model: nn.Module, example_input: Any, *, ball: float = 1.0, points: int = 8, seed: int = 0
@@ -25,8 +27,7 @@ def check_facts(
 
     Checked are the sizes (norm of the tensor, of its rows, of its entries, and the lowest entry), the stretch of every
     operation between pairs of inputs, and the bound of every node relative to the input. No derivative is needed, so
-    one wrong rule is named even where the bound of the whole network is loose. What to run on an own rule before trusting
-    it.
+    one wrong rule is named even where the bound of the whole network is loose. Run it on your own rule before trusting it.
 
     Args:
         model: a module in evaluation mode.
@@ -42,111 +43,103 @@ def check_facts(
     []
     """
     run = propagate(capture(model, example_input), ball)
-    previous: dict[fx.Node, list[Tensor]] = {}
+    hidden = [n for n, step in run.steps.items() if isinstance(step.map, Opaque) and step.label == "inside a block"]
     wrong: dict[str, None] = {}
+    previous: Values | None = None
     for inputs in _inputs(run, ball, points, seed):
         values = _values(run, inputs)
         for node, facts in run.facts.items():
-            if (
-                isinstance(getattr(run.steps.get(node), "map", None), Opaque)
-                and run.steps[node].label == "inside a block"
-            ):
+            if node in hidden:
                 continue
-            for what, claimed, found in _sizes(facts.signal, values[node]):
-                if not found <= claimed + ROUNDING * (abs(claimed) + _largest(run, node, values)):
-                    wrong[f"{_shown(run, node)}: {what} at most {claimed:.9g}, but {found:.9g} occurs"] = None
-            if previous:
-                for sentence in _stretches(run, node, values, previous):
-                    wrong[sentence] = None
+            checks = _sizes(facts.signal, values[node], ROUNDING * _largest(run, node, values))
+            if previous is not None:
+                checks += _stretches(run, node, values, previous)
+            label = f" ({run.steps[node].label})" if node in run.steps else ""
+            for what, claimed, slack, actual in checks:
+                if not (actual <= claimed + slack + ROUNDING * abs(claimed) or math.isnan(actual)):
+                    wrong[f"node {node.name!r}{label}: {what} at most {claimed:.9g}, but {actual:.9g} occurs"] = None
         previous = values
     return list(wrong)
 
 
 def _inputs(run: Propagation, ball: float, points: int, seed: int) -> list[list[Tensor]]:
-    """Points in the ball, most of them on its surface: Gaussian, constant, spikes, and some close to each other."""
+    """Points in the ball, most of them on its surface: Gaussian, close to the one before, signs, and spikes."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [tuple(node.meta["val"].shape) for node in run.program.inputs]
-    sizes = [math.prod(s) for s in shapes]
-    found: list[list[Tensor]] = []
-    before = torch.zeros(sum(sizes), dtype=torch.float64)
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.zeros(sum(sizes), dtype=torch.float64)
+    rows = []
     for i in range(points):
-        flat = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
-        if i % 4 == 1:
-            flat = before + 1e-3 * flat
-        if i % 4 == 2:
-            flat = flat.sign() if i % 8 == 2 else torch.ones_like(flat)
-        if i % 4 == 3:
-            flat = torch.nn.functional.one_hot(flat.argmax(), len(flat)) * flat.sign()
-        length = ball * (1 - 1e-12) * (0.3 if i % 5 == 4 else 1.0)
-        before = flat = flat * (length / flat.norm())
-        found.append([part.reshape(s) for part, s in zip(flat.split(sizes), shapes, strict=True)])
-    return found
+        noise = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+        spike = torch.nn.functional.one_hot(noise.argmax(), len(noise)) * noise
+        flat = (noise, flat + 1e-3 * noise, noise.sign() if i % 8 < 4 else torch.ones_like(noise), spike)[i % 4]
+        flat = flat * (ball * (1 - 1e-12) * (0.3 if i % 5 == 4 else 1.0) / flat.norm())
+        rows.append([part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)])
+    return rows
 
 
-def _values(run: Propagation, inputs: list[Tensor]) -> dict[fx.Node, list[Tensor]]:
-    """The tensors of every node, in float64 as the real functions that operations stand for."""
+def _values(run: Propagation, inputs: list[Tensor]) -> Values:
+    """The tensors of every node, in float64 as the real functions that operations stand for.
+
+    All pieces of a split; of an operation that also returns positions or statistics, the first result.
+    """
     values: dict[fx.Node, Any] = dict(zip(run.program.inputs, inputs, strict=True))
     with torch.no_grad():
         for node in run.program.nodes:
             values[node] = exactly(node, values, run.program.constants.__getitem__)
-    return {n: _tensors(run, n, v) for n, v in values.items()}
+    return {
+        node: flat_tensors(value) if run.facts[node].signal.pieces else flat_tensors(value)[:1]
+        for node, value in values.items()
+    }
 
 
-def _tensors(run: Propagation, node: fx.Node, value: Any) -> list[Tensor]:
-    """All pieces of a split; of an operation that also returns positions or statistics, the first result."""
-    tensors = flat_tensors(value)
-    return tensors if run.facts[node].signal.pieces else tensors[:1]
+Comparison = tuple[str, float, float, float]
 
 
-def _sizes(signal: Signal, tensors: list[Tensor]) -> list[tuple[str, float, float]]:
-    """What is said of a tensor's size, and what it is."""
-    sizes = [t.abs() for t in tensors if t.numel()]
-    if not sizes:
+def _sizes(signal: Signal, tensors: list[Tensor], slack: float) -> list[Comparison]:
+    """What is promised about a tensor's size, what rounding may add, and what it is."""
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
         return []
-    norm = math.sqrt(sum(float(t.square().sum()) for t in sizes))
-    rows = max(float((t if t.dim() else t[None]).norm(dim=-1).max()) for t in sizes)
-    facts = [("the norm is", signal.norm, norm), ("the norm of rows is", signal.row, rows)]
-    facts.append(("entries are", signal.peak, max(float(t.max()) for t in sizes)))
+    rows = max(float(torch.atleast_1d(t).norm(dim=-1).max()) for t in tensors)
+    facts = [
+        ("the norm is", signal.norm, slack, _distance(tensors, [torch.zeros_like(t) for t in tensors])),
+        ("the norm of rows is", signal.row, slack, rows),
+        ("entries are", signal.peak, slack, max(float(t.abs().max()) for t in tensors)),
+    ]
     if not signal.dtype.is_complex:
-        facts.append(("minus the lowest entry is", -signal.low, -min(float(t.min()) for t in tensors if t.numel())))
-    return [f for f in facts if not math.isnan(f[2])]
+        facts.append(("minus the lowest entry is", -signal.low, slack, -min(float(t.min()) for t in tensors)))
+    return facts
 
 
-def _largest(run: Propagation, node: fx.Node, values: dict[fx.Node, list[Tensor]]) -> float:
+def _largest(run: Propagation, node: fx.Node, values: Values) -> float:
     """The largest number that the operation read or made."""
-    read = [node, *(s.node for s, _ in run.steps[node].gains)] if node in run.steps else [node]
-    read += [n for n in node.all_input_nodes if n in values]
+    read = [node, *(n for n in node.all_input_nodes if n in values)]
+    if node in run.steps:
+        read += [source.node for source, _ in run.steps[node].gains]
     return max((float(t.abs().max()) for n in read for t in values[n] if t.numel()), default=0.0)
 
 
-def _change(a: list[Tensor], b: list[Tensor]) -> float:
+def _distance(a: list[Tensor], b: list[Tensor]) -> float:
     """The distance of two values; entries masked by −∞ in both do not move."""
     moved = [torch.where(s == t, torch.zeros_like(s), s - t) for s, t in zip(a, b, strict=True)]
     return math.sqrt(sum(float(m.abs().square().sum()) for m in moved))
 
 
-def _stretches(
-    run: Propagation, node: fx.Node, x: dict[fx.Node, list[Tensor]], y: dict[fx.Node, list[Tensor]]
-) -> list[str]:
-    """Where two inputs are driven further apart than was promised: by this operation, or up to here."""
-    reached = _change(x[node], y[node])
+def _stretches(run: Propagation, node: fx.Node, x: Values, y: Values) -> list[Comparison]:
+    """How far two inputs are driven apart, and how far this operation, and the bound up to here, allow."""
+    reached = _distance(x[node], y[node])
     slack = ROUNDING * (_largest(run, node, x) + _largest(run, node, y)) * math.sqrt(sum(t.numel() for t in x[node]))
-    found = []
+    checks = []
     step = run.steps.get(node)
-    if step is not None and not math.isnan(reached):
-        parts = [gain * _change(x[s.node], y[s.node]) for s, gain in step.gains]
+    if step is not None:
+        parts = [gain * _distance(x[source.node], y[source.node]) for source, gain in step.gains]
         most = math.hypot(*parts) if step.combine == "root" else math.fsum(parts)
-        if not reached <= most * (1 + ROUNDING) + slack:
-            found.append(f"{_shown(run, node)}: moves by {reached:.9g} where its rule allows {most:.9g}")
-    gap = math.hypot(*(_change(x[i], y[i]) for i in run.program.inputs))
+        checks.append(("its rule lets it move", most, slack, reached))
+
+    gap = math.hypot(*(_distance(x[i], y[i]) for i in run.program.inputs))
+    scale = max(float(t.abs().max()) for values in (x, y) for ts in values.values() for t in ts if t.numel())
     for name in ("product", "fused"):
         total = exp_up(getattr(run.facts[node], name)) * gap
-        scale = max(float(t.abs().max()) for values in (x, y) for ts in values.values() for t in ts if t.numel())
-        if not math.isnan(reached) and not reached <= total * (1 + ROUNDING) + slack + ROUNDING * scale:
-            found.append(f"{_shown(run, node)}: moves by {reached:.9g} where {name} allows {total:.9g}")
-    return found
-
-
-def _shown(run: Propagation, node: fx.Node) -> str:
-    label = f" ({run.steps[node].label})" if node in run.steps else ""
-    return f"node {node.name!r}{label}"
+        checks.append((f"by {name} it moves", total, slack + ROUNDING * scale, reached))
+    return checks

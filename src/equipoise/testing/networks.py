@@ -1,25 +1,91 @@
-"""Random networks of ordinary building blocks: every node's facts are checked, and the bound is attacked."""
+"""Layers trained to break their constant, and random networks of ordinary building blocks: their bounds are attacked."""
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import equipoise.nn as layers
+from equipoise.certificates import describe
+from equipoise.checker.check import Network
+from equipoise.conversion import export
+from equipoise.core.attack import attack
+from equipoise.core.errors import Refused
+from equipoise.lipschitz import lipschitz_bound
 from equipoise.testing.facts import check_facts
-from equipoise.testing.layers import attack_bound
 from equipoise.testing.runner import Batch
 
-Make = Callable[[int], nn.Module]
-
-
-_HOW: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_SQUARE = ("SLL", "CPL", "RLB")
+_KINDS = ("SN", "AOL", "SR", "BCOP", "RKO", "SOC", "Cayley", "Bjorck", "Sandwich", *_SQUARE)
+_COMBINATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "subtract": torch.sub,
     "multiply": torch.mul,
     "maximum": torch.maximum,
 }
+
+
+def _attack_bound(batch: Batch, network: nn.Module, x: Tensor, what: str, ball: float | None = None) -> None:
+    """Record the bound of a network, everywhere or on a ball, against the stretch that gradient ascent on pairs reaches."""
+    upper = float(lipschitz_bound(network, x, ball=ball).upper)
+    # the promise is about the weights as stored, which a copy in float64 would compute anew
+    witness = attack(0.0, export(network), x, ball=ball, starts=9, steps=12, seed=batch.integer(0, 2**31))
+    batch.tally.record(None, upper, witness.stretch if witness else 0.0, what)
+
+
+def random_layers(batch: Batch) -> None:
+    """One random 1-Lipschitz layer, trained to break its constant, and its bound; beside it that of the independent checker."""
+    layer, x, what = _trained_layer(batch)
+    _attack_bound(batch, layer, x[:1], what)
+    try:
+        constant = Network(*describe(layer, x[:1])).constant
+    except Refused:
+        # a layer that bundles have no operation for, or a norm that the checker does not prove
+        batch.tally.refused += 1
+    else:
+        witness = attack(0.0, export(layer), x[:1], starts=3, steps=6, seed=batch.integer(0, 2**31))
+        batch.tally.record(None, constant, witness.stretch if witness else 0.0, f"{what}, checker", again=True)
+
+
+def _trained_layer(batch: Batch) -> tuple[nn.Module, Tensor, str]:
+    """One random 1-Lipschitz layer, trained for a few steps to stretch two batches."""
+    torch.manual_seed(batch.integer(0, 2**31))
+    kind = batch.choose(*_KINDS, "Householder")
+    inputs = batch.integer(2, 8)
+    outputs = inputs if kind in _SQUARE else batch.integer(2, 8)
+    x, y = torch.randn(2, 8, inputs, 4, 4)
+    if kind == "Householder" or batch.choose(True, False):
+        layer = getattr(layers, f"{kind}Linear")(inputs, outputs)
+        x, y = x[..., 0, 0], y[..., 0, 0]
+    else:
+        layer = getattr(layers, f"{kind}Conv2d")(inputs, outputs, 3, padding=1)
+
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1, maximize=True)
+    for _ in range(batch.integer(0, 20)):
+        optimizer.zero_grad()
+        (layer(x) - layer(y)).flatten(1).norm(dim=1).log().sum().backward()
+        optimizer.step()
+    return layer.eval(), x, f"{batch.label}, {type(layer).__name__}({inputs}, {outputs})"
+
+
+def random_networks(batch: Batch) -> None:
+    """One random composition: facts of all its nodes, then its bound everywhere or on a ball."""
+    torch.manual_seed(batch.integer(0, 2**31))
+    blocks = batch.choose(_image_blocks, _vector_blocks)
+    size = batch.choose(2, 4)
+    network = nn.Sequential(*[_random_block(batch, blocks, size) for _ in range(batch.integer(1, 5))], nn.Flatten(1))
+    for module in network.eval().modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.running_var = torch.empty(size).uniform_(0.2, 3.0)
+            module.running_mean = torch.randn(size)
+    x = torch.randn(1, size, *([4, 4] if blocks is _image_blocks else []))
+    ball = batch.choose(None, 0.5, 3.0)
+    what = f"{batch.label}, ball {ball}: {network}"
+
+    for sentence in check_facts(network, x, ball=ball or 1.0, seed=batch.integer(0, 2**31)):
+        batch.tally.violations += 1
+        batch.tally.explain(f"{what}: {sentence}")
+    _attack_bound(batch, network, x, what, ball)
 
 
 class Combined(nn.Module):
@@ -31,62 +97,56 @@ class Combined(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Both branches on the same input."""
-        a, b = self.left(x), self.right(x)
-        return _HOW[self.how](a, b)
+        return _COMBINATIONS[self.how](self.left(x), self.right(x))
 
 
-#: keep the shape of an image or a vector
-POINTWISE: tuple[nn.Module, ...] = (
-    nn.ReLU(), nn.LeakyReLU(0.2), nn.ELU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.Softplus(), nn.Hardswish(),
-    nn.Mish(), nn.Softmax(1), nn.Softsign(), nn.Hardtanh(), nn.Identity(), nn.Dropout(),
-)  # fmt: skip
-#: from c channels of an image to c channels, of any size
-IMAGE: tuple[Make, ...] = (
-    lambda c: nn.Conv2d(c, c, 3, padding=1), lambda c: nn.Conv2d(c, c, 2, stride=2, padding=1), lambda c: nn.Conv2d(c, c, 1),
-    lambda c: nn.Conv2d(c, c, 3, padding=1, groups=c), lambda c: nn.Conv2d(c, c, 3, padding=2, dilation=2),
-    lambda c: nn.Conv2d(c, c, 3, padding=1, padding_mode="circular"), lambda c: nn.ConvTranspose2d(c, c, 2, stride=2),
-    lambda c: nn.Conv2d(c, c, 3, padding=1, padding_mode="reflect"), lambda c: nn.BatchNorm2d(c), lambda c: nn.GroupNorm(1, c),
-    lambda c: nn.AvgPool2d(2, padding=1), lambda c: nn.MaxPool2d(2, padding=1), lambda c: nn.MaxPool2d(3, 1, 1),
-    lambda c: nn.AdaptiveAvgPool2d(3), lambda c: nn.ZeroPad2d(1), lambda c: nn.ReplicationPad2d(1),
-    lambda c: nn.Upsample(scale_factor=2), lambda c: layers.SRConv2d(c, c, 3, padding=1), lambda c: layers.MaxMin(),
-)  # fmt: skip
-#: from n numbers to n numbers
-VECTOR: tuple[Make, ...] = (
-    lambda n: nn.Linear(n, n), lambda n: nn.Linear(n, n, bias=False), lambda n: nn.LayerNorm(n), lambda n: nn.BatchNorm1d(n),
-    lambda n: layers.AOLLinear(n, n), lambda n: layers.SLLLinear(n, n), lambda n: nn.Sequential(nn.Linear(n, 3), nn.Linear(3, n)),
-)  # fmt: skip
-
-
-def random_networks(batch: Batch) -> None:
-    """One random composition: facts of all its nodes, then its bound everywhere or on a ball."""
-    torch.manual_seed(batch.integer(0, 2**31))
-    image = batch.choose(True, False)
-    size = 2 * batch.integer(1, 2)
-    blocks = [_block(batch, IMAGE if image else VECTOR, size) for _ in range(batch.integer(1, 5))]
-    network = nn.Sequential(*blocks, nn.Flatten(1)).eval()
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-            module.running_var = torch.empty(size).uniform_(0.2, 3.0)
-            module.running_mean = torch.randn(size)
-    shape = (1, size, 4, 4) if image else (1, size)
-    ball = batch.choose(None, 0.5, 3.0)
-    what = f"{batch.label}, ball {ball}: {network}"
-
-    for sentence in check_facts(network, torch.randn(shape), ball=ball or 1.0, seed=batch.integer(0, 2**31)):
-        batch.tally.violations += 1
-        batch.tally.examples.append(f"{what}: {sentence}")
-    attack_bound(network, shape, batch, what, ball)
-
-
-def _block(batch: Batch, kind: tuple[Make, ...], size: int) -> nn.Module:
-    make = batch.choose(*kind, *POINTWISE)
-    how = batch.choose(*["plain"] * 6, *_HOW)
+def _random_block(batch: Batch, blocks: Callable[[int], list[nn.Module]], size: int) -> nn.Module:
+    how = batch.choose(*["plain"] * 6, *_COMBINATIONS)
     if how == "plain":
-        return _made(make, size)
-    keeping = (POINTWISE[0], kind[0], batch.choose(*POINTWISE))
-    return Combined(_made(batch.choose(*keeping), size), _made(batch.choose(*keeping), size), how)
+        return batch.choose(*blocks(size), *_pointwise())
+    # the first block keeps every shape
+    left, right = (batch.choose(blocks(size)[0], nn.ReLU(), batch.choose(*_pointwise())) for _ in range(2))
+    return Combined(left, right, how)
 
 
-def _made(block: Make | nn.Module, size: int) -> nn.Module:
-    """A module of its own: a copy of one without weights, or one built for the size."""
-    return copy.deepcopy(block) if isinstance(block, nn.Module) else block(size)
+def _pointwise() -> list[nn.Module]:
+    return [
+        nn.ReLU(), nn.LeakyReLU(0.2), nn.ELU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.Softplus(), nn.Hardswish(),
+        nn.Mish(), nn.Softmax(1), nn.Softsign(), nn.Hardtanh(), nn.Identity(), nn.Dropout(),
+    ]  # fmt: skip
+
+
+def _image_blocks(c: int) -> list[nn.Module]:
+    """From c channels of an image to c channels, of any size."""
+    return [
+        nn.Conv2d(c, c, 3, padding=1),
+        nn.Conv2d(c, c, 2, stride=2, padding=1),
+        nn.Conv2d(c, c, 3, padding=1, groups=c),
+        nn.Conv2d(c, c, 3, padding=2, dilation=2),
+        nn.Conv2d(c, c, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(c, c, 3, padding=1, padding_mode="reflect"),
+        nn.ConvTranspose2d(c, c, 2, stride=2),
+        nn.BatchNorm2d(c),
+        nn.GroupNorm(1, c),
+        nn.AvgPool2d(2, padding=1),
+        nn.MaxPool2d(2, padding=1),
+        nn.MaxPool2d(3, 1, 1),
+        nn.AdaptiveAvgPool2d(3),
+        nn.ZeroPad2d(1),
+        nn.ReplicationPad2d(1),
+        nn.Upsample(scale_factor=2),
+        layers.SRConv2d(c, c, 3, padding=1),
+        layers.MaxMin(),
+    ]
+
+
+def _vector_blocks(n: int) -> list[nn.Module]:
+    """From n numbers to n numbers."""
+    return [
+        nn.Linear(n, n),
+        nn.LayerNorm(n),
+        nn.BatchNorm1d(n),
+        layers.AOLLinear(n, n),
+        layers.SLLLinear(n, n),
+        nn.Sequential(nn.Linear(n, 3), nn.Linear(3, n)),
+    ]

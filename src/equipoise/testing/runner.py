@@ -4,7 +4,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,16 +15,24 @@ from equipoise.core.errors import EquipoiseError, InputError
 #: the reference is an SVD in float64, which rounds too: a bracket end counts as wrong only beyond this relative distance.
 #: LAPACK's error is a modest multiple of n·2⁻⁵³, about 1e-14 for the sizes used here.
 REFERENCE_ROUNDING = 1e-12
+_MOST_EXAMPLES = 5
 
 
 @dataclass
 class Tally:
-    """What one check has seen.
+    """Counts of one check.
 
-    `closest_upper` is the smallest `upper/truth − 1` and `closest_lower` the largest `lower/truth`: the nearer to 0 and 1,
-    the harder the test was. `comparisons` counts brackets: one operator may be bounded in several ways (size known and unknown,
-    two arithmetics). `refused` counts batches in which the library declined to give a bound, which is not a violation.
-    `scripts` are programs that show a violation by themselves.
+    Attributes:
+        name: of the check.
+        operators: how many operators were tested.
+        comparisons: how many brackets; one operator may be bounded in several ways (two arithmetics, size known or not).
+        violations: how many ends were wrong.
+        refused: batches in which the library declined to give a bound, which is not a violation.
+        closest_upper: the smallest `upper/truth − 1`: the nearer to 0, the harder the test was.
+        closest_lower: the largest `lower/truth`: the nearer to 1, the harder.
+        seconds: spent.
+        examples: the first violations and refusals, in words.
+        scripts: programs that show a violation by themselves.
     """
 
     name: str
@@ -39,42 +47,47 @@ class Tally:
     scripts: list[str] = field(default_factory=list)
 
     def record(self, lower: Any, upper: Any, truth: Any, what: str, *, again: bool = False) -> None:
-        """Compare brackets with the truth (numbers or tensors of one shape); `what` describes the batch and its seed.
+        """Compare brackets with the truth.
 
-        `lower` may be None, and `upper` infinite, where that end says nothing about this operator. `again`: the same operators
-        were recorded before, bounded in another way; they are compared but not counted twice.
+        Args:
+            lower: lower ends, a number or a tensor; None where that end says nothing about this operator.
+            upper: upper ends, infinite where they say nothing.
+            truth: the norms.
+            what: describes the batch and its seed.
+            again: the same operators were recorded before, bounded in another way; they are not counted twice.
         """
         truth, upper = _flat(truth), _flat(upper)
         lower = torch.zeros_like(truth) if lower is None else _flat(lower)
         self.comparisons += truth.numel()
-        self.operators += 0 if again else truth.numel()
+        if not again:
+            self.operators += truth.numel()
+
         too_low = ~(upper >= truth * (1 - REFERENCE_ROUNDING))  # NaN counts as wrong
         too_high = ~(lower <= truth * (1 + REFERENCE_ROUNDING))
-        for side, wrong, value in (("upper", too_low, upper), ("lower", too_high, lower)):
+        for side, wrong, ends in (("upper", too_low, upper), ("lower", too_high, lower)):
             for i in wrong.nonzero().flatten().tolist():
                 self.violations += 1
-                if len(self.examples) < 5:
-                    self.examples.append(f"{what}: {side} {float(value[i])!r}, truth {float(truth[i])!r} (number {i})")
+                self.explain(f"{what}: {side} {float(ends[i])!r}, truth {float(truth[i])!r} (number {i})")
+
         positive = truth > 0
         if bool(positive.any()):
-            above, below = upper[positive] / truth[positive] - 1, lower[positive] / truth[positive]
-            self.closest_upper = min(self.closest_upper, float(above.min()))
-            self.closest_lower = max(self.closest_lower, float(below.max()))
+            self.closest_upper = min(self.closest_upper, float((upper / truth)[positive].min()) - 1)
+            self.closest_lower = max(self.closest_lower, float((lower / truth)[positive].max()))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return dict(vars(self))
+    def explain(self, sentence: str) -> None:
+        """Keep a violation or a refusal in words, if it is among the first."""
+        if len(self.examples) < _MOST_EXAMPLES:
+            self.examples.append(sentence)
 
 
 def _flat(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", torch.float64).flatten()
-    return torch.tensor([float(value)], dtype=torch.float64)  # as_tensor would round a Python float to float32
+    # as_tensor would round a Python float to float32
+    return torch.as_tensor(value, dtype=torch.float64).detach().cpu().flatten()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call of a check gets: its device, its own generator (on the CPU), and where to count."""
+    """What one call of a check gets: its device, its own generator (on the CPU), where to count, and its name."""
 
     device: torch.device
     generator: torch.Generator
@@ -88,6 +101,20 @@ class Batch:
     def choose(self, *options: Any) -> Any:
         """One of the options at random."""
         return options[self.integer(0, len(options) - 1)]
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """A Gaussian tensor on the CPU."""
+        return torch.randn(shape, generator=self.generator, dtype=dtype)
+
+    def dtype(self) -> torch.dtype:
+        """One of the number formats that the device has, real or complex."""
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        real = self.choose(torch.float32, wide)
+        return self.choose(real, real.to_complex())
+
+    def place(self, value: Any) -> Any:
+        """Float64 tensors or modules on the device; on the CPU where the device has no float64."""
+        return value if self.device.type == "mps" else value.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -110,12 +137,12 @@ class Report:
     @property
     def operators(self) -> int:
         """How many operators were tested."""
-        return sum(t.operators for t in self.tallies)
+        return sum(tally.operators for tally in self.tallies)
 
     @property
     def violations(self) -> int:
         """How many bounds were wrong; must be 0."""
-        return sum(t.violations for t in self.tallies)
+        return sum(tally.violations for tally in self.tallies)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -126,7 +153,7 @@ class Report:
             "seed": self.seed,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "checks": [t.to_dict() for t in self.tallies],
+            "checks": [asdict(tally) for tally in self.tallies],
         }
 
 
@@ -137,54 +164,48 @@ def run(
     seed: int = 0,
     tick: Callable[[Tally, float], None] = lambda tally, done: None,
 ) -> Report:
-    """Run every check for its share of `seconds`, at least one batch each.
+    """Run every check for its share of the time, at least one batch each.
 
     Batch number b of a check draws from a generator seeded by (seed, name, b), so a violation can be repeated whatever
-    the speed of the machine. `tick(tally, done)` is called after each batch with the share of the time spent.
+    the speed of the machine.
+
+    Args:
+        checks: what to test.
+        seconds: in all.
+        device: cpu, cuda (or cuda:1) or mps.
+        seed: other seeds test other operators.
+        tick: called after each batch with the tally and the share of the time that is spent.
 
     >>> from equipoise.testing import CHECKS
     >>> run(CHECKS[:1], seconds=0.1).violations
     0
     """
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds < math.inf:
         raise InputError(f"the time must be positive, got {seconds / 60:g} minutes")
-    where = require_device(device)
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"device must be cpu, cuda or mps, and one that PyTorch {torch.__version__} sees here, got {device!r}"
+        ) from error
+
     total = sum(check.share for check in checks)
-    tallies = []
+    tallies: list[Tally] = []
     for check in checks:
         tally = Tally(check.name)
         tallies.append(tally)
         begin = time.perf_counter()
         number = 0
-        while number == 0 or time.perf_counter() - begin < seconds * check.share / total:
-            _run_batch(check, where, seed, number, tally)
+        while number == 0 or tally.seconds < seconds * check.share / total:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{check.name}/{number}".encode()))
+            batch = Batch(place, generator, tally, f"{check.name}, seed {seed}, batch {number}")
+            try:
+                check.run(batch)
+            except EquipoiseError as error:
+                tally.refused += 1
+                tally.explain(f"refused, {batch.label}: {error}")
             number += 1
             tally.seconds = time.perf_counter() - begin
-            spent = sum(t.seconds for t in tallies)
-            tick(tally, min(1.0, spent / seconds))
-    return Report(tuple(tallies), str(where), seed)
-
-
-def _run_batch(check: Check, where: torch.device, seed: int, number: int, tally: Tally) -> None:
-    own = zlib.crc32(f"{seed}/{check.name}/{number}".encode())
-    generator = torch.Generator().manual_seed(own)
-    try:
-        check.run(Batch(where, generator, tally, f"{check.name}, seed {seed}, batch {number}"))
-    except EquipoiseError as error:
-        tally.refused += 1
-        if len(tally.examples) < 5:
-            tally.examples.append(f"refused, {check.name} batch {number}: {error}")
-
-
-def require_device(name: str) -> torch.device:
-    """The device, or one sentence why it cannot be used."""
-    kind = name.split(":")[0]
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if kind not in available:
-        raise InputError(f"device must be cpu, cuda or mps, got {name!r}")
-    if not available[kind]:
-        raise InputError(f"this installation of PyTorch ({torch.__version__}) sees no {kind} device; use --device cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"{name!r} is no device") from error
+            tick(tally, min(1.0, sum(t.seconds for t in tallies) / seconds))
+    return Report(tuple(tallies), str(place), seed)

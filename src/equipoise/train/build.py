@@ -1,10 +1,10 @@
-"""From a recipe to the things it names: data, network, optimizer."""
+"""From a recipe to what it names: data, network, optimizer."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,89 +14,41 @@ from equipoise.core.errors import InputError, did_you_mean, one_line
 from equipoise.core.imports import resolve
 from equipoise.optim.muon import Muon, add_lookahead
 from equipoise.train.config import Data, Model, Optimizer, Recipe, fill_in
-from equipoise.train.randomness import data_order, generator
-
-
-class Source(Protocol):
-    """What a trainer needs of a dataset (`equipoise.data.Dataset` has it).
-
-    A source may also have `facts` (arguments that a network wants to know) and `real_shape` (the shape of one input as a bound
-    sees it, where inputs are tokens).
-    """
-
-    @property
-    def num_classes(self) -> int:
-        """How many labels there are."""
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one input."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
-        """Inputs and labels at these positions."""
-
-    def fingerprint(self) -> str:
-        """A digest of the content."""
+from equipoise.train.processes import generator
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some examples of a dataset."""
+    """Some examples of a dataset and, in every epoch, `added` random ones of another.
 
-    source: Source
-    indices: Tensor
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and labels at these positions of the part."""
-        return self.source.batch(self.indices[positions])
-
-    def order(self, seed: int, epoch: int) -> Tensor:
-        """The positions of an epoch, in the order they are learnt in."""
-        return data_order(seed, epoch, len(self))
-
-    def fingerprint(self) -> str:
-        """Of the dataset."""
-        return self.source.fingerprint()
-
-
-@dataclass(frozen=True)
-class Mixed(Part):
-    """Some examples of a dataset and, to every one of them, `ratio` examples of another: an epoch has both, shuffled.
-
-    The epochs go through the other dataset one part after the other, in a seeded order, and start over when it ends.
+    A dataset has `num_classes`, `input_shape`, a length, `batch(indices)` and `fingerprint()`, as `equipoise.data.Dataset`. It
+    may also have `facts` (more arguments for the network) and `real_shape` (the shape of an input to a bound, for tokens).
     """
 
-    extra: Source
-    ratio: float
-
-    @property
-    def added(self) -> int:
-        """How many of the other examples an epoch has."""
-        return round(self.ratio * len(self.indices))
+    source: Any
+    indices: Tensor
+    extra: Any = None
+    added: int = 0
 
     def __len__(self) -> int:
         return len(self.indices) + self.added
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """All of the own examples, and the epoch's share of the others (positions from `len(indices)` on)."""
-        own, count = len(self.indices), len(self.extra)
-        start, stop = epoch * self.added, (epoch + 1) * self.added
-        chunks = [torch.arange(own)]
-        while start < stop:  # one round through the other dataset after the other, each in its own order
-            end = min(stop, (start // count + 1) * count)
-            order = torch.randperm(count, generator=generator(seed, "extra", start // count))
-            chunks.append(own + order[start % count :][: end - start])
-            start = end
-        every = torch.cat(chunks)
-        return every[data_order(seed, epoch, len(every))]
+        """The positions of an epoch; those from `len(indices)` on belong to the other dataset.
+
+        Args:
+            seed: of the recipe.
+            epoch: counted from 0.
+        """
+        own = len(self.indices)
+        positions = torch.arange(own)
+        if self.added:
+            chosen = torch.randint(len(self.extra), (self.added,), generator=generator(seed, "extra", epoch))
+            positions = torch.cat([positions, own + chosen])
+        return positions[torch.randperm(len(self), generator=generator(seed, "order", epoch))]
 
     def batch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and labels at these positions, own examples first."""
+        """Inputs and labels at these positions."""
         own = positions < len(self.indices)
         x, y = self.source.batch(self.indices[positions.where(own, 0)])
         if not bool(own.all()):
@@ -104,17 +56,18 @@ class Mixed(Part):
         return x, y
 
     def fingerprint(self) -> str:
-        """Of both datasets."""
-        return f"{self.source.fingerprint()} + {self.extra.fingerprint()}"
+        """Of the dataset, or of both."""
+        own: str = self.source.fingerprint()
+        return own if self.extra is None else f"{own} + {self.extra.fingerprint()}"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The examples that are learnt, those measured every epoch, and those measured at the end."""
+    """The examples for training, those measured every epoch, and those measured at the end."""
 
     train: Part
-    validation: Part | None
-    test: Part | None
+    validation: Part | None = None
+    test: Part | None = None
 
     @property
     def measured(self) -> tuple[str, Part] | None:
@@ -130,42 +83,42 @@ class Parts:
 
 def build_data(data: Data) -> Parts:
     """The parts; which examples are held out or kept by a limit does not depend on the recipe's seed."""
-    path = fill_in(data.path)
-    whole = _load(path, data.train, data.reader)
+    whole = _load(data, data.path, data.train)
     if whole.num_classes == 1:
-        raise InputError(f"{path} holds one class only: a classifier needs at least two")
-    order = torch.randperm(len(whole), generator=generator(0, "split"))[: data.limit]
+        raise InputError(f"{data.path} holds one class only: a classifier needs at least two")
+    order = _shuffled(whole, data.limit)
     held = round(data.validation * len(order))
     if data.validation and not 0 < held < len(order):
         raise InputError(f"data.validation = {data.validation} of {len(order)} examples leaves one part empty")
     train = Part(whole, order[held:].sort().values)
+    if data.extra is not None:
+        extra = _load(data, data.extra.path, data.extra.train, whole)
+        train = Part(whole, train.indices, extra, round(data.extra.ratio * len(train)))
     validation = Part(whole, order[:held].sort().values) if held else None
     test = None
     if data.test is not None:
-        source = _load(path, data.test, data.reader)
-        if source.input_shape != whole.input_shape:
-            raise InputError(
-                f"{path}: inputs of the split {data.test!r} have shape {source.input_shape}, those of {data.train!r} "
-                f"{whole.input_shape}: one network cannot take both"
-            )
-        kept = torch.randperm(len(source), generator=generator(0, "split"))[: data.test_limit]
-        test = Part(source, kept.sort().values)
-    if data.extra is not None:
-        extra = _load(fill_in(data.extra.path), data.extra.train, data.reader)
-        if extra.input_shape != whole.input_shape or extra.num_classes != whole.num_classes:
-            raise InputError(
-                f"data.extra: inputs of shape {extra.input_shape} with {extra.num_classes} classes do not go with those of "
-                f"the training split, {whole.input_shape} with {whole.num_classes}"
-            )
-        train = Mixed(whole, train.indices, extra, data.extra.ratio)
+        source = _load(data, data.path, data.test, whole)
+        test = Part(source, _shuffled(source, data.test_limit).sort().values)
     return Parts(train, validation, test)
 
 
-def _load(path: str, split: str, reader: str | None) -> Source:
+def _shuffled(source: Any, limit: int | None) -> Tensor:
+    return torch.randperm(len(source), generator=generator(0, "split"))[:limit]
+
+
+def _load(data: Data, path: str, split: str, like: Any = None) -> Any:
+    """A split, which must go with the training split `like`."""
     from equipoise.data import load_dataset
 
-    read = load_dataset if reader is None else resolve(reader)
-    source: Source = read(path, split)
+    if data.reader is not None:
+        source = resolve(data.reader)(fill_in(path), split)
+    else:
+        source = load_dataset(fill_in(path), split, layout=data.layout)
+    if like is not None and (source.input_shape != like.input_shape or source.num_classes > like.num_classes):
+        raise InputError(
+            f"{path}#{split}: inputs of shape {source.input_shape} with {source.num_classes} classes do not go with those of "
+            f"the training split, {like.input_shape} with {like.num_classes}: one network cannot take both"
+        )
     return source
 
 
@@ -178,15 +131,13 @@ def random_parts(recipe: Recipe) -> Parts:
     if name not in MODELS:
         raise InputError(f"the shape of the inputs of {recipe.model.factory} is not known without the data")
     shape = input_shape(name, **recipe.model.arguments)
-    x = torch.rand(8, *shape, generator=generator(0, "plan")).numpy()
     classes = int(recipe.model.arguments.get("num_classes", 10))
-    source = Dataset.from_arrays(
-        x, torch.arange(8).numpy() % classes, name="random", num_classes=classes, layout="NCHW"
-    )
-    return Parts(Part(source, torch.arange(recipe.data.examples or 8) % 8), None, None)
+    x, y = torch.rand(8, *shape, generator=generator(0, "plan")), torch.arange(8) % classes
+    source = Dataset.from_arrays(x, y, name="random", num_classes=classes, layout="as-is")
+    return Parts(Part(source, torch.arange(recipe.data.examples or 8) % 8))
 
 
-def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]]:
+def build_model(model: Model, source: Any) -> tuple[nn.Module, dict[str, Any]]:
     """The network and the arguments it was made with, tried on an example of the data.
 
     `num_classes`, `in_channels`, `input_size`, `in_features` and `input_shape` are filled in from the data where the
@@ -197,20 +148,19 @@ def build_model(model: Model, source: Source) -> tuple[nn.Module, dict[str, Any]
         source: the dataset.
     """
     arguments = dict(model.arguments)
-    known = _parameters(model.factory)
-    if known is not None:
-        arguments = {name: value for name, value in _facts(source).items() if name in known} | arguments
-        unknown = [name for name in arguments if name not in known]
+    accepted = _parameters(model.factory)
+    if accepted is not None:
+        arguments = {name: value for name, value in _facts(source).items() if name in accepted} | arguments
+        unknown = [name for name in arguments if name not in accepted]
         if unknown:
-            raise InputError(f"{model.factory} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+            raise InputError(f"{model.factory} takes no argument {unknown[0]!r}{did_you_mean(unknown[0], accepted)}")
     net = load_factory(model.factory, arguments)
     if model.weights is not None:
         load_weights(net, fill_in(model.weights))
-    require_fit(net, source, model.factory)
-    return net.train(), arguments
+    return net, arguments
 
 
-def require_fit(net: nn.Module, source: Source, name: str) -> None:
+def require_fit(net: nn.Module, source: Any, name: str) -> None:
     """Refuse a network that does not take the data's inputs, or has too few outputs for its classes.
 
     Args:
@@ -219,10 +169,9 @@ def require_fit(net: nn.Module, source: Source, name: str) -> None:
         name: of the network, for messages.
     """
     x, _ = source.batch(torch.zeros(1, dtype=torch.int64))
-    device = next((p.device for p in net.parameters()), x.device)
     try:
         with torch.no_grad():
-            outputs = net.eval()(x.to(device))
+            outputs = net.eval()(x)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise InputError(
             f"{name} does not take the data's inputs of shape {tuple(x.shape[1:])}: {one_line(error)[:200]}; "
@@ -232,13 +181,13 @@ def require_fit(net: nn.Module, source: Source, name: str) -> None:
         raise InputError(f"{name} has {outputs.shape[1]} outputs, but the data {source.num_classes} classes")
 
 
-def _facts(source: Source) -> dict[str, Any]:
-    """What the data say about the network; images are (channels, height, width), other inputs are (features,)."""
+def _facts(source: Any) -> dict[str, Any]:
+    """What the data say about the network; inputs are (channels, …) or (features,)."""
     shape = list(source.input_shape)
     facts: dict[str, Any] = {"num_classes": source.num_classes, "input_shape": shape, **getattr(source, "facts", {})}
-    if len(shape) == 3:
-        return facts | {"in_channels": shape[0], "input_size": shape[1:]}
-    return facts | {"in_features": shape[0]} if len(shape) == 1 else facts
+    if len(shape) == 1:
+        return facts | {"in_features": shape[0]}
+    return facts | {"in_channels": shape[0], "input_size": shape[1:]}
 
 
 def _parameters(factory: str) -> list[str] | None:
@@ -262,16 +211,23 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise InputError("the network has no parameters to train")
-    decayed = [p for p in trained if p.ndim > 1 or optimizer.decay == "all"]
     spared = [p for p in trained if p.ndim <= 1 and optimizer.decay == "matrices"]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": optimizer.weight_decay},
-        {"params": spared, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    sharpness = optimizer.kind in ("sam", "asam")
-    kind, options = _base(optimizer, optimizer.base if sharpness else optimizer.kind)
-    if not sharpness:
+    decayed = [p for p in trained if p.ndim > 1 or optimizer.decay == "all"]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": optimizer.weight_decay}]
+    if spared:
+        groups.append({"params": spared, "weight_decay": 0.0})
+
+    kinds: dict[str, Any] = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "nadam": torch.optim.NAdam,
+        "muon": Muon,
+    }
+    kind = kinds[optimizer.base if optimizer.two_steps else optimizer.kind]
+    accepted = inspect.signature(kind).parameters
+    options = {name: getattr(optimizer, name) for name in ("momentum", "nesterov", "betas") if name in accepted}
+    if not optimizer.two_steps:
         built: torch.optim.Optimizer = kind(groups, lr=optimizer.lr, **options)
         return built if optimizer.lookahead is None else add_lookahead(built, optimizer.lookahead)
     try:
@@ -279,17 +235,3 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
     except ImportError as error:
         raise InputError(f"{optimizer.kind} needs pytorch-optimizer: pip install 'equipoise[train]'") from error
     return SAM(groups, kind, rho=optimizer.rho, adaptive=optimizer.kind == "asam", lr=optimizer.lr, **options)
-
-
-def _base(optimizer: Optimizer, kind: str) -> tuple[Any, dict[str, Any]]:
-    """The class and its options beside the learning rate."""
-    momentum = {"momentum": optimizer.momentum}
-    betas = {"betas": optimizer.betas}
-    rows: dict[str, tuple[Any, dict[str, Any]]] = {
-        "sgd": (torch.optim.SGD, {**momentum, "nesterov": optimizer.nesterov}),
-        "adam": (torch.optim.Adam, betas),
-        "adamw": (torch.optim.AdamW, betas),
-        "nadam": (torch.optim.NAdam, betas),
-        "muon": (Muon, {**momentum, **betas}),
-    }
-    return rows[kind]

@@ -9,6 +9,7 @@ annotations of the chosen function.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from equipoise.checkpoints.builders import registered
 from equipoise.core.errors import InputError, Refused, did_you_mean, one_line
 from equipoise.core.files import read_bounded
 from equipoise.core.imports import SPEC, resolve
+from equipoise.data.dataset import Layout
 
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -85,6 +87,7 @@ class Data(Part):
 
     path: str
     reader: str | None = None
+    layout: Layout | None = None
     train: str = "train"
     test: str | None = "test"
     validation: Fraction = 0.0
@@ -114,38 +117,41 @@ class Optimizer(Part):
     clip: Positive | None = None
     lookahead: AtLeastOne | None = None
 
+    @property
+    def two_steps(self) -> bool:
+        """Whether a step needs the gradient at two points."""
+        return self.kind in ("sam", "asam")
+
     @model_validator(mode="after")
-    def _combination(self) -> Optimizer:
+    def _check(self) -> Optimizer:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
-        if self.lookahead is not None and self.kind in ("sam", "asam"):
+        if self.lookahead is not None and self.two_steps:
             raise ValueError(f"lookahead does not go with {self.kind}, which takes two steps in one")
         return self
 
 
 class Schedule(Part):
-    """The factor of the learning rate over the run; `warmup` and `milestones` are fractions of all steps.
+    """The factor of the learning rate over the run; it rises to 1 during the first `warmup` (a fraction of all steps).
 
-    `one-cycle` rises to 1 at `warmup` (default 0.3) and falls to `final` on a cosine; `piecewise` is linear between
-    `points` of (fraction, factor); `step` multiplies by `gamma` at each milestone.
+    `cosine` and `linear` then fall to `final`; `one-cycle` is `cosine` with a warmup of 0.3 by default; `step` multiplies by
+    `gamma` at each of the `milestones` (fractions of all steps); `piecewise` is linear between `points` of (fraction, factor).
     """
 
     kind: Literal["constant", "cosine", "linear", "one-cycle", "piecewise", "step"] = "constant"
     warmup: Fraction = 0.0
     final: NonNegative = 0.0
     points: list[tuple[Share, NonNegative]] = []
-    milestones: list[Annotated[float, Field(gt=0, lt=1)]] = []
+    milestones: list[Share] = []
     gamma: Positive = 0.1
 
     @model_validator(mode="after")
-    def _complete(self) -> Schedule:
-        if self.kind == "piecewise" and len(self.points) < 2:
-            raise ValueError("a piecewise schedule needs at least two points (fraction, factor)")
+    def _check(self) -> Schedule:
         fractions = [fraction for fraction, _ in self.points]
-        if fractions != sorted(set(fractions)):
-            raise ValueError("the fractions of a piecewise schedule must increase")
-        if self.kind == "step" and not self.milestones:
-            raise ValueError("a step schedule needs milestones, fractions of the run like [0.5, 0.75]")
+        if fractions != sorted(set(fractions)) or (self.kind == "piecewise" and len(fractions) < 2):
+            raise ValueError(
+                "a piecewise schedule needs at least two points (fraction, factor) with increasing fractions"
+            )
         return self
 
 
@@ -198,34 +204,28 @@ class Recipe(Part):
         return plain
 
 
-def describe(error: ValidationError, where: str, known: Iterable[str] | None = None) -> str:
+def describe(error: ValidationError, where: str, known: Iterable[str]) -> str:
     """The first problem as one sentence: the key's path, what was expected, what came.
-
-    Unknown keys come first: a misspelt key is often also a missing one.
 
     Args:
         error: of pydantic.
         where: what was read.
-        known: keys to suggest in place of an unknown one; without them those of the recipe.
+        known: keys to suggest in place of an unknown one.
     """
-    unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    problems = sorted(error.errors(include_url=False), key=lambda p: p["type"] not in unknown)
-    problem = problems[0]
-    location = [str(p) for p in problem["loc"] if not str(p).startswith("function-")]
-    key = ".".join(location)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    if problem["type"] in unknown:
-        part = Recipe.model_fields[location[0]].annotation if len(location) > 1 and known is None else Recipe
-        keys = getattr(part, "model_fields", Recipe.model_fields) if known is None else known
-        hint = did_you_mean(location[-1], keys, 0.5)
-        return f"{where}: unknown key {key!r}{hint}{more}"
-    if problem["type"] in ("missing", "missing_argument"):
-        return f"{where}: {key!r} is missing{more}"
+    # unknown keys come first: a misspelt key is often also a missing one
+    problem = min(
+        error.errors(include_url=False), key=lambda p: "extra" not in p["type"] and "unexpected" not in p["type"]
+    )
+    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+    kind = problem["type"]
+    if kind.startswith(("extra", "unexpected")):
+        return f"{where}: unknown key {key!r}{did_you_mean(key, known, 0.5)}"
+    if kind.startswith("missing"):
+        return f"{where}: {key!r} is missing"
     expected = re.sub(r"^(Value error, |(Input|String|Tuple|List) should )", "", problem["msg"])
-    if problem["type"] == "value_error":
-        return f"{where}: {key}: {expected}{more}"
-    value = repr(problem["input"])
-    return f"{where}: {key!r} must {expected}, got {value if len(value) <= 80 else value[:80] + ' …'}{more}"
+    if kind == "value_error":
+        return f"{where}: {key}: {expected}"
+    return f"{where}: {key!r} must {expected}, got {repr(problem['input'])[:80]}"
 
 
 def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: str, *first: Any) -> Any:
@@ -247,8 +247,7 @@ def from_table(table: Mapping[str, Callable[..., Any]], choice: Choice, where: s
     try:
         return checked(**choice.arguments)
     except ValidationError as error:
-        known = row.__code__.co_varnames if hasattr(row, "__code__") else ()
-        raise InputError(describe(error, f"{where} ({choice.kind})", known)) from error
+        raise InputError(describe(error, f"{where} ({choice.kind})", inspect.signature(row).parameters)) from error
     except TypeError as error:  # options that the row hands on
         raise InputError(f"{where} ({choice.kind}): {one_line(error)}") from error
 
@@ -285,7 +284,8 @@ def read_recipe(
     elif isinstance(source, Mapping):
         document = dict(source)
     else:
-        where, document = _read(str(source), allow_code)
+        where = str(source)
+        document = _read(where, allow_code)
     if not isinstance(document, dict):
         raise InputError(f"{where} must hold `key: value` pairs, got {type(document).__name__}")
     document = _extend(document, where)
@@ -294,27 +294,31 @@ def read_recipe(
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
-        raise InputError(describe(error, where)) from error
+        keys = list(Recipe.model_fields)
+        for name, part in Recipe.model_fields.items():
+            keys += [f"{name}.{key}" for key in getattr(part.annotation, "model_fields", ())]
+        raise InputError(describe(error, where, keys)) from error
 
 
-def _read(source: str, allow_code: bool) -> tuple[str, Any]:
-    """The document of a YAML file or a bundled recipe, and its name for messages."""
+def _read(source: str, allow_code: bool) -> Any:
+    """The document of a YAML file or a bundled recipe."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
-        known = bundled()
-        if source not in known:
-            hint = did_you_mean(source, known, 0.5)
+        recipes = bundled()
+        if source not in recipes:
+            hint = did_you_mean(source, recipes, 0.5)
             raise InputError(f"no bundled recipe {source!r}{hint}; `equipoise train --list` shows them")
-        return source, {"name": source, **parse(known[source], source)}
-    try:
-        document = parse(read_bounded(path, _LARGEST).decode("utf-8"), source)
-    except UnicodeDecodeError as error:
-        raise InputError(f"the recipe {path} is not UTF-8 text") from error
+        return {"name": source, **parse(recipes[source], source)}
+    document = parse(read_bounded(path, _LARGEST), source)
     if isinstance(document, dict):
-        if not allow_code:
-            _require_no_code(document, source)
+        named = None if allow_code else next(_code_names(document), None)
+        if named is not None:
+            raise Refused(
+                f"{source} names {named[:100]!r}, code that would be run: if you trust it, allow it (--allow-code, "
+                "allow_code=True), or name it yourself (--set model.factory=…)"
+            )
         document.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem) or "run")
-    return source, document
+    return document
 
 
 class _Loader(yaml.SafeLoader):
@@ -338,7 +342,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("+-.0123456789"))
 
 
-def parse(text: str, where: str) -> Any:
+def parse(text: str | bytes, where: str) -> Any:
     """The plain data of a YAML text.
 
     Args:
@@ -347,7 +351,7 @@ def parse(text: str, where: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+    except Exception as error:  # constructors of YAML raise more than YAMLError
         mark = getattr(error, "problem_mark", None)
         place = f"{where}, line {mark.line + 1}" if mark else where
         reason = getattr(error, "problem", None) or one_line(error)
@@ -358,14 +362,15 @@ def _extend(document: dict[str, Any], where: str) -> dict[str, Any]:
     """A recipe that `extends` a bundled one, written out; description and published figures are not inherited."""
     if "extends" not in document:
         return document
-    name, known = document["extends"], bundled()
-    if not isinstance(name, str) or name not in known:
-        raise InputError(
-            f"{where}: extends takes the name of a bundled recipe, got {name!r}{did_you_mean(str(name), known)}"
-        )
-    base = _extend(parse(known[name], name), name)
-    kept = {key: value for key, value in base.items() if key not in ("description", "published", "name")}
-    return _merge(kept, {key: value for key, value in document.items() if key != "extends"})
+    name = document["extends"]
+    text = bundled().get(name) if isinstance(name, str) else None
+    if text is None:
+        hint = did_you_mean(str(name), bundled())
+        raise InputError(f"{where}: extends takes the name of a bundled recipe, got {name!r}{hint}")
+    base = _extend(parse(text, name), name)
+    for key in ("description", "published", "name"):
+        base.pop(key, None)
+    return _merge(base, {key: value for key, value in document.items() if key != "extends"})
 
 
 def _merge(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -377,16 +382,6 @@ def _merge(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
             value = _merge(old, value)
         merged[key] = value
     return merged
-
-
-def _require_no_code(document: dict[str, Any], where: str) -> None:
-    """Refuse a file that names code: a model that is not registered, a reader, data or a kind of its own."""
-    named = next(_code_names(document), None)
-    if named is not None:
-        raise Refused(
-            f"{where} names {named[:100]!r}, code that would be run: if you trust it, allow it (--allow-code, "
-            "allow_code=True), or name it yourself (--set model.factory=…)"
-        )
 
 
 def _code_names(value: Any, key: str = "") -> Any:
@@ -410,24 +405,23 @@ def _override(document: dict[str, Any], item: str) -> dict[str, Any]:
     path = key.strip().split(".")
     if not equals or not all(path):
         raise InputError(f"--set takes key=value like optimizer.lr=0.1, got {item!r}")
-    result: dict[str, Any] = _put(document, path, parse(text, f"--set {key}: the value"), key)
-    return result
+    changed: dict[str, Any] = _put(document, path, parse(text, f"--set {key}: the value"))
+    return changed
 
 
-def _put(current: Any, path: list[str], value: Any, key: str) -> Any:
+def _put(current: Any, path: list[str], value: Any) -> Any:
     if not path:
         return value
-    head, rest = path[0], path[1:]
-    if isinstance(current, list):
-        if not head.isdigit() or int(head) > len(current):
-            raise InputError(f"--set {key}: {head!r} is no position in a list of {len(current)} (0 is the first)")
-        items = [*current, {}]
-        items[int(head)] = _put(items[int(head)], rest, value, key)
-        return items if int(head) == len(current) else items[:-1]
-    if current is None and head == "0":  # the first entry of a list that is not there yet
-        return [_put(None, rest, value, key)]
+    head, *rest = path
+    if head.isdigit():
+        items = list(current or [])
+        if int(head) > len(items):
+            raise InputError(f"--set: {head} is no position in a list of {len(items)} (0 is the first)")
+        old = items.pop(int(head)) if int(head) < len(items) else None
+        items.insert(int(head), _put(old, rest, value))
+        return items
     inner = {"kind": current} if isinstance(current, str) else dict(current or {})
-    return {**inner, head: _put(inner.get(head), rest, value, key)}
+    return {**inner, head: _put(inner.get(head), rest, value)}
 
 
 def fill_in(path: str) -> str:

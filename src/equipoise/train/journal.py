@@ -1,4 +1,4 @@
-"""The folder of a run: what it was asked, how far it came, and everything needed to go on bit by bit.
+"""The folder of a run: its recipe, how far it came, and everything needed to continue bit by bit.
 
 ```
 recipe.json          the recipe and the data's fingerprint, compared at every start
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from equipoise.core.digests import Digest
@@ -27,8 +27,6 @@ from equipoise.core.files import atomic_write, locked, open_regular, read_json
 
 STATE = "state/state.safetensors"
 _Count = Annotated[int, Field(ge=0, le=10**15)]
-
-
 #: what is stored of every part of a run (`model`, `optimizer/0`, …), by name: tensors and plain values
 State = dict[str, dict[str, Any]]
 
@@ -54,27 +52,26 @@ class Journal:
     def open(self, document: Mapping[str, Any]) -> tuple[State, Position] | None:
         """Claim the folder for this recipe and its data, and read the last state if there is one."""
         path = self.folder / "recipe.json"
-        document = json.loads(json.dumps(document))
-        busy = f"another process trains in {self.folder}: wait for it, or choose another --run-dir"
         try:
-            # what a killed start left (the state's folder, locks, temporary files) is no reason to refuse
-            others = [] if path.exists() or not self.folder.exists() else list(self.folder.iterdir())
-            others = [item for item in others if not item.name.startswith(".") and item.name != "state"]
-            if others:
+            # what a killed start left (the state's folder, locks, temporary files) does not count
+            names = [] if path.exists() or not self.folder.exists() else [p.name for p in self.folder.iterdir()]
+            foreign = [name for name in names if name != "state" and not name.startswith(".")]
+            if foreign:
                 raise InputError(
-                    f"{self.folder} is not empty and no training run (it holds {others[0].name!r}): "
-                    "choose another --run-dir"
+                    f"{self.folder} holds {foreign[0]!r} and no training run: choose another, empty --run-dir"
                 )
             (self.folder / "state").mkdir(parents=True, exist_ok=True)
-            self._lock.enter_context(locked(self.folder / ".lock", busy))
         except OSError as error:
             raise InputError(f"cannot train in {self.folder}: {error.strerror}") from error
+        busy = f"another process trains in {self.folder}: wait for it, or choose another --run-dir"
+        self._lock.enter_context(locked(self.folder / ".lock", busy))
         if path.exists():
-            changes = differences(read_json(path), document)
-            if changes:
+            stored, new = _flat(read_json(path)), _flat(json.loads(json.dumps(document)))
+            changed = [key for key in {**stored, **new} if stored.get(key) != new.get(key)]
+            if changed:
+                listed = "; ".join(f"{key}: {stored.get(key)} → {new.get(key)}" for key in changed)
                 raise InputError(
-                    f"{self.folder} belongs to another recipe ({'; '.join(changes)}): "
-                    "choose another --run-dir, or remove this one"
+                    f"{self.folder} belongs to another recipe ({listed}): choose another --run-dir, or remove this one"
                 )
         else:
             atomic_write(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
@@ -93,8 +90,8 @@ class Journal:
         tensors = {name: v.detach().cpu().contiguous().clone() for name, v in flat.items() if isinstance(v, Tensor)}
         plain = {name: value for name, value in flat.items() if name not in tensors}
         text = position.model_copy(update={"plain": plain}).model_dump_json()
-        content = save(tensors, metadata={"position": text, "digest": _digest(tensors, text)})
-        atomic_write(self.folder / STATE, content)
+        metadata = {"position": text, "digest": _digest(tensors, text)}
+        atomic_write(self.folder / STATE, save(tensors, metadata=metadata))
 
     def write_metrics(self, history: list[dict[str, Any]]) -> None:
         """Replace `metrics.jsonl`."""
@@ -117,13 +114,13 @@ def read_state(path: Path) -> tuple[State, Position]:
         if header["digest"] != _digest(tensors, header["position"]):
             raise ValueError("its digest does not fit")
         position = Position.model_validate_json(header["position"])
-        state: State = {}
-        for key, value in {**tensors, **position.plain}.items():
-            part, _, name = key.partition("|")
-            state.setdefault(part, {})[name] = value
-        return state, position
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, ValidationError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise InputError(f"the state {path} is damaged: remove it and the run starts over") from error
+    state: State = {}
+    for key, value in {**tensors, **position.plain}.items():
+        part, _, name = key.partition("|")
+        state.setdefault(part, {})[name] = value
+    return state, position
 
 
 def _digest(tensors: Mapping[str, Tensor], position: str) -> str:
@@ -133,21 +130,11 @@ def _digest(tensors: Mapping[str, Tensor], position: str) -> str:
     return str(digest)
 
 
-def differences(before: Any, after: Any, path: str = "") -> list[str]:
-    """What changed between two documents, `key: before → after`.
-
-    Args:
-        before: plain data.
-        after: plain data.
-        path: of both, for the messages.
-
-    >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "d": 4})
-    ['a.b: 1 → 3', 'c: 2 → nothing', 'd: nothing → 4']
-    """
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        return [] if before == after else [f"{path}: {before} → {after}"]
-    changes = []
-    for key in {**before, **after}:
-        name = f"{path}.{key}" if path else str(key)
-        changes += differences(before.get(key, "nothing"), after.get(key, "nothing"), name)
-    return changes
+def _flat(document: Any, path: str = "") -> dict[str, Any]:
+    """The values of a document by the path of their keys."""
+    if not isinstance(document, dict):
+        return {path: document}
+    leaves: dict[str, Any] = {}
+    for key, value in document.items():
+        leaves |= _flat(value, f"{path}.{key}" if path else str(key))
+    return leaves

@@ -17,24 +17,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from equipoise.certificates import write as write_bundle
 from equipoise.checkpoints import registered, save_checkpoint
-from equipoise.core.errors import EquipoiseError, InputError, one_line, out_of_memory
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, out_of_memory
 from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
+from equipoise.models import save_certificate
 from equipoise.regularizers.flatness import frozen_statistics
-from equipoise.train.build import Part, Parts, build_data, build_model, build_optimizer, random_parts
-from equipoise.train.config import Choice, Recipe, Schedule, from_table, read_recipe
+from equipoise.train.build import Parts, build_data, build_model, build_optimizer, random_parts, require_fit
+from equipoise.train.config import Recipe, Schedule, from_table, read_recipe
 from equipoise.train.journal import Journal, Position, State
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
-from equipoise.train.randomness import in_blocks, key
-from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context, Term
+from equipoise.train.processes import from_first, gather, in_blocks, key, rank, world
+from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context
 
-#: the loss is looked at every so many steps and before every checkpoint, so that a device need not wait
-LOOK = 50
+#: inputs in the bundle of a trained network
+_BUNDLED = 500
+#: the loss is checked every so many steps and before every checkpoint, so that a device need not wait
+CHECK_STEPS = 50
+#: what torch raises if tensors of a state do not fit a network
+_MISFITS = (RuntimeError, KeyError, ValueError, IndexError, TypeError, AttributeError)
 
 
 class Diverged(EquipoiseError):
@@ -43,7 +49,7 @@ class Diverged(EquipoiseError):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress display is told: after every step, and with `row` after every epoch."""
+    """An event for a progress display: after every step, and with `row` after every epoch."""
 
     step: int
     steps: int
@@ -55,7 +61,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: the network (in evaluation mode, its moving average if there is one), a row per epoch, the last figures."""
+    """A run: the network (in evaluation mode, its moving average if there is one), a row per epoch, the last figures.
+
+    `finished` is False if the time was over before all epochs were done.
+    """
 
     recipe: Recipe
     model: nn.Module = field(repr=False)
@@ -63,11 +72,13 @@ class Result:
     final: dict[str, Any]
     seconds: float
     folder: Path | None = None
+    finished: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the last figures and where the network is."""
         folder = None if self.folder is None else str(self.folder)
-        return {"name": self.recipe.name, "folder": folder, "seconds": round(self.seconds, 3), **self.final}
+        times = {"seconds": round(self.seconds, 3), "finished": self.finished}
+        return {"name": self.recipe.name, "folder": folder, **times, **self.final}
 
 
 def run_recipe(
@@ -75,6 +86,8 @@ def run_recipe(
     run_dir: str | Path | None = None,
     *,
     overrides: Iterable[str] = (),
+    model: nn.Module | None = None,
+    minutes: float | None = None,
     cpu: bool = False,
     progress: Callable[[Progress], None] | None = None,
     allow_code: bool = False,
@@ -83,8 +96,10 @@ def run_recipe(
 
     Args:
         recipe: a `Recipe`, plain data, a YAML file or the name of a bundled recipe.
-        run_dir: the folder that remembers; it belongs to one recipe. Without it nothing is written.
+        run_dir: the folder of the run; it belongs to one recipe. Without it nothing is written.
         overrides: `"optimizer.lr=0.1"` and the like, on top of the recipe.
+        model: train this network in place; by default the recipe's factory makes one.
+        minutes: stop after this time, with a checkpoint, and measure and write the network as it is; the same call goes on.
         cpu: do not use a GPU.
         progress: called after every step and every epoch.
         allow_code: let a YAML file name code of your own, which is run.
@@ -104,8 +119,8 @@ def run_recipe(
         torch.manual_seed(checked.seed)
         run = None
         try:
-            run = Training(checked, build_data(checked.data), _accelerator(cpu), run_dir, progress)
-            run.train()
+            run = Training(checked, build_data(checked.data), _accelerator(cpu), run_dir, progress, model)
+            final = run.train(math.inf if minutes is None else began + 60 * minutes)
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
                 raise InputError(f"{checked.name} does not fit into memory: {one_line(error)}") from error
@@ -113,9 +128,10 @@ def run_recipe(
         finally:
             if run is not None:
                 run.close()
-    folder = Path(run_dir) if run_dir is not None else None
+    folder = None if run_dir is None else Path(run_dir)
     seconds = time.monotonic() - began
-    return Result(checked, run.measured.eval(), run.history, run.history[-1], seconds, folder)
+    finished = run.epoch == checked.epochs
+    return Result(checked, run.measured.eval(), run.history, final, seconds, folder, finished)
 
 
 def step_seconds(recipe: Recipe, parts: Parts, sizes: Iterable[int], steps: int = 1) -> list[float]:
@@ -150,14 +166,14 @@ def plan_recipe(recipe: Recipe) -> dict[str, Any]:
     >>> plan_recipe(read_recipe("sll-sr-digits"))["steps"]
     660
     """
-    where = "the data"
+    source = "the data"
     try:
         parts = build_data(recipe.data)
     except InputError as error:
         if recipe.data.examples is None:
             raise
         parts = random_parts(recipe)
-        where = f"the recipe, since the data are not here ({error})"
+        source = f"the recipe, since the data are not here ({error})"
     few, more = step_seconds(recipe, parts, (2, 6))
     size = min(recipe.batch_size, len(parts.train))
     seconds = few + max(0.0, more - few) / 4 * (size - 2)
@@ -168,7 +184,7 @@ def plan_recipe(recipe: Recipe) -> dict[str, Any]:
         "steps": steps,
         "step_seconds": seconds,
         "hours": steps * seconds / 3600,
-        "where": where,
+        "where": source,
         "published": recipe.published,
     }
 
@@ -176,18 +192,12 @@ def plan_recipe(recipe: Recipe) -> dict[str, Any]:
 class _SingleProcess:
     """What `Training` needs of an `Accelerator`, for one process, where accelerate is not installed."""
 
-    process_index = 0
-    num_processes = 1
-
     def __init__(self, cpu: bool) -> None:
-        found = None if cpu else torch.accelerator.current_accelerator()
-        self.device = found or torch.device("cpu")
+        accelerator = None if cpu else torch.accelerator.current_accelerator()
+        self.device = accelerator or torch.device("cpu")
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return model
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
 
 
 def _accelerator(cpu: bool) -> Any:
@@ -201,21 +211,9 @@ def _accelerator(cpu: bool) -> Any:
         return _SingleProcess(cpu)
     accelerator = Accelerator(cpu=cpu)
     kind = accelerator.distributed_type.value
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU"):
+    if kind != "NO" and not kind.startswith("MULTI_"):
         raise InputError(f"data parallelism only: accelerate is set to {kind}, expected MULTI_GPU or MULTI_CPU")
     return accelerator
-
-
-def rows_of(table: Mapping[str, Any], choices: list[Choice], where: str, *first: Any) -> list[Any]:
-    """The chosen rows of a table.
-
-    Args:
-        table: functions by kind.
-        choices: of the recipe.
-        where: their key.
-        first: positional arguments that do not come from the recipe.
-    """
-    return [from_table(table, choice, f"{where}.{i}", *first) for i, choice in enumerate(choices)]
 
 
 class Training:
@@ -228,94 +226,99 @@ class Training:
         accelerator: Any,
         folder: str | Path | None = None,
         progress: Callable[[Progress], None] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.recipe = recipe
         self.parts = parts
-        self.accelerator = accelerator
         self.progress = progress
         self.device: torch.device = accelerator.device
-        self.rank = int(accelerator.process_index)
-        self.world = int(accelerator.num_processes)
-        self.batches = self._batches()
+        size = min(recipe.batch_size, len(parts.train))
+        if size % world():
+            raise InputError(f"batches of {size} examples cannot be shared equally by {world()} processes")
+        # the rest of an epoch is left out, and every epoch leaves out another one
+        self.batches = len(parts.train) // size
         self.steps = recipe.epochs * self.batches
 
         source = parts.train.source
         self.shape = tuple(getattr(source, "real_shape", source.input_shape))
-        self.model, self.arguments = build_model(recipe.model, source)
-        self.task: Task = from_table(LOSSES, recipe.loss, "loss").fit(self.model, source)
+        self.arguments = recipe.model.arguments
+        if model is None:
+            model, self.arguments = build_model(recipe.model, source)
+        require_fit(model, source, recipe.model.factory)
+        self.model = model.train()
+        self.task: Task = from_table(LOSSES, recipe.loss, "loss").fit(model, source)
         self.objective: Objective = plain(self.task)
         if recipe.noise is not None:
             self.objective = from_table(OBJECTIVES, recipe.noise, "noise", self.task)
-        self.augmentations = rows_of(AUGMENTATIONS, recipe.data.augment, "data.augment")
-        self.optimizer = build_optimizer(recipe.optimizer, self.model)
-        self.model.to(self.device)
-        self.network = accelerator.prepare_model(self.model)
+        self.augmentations = [from_table(AUGMENTATIONS, choice, "data.augment") for choice in recipe.data.augment]
+        self.optimizer = build_optimizer(recipe.optimizer, model)
+        model.to(self.device)
+        self.network = accelerator.prepare_model(model)
         self.average: AveragedModel | None = None
         if recipe.ema is not None:
-            self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
+            self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema))
         # after the average was copied: penalties may put hooks on the network
         example = torch.zeros_like(parts.train.batch(torch.tensor([0]))[0]).to(self.device)
-        context = Context(self.model, self.task, example)
-        self.penalties = rows_of(REGULARIZERS, recipe.regularizers, "regularizers", context)
-        self.projections = rows_of(PROJECTIONS, recipe.projections, "projections", context)
-        torch.manual_seed(key(recipe.seed, "network", self.rank))
+        context = Context(model, self.task, example)
+        self.penalties = [from_table(REGULARIZERS, choice, "regularizers", context) for choice in recipe.regularizers]
+        self.projections = [from_table(PROJECTIONS, choice, "projections", context) for choice in recipe.projections]
+        torch.manual_seed(key(recipe.seed, "network", rank()))
 
         self.epoch = self.batch = self.step = 0
-        self.resumed = -1
+        self.saved: int | None = None
         self.totals = Totals(self.device)
         self.history: list[dict[str, Any]] = []
         self.certified: Certified | None = None
         self.remembers = folder is not None
-        self.journal = Journal(folder) if folder is not None and self.rank == 0 else None  # one process writes
+        self.journal = Journal(folder) if folder is not None and rank() == 0 else None  # one process writes
         self.writer: Any = None
-
-    def _batches(self) -> int:
-        """Steps of an epoch; the rest of an epoch is left out, and every epoch leaves out another one."""
-        count = len(self.parts.train)
-        size = min(self.recipe.batch_size, count)
-        if size % self.world:
-            raise InputError(
-                f"batches of {size} examples (batch_size {self.recipe.batch_size}) cannot be shared equally by "
-                f"{self.world} processes"
-            )
-        return count // size
 
     @property
     def measured(self) -> nn.Module:
         """The network that is measured and kept: the moving average where there is one."""
         return self.model if self.average is None else self.average.module
 
-    def train(self) -> None:
-        """All epochs that are left, then the finished network."""
+    def train(self, deadline: float = math.inf) -> dict[str, Any]:
+        """All epochs that are left, or until the deadline, then the finished network; the last figures."""
         self._open()
         while self.epoch < self.recipe.epochs:
             began = time.monotonic()
-            self._run_epoch()
-            row = {**self._finish_epoch(), **self._measure()}
+            if not self._run_epoch(deadline):
+                self._save()
+                row = self._measure(last=True)
+                break
+            row = {**self._finish_epoch(), **self._measure(last=self.epoch == self.recipe.epochs)}
             row["seconds"] = round(time.monotonic() - began, 3)
-            self._remember(row)
-        self._finish()
+            self._record(row)
+        else:
+            row = self.history[-1]
+        self._finish(row)
+        return row
 
-    def _run_epoch(self) -> None:
+    def _run_epoch(self, deadline: float) -> bool:
+        """Whether the rest of the epoch was done before the deadline."""
         self.model.train()
         order = self.parts.train.order(self.recipe.seed, self.epoch)
         while self.batch < self.batches:
+            if deadline < math.inf and from_first(time.monotonic() > deadline):
+                return False
             try:
                 loss = self.take_step(order)
-            except (RuntimeError, KeyError, ValueError, IndexError, TypeError) as error:
-                if self.step != self.resumed or out_of_memory(error):
+            except _MISFITS as error:
+                if self.step != self.saved or out_of_memory(error):
                     raise
-                raise self._misfit(error) from error  # the first step after a resume: tensors of the state are wrong
+                raise self._misfit(error) from error  # the first step after a resume
             self.batch += 1
             self.step += 1
             checkpoint = self.recipe.checkpoint_steps
             if checkpoint is not None and self.step % checkpoint == 0 and self.batch < self.batches:
                 self._save()
-            elif self.batch % LOOK == 0:
-                self._look()
+            elif self.batch % CHECK_STEPS == 0:
+                self._require_finite()
             shown = loss.item() if self.device.type == "cpu" else None
-            self._tell(Progress(self.step, self.steps, self.epoch + 1, self.recipe.epochs, shown))
-        self._look()
+            self._report(self.epoch + 1, loss=shown)
+        self._require_finite()
+        return True
 
     def take_step(self, order: Tensor) -> Tensor:
         """One step of the optimizer; the loss of this process's share of the batch.
@@ -324,10 +327,10 @@ class Training:
             order: the positions of the epoch.
         """
         recipe = self.recipe
-        places = order[self.batch * recipe.batch_size : (self.batch + 1) * recipe.batch_size]
-        each = len(places) // self.world
-        first = self.rank * each
-        x, y = self.parts.train.batch(places[first : first + each])
+        positions = order[self.batch * recipe.batch_size : (self.batch + 1) * recipe.batch_size]
+        share = len(positions) // world()
+        first = rank() * share
+        x, y = self.parts.train.batch(positions[first : first + share])
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
         for number, augment in enumerate(self.augmentations):
             x = in_blocks(augment, x, first, recipe.seed, f"augment{number}", self.step)
@@ -336,64 +339,49 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.optimizer.lr * factor(recipe.schedule, self.step, self.steps)
         self.optimizer.zero_grad(set_to_none=True)
-        loss, added, output = self._backward(batch)
-        if recipe.optimizer.kind in ("sam", "asam"):
+        losses, output = self._backward(batch)
+        if recipe.optimizer.two_steps:
             self.optimizer.first_step(zero_grad=True)  # type: ignore[attr-defined]
             with frozen_statistics(self.model):
                 self._backward(batch)
-            self._clip()
+        if recipe.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
+        if recipe.optimizer.two_steps:
             self.optimizer.second_step()  # type: ignore[attr-defined]
         else:
-            self._clip()
             self.optimizer.step()
         for project in self.projections:
             project()
         if self.average is not None:
             self.average.update_parameters(self.model)
 
-        self.totals.add("loss", loss, 1)
-        if added is not None:
-            self.totals.add("penalty", added, 1)
+        for name, value in losses.items():
+            self.totals.add(name, value, 1)
         with torch.no_grad():
             for name, (hits, tried) in self.task.counts(output, y, quick=True).items():
                 self.totals.add(name, hits, tried)
-        return loss
+        return losses["loss"]
 
-    def _backward(self, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
-        """Gradients of loss and penalties; the loss, the penalties and the output."""
-        low = self.recipe.precision == "bf16"
-        with torch.autocast(self.device.type, torch.bfloat16) if low else contextlib.nullcontext():
+    def _backward(self, batch: Batch) -> tuple[dict[str, Tensor], Any]:
+        """Gradients of loss and penalties; both, and the output."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             loss, output = self.objective(batch)
-        terms = [penalty(batch.x, batch.y).to(loss.dtype) for penalty in self.penalties]
-        added = sum(terms[1:], terms[0]) if terms else None
-        self.accelerator.backward(loss if added is None else loss + added)
-        return loss.detach(), None if added is None else added.detach(), output
+        losses = {"loss": loss.detach()}
+        penalties = [penalty(batch.x, batch.y).to(loss.dtype) for penalty in self.penalties]
+        if penalties:
+            penalty = torch.stack(penalties).sum()
+            losses["penalty"] = penalty.detach()
+            loss = loss + penalty
+        loss.backward()
+        return losses, output
 
-    def _clip(self) -> None:
-        if self.recipe.optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip)
-
-    def _reduce(self, values: Tensor) -> Tensor:
-        return values if self.world == 1 else self.accelerator.reduce(values, reduction="sum")
-
-    def _shared(self, value: Any) -> Any:
-        """The first process's value, on all of them."""
-        if self.world == 1:
-            return value
-        from accelerate.utils import broadcast_object_list
-
-        values = [value]
-        broadcast_object_list(values)
-        return values[0]
-
-    def _look(self) -> None:
-        """Stop where the loss or a weight is not finite."""
-        means = self.totals.means(self._reduce)
-        broken = [f"the {name}" for name in ("loss", "penalty") if name in means and means[name] is None]
+    def _require_finite(self) -> None:
+        means = self.totals.means()
+        broken = [f"the {name}" for name in ("loss", "penalty") if means.get(name, 0.0) is None]
         weights = self.model.state_dict().items()
         broken += [repr(k) for k, v in weights if v.is_floating_point() and not bool(torch.isfinite(v).all())]
         if broken:
-            saved = f"; the last good checkpoint is that of step {self.resumed}" if self.resumed >= 0 else ""
+            saved = "" if self.saved is None else f"; the last good checkpoint is that of step {self.saved}"
             raise Diverged(
                 f"training diverged: {broken[0]} is not finite after step {self.step} of {self.steps} "
                 f"(epoch {self.epoch + 1}); try a smaller optimizer.lr or optimizer.clip{saved}"
@@ -401,44 +389,36 @@ class Training:
 
     def _finish_epoch(self) -> dict[str, Any]:
         """The epoch's training figures; the counters start anew."""
-        if self.world > 1:  # all processes measure one network: batch statistics are those of the first
-            for buffer in self.measured.buffers():
-                torch.distributed.broadcast(buffer, 0)
-        means = self.totals.means(self._reduce)
+        means = self.totals.means()
         self.totals = Totals(self.device)
         self.epoch += 1
         self.batch = 0
         return {name if name == "penalty" else f"train_{name}": value for name, value in means.items()}
 
-    def _measure(self) -> dict[str, Any]:
-        """The figures of the epoch that has just ended."""
-        asked = self.recipe.metrics
-        last = self.epoch == self.recipe.epochs
-        lr = self.recipe.optimizer.lr * factor(self.recipe.schedule, self.step - 1, self.steps)
+    def _measure(self, last: bool) -> dict[str, Any]:
+        """The figures of the network as it is: all of them if they are the last."""
+        metrics = self.recipe.metrics
+        if world() > 1:  # all processes measure one network: batch statistics are those of the first
+            for buffer in self.measured.buffers():
+                distributed.broadcast(buffer, 0)
+        lr = self.recipe.optimizer.lr * factor(self.recipe.schedule, max(0, self.step - 1), self.steps)
         row: dict[str, Any] = {"epoch": self.epoch, "step": self.step, "lr": lr}
-        certified = None
-        if asked.bound and (last or (asked.bound_every and self.epoch % asked.bound_every == 0)):
+        self.certified = None
+        if metrics.bound and (last or (metrics.bound_every and self.epoch % metrics.bound_every == 0)):
             # machines may round differently: one bound for all
-            certified = self._shared(certified_bound(self.measured.eval(), self.shape, asked.rtol))
-            self.certified = certified
-            row |= {"bound": certified.upper, "layer_norms": certified.layers}
-            if certified.reason:
-                row["bound_reason"] = certified.reason
-        if self.parts.measured is not None and (last or self.epoch % asked.every == 0):
+            self.certified = from_first(certified_bound(self.measured.eval(), self.shape, metrics.rtol))
+            row |= {"bound": self.certified.upper, "layer_norms": self.certified.layers}
+            if self.certified.reason:
+                row["bound_reason"] = self.certified.reason
+        if self.parts.measured is not None and (last or self.epoch % metrics.every == 0):
             row["split"], part = self.parts.measured
-            row |= self._evaluate(part, certified)
+            options = (self.task, self.device, metrics.batch_size, metrics.epsilons, self.certified)
+            row |= evaluate(self.measured, part, *options)
             if last and row["split"] == "validation" and self.parts.test is not None:
-                row["test"] = self._evaluate(self.parts.test, certified)
+                row["test"] = evaluate(self.measured, self.parts.test, *options)
         return row
 
-    def _evaluate(self, part: Part, certified: Certified | None) -> dict[str, Any]:
-        asked = self.recipe.metrics
-        sharing = (self.rank, self.world, self._reduce if self.world > 1 else None)
-        return evaluate(
-            self.measured, part, self.task, self.device, asked.batch_size, asked.epsilons, certified, *sharing
-        )
-
-    def _remember(self, row: dict[str, Any]) -> None:
+    def _record(self, row: dict[str, Any]) -> None:
         self.history.append(row)
         if self.epoch == self.recipe.epochs or self.epoch % self.recipe.checkpoint_every == 0:
             self._save()
@@ -446,61 +426,51 @@ class Training:
             self.journal.write_metrics(self.history)
         if self.writer is not None:
             log_row(self.writer, row)
-        self._tell(Progress(self.step, self.steps, self.epoch, self.recipe.epochs, row=row))
+        self._report(self.epoch, row=row)
 
-    def _tell(self, event: Progress) -> None:
-        if self.progress is not None and self.rank == 0:
-            self.progress(event)
+    def _report(self, epoch: int, **figures: Any) -> None:
+        if self.progress is not None and rank() == 0:
+            self.progress(Progress(self.step, self.steps, epoch, self.recipe.epochs, **figures))
 
-    def _terms(self) -> dict[str, Term]:
-        """Penalties and projections by the name of their part of a state."""
-        penalties = {f"penalty/{i}": term for i, term in enumerate(self.penalties)}
-        return penalties | {f"projection/{i}": term for i, term in enumerate(self.projections)}
+    def _stateful(self) -> dict[str, Any]:
+        """What has a `state_dict` of tensors, by its name in a checkpoint."""
+        items = {"model": self.model, "average": self.average}
+        items |= {f"penalty/{i}": term.keeper for i, term in enumerate(self.penalties)}
+        items |= {f"projection/{i}": term.keeper for i, term in enumerate(self.projections)}
+        return {name: item for name, item in items.items() if hasattr(item, "state_dict")}
 
     def _save(self) -> None:
         """Replace the checkpoint by everything that the rest of the run depends on."""
-        self._look()
+        self._require_finite()
         if not self.remembers:
             return
-        state: State = {"model": self.model.state_dict()}
-        if self.average is not None:
-            state["average"] = self.average.state_dict()
-        state |= {name: term.state() for name, term in self._terms().items()}
+        state: State = {name: item.state_dict() for name, item in self._stateful().items()}
         state |= {f"optimizer/{index}": entries for index, entries in self.optimizer.state_dict()["state"].items()}
-        state["totals"] = dict(self.totals.reduced(self._reduce))
-        state |= self._generators()
+        state["totals"] = self.totals.reduced()
+        generators = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state()
+        state |= {f"random/{number}": states for number, states in enumerate(gather(generators))}
         if self.journal is not None:
             position = Position(epoch=self.epoch, batch=self.batch, step=self.step, history=self.history)
             self.journal.save(state, position)
-        self.resumed = self.step
-
-    def _generators(self) -> State:
-        """The states of torch's global generators on every process."""
-        own = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            own["cuda"] = torch.cuda.get_rng_state()
-        if self.world == 1:
-            return {"random/0": own}
-        from accelerate.utils import gather_object
-
-        return {f"random/{rank}": states for rank, states in enumerate(gather_object([own]))}
+        self.saved = self.step
 
     def _open(self) -> None:
-        """Claim the folder and go back to its last state; what stops one process stops all, with the same sentence."""
-        state: Any = None
+        """Claim the folder and restore its last state; what stops one process stops all, with the same sentence."""
+        outcome: Any = None
         if self.journal is not None:
             try:
-                state = self.journal.open({"recipe": self.recipe.to_dict(), "data": self.parts.fingerprint()})
+                outcome = self.journal.open({"recipe": self.recipe.to_dict(), "data": self.parts.fingerprint()})
             except EquipoiseError as error:
-                state = error
-        if self.remembers:
-            state = self._shared(state)
-        if isinstance(state, EquipoiseError):
-            raise state
-        if state is not None:
+                outcome = error
+        outcome = from_first(outcome)
+        if isinstance(outcome, EquipoiseError):
+            raise outcome
+        if outcome is not None:
             try:
-                self._restore(*state)
-            except (RuntimeError, KeyError, ValueError, IndexError, TypeError, AttributeError) as error:
+                self._restore(*outcome)
+            except _MISFITS as error:
                 raise self._misfit(error) from error
         if self.journal is not None and self.history:
             self.journal.write_metrics(self.history)
@@ -513,25 +483,17 @@ class Training:
         )
 
     def _restore(self, state: State, position: Position) -> None:
-        self.model.load_state_dict(state["model"])
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
-        for name, term in self._terms().items():
-            term.restore(state.get(name, {}))
-
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        moments = {i: state[f"optimizer/{i}"] for i in range(len(parameters)) if f"optimizer/{i}" in state}
-        for index, entries in moments.items():
-            shapes = (parameters[index].shape, torch.Size())
-            if any(isinstance(value, Tensor) and value.shape not in shapes for value in entries.values()):
-                raise ValueError(f"the optimizer's tensors of parameter {index} have other shapes")
+        for name, item in self._stateful().items():
+            item.load_state_dict(state.get(name, {}))
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        moments = {i: state[f"optimizer/{i}"] for i in range(count) if f"optimizer/{i}" in state}
         self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
-        own = state.get(f"random/{self.rank}", {})
-        if "cpu" in own:  # not where there are more processes than before
-            torch.set_rng_state(own["cpu"])
-        if "cuda" in own and self.device.type == "cuda":
-            torch.cuda.set_rng_state(own["cuda"].cpu())
+        generators = state.get(f"random/{rank()}", {})  # nothing if there are more processes than before
+        if "cpu" in generators:
+            torch.set_rng_state(generators["cpu"])
+        if "cuda" in generators and self.device.type == "cuda":
+            torch.cuda.set_rng_state(generators["cuda"])
         self.epoch, self.batch, self.step = position.epoch, position.batch, position.step
         if self.step != self.epoch * self.batches + self.batch or self.step > self.steps:
             raise ValueError(f"its step is {self.step} in epoch {self.epoch + 1}")
@@ -539,49 +501,43 @@ class Training:
             raise ValueError("its figures are not those of its epochs")
         self.history = position.history
         for name, pair in state.get("totals", {}).items():
-            value, count = pair.tolist()  # the sums are the whole job's: one process carries them on
-            self.totals.add(name, value if self.rank == 0 else 0.0, count if self.rank == 0 else 0.0)
-        self.resumed = self.step
+            value, tried = pair * (rank() == 0)  # the sums are those of all processes: the first one carries them on
+            self.totals.add(name, value, tried)
+        self.saved = self.step
 
-    def _finish(self) -> None:
-        """Write the finished network where `equipoise audit` finds it, with certificate and model card."""
+    def _finish(self, row: dict[str, Any]) -> None:
+        """Write the network where `equipoise audit` finds it, with certificate and model card."""
         if self.journal is None:
             return
         folder = self.journal.folder
+        recipe = self.recipe
         model = self.measured.eval()
-        last = self.history[-1]
-        figures = {name: value for name, value in last.items() if name != "layer_norms"}
-        trained = {"training": {"recipe": self.recipe.name, "seed": self.recipe.seed, "figures": figures}}
-        if registered(self.recipe.model.factory):
-            save_checkpoint(folder, model, self.recipe.model.factory, self.arguments, self.shape, trained)
-            self._certify(folder, last)
-        else:  # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
+        if not registered(recipe.model.factory):
+            # a checkpoint directory never names foreign code; these weights go with `module:factory --weights`
             from safetensors.torch import save
 
             weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
             atomic_write(folder / "model.safetensors", save(weights))
-
-    def _certify(self, folder: Path, last: dict[str, Any]) -> None:
-        from equipoise.models import save_certificate
-
-        if self.certified is None and last.get("bound") is not None:  # a finished run, opened again
-            self.certified = certified_bound(self.measured, self.shape, self.recipe.metrics.rtol)
-        on_test = "test" in last or last.get("split") == "test"
-        part = self.parts.test if on_test else self.parts.validation
-        measured = last.get("test", last)
-        figures = {
-            "accuracy": measured.get("accuracy"),
-            "certified_accuracy": measured.get("certified_accuracy"),
-            "split": "test" if on_test else "validation",
-            "samples": None if part is None else len(part),
-        }
-        made = {name: getattr(self.recipe, name) for name in ("description", "seed", "epochs")}
-        made |= {"recipe": self.recipe.name, "data": self.parts.fingerprint()}
+            return
+        save_checkpoint(folder, model, recipe.model.factory, self.arguments, self.shape)
+        if self.certified is None and row.get("bound") is not None:  # a finished run, opened again
+            self.certified = certified_bound(model, self.shape, recipe.metrics.rtol)
+        split = "test" if "test" in row else row.get("split")
+        part = getattr(self.parts, str(split), None)
+        measured = row.get("test", row)
+        figures = {name: measured.get(name) for name in ("accuracy", "certified_accuracy")}
+        figures |= {"split": split, "samples": part and len(part)}
+        made = {"recipe": recipe.name, "seed": recipe.seed, "epochs": self.epoch, "data": self.parts.fingerprint()}
         pairs = None if self.certified is None else self.certified.pairs
-        save_certificate(folder, self.recipe.name, last.get("bound"), pairs, figures, made)
+        save_certificate(folder, recipe.name, row.get("bound"), pairs, figures, made)
+        if part is not None and row.get("bound") is not None:
+            x, y = part.batch(torch.arange(min(len(part), _BUNDLED)))
+            # networks with operations that bundles do not have go without one
+            with contextlib.suppress(Refused):
+                write_bundle(model, x.cpu(), y, folder / "bundle")
 
     def close(self) -> None:
-        """Let go of files, and take the penalties' hooks off the network."""
+        """Close files, and remove the penalties' hooks from the network."""
         for penalty in self.penalties:
             penalty.remove()
         if self.writer is not None:
@@ -639,9 +595,9 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
         return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * t)) / 2
     if schedule.kind == "linear":
         return schedule.final + (1 - schedule.final) * (1 - t)
+    if schedule.kind == "step":
+        return schedule.gamma ** sum(step >= round(m * steps) for m in schedule.milestones)
     if schedule.kind == "piecewise":
         fractions, factors = zip(*schedule.points, strict=True)
         return float(np.interp(step / steps, fractions, factors))
-    if schedule.kind == "step":
-        return schedule.gamma ** sum(step >= round(m * steps) for m in schedule.milestones)
     return 1.0

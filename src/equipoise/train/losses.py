@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,15 +17,12 @@ from torch.nn import functional as F
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.errors import InputError, did_you_mean
 from equipoise.nn import losses
-from equipoise.nn.constants import known_constant
-from equipoise.nn.wrappers import ending
+from equipoise.nn.wrappers import ending, known_constant
 from equipoise.regularizers import noise
 from equipoise.smoothing.simplex import SimplexMap
 from equipoise.train.config import Few, Fraction, NonNegative, Positive, Share
-from equipoise.train.randomness import generator, in_blocks
+from equipoise.train.processes import generator, in_blocks
 
-#: margin asked of the right class by default, in units of L
-_OFFSET = 1.5 * math.sqrt(2)
 #: for each metric the sum of its hits and how many were tried
 Counts = dict[str, tuple[Tensor, Tensor | int]]
 
@@ -107,7 +103,7 @@ class AtRadius(Classification):
     start: float = 1.0
     ramp: float = 0.0
     lipschitz: float | None = None
-    weight: Callable[[], Tensor] | None = field(default=None, repr=False)
+    weight: Callable[[], Tensor] | None = None
 
     def fit(self, model: nn.Module, source: Any) -> AtRadius:
         """The loss with this network's constants: by pairs where it ends in a linear layer, else `√2·L`.
@@ -136,92 +132,56 @@ class AtRadius(Classification):
         return self.function(output, y, self.epsilon, lipschitz, weight)
 
 
-def cross_entropy(label_smoothing: Fraction = 0.0) -> Classification:
-    """`−log softmax(z)_y`."""
-    return Classification(functools.partial(F.cross_entropy, label_smoothing=label_smoothing))
+def _numbers(defaults: dict[str, float], numbers: dict[str, float]) -> dict[str, float]:
+    unknown = [name for name in numbers if name not in defaults]
+    if unknown:
+        raise InputError(
+            f"loss: unknown key {unknown[0]!r}{did_you_mean(unknown[0], defaults)}; it has {list(defaults)}"
+        )
+    return defaults | numbers
 
 
-def lipschitz_cross_entropy(
-    temperature: Positive = 0.25, offset: NonNegative = _OFFSET, lipschitz: Positive = 1.0
-) -> Classification:
-    """`t·CE((z − offset·L·e_y)/t, y)`: asks a margin of the right class, at the scale of a Lipschitz network.
+def _plain_loss(function: Callable[..., Tensor], **defaults: float) -> Callable[..., Classification]:
+    """A row for `function(logits, labels, **numbers)`; `defaults` are its numbers."""
 
-    Reference: Prach & Lampert (2022), *Almost-orthogonal layers*, section 5.
+    def row(**numbers: NonNegative) -> Classification:
+        return Classification(functools.partial(function, **_numbers(defaults, numbers)))
 
-    Args:
-        temperature: t.
-        offset: margin asked of the right class, in units of L.
-        lipschitz: L, the constant the network is built for.
-
-    >>> round(lipschitz_cross_entropy(1.0, 0.0).loss(torch.zeros(1, 2), torch.tensor([0])).item(), 4)
-    0.6931
-    """
-    return Classification(lambda z, y: losses.offset_cross_entropy(z, y, temperature, offset, lipschitz))
+    return row
 
 
-def _at_radius(name: str, default_epsilon: float = 1.0, **defaults: float) -> Callable[..., Task]:
-    """A row for a loss of `equipoise.nn.losses` that asks for a radius; `defaults` are its own numbers."""
+def _radius_loss(
+    function: Callable[..., Tensor], default_epsilon: float = 1.0, **defaults: float
+) -> Callable[..., AtRadius]:
+    """A row for a loss that asks for a radius; `defaults` are its own numbers."""
 
     def row(
         epsilon: NonNegative = default_epsilon,
         start: NonNegative | None = None,
         ramp: Share = 0.5,
         lipschitz: Positive | None = None,
-        **own: float,
-    ) -> Task:
-        for key in own:
-            if key not in defaults:
-                raise InputError(f"loss: unknown key {key!r}{did_you_mean(key, [*defaults, 'epsilon'])}")
-        function = functools.partial(getattr(losses, name), **{**defaults, **own})
-        first = epsilon if start is None else start
-        return AtRadius(function, epsilon, first, ramp, lipschitz)
+        **numbers: NonNegative,
+    ) -> AtRadius:
+        partial = functools.partial(function, **_numbers(defaults, numbers))
+        return AtRadius(partial, epsilon, epsilon if start is None else start, ramp, lipschitz)
 
     return row
 
 
-def hinge(epsilon: NonNegative = 1.0, lipschitz: Positive = 1.0) -> Classification:
-    """`mean max(0, √2·L·ε − margin)`.
-
-    Args:
-        epsilon: ε, the radius asked for.
-        lipschitz: L, the constant the network is built for.
-    """
-    return Classification(lambda z, y: losses.margin_hinge(z, y, epsilon, lipschitz))
-
-
-def hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0) -> Classification:
-    """`α·hinge − (1 − α)·KR`, `equipoise.nn.losses.hkr`.
-
-    Args:
-        alpha: weight of the hinge.
-        margin: of the hinge.
-    """
-    return Classification(lambda z, y: losses.hkr(z, y, alpha, margin))
-
-
-def soft_hinge_transport(alpha: Share = 0.9, margin: Positive = 1.0, temperature: Positive = 1.0) -> Classification:
-    """`hkr` with rivals weighted by how close they are, `equipoise.nn.losses.soft_hkr`.
-
-    Args:
-        alpha: weight of the hinge.
-        margin: of the hinge.
-        temperature: of the weights.
-    """
-    return Classification(lambda z, y: losses.soft_hkr(z, y, alpha, margin, temperature))
-
-
+#: `−log softmax(z)_y`
+cross_entropy = _plain_loss(F.cross_entropy, label_smoothing=0.0)
 #: every loss a recipe can name; a new one is a new row, or `package.module:function` in the recipe
 LOSSES: dict[str, Callable[..., Task]] = {
     "ce": cross_entropy,
-    "lipschitz-ce": lipschitz_cross_entropy,
-    "margin": hinge,
-    "lmt": _at_radius("lipschitz_margin", temperature=1.0),
-    "gloro": _at_radius("gloro"),
-    "gloro-trades": _at_radius("gloro_trades", beta=1.2),
-    "emma": _at_radius("emma", temperature=1.0),
-    "la": _at_radius("logit_annealing", 0.0, temperature=0.75, offset=2.0, gamma=5.0),
-    "hkr": hinge_transport,
-    "soft-hkr": soft_hinge_transport,
+    "lipschitz-ce": _plain_loss(losses.offset_cross_entropy, temperature=0.25, offset=losses.OFFSET, lipschitz=1.0),
+    "margin": _plain_loss(losses.margin_hinge, epsilon=1.0, lipschitz=1.0),
+    "lmt": _radius_loss(losses.lipschitz_margin, temperature=1.0),
+    "gloro": _radius_loss(losses.gloro),
+    "gloro-trades": _radius_loss(losses.gloro_trades, beta=1.2),
+    "emma": _radius_loss(losses.emma, temperature=1.0),
+    "la": _radius_loss(losses.logit_annealing, 0.0, temperature=0.75, offset=2.0, gamma=5.0),
+    "hkr": _plain_loss(losses.hkr, alpha=0.9, margin=1.0),
+    "soft-hkr": _plain_loss(losses.soft_hkr, alpha=0.9, margin=1.0, temperature=1.0),
 }
 
 
@@ -268,14 +228,13 @@ def gaussian(task: Task, sigma: Positive) -> Objective:
         task: gives the loss.
         sigma: σ.
     """
-    inner = plain(task)
-
-    def add_noise(rows: Tensor, source: torch.Generator) -> Tensor:
-        return rows + sigma * torch.randn(rows.shape, generator=source, device=rows.device, dtype=rows.dtype)
 
     def objective(batch: Batch) -> Outcome:
+        def add_noise(rows: Tensor, source: torch.Generator) -> Tensor:
+            return noise.add_noise(rows, sigma, source)
+
         noisy = in_blocks(add_noise, batch.x, batch.first, batch.seed, "noise", batch.step, 0)
-        return inner(replace(batch, x=noisy))
+        return plain(task)(replace(batch, x=noisy))
 
     return objective
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +13,18 @@ from torch import Tensor, nn
 from equipoise.core.accuracy import certified_at
 from equipoise.core.errors import Refused
 from equipoise.train.losses import Classification, Task
+from equipoise.train.processes import all_sum, rank, world
 
 if TYPE_CHECKING:
     from equipoise.train.build import Part
 
-Reduce = Callable[[Tensor], Tensor]
-
 
 class Totals:
-    """Sums of (value, count) by name, in float64, that processes can add up."""
+    """Sums of (value, count) by name, in float64; every process must have the same names."""
 
-    def __init__(self, device: torch.device, names: Sequence[str] = ()) -> None:
+    def __init__(self, device: torch.device, names: Iterable[str] = ()) -> None:
         self.device = device
-        self.pairs: dict[str, Tensor] = {}
-        for name in names:  # every process adds the same names, also one that has no examples
-            self.add(name, 0, 0)
+        self.pairs = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in names}
 
     def add(self, name: str, value: Tensor | float, count: Tensor | float) -> None:
         """Add a sum over `count` examples.
@@ -40,17 +37,13 @@ class Totals:
         pair = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in (value, count)]
         self.pairs[name] = self.pairs.get(name, 0.0) + torch.stack(pair)
 
-    def reduced(self, reduce: Reduce | None) -> dict[str, Tensor]:
+    def reduced(self) -> dict[str, Tensor]:
         """The pairs, over all processes."""
-        names = sorted(self.pairs)
-        if reduce is None or not names:
-            return {name: self.pairs[name] for name in names}
-        return dict(zip(names, reduce(torch.stack([self.pairs[name] for name in names])), strict=True))
+        return {name: all_sum(self.pairs[name]) for name in sorted(self.pairs)}
 
-    def means(self, reduce: Reduce | None = None) -> dict[str, float | None]:
+    def means(self) -> dict[str, float | None]:
         """The means, over all processes; None for what is not a number."""
-        pairs = {name: pair.tolist() for name, pair in self.reduced(reduce).items()}
-        means = {name: value / count if count else math.nan for name, (value, count) in pairs.items()}
+        means = {name: float(value / count) for name, (value, count) in self.reduced().items()}
         return {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
 
 
@@ -67,7 +60,7 @@ class Certified:
     pairs: Tensor | None = None
 
     def radii(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Certified radii in float64: by pairs where those constants are proved, `margin/(√2·L)`, the larger of both.
+        """Certified radii in float64: the larger of `margin/(√2·L)` and, where they are proved, those by pairs.
 
         Args:
             logits: (B, classes), finite.
@@ -76,10 +69,9 @@ class Certified:
         from equipoise.smoothing.margins import margin_radius
 
         radii = torch.zeros(len(labels), dtype=torch.float64)
-        if self.upper is not None:
-            radii = margin_radius(logits, labels, self.upper)
-        if self.pairs is not None:
-            radii = radii.maximum(margin_radius(logits, labels, self.pairs))
+        for constant in (self.upper, self.pairs):
+            if constant is not None:
+                radii = radii.maximum(margin_radius(logits, labels, constant))
         return radii
 
 
@@ -94,7 +86,7 @@ def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -
     >>> certified_bound(nn.Flatten(), (2, 2), 1e-3).upper >= 1
     True
     """
-    from equipoise.models.trained import proved
+    from equipoise.models import proved
 
     try:
         upper, pairs, layers = proved(model, input_shape, rtol)
@@ -114,9 +106,6 @@ def evaluate(
     batch_size: int,
     epsilons: Sequence[float] = (),
     certified: Certified | None = None,
-    rank: int = 0,
-    world: int = 1,
-    reduce: Reduce | None = None,
 ) -> dict[str, Any]:
     """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R from proved constants.
 
@@ -125,37 +114,34 @@ def evaluate(
 
     Args:
         model: the network.
-        part: the examples.
+        part: the examples, which the processes share.
         task: the loss and what is counted.
         device: of the network.
         batch_size: examples of a pass.
         epsilons: radii of the certified accuracy.
         certified: proved constants; without them nothing is certified.
-        rank: of this process.
-        world: how many processes share the examples.
-        reduce: the sum over processes.
     """
     training = model.training
     model.eval()
     task = task.fit(model, part.source)
-    certify = certified is not None and certified.upper is not None and isinstance(task, Classification)
-    asked = {f"certified/{float(epsilon)}": epsilon for epsilon in epsilons} if certify else {}
-    totals = Totals(device, ["loss", *task.metrics, *asked])
-    for start in range(rank * batch_size, len(part), world * batch_size):
+    constants = certified if isinstance(task, Classification) and certified and certified.upper is not None else None
+    radii_names = {f"certified/{float(epsilon)}": epsilon for epsilon in epsilons if constants is not None}
+    totals = Totals(device, ["loss", *task.metrics, *radii_names])
+    for start in range(rank() * batch_size, len(part), world() * batch_size):
         x, y = part.batch(torch.arange(start, min(start + batch_size, len(part))))
         x, y = x.to(device), y.to(device)
         output = model(x)
         totals.add("loss", task.loss(output, y).double() * len(y), len(y))
         for name, (hits, tried) in task.counts(output, y).items():
             totals.add(name, hits, tried)
-        if asked and certified is not None:
+        if constants is not None:
             finite = torch.isfinite(output).all(1)  # without finite logits there is no margin: not certified
-            radii = certified.radii(output[finite], y[finite])
-            for name, epsilon in asked.items():
+            radii = constants.radii(output[finite], y[finite])
+            for name, epsilon in radii_names.items():
                 totals.add(name, certified_at(radii, radii > 0, epsilon).sum(), len(y))
     model.train(training)
-    means = totals.means(reduce)
+    means = totals.means()
     figures: dict[str, Any] = {name: means[name] for name in ("loss", *task.metrics)}
-    if asked:
-        figures["certified_accuracy"] = {name.removeprefix("certified/"): means[name] for name in asked}
+    if radii_names:
+        figures["certified_accuracy"] = {name.removeprefix("certified/"): means[name] for name in radii_names}
     return figures

@@ -50,15 +50,6 @@ class Term:
         """The penalty of this batch, or the projection."""
         return self.function(*batch)
 
-    def state(self) -> dict[str, Tensor]:
-        """What exact resuming needs."""
-        return dict(self.keeper.state_dict()) if hasattr(self.keeper, "state_dict") else {}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue where `state` was taken."""
-        if hasattr(self.keeper, "load_state_dict"):
-            self.keeper.load_state_dict(state)
-
     def remove(self) -> None:
         """Take hooks off the network, if there are any."""
         if hasattr(self.keeper, "remove"):
@@ -186,11 +177,6 @@ def pad_crop(padding: Annotated[int, Field(ge=0, le=64)] = 4, border: Literal["z
     return lambda x, source: augment.random_crop(x, padding, source, border)
 
 
-def cover(size: Annotated[int, Field(ge=1, le=10**4)] = 8, p: Share = 1.0, value: float = 0.0) -> Augment:
-    """Cover a square at a random place."""
-    return lambda x, source: augment.cutout(x, size, source, p, value)
-
-
 def random_operations(operations: Few = 2, strength: Share = 0.3) -> Augment:
     """RandAugment: a few operations from a table per image."""
     return lambda x, source: augment.randaugment(x, source, operations, strength)
@@ -200,6 +186,5 @@ def random_operations(operations: Few = 2, strength: Share = 0.3) -> Augment:
 AUGMENTATIONS: dict[str, Callable[..., Augment]] = {
     "flip": flip,
     "pad-crop": pad_crop,
-    "cutout": cover,
     "randaugment": random_operations,
 }

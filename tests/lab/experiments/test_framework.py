@@ -33,7 +33,7 @@ def experiment(counts: list[int], needs: str | None = None) -> Experiment:
             yield {"k": k, "square": float(k * k), "note": "a | b"}
 
     def judge(rows):
-        return Verdict(Label.REPRODUCED if rows[-1]["square"] == 16 else Label.NOT, f"{rows[-1]['square']}", "16")
+        return Verdict(Label.REPRODUCED if rows[-1]["square"] == 16 else Label.REFUTED, f"{rows[-1]['square']}", "16")
 
     def draw(rows):
         figure, (axes,) = canvas()
@@ -114,7 +114,7 @@ def test_stored_verdicts_are_judged_anew(tmp_path: Path):
     (tmp_path / "result.json").write_text(json.dumps(stored))
     found = results.read(experiment([]), tmp_path)
     assert found is not None
-    assert found.verdict.label is Label.NOT
+    assert found.verdict.label is Label.REFUTED
 
 
 def in_cells(made: list[str], stop_at: int | None) -> Experiment:
@@ -126,7 +126,7 @@ def in_cells(made: list[str], stop_at: int | None) -> Experiment:
                 raise KeyboardInterrupt
             yield from context.cell(f"k = {k}", lambda k=k: made.append(str(k)) or [{"k": k, "square": float(k * k)}])
 
-    return replace(experiment([]), run=run, laptop=Settings(3), judge=lambda rows: Verdict(Label.NOT, "", ""))
+    return replace(experiment([]), run=run, laptop=Settings(3), judge=lambda rows: Verdict(Label.REFUTED, "", ""))
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
@@ -177,11 +177,11 @@ def test_means_have_student_intervals():
 GAINS = [  # mean, half width, published effect, label
     (2.5, 0.5, 2.63, Label.REPRODUCED),
     (0.5, 0.4, 2.63, Label.DIRECTION),
-    (0.2, 0.3, 2.63, Label.NOT),
-    (-1.0, 0.5, 2.63, Label.NOT),
-    (1.0, 2.0, 2.63, Label.INCONCLUSIVE),
-    (3.0, float("inf"), 2.63, Label.INCONCLUSIVE),
-    (0.2, 0.3, None, Label.INCONCLUSIVE),
+    (0.2, 0.3, 2.63, Label.REFUTED),
+    (-1.0, 0.5, 2.63, Label.REFUTED),
+    (1.0, 2.0, 2.63, Label.OPEN),
+    (3.0, float("inf"), 2.63, Label.OPEN),
+    (0.2, 0.3, None, Label.OPEN),
     (0.4, 0.3, None, Label.REPRODUCED),
 ]
 
@@ -196,12 +196,12 @@ def test_no_verdict_holds_both_nothing_and_the_published_effect():
         for half in (0.1, 1.0, 3.0):
             found = Mean(mean, half, 5)
             if found.low <= 0 <= found.high and found.low <= 1.5 <= found.high:
-                assert gain_label(found, 1.5) is Label.INCONCLUSIVE
+                assert gain_label(found, 1.5) is Label.OPEN
 
 
 def test_one_open_case_leaves_a_claim_open_and_one_failure_refutes_it():
-    assert combined([Label.REPRODUCED, Label.INCONCLUSIVE]) is Label.INCONCLUSIVE
-    assert combined([Label.INCONCLUSIVE, Label.NOT]) is Label.NOT
+    assert combined([Label.REPRODUCED, Label.OPEN]) is Label.OPEN
+    assert combined([Label.OPEN, Label.REFUTED]) is Label.REFUTED
     assert combined([Label.REPRODUCED, Label.DIRECTION]) is Label.DIRECTION
 
 
@@ -215,7 +215,7 @@ def test_power_says_how_many_seeds_would_do():
 
 
 def test_parts_power_settings_and_hardware_stand_on_the_page(tmp_path: Path):
-    parts = (Verdict(Label.REPRODUCED, "1", "1", "value"), Verdict(Label.INCONCLUSIVE, "2", "3", "speed"))
+    parts = (Verdict(Label.REPRODUCED, "1", "1", "value"), Verdict(Label.OPEN, "2", "3", "speed"))
     whole = replace(
         experiment([]), judge=lambda rows: parts, power=lambda rows: power_of([1.0, 2.0], 1.0), place="Table 9.9"
     )
@@ -224,8 +224,8 @@ def test_parts_power_settings_and_hardware_stand_on_the_page(tmp_path: Path):
     assert outcome.result.verdicts == parts
     page = summary([outcome])
     for words in (
-        "1 inconclusive",
-        "speed: *inconclusive.*",
+        "1 open",
+        "speed: *open.*",
         "Table 9.9",
         "Power:",
         "| count | `5` | `500` |",

@@ -10,7 +10,7 @@ import torch
 
 from equipoise.attacks import AttackResult
 from equipoise.core.errors import InputError, Refused
-from equipoise.nn.models.families import families
+from equipoise.nn.models.lipschitz import families
 from equipoise_lab.scoreboard import Budget, Cell, plan, play, read_board
 from equipoise_lab.scoreboard.cell import LOSSES, fitting, located, play_cell
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from equipoise.smoothing import Option, Procedure, Split
-from equipoise.smoothing.moments import Partition
+from equipoise.smoothing.procedures import Partition
 
 
 def two_rivals(selection: Any) -> Partition:

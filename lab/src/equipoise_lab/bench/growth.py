@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from equipoise.core.errors import InputError, require_one_of
+from equipoise.core.checks import require_one_of
+from equipoise.core.errors import InputError
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.norms.spectral import spectral_norm
 from equipoise_lab.bench.layers import conv, train_step

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from equipoise.checkpoints import load_weights
 from equipoise.core.modules import fresh_strides
-from equipoise.data import data_file
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
+from equipoise_lab.bench import data_file
 from equipoise_lab.bench.smoothing import Row, row
 from equipoise_lab.models import build
+from equipoise_lab.peers import PEERS
 from equipoise_lab.timing import take_turns
 
 
@@ -36,8 +37,14 @@ def ryu_norm(apply: Callable[[Tensor], Tensor], shape: tuple[int, ...], iteratio
     return size
 
 
-def ryu_product(net: nn.Module, x: Tensor, iterations: int = 200) -> float:
-    """Logarithm of the layer-by-layer product with every convolution's norm estimated by power iteration (bias-free ones)."""
+def product_with(net: nn.Module, x: Tensor, norm: Callable[[nn.Conv2d, tuple[int, ...]], float]) -> float:
+    """Logarithm of the layer-by-layer product of a network with another norm for every convolution.
+
+    Args:
+        net: the network, in evaluation mode.
+        x: an input of batch 1.
+        norm: from a convolution and the shape (channels, height, width) of its input to its norm.
+    """
     report = lipschitz_bound(net, x)
     sizes: dict[str, tuple[int, ...]] = {}
     hooks = [
@@ -54,13 +61,43 @@ def ryu_product(net: nn.Module, x: Tensor, iterations: int = 200) -> float:
         if layer.name in sizes and not math.isnan(layer.lower):
             conv = net.get_submodule(layer.name)
             assert isinstance(conv, nn.Conv2d)
-
-            def linear(v: Tensor, conv: nn.Conv2d = conv) -> Tensor:
-                return conv(v) if conv.bias is None else conv(v) - conv.bias[:, None, None]
-
-            estimate = ryu_norm(linear, sizes[layer.name], iterations)
-            total += layer.weight * (math.log(estimate) - math.log(layer.upper))
+            total += layer.weight * (math.log(norm(conv, sizes[layer.name])) - math.log(layer.upper))
     return total
+
+
+def ryu_product(net: nn.Module, x: Tensor, iterations: int = 200) -> float:
+    """Logarithm of the layer-by-layer product with every convolution's norm estimated by power iteration."""
+
+    def ryu(conv: nn.Conv2d, shape: tuple[int, ...]) -> float:
+        def linear(v: Tensor) -> Tensor:
+            return conv(v) if conv.bias is None else conv(v) - conv.bias[:, None, None]
+
+        return ryu_norm(linear, shape, iterations)
+
+    return product_with(net, x, ryu)
+
+
+def polyphase(kernel: Tensor, stride: int) -> Tensor:
+    """The kernel of the same convolution with stride 1 on the `stride²` phases of its input, as further channels.
+
+    >>> polyphase(torch.zeros(4, 2, 3, 3), 2).shape
+    torch.Size([4, 8, 2, 2])
+    """
+    missing = [-k % stride for k in kernel.shape[2:]]
+    padded = nn.functional.pad(kernel, (0, missing[1], 0, missing[0]))
+    phases = padded.unflatten(3, (-1, stride)).unflatten(2, (-1, stride))
+    return phases.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
+
+
+def peer_product(net: nn.Module, x: Tensor, name: str) -> float:
+    """Logarithm of the product with the norms of another method, which takes every convolution as circular."""
+
+    def by_peer(conv: nn.Conv2d, shape: tuple[int, ...]) -> float:
+        stride = int(conv.stride[0])
+        sizes = tuple(-(-n // stride) for n in shape[1:])
+        return float(PEERS[name].run(polyphase(conv.weight, stride), sizes, "circular"))
+
+    return product_with(net, x, by_peer)
 
 
 def imagenet_resnet(depth: int = 18) -> nn.Module:

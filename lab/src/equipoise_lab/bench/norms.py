@@ -14,8 +14,8 @@ from scipy.sparse.linalg import svds
 from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
-from equipoise.data import data_file
 from equipoise.norms.spectral import spectral_norm
+from equipoise_lab.bench import data_file
 from equipoise_lab.peers import complex_gram
 from equipoise_lab.timing import peak_bytes, take_turns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    identifiers: Annotated[list[str] | None, typer.Argument(help="identifiers as --list shows them")] = None,
+    identifiers: Annotated[
+        list[str] | None, typer.Argument(help='identifiers or places ("Table 5.1") as --list shows them')
+    ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="show every experiment with its claim")] = False,
     every: Annotated[bool, typer.Option("--all", help="run every experiment, keeping stored results")] = False,
     scale: Annotated[
@@ -50,6 +52,7 @@ def reproduce(
       equipoise reproduce --list
       equipoise reproduce --all --plan
       equipoise reproduce dense-convergence
+      equipoise reproduce "Table 5.1"
       equipoise reproduce --all -o results
       equipoise reproduce -o results --page results.md
       equipoise reproduce sll-aol-sr --scale paper --dry-run
@@ -62,7 +65,7 @@ def reproduce(
     from equipoise_lab.experiments.runner import reproduce_all
 
     if list_all:
-        _list(as_json)
+        _list(out, as_json)
         return
     if page is not None:
         from equipoise.core.files import atomic_write
@@ -142,14 +145,29 @@ def _document(outcome: Outcome) -> dict[str, object]:
     return {**outcome.result.to_json(), "stored": outcome.stored}
 
 
-def _list(as_json: bool) -> None:
+def _list(out: Path, as_json: bool) -> None:
+    """Every experiment with its place in the thesis and the verdicts stored in the folder of results."""
     from equipoise_lab.experiments import every
+    from equipoise_lab.experiments.page import stored
 
-    found = every()
+    rows: list[dict[str, Any]] = []
+    for outcome in stored(every(), out):
+        experiment = outcome.experiment
+        verdicts = outcome.result.verdicts if outcome.result else ()
+        rows.append(
+            {
+                "id": experiment.id,
+                "place": experiment.place,
+                "chapter": experiment.chapter,
+                "claim": experiment.claim,
+                "published": experiment.published,
+                "verdicts": [f"{verdict.part}: {verdict.label}".removeprefix(": ") for verdict in verdicts],
+            }
+        )
     if as_json:
-        emit_json([{"id": e.id, "chapter": e.chapter, "claim": e.claim, "published": e.published} for e in found])
+        emit_json(rows)
         return
-    shown = table("Experiments of the thesis", "id", "chapter", "claim", "needs")
-    for e in found:
-        shown.add_row(e.id, e.chapter, e.claim, ", ".join(e.needs) or "nothing")
+    shown = table("Experiments of the thesis", "id", "place", "claim", f"verdict in {out}")
+    for row in rows:
+        shown.add_row(row["id"], row["place"], row["claim"], "\n".join(row["verdicts"]) or "not run")
     results().print(shown, markup=False)

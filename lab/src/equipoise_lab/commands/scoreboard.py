@@ -45,7 +45,7 @@ def scoreboard(
       equipoise scoreboard --data cifar10-full.npz --minutes 20 --all-losses bcop,sll-sr -o board
       equipoise scoreboard --data cifar10-full.npz --minutes 20 --families bcop,orthogonium-aoc --seeds 3 --plan
     """
-    from equipoise.nn.models.families import families as every
+    from equipoise.nn.models.lipschitz import families as every
     from equipoise_lab.scoreboard import Budget, plan, play
 
     chosen = list(every()) if families == "all" else _names(families)

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -84,33 +84,84 @@ T = TypeVar("T")
 
 
 class Label(enum.StrEnum):
-    """How a claim fared."""
+    """How a claim fared.
+
+    The last three labels of a thesis claim say nothing against it: the hardware or data differ, our network is too small
+    for the question, or the interval decides nothing. Claims of our own hold or do not hold.
+    """
 
     REPRODUCED = "reproduced"
     DIRECTION = "reproduced in direction"
-    NOT = "not reproduced"
-    INCONCLUSIVE = "inconclusive"
     CORRECTED = "corrected"
+    REFUTED = "refuted"
+    NOT_COMPARABLE = "not comparable"
+    TOO_SMALL = "too small to say"
+    OPEN = "open"
+    HOLDS = "holds"
+    PARTLY = "holds in part"
+    FAILS = "does not hold"
     DRY = "dry run"
 
 
+#: labels of the thesis' claims, as they read for claims of our own
+OWN_LABELS = {
+    Label.REPRODUCED: Label.HOLDS,
+    Label.DIRECTION: Label.PARTLY,
+    Label.CORRECTED: Label.HOLDS,
+    Label.REFUTED: Label.FAILS,
+}
+
+
+#: what would make a claim about the speed of a GPU comparable
+NEEDS_GPU = "on a CPU; `equipoise bench norms --device cuda` measures the published comparison on a GPU"
+
+
 def graded(full: bool, partly: bool = False) -> Label:
-    """Reproduced, reproduced in direction, or not."""
-    return Label.REPRODUCED if full else Label.DIRECTION if partly else Label.NOT
+    """Reproduced, reproduced in direction, or refuted."""
+    if full:
+        return Label.REPRODUCED
+    return Label.DIRECTION if partly else Label.REFUTED
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A label, the measured number with its interval in words, and the published one beside it; `part` of the claim."""
+    """A label, the measured number with its interval in words, and the published one beside it.
+
+    `part` names a part of the claim; `own` says that nobody published this claim: it is ours.
+    """
 
     label: Label
     measured: str
     published: str
     part: str = ""
+    own: bool = False
 
     def __str__(self) -> str:
         part = f"{self.part}: " if self.part else ""
         return f"{part}{self.label}: measured {self.measured}; published {self.published}"
+
+
+@dataclass(frozen=True)
+class Precondition:
+    """What a baseline must reach before a training experiment may say anything about a claim, in percent."""
+
+    what: str
+    measured: float
+    least: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the baseline is good enough."""
+        return self.measured >= self.least
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.measured:.1f} %, at least {self.least:g} % needed"
+
+    def apply(self, verdict: Verdict) -> Verdict:
+        """The verdict, or `too small to say` where the precondition is not met."""
+        if self.met or verdict.label is Label.NOT_COMPARABLE:
+            return verdict
+        return replace(verdict, label=Label.TOO_SMALL, measured=f"{self}; {verdict.measured}")
 
 
 @dataclass(frozen=True)
@@ -215,6 +266,8 @@ class Experiment:
     desk: Any = None  # at most forty minutes of two cores; the laptop's settings where they are enough
     notes: tuple[str, ...] = ()  # deviations that no setting shows
     power: Callable[[Sequence[Row]], Power] | None = None
+    precondition: Callable[[Sequence[Row]], Precondition] | None = None  # of every part of the claim
+    own: bool = False  # the claim is ours, not the thesis'
 
     def settings(self, scale: str) -> Any:
         """The settings of a scale."""
@@ -224,8 +277,17 @@ class Experiment:
 
     def verdicts(self, rows: Sequence[Row]) -> tuple[Verdict, ...]:
         """One verdict per part of the claim."""
-        found = self.judge(rows)
-        return (found,) if isinstance(found, Verdict) else tuple(found)
+        judged = self.judge(rows)
+        verdicts = (judged,) if isinstance(judged, Verdict) else tuple(judged)
+        if self.precondition is not None:
+            precondition = self.precondition(rows)
+            verdicts = tuple(precondition.apply(verdict) for verdict in verdicts)
+        return tuple(self._as_own(verdict) for verdict in verdicts)
+
+    def _as_own(self, verdict: Verdict) -> Verdict:
+        if not (self.own or verdict.own):
+            return verdict
+        return replace(verdict, label=OWN_LABELS.get(verdict.label, verdict.label), own=True)
 
     def deviations(self, scale: str) -> list[tuple[str, Any, Any]]:
         """(setting, the thesis', the one used) wherever a scale differs from the paper's."""

@@ -56,35 +56,36 @@ def mean_of(values: Sequence[float], level: float = 0.95) -> Mean:
 def gain_label(effect: Mean, published: float | None = None, share: float = 0.5) -> Label:
     """The verdict on a claimed gain, by its interval and never by the sign of its mean.
 
-    Inconclusive where the interval holds both 0 and the published gain (0 alone where no number was published); reproduced
-    where it lies above 0 and the mean is at least `share` of the published gain, in direction where it is less.
+    Open where the interval holds both 0 and the published gain (0 alone where no number was published); reproduced
+    where it lies above 0 and the mean is at least `share` of the published gain, in direction where it is less; refuted
+    where it excludes the published gain and does not lie above 0.
 
     >>> [gain_label(Mean(v, h, 5), 2.0).value for v, h in ((2.1, 0.5), (0.4, 0.2), (0.4, 0.9), (1.0, 1.5))]
-    ['reproduced', 'reproduced in direction', 'not reproduced', 'inconclusive']
+    ['reproduced', 'reproduced in direction', 'refuted', 'open']
     """
     none = effect.low <= 0 <= effect.high
     if none and (published is None or effect.low <= published <= effect.high):
-        return Label.INCONCLUSIVE
+        return Label.OPEN
     return graded(effect.low > 0 and effect.value >= share * (published or 0.0), effect.low > 0)
 
 
 def combined(labels: Sequence[Label]) -> Label:
     """The verdict on «at every …»: one failure refutes it, one open case leaves it open."""
-    for label in (Label.NOT, Label.INCONCLUSIVE, Label.DIRECTION):
+    for label in (Label.REFUTED, Label.OPEN, Label.DIRECTION):
         if label in labels:
             return label
     return Label.REPRODUCED
 
 
 def parity_label(difference: Mean, margin: float) -> Label:
-    """The verdict on «equal»: the interval inside ±margin, wholly outside it, or inconclusive.
+    """The verdict on «equal»: the interval inside ±margin, wholly outside it, or open.
 
     >>> [parity_label(Mean(0.1, h, 5), 1.0).value for h in (0.5, 2.0)]
-    ['reproduced', 'inconclusive']
+    ['reproduced', 'open']
     """
     if difference.low > -margin and difference.high < margin:
         return Label.REPRODUCED
-    return Label.NOT if difference.low > margin or difference.high < -margin else Label.INCONCLUSIVE
+    return Label.REFUTED if difference.low > margin or difference.high < -margin else Label.OPEN
 
 
 def power_of(differences: Sequence[float], published: float, unit: str = "points", over: str = "seeds") -> Power:

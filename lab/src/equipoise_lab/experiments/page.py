@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from equipoise_lab.experiments.experiment import Experiment, Verdict, flattened
+from equipoise_lab.experiments.experiment import Experiment, Label, Verdict, flattened
 from equipoise_lab.experiments.results import Result, read
 from equipoise_lab.experiments.runner import Outcome
 
@@ -15,31 +15,39 @@ def stored(experiments: Iterable[Experiment], folder: Path) -> list[Outcome]:
 
 
 INTRODUCTION = (
-    "Every table and figure of the thesis as a command, `equipoise reproduce ID`, at three scales: `laptop` (minutes "
-    "on two cores), `desk` (up to forty minutes) and `paper` (the thesis' settings with the same code). A claim with "
-    "parts has a verdict for each. **Inconclusive** means that the interval holds both 0 and the published effect, "
-    "or, where «equal» is claimed, reaches beyond the margin: the sign of a mean decides nothing. Under each figure "
-    "stand what the design could detect, and the settings beside those of paper scale, which a page of the "
-    "documentation compares with the thesis line by line. Smaller scales test directions, "
-    "not published accuracies. Settings or criteria of dense-convergence, readouts, weierstrass-gradient, "
-    "bonferroni-counterexample, hessian-bound, ad-montecarlo, zero-padding, sr-conditioning and sll-aol-sr were changed "
-    "after a first look, those of cpm, lvm-rs, multi-vs-multilip, rs-new-bound, reg-histogram, reg-accuracy and the "
-    "trainings with activation decay before they were run again; results stored before these rules are judged by them. "
-    "Desk results were measured beside other work on two cores, within minutes of processor time each, as the line "
-    "under the figure says: networks and data are far below the thesis', and what they cannot decide is inconclusive."
+    'Every table and figure of the thesis as a command, `equipoise reproduce ID` or `equipoise reproduce "Table 5.1"`, at '
+    "three scales: `laptop` (minutes on two cores), `desk` (an hour or more of one core) and `paper` (the thesis' settings "
+    "with the same code). A claim with parts has a verdict for each."
 )
+LEGEND = (
+    "* **reproduced**, **reproduced in direction**: the interval of the measured effect lies above 0; the effect is at "
+    "least half of the published one, or less.",
+    "* **corrected**: the published statement is wrong as printed and right as the errata have it.",
+    "* **refuted**: the same setting, enough power, and the published effect lies outside the interval.",
+    "* **not comparable**: other hardware or missing data; the text says what would be needed.",
+    "* **too small to say**: the baseline trained here is below what the question needs, so nothing is said about the claim.",
+    "* **open**: the interval holds both 0 and the published effect.",
+)
+HEAD = ["| experiment | place | verdict | measured | published |", "|---|---|---|---|---|"]
+OWN_HEAD = ["| experiment | verdict | measured | compared with |", "|---|---|---|---|"]
 
 
 def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str = "# Experiments") -> str:
     """A table of verdicts, then each experiment with its claim, its figure and its settings; `folder` is linked, not read."""
     done = [outcome.result for outcome in outcomes if outcome.result is not None]
     missing = [outcome for outcome in outcomes if outcome.result is None]
-    head = ["| experiment | verdict | measured | published |", "|---|---|---|---|"]
-    lines = [heading, "", INTRODUCTION, "", _counts(done), "", *head]
-    lines += [_line(result, verdict) for result in done for verdict in result.verdicts]
+    pairs = [(result, verdict) for result in done for verdict in result.verdicts]
+    published = [(result, verdict) for result, verdict in pairs if not verdict.own]
+    own = [(result, verdict) for result, verdict in pairs if verdict.own]
+    lines = [heading, "", INTRODUCTION, "", *LEGEND, "", _counts(published), "", *HEAD]
+    lines += [_line(result, verdict, f" {result.experiment.place} |") for result, verdict in published]
     lines += [
-        f"| {o.experiment.id} | not run | {_cell(o.failure)} | {_cell(o.experiment.published)} |" for o in missing
+        f"| {o.experiment.id} | {o.experiment.place} | not run | {_cell(o.failure)} | {_cell(o.experiment.published)} |"
+        for o in missing
     ]
+    if own:
+        lines += ["", "## Claims of our own", "", "None of these is a claim of the thesis.", "", *OWN_HEAD]
+        lines += [_line(result, verdict) for result, verdict in own]
     chapter = ""
     for result in done:
         if result.experiment.chapter != chapter:
@@ -49,19 +57,18 @@ def summary(outcomes: Sequence[Outcome], folder: str = "results", heading: str =
     return "\n".join(lines) + "\n"
 
 
-def _line(result: Result, verdict: Verdict) -> str:
-    name, part = result.experiment.id, f", {verdict.part}" if verdict.part else ""
-    shown = f"| [{name}](#{name}){part} | **{verdict.label}** |"
+def _line(result: Result, verdict: Verdict, place: str = "") -> str:
+    name = result.experiment.id
+    part = f", {verdict.part}" if verdict.part else ""
+    shown = f"| [{name}](#{name}){part} |{place} **{verdict.label}** |"
     return f"{shown} {_cell(verdict.measured)} | {_cell(verdict.published)} |"
 
 
-def _counts(results: Sequence[Result]) -> str:
-    labels = [str(verdict.label) for result in results for verdict in result.verdicts]
-    counted = [f"{labels.count(label)} {label}" for label in dict.fromkeys(sorted(labels))]
-    minutes = sum(result.seconds for result in results) / 60
-    return (
-        f"{len(results)} experiments with {len(labels)} verdicts, {minutes:.0f} minutes in all: {', '.join(counted)}."
-    )
+def _counts(published: Sequence[tuple[Result, Verdict]]) -> str:
+    labels = [verdict.label for _, verdict in published]
+    counted = [f"{labels.count(label)} {label}" for label in Label if label in labels]
+    experiments = {result.experiment.id for result, _ in published}
+    return f"{len(experiments)} experiments with {len(labels)} verdicts: {', '.join(counted)}."
 
 
 def _section(result: Result, folder: str) -> list[str]:
@@ -71,7 +78,8 @@ def _section(result: Result, folder: str) -> list[str]:
     for verdict in result.verdicts:
         part = f"{verdict.part}: " if verdict.part else ""
         lines.append(f"* {part}*{verdict.label}.* Measured: {verdict.measured}. Published: {verdict.published}.")
-    if experiment.power is not None:
+    too_small = any(verdict.label is Label.TOO_SMALL for verdict in result.verdicts)
+    if experiment.power is not None and not too_small:
         lines += ["", f"Power: {experiment.power(result.rows)}."]
     lines += ["", f"![{experiment.title}]({folder}/{experiment.id}/figure.svg)", ""]
     lines += [f"`equipoise reproduce {experiment.id}` · {_circumstances(result)}", "", *_settings(result)]

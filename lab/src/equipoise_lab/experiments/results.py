@@ -72,7 +72,7 @@ def read(experiment: Experiment, folder: Path) -> Result | None:
     try:
         stored: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         rows = tuple(stored["rows"])
-        labels = [Label(v["label"]) for v in stored.get("verdicts") or [stored["verdict"]]]
+        labels = [verdict["label"] for verdict in stored["verdicts"]]
         scale, seed, seconds = str(stored["scale"]), int(stored["seed"]), float(stored["seconds"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
@@ -80,7 +80,7 @@ def read(experiment: Experiment, folder: Path) -> Result | None:
         ) from error
     if stored.get("settings") != json.loads(json.dumps(experiment.describe(scale)["settings"])):
         return None
-    if Label.DRY in labels:
+    if str(Label.DRY) in labels:
         return None
     return Result(experiment, scale, seed, rows, experiment.verdicts(rows), seconds, stored.get("machine") or {})
 

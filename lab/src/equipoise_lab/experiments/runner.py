@@ -6,6 +6,7 @@ point group `equipoise.experiments`, whose name is the identifier and whose obje
 
 import importlib
 import pkgutil
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from equipoise.core.errors import EquipoiseError, InputError, did_you_mean
 from equipoise_lab.experiments import results
 from equipoise_lab.experiments.experiment import CHAPTERS, Cells, Context, Experiment, Label, Row, Verdict
 
+#: the number of a table or figure: chapter or appendix, and number
+_NUMBER = r"([0-9A-Z]+)\.([0-9]+)"
 GROUP = "equipoise.experiments"
 
 
@@ -40,9 +43,12 @@ def catalogue() -> dict[str, Experiment | EntryPoint]:
 
 
 def find(identifier: str) -> Experiment:
-    """The experiment of this identifier; a misspelt one is answered with the nearest."""
+    """The experiment of this identifier or of a place like "Table 5.1"; a misspelt one is answered with the nearest."""
     known = catalogue()
     if identifier not in known:
+        matching = [e for e in known.values() if isinstance(e, Experiment) and _is_at(e, identifier)]
+        if matching:
+            return matching[0]
         hint = did_you_mean(identifier, known) or "; `equipoise reproduce --list` shows all"
         raise InputError(f"there is no experiment {identifier!r}{hint}")
     found = known[identifier]
@@ -51,6 +57,26 @@ def find(identifier: str) -> Experiment:
     if not isinstance(found, Experiment) or found.id != identifier:
         raise InputError(f"the experiment {identifier!r} must be an Experiment with that id, got {found!r:.80}")
     return found
+
+
+def _is_at(experiment: Experiment, place: str) -> bool:
+    """Whether the experiment reproduces this table or figure: `Figures 4.6 to 4.9` hold `Figure 4.7`.
+
+    >>> [_is_at(find("training-stability"), place) for place in ("Figure 4.7", "figure 4.1", "Table 4.7")]
+    [True, False, False]
+    """
+    wanted = re.fullmatch(rf"\s*(table|figure)\s+{_NUMBER}\s*", place, re.IGNORECASE)
+    if wanted is None:
+        return False
+    kind, chapter, number = wanted[1].lower(), wanted[2], int(wanted[3])
+    for part in re.finditer(r"(Table|Figure)s?([^TF]*)", experiment.place):
+        if part[1].lower() != kind:
+            continue
+        for first in re.finditer(rf"{_NUMBER}(?:\s+to\s+{_NUMBER})?", part[2]):
+            last = int(first[4] or first[2])
+            if first[1] == chapter and int(first[2]) <= number <= last:
+                return True
+    return False
 
 
 def every(identifiers: Iterable[str] = ()) -> list[Experiment]:

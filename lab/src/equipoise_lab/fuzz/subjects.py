@@ -7,7 +7,7 @@ weights) have none; there another result is allowed, since it has another finger
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from equipoise.core.errors import EquipoiseError
 from equipoise.core.imports import guarded
 from equipoise.data import load_dataset
 from equipoise.report import audit_network, load_audit, save_audit
-from equipoise.runs import Attacked, AttackRow, certify, open_run
+from equipoise.runs import AttackRow, certify, open_run
 from equipoise.smoothing import read_log
 from equipoise.train.journal import STATE, Journal, Position, read_state
 
@@ -84,7 +84,7 @@ def make_run(folder: Path) -> None:
         "lipschitz": 3.0,
     }
     run = certify(_network(), (x, y), run_dir=folder / "run", **settings)
-    run.add_attacks([AttackRow(i, Attacked.BASE, 0.5, i == 1, 0.25, 10, 1, 0) for i in (0, 1)])
+    run.add_attacks([AttackRow(id=i, kind="base", epsilon=0.5, success=i == 1, distance=0.25) for i in (0, 1)])
 
 
 def open_run_of(folder: Path) -> str:
@@ -94,7 +94,7 @@ def open_run_of(folder: Path) -> str:
     summary = run.summary().to_dict()
     summary.pop("seconds")
     plain = [run.ids, run.labels.tolist(), found.prediction.tolist(), found.radius.tolist(), summary]
-    return digest_document([plain, [asdict(a) for a in run.attacks()], [s.versions for s in run.sessions()]])
+    return digest_document([plain, [a.model_dump() for a in run.attacks()]])
 
 
 def make_state(folder: Path) -> None:
@@ -176,7 +176,7 @@ def open_texts(folder: Path) -> str:
     def recipe() -> str:
         found = read_recipe(folder / "recipe.yaml")
         if found.model.factory.startswith("equipoise.nn.models:"):
-            build_registered(found.model.factory, found.model.arguments, "the recipe", 10**6)
+            build_registered(found.model.factory, found.model.arguments, "the recipe", 10**6, 2000)
         return json.dumps(found.to_dict())
 
     return _each(recipe, lambda: str(read_log(folder / "log.tsv").average_radius()))

@@ -28,7 +28,7 @@ from equipoise.core.errors import EquipoiseError, InputError
 from equipoise.core.files import atomic_write, make_folder, read_json
 from equipoise.nn.activations import BetaAbs
 from equipoise.nn.losses import MARGIN_LOSSES
-from equipoise.nn.models.families import families
+from equipoise.nn.models.lipschitz import families
 from equipoise.nn.models.plain import Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
 from equipoise.nn.pooling import SpaceToDepth

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from equipoise.core.bounds import Bracket
-from equipoise.core.errors import Refused, require_one_of, require_positive
+from equipoise.core.checks import require_one_of, require_positive
+from equipoise.core.errors import Refused
 from equipoise.core.precision import frobenius, full_precision, inflate
 from equipoise.lipschitz.attack import lower_ends
 from equipoise.lipschitz.capture import as_batch, capture, run_program

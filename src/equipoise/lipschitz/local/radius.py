@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from equipoise.core.errors import InputError, Refused, require_one_of, require_positive
+from equipoise.core.checks import require_one_of, require_positive
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import deflate, full_precision, inflate
 from equipoise.lipschitz.capture import as_batch, capture
 from equipoise.lipschitz.chains import chain_total

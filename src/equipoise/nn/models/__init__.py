@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from equipoise.core.errors import InputError
-from equipoise.nn.models.families import lipschitz_cnn
 from equipoise.nn.models.gpt import LipschitzGPT, lipschitz_gpt
 from equipoise.nn.models.lipschitz import (
     bronet,
+    lipschitz_cnn,
     liresnet,
     orthogonal_cnn,
     sandwich_cnn,

@@ -1,55 +1,60 @@
-"""Networks whose constant follows from their construction, 1 or the argument `constant`: SLL, LiResNet, orthogonal, Sandwich."""
+"""Networks whose constant follows from their construction, 1 or the argument `constant`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from equipoise.core.checks import require_one_of
 from equipoise.core.errors import InputError
+from equipoise.nn import rescaling as rescalings
 from equipoise.nn.activations import MaxMin
-from equipoise.nn.models.plain import Size, pair
+from equipoise.nn.activations import activation as activation_named
+from equipoise.nn.convert import methods
+from equipoise.nn.models.plain import Normalise, Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
-from equipoise.nn.orthogonal.bcop import BCOPConv2d, RKOLinear
-from equipoise.nn.orthogonal.cayley import BROConv2d, BROLinear, CHORDConv2d, CHORDLinear
+from equipoise.nn.orthogonal.cayley import BROConv2d, BROLinear, CayleyLinear, CHORDConv2d, CHORDLinear
+from equipoise.nn.orthogonal.polar import BCOPConv2d, RKOLinear
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
 from equipoise.nn.pooling import FirstFeatures, PadChannels, ScaledAvgPool2d, SpaceToDepth
-from equipoise.nn.rescaling import AOLLinear, RLBConv2d, RLBLinear, SNConv2d, SNLinear, SRLinear
-from equipoise.nn.residual import Residual, SLLConv2d, SLLLinear
-from equipoise.nn.wrappers import Lipschitz
+from equipoise.nn.residual import CPLConv2d, Residual, SLLConv2d, SLLLinear
+from equipoise.nn.wrappers import Lipschitz, Mirrored
 
 Head = Literal["sr", "aol", "lln", "first"]
 Block = Literal["rlb", "bro", "chord"]
+Activation = Callable[[], nn.Module]
+
+_HEADS: dict[str, Callable[[int, int], nn.Module]] = {
+    "sr": partial(rescalings.SRLinear, side="input"),
+    "aol": partial(rescalings.AOLLinear, side="input"),
+    "lln": LastLayerNormalised,
+    "first": lambda features, classes: FirstFeatures(classes),
+}
 
 
-def head(kind: str, features: int, num_classes: int) -> nn.Module:
-    """The last layer: `sr` and `aol` keep the logits 1-Lipschitz, `first` takes the first features, `lln` has rows of
-    norm 1.
+def _network(layers: Sequence[nn.Module], head: str, features: int, classes: int, constant: float) -> nn.Module:
+    """The layers and a last one: `sr` and `aol` keep the logits 1-Lipschitz, `first` takes the first features.
 
-    With `lln` every logit is 1-Lipschitz, the vector of them up to ‖Ŵ‖: certify by pairs
+    With `lln`, rows of norm 1, every logit is 1-Lipschitz, the vector of them up to ‖Ŵ‖: certify by pairs
     (`smoothing.margins.margin_radius(weight=…)`).
     """
-    if kind == "first" and features < num_classes:
-        raise InputError(
-            f"{features} features are too few for {num_classes} classes; use another head or more channels"
-        )
-    table = {
-        "sr": lambda: SRLinear(features, num_classes, side="input"),
-        "aol": lambda: AOLLinear(features, num_classes, side="input"),
-        "lln": lambda: LastLayerNormalised(features, num_classes),
-        "first": lambda: FirstFeatures(num_classes),
-    }
-    if kind not in table:
-        raise InputError(f"head is one of {', '.join(table)}, got {kind!r}")
-    return table[kind]()
-
-
-def _scaled(constant: float, layers: Sequence[nn.Module]) -> nn.Module:
-    network = nn.Sequential(*layers)
+    require_one_of(_HEADS, head=head)
+    if head == "first" and features < classes:
+        raise InputError(f"{features} features are too few for {classes} classes; use another head or more channels")
+    network = nn.Sequential(*layers, _HEADS[head](features, classes))
     return network if constant == 1 else Lipschitz(constant, network)
+
+
+def _halved(input_size: Size, times: int) -> tuple[int, int]:
+    """(height, width), refused unless they can be halved that often."""
+    height, width = pair(input_size)
+    if height % 2**times or width % 2**times:
+        raise InputError(f"{times} halvings need sizes divisible by 2**{times}, got {height}×{width}")
+    return height, width
 
 
 def isometric(block: Residual, threshold: float = 0.0) -> Residual:
@@ -64,12 +69,11 @@ def isometric(block: Residual, threshold: float = 0.0) -> Residual:
     """
     with torch.no_grad():
         raw = block.raw
-        centre = raw.new_empty(raw.shape[:2])
-        nn.init.orthogonal_(centre)
+        centre = nn.init.orthogonal_(raw.new_empty(raw.shape[:2]))
         raw.zero_()
-        middle: tuple[Any, ...] = (slice(None), slice(None), *(k // 2 for k in raw.shape[2:]))
+        middle: Any = (slice(None), slice(None), *(k // 2 for k in raw.shape[2:]))
         raw[middle] = centre
-        if isinstance(block.bias, Tensor):
+        if block.bias is not None:
             block.bias.fill_(-threshold)
     return block
 
@@ -105,20 +109,16 @@ def sll(
     torch.Size([2, 10])
     """
     height, width = pair(input_size)
-    if channels < in_channels:
-        raise InputError(f"the blocks keep the number of channels: {channels} is fewer than the input's {in_channels}")
     if height < pool or width < pool:
         raise InputError(f"pooling over {pool}×{pool} pixels does not fit into {height}×{width}")
-    options: dict[str, Any] = {"rescaling": rescaling, "t": t}
-    layers: list[nn.Module] = [PadChannels(channels)]
-    layers += [isometric(SLLConv2d(channels, kernel_size=kernel_size, **options), threshold) for _ in range(depth)]
-    layers += [ScaledAvgPool2d(pool), nn.Flatten()]
+    conv = partial(SLLConv2d, channels, kernel_size=kernel_size, rescaling=rescaling, t=t)
     features = channels * (height // pool) * (width // pool)
-    layers += [isometric(SLLLinear(features, hidden=hidden, **options), threshold) for _ in range(dense_depth)]
-    return _scaled(constant, [*layers, _head(head, features, num_classes)])
-
-
-_head = head  # the builders have an argument of that name
+    dense = partial(SLLLinear, features, hidden=hidden, rescaling=rescaling, t=t)
+    layers: list[nn.Module] = [PadChannels(channels)]
+    layers += [isometric(conv(), threshold) for _ in range(depth)]
+    layers += [ScaledAvgPool2d(pool), nn.Flatten()]
+    layers += [isometric(dense(), threshold) for _ in range(dense_depth)]
+    return _network(layers, head, features, num_classes, constant)
 
 
 #: for two cores and minutes
@@ -128,14 +128,6 @@ sll_small = partial(sll, depth=20, channels=45, kernel_size=5, dense_depth=7, hi
 sll_medium = partial(sll, depth=30, channels=60, kernel_size=5, dense_depth=10, hidden=2048)
 sll_large = partial(sll, depth=50, channels=90, kernel_size=5, dense_depth=10, hidden=2048)
 sll_xlarge = partial(sll, depth=70, channels=120, kernel_size=5, dense_depth=15, hidden=2048)
-
-
-def _halved(input_size: Size, times: int) -> tuple[int, int]:
-    """(height, width), refused unless they can be halved that often."""
-    height, width = pair(input_size)
-    if height % 2**times or width % 2**times:
-        raise InputError(f"{times} halvings need sizes divisible by 2**{times}, got {height}×{width}")
-    return height, width
 
 
 def orthogonal_cnn(
@@ -161,9 +153,10 @@ def orthogonal_cnn(
     features = in_channels
     for out in channels:
         layers += [BCOPConv2d(features, out, 3, padding=1), MaxMin(), SpaceToDepth(2)]
-        features, height, width = 4 * out, height // 2, width // 2
-    layers += [nn.Flatten(), RKOLinear(features * height * width, hidden), MaxMin()]
-    return _scaled(constant, [*layers, _head(head, hidden, num_classes)])
+        features = 4 * out
+    pixels = height * width // 4 ** len(channels)
+    layers += [nn.Flatten(), RKOLinear(features * pixels, hidden), MaxMin()]
+    return _network(layers, head, hidden, num_classes, constant)
 
 
 def sandwich_cnn(
@@ -191,9 +184,10 @@ def sandwich_cnn(
     features = in_channels
     for out in channels:
         layers.append(SandwichConv2d(features, out, 3, stride=2, padding=1))
-        features, height, width = out, height // 2, width // 2
-    layers += [nn.Flatten(), SandwichLinear(features * height * width, hidden)]
-    return _scaled(constant, [*layers, _head(head, hidden, num_classes)])
+        features = out
+    pixels = height * width // 4 ** len(channels)
+    layers += [nn.Flatten(), SandwichLinear(features * pixels, hidden)]
+    return _network(layers, head, hidden, num_classes, constant)
 
 
 def sandwich_mlp(
@@ -217,7 +211,7 @@ def sandwich_mlp(
     for size in widths:
         layers.append(SandwichLinear(features, size))
         features = size
-    return _scaled(constant, [*layers, _head(head, features, num_classes)])
+    return _network(layers, head, features, num_classes, constant)
 
 
 def liresnet(
@@ -250,19 +244,17 @@ def liresnet(
     >>> liresnet(in_channels=1, input_size=8, channels=8, depth=2, hidden=16)(torch.zeros(2, 1, 8, 8)).shape
     torch.Size([2, 10])
     """
-    height, width = pair(input_size)
-    if height % 4 or width % 4:
-        raise InputError(f"LiResNet halves the image twice: sizes must be divisible by 4, got {height}×{width}")
-    layers: list[nn.Module] = [SNConv2d(in_channels, channels, 5, stride=2, padding=2), MaxMin()]
-    conv, _ = _blocks(block, rank, channels)
-    _, linear = _blocks(dense, rank, hidden)
+    height, width = _halved(input_size, 2)
+    require_one_of(_BLOCKS, block=block, dense=dense)
+    features = channels * (height // 4) * (width // 4)
+    layers: list[nn.Module] = [rescalings.SNConv2d(in_channels, channels, 5, stride=2, padding=2), MaxMin()]
     for _ in range(depth):
-        layers += [conv(channels, channels, 3, padding=1), MaxMin()]
-    layers += [SNConv2d(channels, channels, 2, stride=2), MaxMin(), nn.Flatten()]
-    layers += [SNLinear(channels * (height // 4) * (width // 4), hidden), MaxMin()]
+        layers += [_BLOCKS[block][0](channels, channels, 3, padding=1, **_rank(block, rank, channels)), MaxMin()]
+    layers += [rescalings.SNConv2d(channels, channels, 2, stride=2), MaxMin(), nn.Flatten()]
+    layers += [rescalings.SNLinear(features, hidden), MaxMin()]
     for _ in range(dense_depth):
-        layers += [linear(hidden, hidden), MaxMin()]
-    return _scaled(constant, [*layers, _head(head, hidden, num_classes)])
+        layers += [_BLOCKS[dense][1](hidden, hidden, **_rank(dense, rank, hidden)), MaxMin()]
+    return _network(layers, head, hidden, num_classes, constant)
 
 
 #: BRONet: block reflectors, and CHORD dense layers
@@ -271,17 +263,86 @@ bronet = partial(liresnet, block="bro", dense="chord")
 
 #: blocks of a LiResNet: (convolution, dense layer)
 _BLOCKS: dict[str, tuple[Any, Any]] = {
-    "rlb": (RLBConv2d, RLBLinear),
+    "rlb": (rescalings.RLBConv2d, rescalings.RLBLinear),
     "chord": (CHORDConv2d, CHORDLinear),
     "bro": (BROConv2d, BROLinear),
 }
 
 
-def _blocks(kind: str, rank: float, width: int) -> tuple[Any, Any]:
-    """(convolution, dense layer) of this kind; reflectors of the share `rank` of the width."""
-    if kind not in _BLOCKS:
-        raise InputError(f"a block is one of {', '.join(_BLOCKS)}, got {kind!r}")
-    if kind != "bro":
-        return _BLOCKS[kind]
-    conv, dense = _BLOCKS[kind]
-    return partial(conv, rank=max(1, round(rank * width))), partial(dense, rank=max(1, round(rank * width)))
+def _rank(block: str, share: float, width: int) -> dict[str, int]:
+    """The rank of a reflector, as a share of the width."""
+    return {"rank": max(1, round(share * width))} if block == "bro" else {}
+
+
+#: `(channels, activation) → layers` that keep the number of channels: blocks with an activation or a skip of their own
+BLOCKS: dict[str, Callable[[int, Activation], list[nn.Module]]] = {
+    "sll-aol": lambda c, act: [isometric(SLLConv2d(c))],
+    "sll-sr": lambda c, act: [isometric(SLLConv2d(c, rescaling="sr"))],
+    "cpl": lambda c, act: [CPLConv2d(c)],
+    "liresnet": lambda c, act: [rescalings.RLBConv2d(c, c, 3, padding=1), act()],
+    "sandwich": lambda c, act: [SandwichConv2d(c, c, 3, padding=1)],
+}
+
+
+def families() -> tuple[str, ...]:
+    """The names that `lipschitz_cnn(family=…)` takes: methods with convolutions, and blocks.
+
+    >>> {"bcop", "aol", "sr", "cpl", "liresnet"} <= set(families())
+    True
+    """
+    layers = [name for name, row in methods().items() if nn.Conv2d in row]
+    return tuple(sorted([*layers, *BLOCKS]))
+
+
+def lipschitz_cnn(
+    *,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    input_size: Size = 32,
+    family: str = "bcop",
+    channels: Sequence[int] = (40, 80, 128),
+    depths: Sequence[int] = (2, 2, 1),
+    hidden: int = 256,
+    activation: str = "abs",
+    head: str = "lln",
+    mean: Sequence[float] | None = None,
+    mirrored: bool = False,
+    constant: float = 1.0,
+) -> nn.Module:
+    """Stages of 3×3 layers of one family, each behind a space-to-depth step; then an orthogonal dense layer and a last one.
+
+    A stage with depth d has d layers. A family with layers of any width (`bcop`, `aol`, `sr`, …) changes the number of channels
+    in its first one; a family of blocks (`sll-aol`, `cpl`, `liresnet`, …) has an orthogonal 1×1 layer before them. `mirrored`
+    averages the features of an image and its mirror image in evaluation. The default is the best network that a desk trained
+    here; its last layer has rows of norm 1, so certify by pairs.
+
+    >>> import torch
+    >>> lipschitz_cnn(in_channels=1, input_size=8, channels=[8, 8], depths=[1, 1], hidden=16)(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 10])
+    """
+    height, width = _halved(input_size, len(channels))
+    if len(channels) != len(depths) or not len(channels) or min(depths) < 1:
+        raise InputError(f"channels and depths need one entry per stage, depths ≥ 1, got {channels} and {depths}")
+    require_one_of(families(), family=family)
+    act = partial(activation_named, activation)
+    layers: list[nn.Module] = [] if mean is None else [Normalise(mean, [1.0] * len(mean))]
+    features = in_channels
+    for count, depth in zip(channels, depths, strict=True):
+        layers += [SpaceToDepth(2), *_stage(family, 4 * features, count, depth, act)]
+        features = count
+    pixels = height * width // 4 ** len(channels)
+    layers += [nn.Flatten(), CayleyLinear(features * pixels, hidden), act()]
+    if mirrored:
+        layers = [Mirrored(nn.Sequential(*layers))]
+    return _network(layers, head, hidden, num_classes, constant)
+
+
+def _stage(family: str, ins: int, out: int, depth: int, act: Activation) -> list[nn.Module]:
+    if family in BLOCKS:
+        blocks = [layer for _ in range(depth) for layer in BLOCKS[family](out, act)]
+        return [BCOPConv2d(ins, out, 1), *blocks]
+    kind: Any = methods()[family][nn.Conv2d]
+    layers: list[nn.Module] = []
+    for number in range(depth):
+        layers += [kind(out if number else ins, out, 3, padding=1), act()]
+    return layers

@@ -28,13 +28,11 @@ from equipoise.nn.orthogonal.frequency import (
     FrequencyConv2d,
     capped,
     contracted,
-    contraction_scale,
     inverse,
-    multiplied,
     symbol,
 )
 from equipoise.nn.orthogonal.polar import project_to_contraction
-from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors, is_plain_call
+from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 
 #: what is added to a Gram matrix, relative to the mean of its diagonal
 _DELTA = 1e-9
@@ -53,8 +51,8 @@ def cayley(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
 def blocks(Z: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """`C(X, Y)` from `Z = I + X − X*`, which a convolution makes of its taps."""
     identity = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device)
-    inverse = torch.linalg.inv_ex(Z + Y.mH @ Y if Y.shape[-2] else Z)[0]
-    return torch.add(-identity, inverse, alpha=2), (Y if not Y.shape[-2] else (-2 * Y) @ inverse)
+    V = inverse(Z + Y.mH @ Y if Y.shape[-2] else Z)
+    return torch.add(-identity, V, alpha=2), (-2 * Y) @ V
 
 
 def skew_and_identity(X: Tensor) -> Tensor:
@@ -65,33 +63,6 @@ def skew_and_identity(X: Tensor) -> Tensor:
     identity = torch.eye(X.shape[1], dtype=X.dtype, device=X.device)[..., None, None]
     pads = (X.shape[4] // 2,) * 2 + (X.shape[3] // 2,) * 2
     return X - X.transpose(1, 2).flip(3, 4) + torch.nn.functional.pad(identity, pads)
-
-
-class SquareCayley(torch.autograd.Function):
-    """`contracted(2Z⁻¹ − I)` of square matrices: the same numbers and derivatives, with fewer passes over them.
-
-    With s the scale, which has no gradient, and `V = Z⁻¹`: the gradient g for the result is `−2s·V*gV*` for Z.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, Z: Tensor) -> Tensor:
-        """The contraction."""
-        V = inverse(Z)
-        W = 2 * V
-        W.diagonal(dim1=-2, dim2=-1).sub_(1)
-        scale = contraction_scale(W)
-        ctx.save_for_backward(Z, V, scale)
-        return multiplied(W, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """The gradient for Z."""
-        (Z, V, scale), g = ctx.saved_tensors, gradients[0]
-        if torch.is_grad_enabled():  # somebody will differentiate again
-            values = contracted(blocks(Z, Z[..., :0, :])[0])
-            again: Tensor = torch.autograd.grad(values, Z, g, create_graph=True)[0]
-            return again
-        return multiplied(V.mH @ g @ V.mH, -2 * scale)
 
 
 def reflector(V: Tensor, rows: int) -> Tensor:
@@ -268,12 +239,8 @@ class CayleyConv2d(FrequencyConv2d):
         wide = K.shape[1] < K.shape[2]
         K = K.transpose(1, 2) if wide else K  # Wᵀ is as orthogonal as W
         Z = symbol(skew_and_identity(K[:, :n]), size, self.frame.dilation)
-        if K.shape[1] > n:
-            W = contracted(torch.cat(blocks(Z, symbol(K[:, n:], size, self.frame.dilation)), -2))
-        elif is_plain_call(Z):
-            W = SquareCayley.apply(Z)
-        else:
-            W = contracted(blocks(Z, Z[..., :0, :])[0])
+        column = blocks(Z, symbol(K[:, n:], size, self.frame.dilation))
+        W = contracted(torch.cat(column, -2) if K.shape[1] > n else column[0])
         return (W.mT if wide else W,)
 
 

@@ -7,8 +7,6 @@ do not enlarge distances. A transposed layer is the adjoint of such a thing: the
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -18,7 +16,7 @@ from torch.nn import functional
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.parametrize import Computed, check_padding, joined_signature, plain_geometry
+from equipoise.nn.parametrize import Computed, ComputedLayer, check_padding, check_plain, plain_geometry
 
 Size = tuple[int, int]
 
@@ -218,29 +216,11 @@ def depth_to_space(x: Tensor, block: Size) -> Tensor:
     return x.permute(0, 1, 4, 2, 5, 3).reshape(b, c // (bh * bw), h * bh, w * bw)
 
 
-class FramedConv2d(Computed):
-    """The plain layer's signature around a square operator; subclasses write `build` and `compute`.
+class FramedConv2d(ComputedLayer):
+    """A square operator inside a frame; subclasses write `build`, `compute`, `operator` and `bound`."""
 
-    Args:
-        args: those of the plain layer, by place or name.
-        options: those of the plain layer, and those of `build`.
-    """
-
-    plain_type: ClassVar[type[nn.Module]] = nn.Conv2d
-    #: what subclasses define; everything else that a claim speaks of is defined once
-    extension_points = ("build", "compute", "plain_type")
-    bias: nn.Parameter | None
+    plain_type: ClassVar[Any] = nn.Conv2d
     frame: Frame
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.__signature__ = joined_signature(cls.plain_type, cls.build)  # type: ignore[attr-defined]
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__()
-        known = inspect.signature(self.plain_type).parameters
-        given = {name: options.pop(name) for name in list(options) if name in known}
-        self._start(self.plain_type(*args, **given), options)
 
     @classmethod
     def from_plain(cls, plain: nn.Module, **options: Any) -> Self:
@@ -250,34 +230,27 @@ class FramedConv2d(Computed):
             plain: a layer of the plain class; it is not changed.
             options: those of `build`.
         """
-        if not isinstance(plain, cls.plain_type):
-            raise InputError(f"{cls.__name__} stands for nn.{cls.plain_type.__name__}, got {type(plain).__name__}")
+        check_plain(cls, plain)
         layer = cls.__new__(cls)
         Computed.__init__(layer)
         layer._start(plain, options)
         return layer.train(plain.training)
 
-    def _start(self, plain: Any, options: dict[str, Any]) -> None:
-        for name in inspect.signature(self.plain_type).parameters:
-            if name not in ("bias", "device", "dtype"):
-                setattr(self, name, getattr(plain, name))
-        self.register_parameter("bias", copy.deepcopy(plain.bias))
-        self.build(plain, **options)
-
-    def build(self, plain: Any) -> None:
-        """Set `frame` and make the parameters."""
+    def operator(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        """The operator on an image."""
         raise NotImplementedError
 
-    def constant(self) -> float | None:
-        """1 for the classes of this package; nothing is known of a `compute` of yours."""
-        return 1.0 if type(self).__module__.startswith("equipoise.nn.") else None
+    def framed(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        """The operator inside its frame, on a batch of images or on one."""
+        if x.dim() == 3:
+            return self.framed(x[None], *tensors)[0]
+        y = self.operator(self.frame.enter(x), *tensors)
+        return self.frame.leave(y, (x.shape[-2], x.shape[-1]))
 
-    def extra_repr(self) -> str:
-        """The plain layer's arguments."""
-        names = [n for n in inspect.signature(self.plain_type).parameters if n not in ("bias", "device", "dtype")]
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+    def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        """The operator inside its frame, plus the bias."""
+        return self.biased(self.framed(x, *tensors))
 
-
-def batched(x: Tensor) -> tuple[Tensor, bool]:
-    """The image as a batch, and whether it was one image only."""
-    return (x[None], True) if x.dim() == 3 else (x, False)
+    def biased(self, y: Tensor) -> Tensor:
+        """`y + bias`."""
+        return y if self.bias is None else y + self.bias[:, None, None]

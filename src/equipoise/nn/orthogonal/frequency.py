@@ -16,26 +16,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction
 from equipoise.core.precision import gamma, unit_roundoff
-from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, Size, batched
-from equipoise.nn.parametrize import cast_input, is_plain_call, without_autocast
-from equipoise.nn.powers import differentiable
+from equipoise.nn.orthogonal.frame import FramedConv2d, Size
+from equipoise.nn.parametrize import is_plain_call
 
 #: largest side that a batch of matrices is inverted at by LAPACK
 LEAST = 16
 #: entries of the matrices whose residual is taken at once: they stay in the cache
 AT_ONCE = 2**17
-
-
-def multiplied(W: Tensor, scale: Tensor) -> Tensor:
-    """W times a real scale, in place."""
-    (torch.view_as_real(W) if W.is_complex() else W[..., None]).mul_(scale.to(W.real.dtype)[..., None])
-    return W
 
 
 def times(W: Tensor, scale: Tensor) -> Tensor:
@@ -47,24 +38,46 @@ def times(W: Tensor, scale: Tensor) -> Tensor:
 
 
 def inverse(M: Tensor) -> Tensor:
-    """The inverses of matrices `(..., n, n)` whose Hermitian part is positive definite: by blocks, halved without pivots.
-
-    With `Re v*Mv ≥ ‖v‖²` the same holds for the leading block and for its Schur complement (`v = (−P⁻¹Qx, x)`), so nothing
-    grows; products of many small matrices at once are faster than LAPACK's factorisations of one after the other.
+    """The inverses of matrices `(..., n, n)` whose Hermitian part is positive definite.
 
     >>> M = torch.eye(40) + torch.randn(9, 40, 40).tril(-1) / 40
     >>> bool((inverse(M) @ M - torch.eye(40)).abs().max() < 1e-5)
     True
+    """
+    return _Inverse.apply(M) if is_plain_call(M) else torch.linalg.inv_ex(M)[0]
+
+
+class _Inverse(torch.autograd.Function):
+    """`V = M⁻¹` by blocks; the gradient g for V is `−V*gV*` for M."""
+
+    @staticmethod
+    def forward(ctx: Any, M: Tensor) -> Tensor:
+        V = inverse_by_blocks(M)
+        ctx.save_for_backward(V)
+        return V
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (V,) = ctx.saved_tensors
+        return -(V.mH @ gradients[0] @ V.mH)
+
+
+def inverse_by_blocks(M: Tensor) -> Tensor:
+    """Inverses without pivots, by halves: products of many small matrices at once are faster than LAPACK's factorisations.
+
+    With `Re v*Mv ≥ ‖v‖²` the same holds for the leading block and for its Schur complement (`v = (−P⁻¹Qx, x)`), so nothing grows.
     """
     n = M.shape[-1]
     if n <= LEAST or M.dim() < 3 or math.prod(M.shape[:-2]) < 8:
         return torch.linalg.inv_ex(M)[0]
     half = n // 2
     (P, Q), (R, S) = (row.tensor_split([half], -1) for row in M.tensor_split([half], -2))
-    first = inverse(P)
-    left, right = R @ first, first @ Q
-    last = inverse(S - R @ right)
-    result, corner = torch.empty_like(M), right @ last
+    first = inverse_by_blocks(P)
+    left = R @ first
+    right = first @ Q
+    last = inverse_by_blocks(S - R @ right)
+    corner = right @ last
+    result = torch.empty_like(M)
     result[..., :half, :half] = corner @ left + first
     result[..., :half, half:] = -corner
     result[..., half:, :half] = -(last @ left)
@@ -83,21 +96,21 @@ def symbol(kernel: Tensor, size: Size, dilation: Size) -> Tensor:
     angle = angles[0][:, None, :, None] + angles[1][None, :, None, :]
     angle = angle.reshape(angle.shape[0] * angle.shape[1], -1)
     flat = kernel.flatten(3).movedim(3, 1)  # (g, taps, m, n)
-    g, _, m, n = flat.shape
-    flat = flat.reshape(g, -1, m * n)
+    g, taps, m, n = flat.shape
+    flat = flat.reshape(g, taps, m * n)
     E = torch.complex(angle.cos().to(kernel.dtype) @ flat, angle.sin().to(kernel.dtype) @ flat)
-    return E.reshape(g, -1, m, n)
+    return E.reshape(g, len(angle), m, n)
 
 
-def transform(x: Tensor, groups: int) -> Tensor:
+def _to_frequencies(x: Tensor, groups: int) -> Tensor:
     """`(b, g·c, h, w)` real → `(g, frequencies, b, c)`: images as rows, one matrix product per frequency."""
     b, channels = x.shape[:2]
     spectrum = torch.fft.rfft2(x, norm="ortho").reshape(b * channels, -1).mT.contiguous()  # strided ones are slow
     return spectrum.reshape(-1, b, groups, channels // groups).permute(2, 0, 1, 3)
 
 
-def back(X: Tensor, size: Size) -> Tensor:
-    """The inverse of `transform`."""
+def _to_images(X: Tensor, size: Size) -> Tensor:
+    """The inverse of `_to_frequencies`."""
     g, frequencies, b, c = X.shape
     flat = X.permute(1, 2, 0, 3).reshape(frequencies, -1).mT.contiguous()
     spectrum = flat.reshape(b, g * c, size[0], size[1] // 2 + 1)
@@ -106,51 +119,7 @@ def back(X: Tensor, size: Size) -> Tensor:
 
 def filtered(x: Tensor, weight: Tensor) -> Tensor:
     """`(b, g·c, h, w)` → `(b, g·o, h, w)`: a matrix `weight (g, frequencies, o, c)` at every frequency of the half grid."""
-    if is_plain_call(x) and is_plain_call(weight):
-        return Filtered.apply(x, weight)
-    return by_operators(x, weight)
-
-
-def by_operators(x: Tensor, weight: Tensor) -> Tensor:
-    """`filtered` by operators that torch differentiates itself."""
-    return back(transform(x, len(weight)) @ weight.mT, (x.shape[-2], x.shape[-1]))
-
-
-class Filtered(torch.autograd.Function):
-    """`filtered`: the same numbers and derivatives, with fewer transforms and passes.
-
-    The adjoint of `rfft2` is `irfft2·D⁻¹` and that of `irfft2` is `D·rfft2`, D twice the identity on the columns of the half grid
-    that have a mirror image. So D drops out of the gradient for x, `irfft2(W*·rfft2(g))`, and stays in that for W.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """The images."""
-        X = transform(x, len(weight))
-        ctx.save_for_backward(x, weight, X)
-        return back(X @ weight.mT, (x.shape[-2], x.shape[-1]))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients for x and the matrices."""
-        (x, weight, X), g = ctx.saved_tensors, gradients[0]
-        if torch.is_grad_enabled():  # somebody will differentiate again
-            return differentiable([by_operators(x, weight)], [g], x, weight)
-        size = x.shape[-2], x.shape[-1]
-        G = transform(g, len(weight))
-        few = G.numel() + X.numel() < weight.numel()  # what is conjugated, weights or images
-        image = (G.conj_physical() @ weight).conj_physical() if few else G @ weight.conj_physical()
-        by_frequency = multiplied(G, _mirrored(size, G)) if ctx.needs_input_grad[1] else G
-        return (
-            back(image, size) if ctx.needs_input_grad[0] else None,
-            by_frequency.mT @ X.conj_physical() if ctx.needs_input_grad[1] else None,
-        )
-
-
-def _mirrored(size: Size, like: Tensor) -> Tensor:
-    """D of `Filtered`, (frequencies, 1, 1)."""
-    column = torch.arange(size[1] // 2 + 1, device=like.device)
-    return torch.where((column == 0) | (2 * column == size[1]), 1.0, 2.0).repeat(size[0])[:, None, None]
+    return _to_images(_to_frequencies(x, len(weight)) @ weight.mT, (x.shape[-2], x.shape[-1]))
 
 
 def isometry_bound(*blocks: Tensor) -> Tensor:
@@ -217,85 +186,16 @@ class FrequencyConv2d(FramedConv2d):
     The operator depends on the image size, so `export(input_size)` is for one size.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    sized = True
+
+    def key(self, shape: tuple[int, ...]) -> tuple[Size]:
+        """The size of the operator's image."""
+        return (self.frame.size((shape[-2], shape[-1])),)
+
+    def operator(self, x: Tensor, *tensors: Tensor) -> Tensor:
         """The convolution, through Fourier space."""
-        x = cast_input(x, next(self.parameters()))
-        (weight,) = self.effective(self.frame.size((x.shape[-2], x.shape[-1])))
-        with without_autocast(x.device.type):
-            return _apply(self.frame, x, weight, self.bias)
+        return filtered(x, tensors[0])
 
-    @by_construction(FramedConv2d.constant)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """The largest norm over the frequencies of this image size, from the effective weights."""
-        with torch.no_grad():
-            (weight,) = self.effective(self.frame.size((input_shape[-2], input_shape[-1])))
-        return _bound(weight)
-
-    def export(self, input_size: int | Size | None = None) -> nn.Module:
-        """The plain module for one image size (by default the one this layer was evaluated at)."""
-        size = export_size(self, input_size)
-        with torch.no_grad():
-            (weight,) = self.effective(size)
-        return SpectralConv2d(self.frame, size, weight, self.bias).train(self.training)
-
-
-def export_size(layer: FramedConv2d, input_size: int | Size | None) -> Size:
-    """The operator's image size to export for: that of `input_size`, or the one size this layer was evaluated at."""
-    if input_size is not None:
-        return layer.frame.size((input_size, input_size) if isinstance(input_size, int) else input_size)
-    sizes = [key[0] for key in layer._kept]
-    if len(sizes) > 1:
-        raise Refused(
-            f"the effective weight of {type(layer).__name__} depends on the image size, and it was evaluated at "
-            f"{len(sizes)}: no plain layer is all of them; call export(input_size=(h, w)), or bound the network itself"
-        )
-    if not sizes:
-        raise InputError(
-            f"the effective weight of {type(layer).__name__} depends on the image size; call export(input_size=(h, w)), or "
-            "evaluate the layer at one size first"
-        )
-    size: Size = sizes[0]
-    return size
-
-
-class SpectralConv2d(nn.Module):
-    """What convolutions with one matrix per frequency export: those of one image size, as real and imaginary parts."""
-
-    bias: nn.Parameter | None
-
-    def __init__(self, frame: Frame, size: Size, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.frame, self.size = frame, size
-        self.weight = nn.Parameter(torch.view_as_real(weight.detach().resolve_conj()).clone())
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The convolution, through Fourier space."""
-        check_size(self.frame, self.size, x)
-        return _apply(self.frame, x, torch.view_as_complex(self.weight), self.bias)
-
-    @by_construction(None)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """The largest norm over the frequencies, from the stored matrices."""
-        return _bound(torch.view_as_complex(self.weight))
-
-
-def check_size(frame: Frame, size: Size, x: Tensor) -> None:
-    """An exported layer is for one size."""
-    given = frame.size((x.shape[-2], x.shape[-1]))
-    if given != size:
-        raise InputError(
-            f"this layer was exported for images of {size[0]}×{size[1]} (padding included), got {given}; "
-            "export it for that size"
-        )
-
-
-def _apply(frame: Frame, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x, single = batched(x)
-    y = frame.leave(filtered(frame.enter(x), weight), (x.shape[-2], x.shape[-1]))
-    y = y if bias is None else y + bias[:, None, None]
-    return y[0] if single else y
-
-
-def _bound(weight: Tensor) -> Bound:
-    return Bound(float(isometry_bound(weight).amax()), Kind.UPPER, "residual at every frequency")
+    def bound(self, tensors: tuple[Tensor, ...], input_shape: tuple[int, ...]) -> Bound:
+        """The largest norm over the frequencies of this image size."""
+        return Bound(float(isometry_bound(tensors[0]).amax()), Kind.UPPER, "residual at every frequency")

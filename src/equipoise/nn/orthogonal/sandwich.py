@@ -24,25 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
-from equipoise.core.modules import by_construction
 from equipoise.core.precision import unit_roundoff
 from equipoise.nn.activations import unit_slopes
 from equipoise.nn.orthogonal.cayley import blocks, cayley, skew_and_identity
-from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, Size, batched, frame_of
-from equipoise.nn.orthogonal.frequency import (
-    capped,
-    check_size,
-    export_size,
-    filtered,
-    inverse,
-    isometry_bound,
-    multiplied,
-    symbol,
-    times,
-)
+from equipoise.nn.orthogonal.frame import FramedConv2d, Size, frame_of
+from equipoise.nn.orthogonal.frequency import capped, filtered, inverse_by_blocks, isometry_bound, symbol, times
 from equipoise.nn.orthogonal.polar import project_to_contraction
-from equipoise.nn.parametrize import Computed, Tensors, cast_input, is_plain_call, without_autocast
-from equipoise.nn.powers import differentiable
+from equipoise.nn.parametrize import ComputedLayer, Tensors, differentiated, is_plain_call
 
 #: |log ψ| stays below this
 LOG_PSI = 8.0
@@ -70,26 +58,7 @@ def sandwich_bound(first: Tensor, second: Tensor, psi: Tensor) -> Bound:
     return Bound(float(isometry_bound(A, B).amax() ** 2) * (1 + 1e-13), Kind.UPPER, "norm of [A B]")
 
 
-class Sandwich(nn.Module):
-    """What `SandwichLinear` exports: `nn.Linear`, activation, `nn.Linear`."""
-
-    def __init__(self, first: nn.Linear, activation: nn.Module, second: nn.Linear, psi: Tensor) -> None:
-        super().__init__()
-        self.first, self.activation, self.second = first, activation, second
-        self.register_buffer("psi", psi.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`second(activation(first(x)))`."""
-        return self.second(self.activation(self.first(x)))
-
-    @by_construction(None)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """`‖[A B]‖²` from the stored weights."""
-        monotone(self.activation)
-        return sandwich_bound(self.first.weight, self.second.weight, self.get_buffer("psi"))
-
-
-class SandwichLinear(Computed):
+class SandwichLinear(ComputedLayer):
     """A dense layer with its activation, `√2·AᵀΨ act(√2·Ψ⁻¹B x + b)`, 1-Lipschitz for every raw weight.
 
     Guarantee: `‖[A B]‖ ≤ 1`, hence constant at most 1, for activations with slopes in [0, 1] (others are refused).
@@ -107,27 +76,16 @@ class SandwichLinear(Computed):
     (torch.Size([2, 3]), True)
     """
 
-    bias: nn.Parameter | None
+    plain_type = nn.Linear
+    out_features: int
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        activation: nn.Module | None = None,
-    ) -> None:
-        super().__init__()
-        plain = nn.Linear(in_features, out_features, bias, device, dtype)
-        self.in_features, self.out_features = in_features, out_features
+    def build(self, plain: nn.Linear, *, activation: nn.Module | None = None) -> None:
+        """Raw matrices X (out, out) and Y (in, out), and log ψ per output."""
+        weight, out = plain.weight.detach(), plain.out_features
         self.activation = monotone(nn.ReLU() if activation is None else activation)
-        self.raw = nn.Parameter(plain.weight.detach().mT.clone())
-        self.square = nn.Parameter(plain.weight.new_empty(out_features, out_features))
-        nn.init.xavier_normal_(self.square)
-        self.log_psi = nn.Parameter(plain.weight.new_zeros(out_features))
-        self.bias = plain.bias
+        self.raw = nn.Parameter(weight.mT.clone())
+        self.square = nn.Parameter(nn.init.xavier_normal_(weight.new_empty(out, out)))
+        self.log_psi = nn.Parameter(weight.new_zeros(out))
 
     def compute(self) -> Tensors:
         """(first, second, psi)."""
@@ -140,64 +98,16 @@ class SandwichLinear(Computed):
         wide = psi.double()
         return (B.mT / wide[:, None]).to(dtype), (A * wide).to(dtype), psi
 
-    def forward(self, x: Tensor) -> Tensor:
+    def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor:
         """The layer with its activation."""
+        first, second, _ = tensors
+        hidden = functional.linear(x, first, self.bias)
+        return functional.linear(monotone(self.activation)(hidden), second)
+
+    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+        """`‖[A B]‖²`."""
         monotone(self.activation)
-        first, second, _ = self.effective()
-        x = cast_input(x, first)
-        with without_autocast(x.device.type):
-            return functional.linear(self.activation(functional.linear(x, first, self.bias)), second)
-
-    @by_construction(1.0)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """`‖[A B]‖²` from the effective weights."""
-        monotone(self.activation)
-        with torch.no_grad():
-            return sandwich_bound(*self.effective())
-
-    def export(self) -> nn.Module:
-        """`nn.Linear`, activation, `nn.Linear`."""
-        monotone(self.activation)
-        with torch.no_grad():
-            first, second, psi = self.effective()
-        one = nn.utils.skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None)
-        two = nn.utils.skip_init(nn.Linear, self.out_features, self.out_features, bias=False)
-        one.weight, two.weight = nn.Parameter(first.clone()), nn.Parameter(second.clone())
-        if self.bias is not None:
-            one.bias = nn.Parameter(self.bias.detach().clone())
-        return Sandwich(one, self.activation, two, psi).train(self.training)
-
-    def extra_repr(self) -> str:
-        """The arguments."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-class SpectralSandwich2d(nn.Module):
-    """What `SandwichConv2d` exports: two matrices per frequency of one image size, and the activation between."""
-
-    bias: nn.Parameter | None
-
-    def __init__(self, frame: Frame, size: Size, weights: Tensors, bias: Tensor | None, activation: nn.Module) -> None:
-        super().__init__()
-        self.frame, self.size, self.activation = frame, size, activation
-        first, second, psi = (w.detach().resolve_conj() for w in weights)
-        self.first = nn.Parameter(torch.view_as_real(first).clone())
-        self.second = nn.Parameter(torch.view_as_real(second).clone())
-        self.register_buffer("psi", psi.clone())
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer, through Fourier space."""
-        first, second = torch.view_as_complex(self.first), torch.view_as_complex(self.second)
-        check_size(self.frame, self.size, x)
-        return _apply(self.frame, x, first, second, self.bias, self.activation)
-
-    @by_construction(None)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """`‖[A B]‖²` over the frequencies, from the stored matrices."""
-        monotone(self.activation)
-        first, second = torch.view_as_complex(self.first), torch.view_as_complex(self.second)
-        return sandwich_bound(first, second, self.get_buffer("psi"))
+        return sandwich_bound(*tensors)
 
 
 def pair(Z: Tensor, Y: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,12 +118,12 @@ def pair(Z: Tensor, Y: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale(A: Tensor, B: Tensor) -> Tensor:
-    """√2 over a bound of the norm of the block column, with room for rounding to the weights' dtype."""
+    """√2 over a bound of the norm of the block column, less what rounding to the weights' dtype adds."""
     margin = 1 - 16 * unit_roundoff(A.dtype) * math.sqrt(2 * A.shape[-1])
     return (math.sqrt(2) * margin / isometry_bound(A, B)).to(A.real.dtype)[..., None, None]
 
 
-class Pair(torch.autograd.Function):
+class _Pair(torch.autograd.Function):
     """`pair`: the same numbers and derivatives, with fewer passes over them.
 
     With `V = (Z + Y*Y)⁻¹`, so that `A = 2V − I` and `B = −2YV`, s the scale, which has no gradient, and g, h the gradients for
@@ -225,12 +135,12 @@ class Pair(torch.autograd.Function):
     def forward(ctx: Any, Z: Tensor, Y: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
         """The two weights."""
         conj_Y, wide = Y.conj_physical(), psi[..., None, :]
-        V = inverse(conj_Y.mT @ Y + Z)
+        V = inverse_by_blocks(conj_Y.mT @ Y + Z)
         conj_V = V.conj_physical()
         A, B = V.mul_(2), conj_V.mT @ conj_Y.mul_(-2).mT  # B is the adjoint
         A.diagonal(dim1=-2, dim2=-1).sub_(1)
         scale = _scale(A, B.mH)
-        first, second = multiplied(B, scale / wide.mT), multiplied(A, scale * wide)
+        first, second = _multiplied(B, scale / wide.mT), _multiplied(A, scale * wide)
         ctx.save_for_backward(Z, Y, psi, conj_V, scale, first)
         return first, second
 
@@ -238,15 +148,21 @@ class Pair(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients for Z, Y and ψ."""
         (Z, Y, psi, conj_V, scale, first), (g, h) = ctx.saved_tensors, gradients
-        if torch.is_grad_enabled():  # somebody will differentiate again
-            return differentiable(pair(Z, Y, psi), gradients, Z, Y, psi)
+        if torch.is_grad_enabled():  # for higher derivatives
+            return differentiated(pair(Z, Y, psi), gradients, Z, Y, psi)
         wide = psi[..., None, :]
-        g = multiplied(g.conj_physical(), -2 * scale / wide.mT)
-        N, a = multiplied(first @ g.mT, wide.mT / (2 * scale)), times(h, -2 * scale * wide)
+        g = _multiplied(g.conj_physical(), -2 * scale / wide.mT)
+        N, a = _multiplied(first @ g.mT, wide.mT / (2 * scale)), times(h, -2 * scale * wide)
         rest = conj_V.mT @ a
         of_psi = _diagonal(N) - _diagonal(rest) + _diagonal(a) / 2
         N = N.add_(rest) @ conj_V.mT
         return N, (g.mT @ conj_V.mT).add_(Y @ (N + N.mH)), of_psi.sum(1, keepdim=True) / psi
+
+
+def _multiplied(W: Tensor, scale: Tensor) -> Tensor:
+    """W times a real scale, in place."""
+    torch.view_as_real(W).mul_(scale[..., None])
+    return W
 
 
 def _diagonal(W: Tensor) -> Tensor:
@@ -264,6 +180,8 @@ class SandwichConv2d(FramedConv2d):
     >>> layer(torch.randn(2, 3, 6, 6)).shape, float(layer.lipschitz_upper((3, 6, 6))) < 1.00001
     (torch.Size([2, 4, 6, 6]), True)
     """
+
+    sized = True
 
     def build(self, plain: nn.Conv2d, *, activation: nn.Module | None = None) -> None:
         """Raw kernels of X (out, out) and Y (in, out), and log ψ per output channel."""
@@ -283,38 +201,24 @@ class SandwichConv2d(FramedConv2d):
         X, Y = capped(self.square, self.raw, taps=taps[0] * taps[1], channels=out)
         Z = symbol(skew_and_identity(X), size, self.frame.dilation)
         Y, psi = symbol(Y, size, self.frame.dilation), positive(self.log_psi)[:, None]
-        first, second = (Pair.apply if all(map(is_plain_call, (Z, Y, psi))) else pair)(Z, Y, psi)
+        first, second = (_Pair.apply if is_plain_call(Z) else pair)(Z, Y, psi)
         return first, second, psi
 
-    def forward(self, x: Tensor) -> Tensor:
+    def key(self, shape: tuple[int, ...]) -> tuple[Size]:
+        """The size of the operator's image."""
+        return (self.frame.size((shape[-2], shape[-1])),)
+
+    def operator(self, x: Tensor, *tensors: Tensor) -> Tensor:
         """The layer, through Fourier space."""
+        first, second, _ = tensors
+        hidden = self.biased(filtered(x, first))
+        return filtered(monotone(self.activation)(hidden), second)
+
+    def evaluate(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        """The operator, which has the bias inside."""
+        return self.framed(x, *tensors)
+
+    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+        """`‖[A B]‖²` over the frequencies of this image size."""
         monotone(self.activation)
-        x = cast_input(x, self.raw)
-        first, second, _ = self.effective(self.frame.size((x.shape[-2], x.shape[-1])))
-        with without_autocast(x.device.type):
-            return _apply(self.frame, x, first, second, self.bias, self.activation)
-
-    @by_construction(FramedConv2d.constant)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """`‖[A B]‖²` over the frequencies of this image size, from the effective weights."""
-        monotone(self.activation)
-        with torch.no_grad():
-            return sandwich_bound(*self.effective(self.frame.size((input_shape[-2], input_shape[-1]))))
-
-    def export(self, input_size: int | Size | None = None) -> nn.Module:
-        """The plain module for one image size (by default the one this layer was evaluated at)."""
-        monotone(self.activation)
-        size = export_size(self, input_size)
-        with torch.no_grad():
-            weights = self.effective(size)
-        return SpectralSandwich2d(self.frame, size, weights, self.bias, self.activation).train(self.training)
-
-
-def _apply(
-    frame: Frame, x: Tensor, first: Tensor, second: Tensor, bias: Tensor | None, activation: nn.Module
-) -> Tensor:
-    x, single = batched(x)
-    hidden = filtered(frame.enter(x), first)
-    hidden = activation(hidden if bias is None else hidden + bias[:, None, None])
-    y = frame.leave(filtered(hidden, second), (x.shape[-2], x.shape[-1]))
-    return y[0] if single else y
+        return sandwich_bound(*tensors)

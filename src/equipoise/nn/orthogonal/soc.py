@@ -26,12 +26,11 @@ from torch.nn import functional
 
 from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
-from equipoise.core.modules import by_construction
 from equipoise.core.precision import full_precision
 from equipoise.maps.linear import convolution
-from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, batched, frame_of
+from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, frame_of
 from equipoise.nn.orthogonal.polar import last_step
-from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors, cast_input, without_autocast
+from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 from equipoise.norms.convolution import conv_bracket
 from equipoise.norms.differentiable import symbol_norm
 
@@ -114,16 +113,6 @@ def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) 
     return y
 
 
-def _apply(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor, bias: Tensor | None) -> Tensor:
-    x, single = batched(x)
-    image = frame.enter(x)
-    image = channels(image, frame.groups, frame.ins, A.shape[1])
-    y = channels(series(A, coefficients, frame, image), frame.groups, A.shape[1], frame.out)
-    y = frame.leave(y, (x.shape[-2], x.shape[-1]))
-    y = y if bias is None else y + bias[:, None, None]
-    return y[0] if single else y
-
-
 def channels(x: Tensor, groups: int, now: int, wanted: int) -> Tensor:
     """Zero channels added to, or channels left out of, each group."""
     if now == wanted:
@@ -131,43 +120,6 @@ def channels(x: Tensor, groups: int, now: int, wanted: int) -> Tensor:
     x = x.reshape(x.shape[0], groups, now, *x.shape[2:])
     x = functional.pad(x, (0, 0, 0, 0, 0, wanted - now)) if wanted > now else x[:, :, :wanted]
     return x.flatten(1, 2)
-
-
-def _bound(A: Tensor, coefficients: tuple[float, ...], frame: Frame, input_shape: tuple[int, ...]) -> Bound:
-    """`max|p(iθ)|` over the proved norm of A, which must be skew."""
-    A = A.detach()
-    if not torch.equal(A, -A.transpose(1, 2).flip(3, 4)):
-        raise Refused(
-            "the kernel of this series is not skew-symmetric: the modulus of the polynomial says nothing about its norm"
-        )
-    amount, size = [(c, c) for c in frame.centre], frame.size((input_shape[-2], input_shape[-1]))
-    weight = A.flatten(0, 1)
-    conv = convolution(weight, frame.plain.padding, 1, frame.dilation, A.shape[0], amount, size)
-    with full_precision():
-        theta = conv_bracket(conv, 1e-2).upper
-    return Bound(largest_modulus(coefficients, float(theta)), Kind.UPPER, "modulus of the series")
-
-
-class SkewSeries(nn.Module):
-    """What SOC convolutions export: a polynomial of one fixed convolution."""
-
-    bias: nn.Parameter | None
-
-    def __init__(self, frame: Frame, coefficients: tuple[float, ...], kernel: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.frame, self.coefficients = frame, coefficients
-        self.kernel = nn.Parameter(kernel.detach().clone())
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`p(A)x + bias`."""
-        return _apply(self.kernel, self.coefficients, self.frame, x, self.bias)
-
-    @by_construction(None)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """From the stored kernel: its proved norm and the modulus of the polynomial."""
-        with torch.no_grad():
-            return _bound(self.kernel, self.coefficients, self.frame, input_shape)
 
 
 class SOCConv2d(FramedConv2d):
@@ -196,24 +148,26 @@ class SOCConv2d(FramedConv2d):
         """(A,), the skew kernel with norm at most `angle`."""
         return (bounded(skew(self.raw), self.angle),)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`p(A)x + bias`."""
-        (A,) = self.effective()
-        x = cast_input(x, A)
-        with without_autocast(x.device.type):
-            return _apply(A, self.coefficients, self.frame, x, self.bias)
+    def operator(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        """`p(A)x`."""
+        frame, (A,) = self.frame, tensors
+        image = channels(x, frame.groups, frame.ins, A.shape[1])
+        y = series(A, self.coefficients, frame, image)
+        return channels(y, frame.groups, A.shape[1], frame.out)
 
-    @by_construction(FramedConv2d.constant)
-    def lipschitz_upper(self, input_shape: tuple[int, ...]) -> Bound:
-        """From the effective kernel: its proved norm and the modulus of the polynomial."""
-        with torch.no_grad():
-            return _bound(self.effective()[0], self.coefficients, self.frame, input_shape)
-
-    def export(self) -> nn.Module:
-        """The same polynomial of the fixed kernel, as a plain module."""
-        with torch.no_grad():
-            (A,) = self.effective()
-        return SkewSeries(self.frame, self.coefficients, A, self.bias).train(self.training)
+    def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
+        """`max|p(iθ)|` over the proved norm of A, which must be skew."""
+        frame, A = self.frame, tensors[0].detach()
+        if not torch.equal(A, -A.transpose(1, 2).flip(3, 4)):
+            raise Refused(
+                "the kernel of this series is not skew-symmetric: the modulus of the polynomial says nothing about its norm"
+            )
+        amount = [(c, c) for c in frame.centre]
+        size = frame.size((input_shape[-2], input_shape[-1]))
+        conv = convolution(A.flatten(0, 1), frame.plain.padding, 1, frame.dilation, A.shape[0], amount, size)
+        with full_precision():
+            theta = conv_bracket(conv, 1e-2).upper
+        return Bound(largest_modulus(self.coefficients, float(theta)), Kind.UPPER, "modulus of the series")
 
 
 class SOCConvTranspose2d(SOCConv2d):

@@ -59,10 +59,15 @@
   };
   const draw = () => {
     if (!window.Plotly) return;
+    const axis = () => ({ zeroline: false, automargin: true, fixedrange: true, ticks: "", title: { standoff: 8 } });
+    const common = {
+      xaxis: axis(), yaxis: axis(), margin: { l: 8, r: 8, t: 8, b: 8 }, hovermode: "closest", dragmode: false, autosize: true,
+      legend: { orientation: "h", y: -0.22, yanchor: "top", x: 0, xanchor: "left" },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    };
     const style = expand(themed());
     for (const [id, figure] of charts) {
-      const layout = merge(structuredClone(figure.layout), style);
-      layout.autosize = true;
+      const layout = merge(merge(structuredClone(common), figure.layout), style);
       window.Plotly.newPlot(by(id), figure.data, layout, { responsive: true, displayModeBar: false });
     }
   };
@@ -96,6 +101,7 @@
     if (a === "" || b === "") return (a === "") - (b === "");
     return String(a).localeCompare(String(b), undefined, { numeric: true });
   };
+  const key = (cell) => cell.textContent.trim().replace(/ %$/, "").replace("∞", "Infinity");
   const mark = (heads, chosen, up) => heads.forEach((h) => {
     h.setAttribute("aria-sort", h === chosen ? (up ? "ascending" : "descending") : "none");
   });
@@ -104,7 +110,7 @@
     heads.forEach((head, column) => head.addEventListener("click", () => {
       const up = head.getAttribute("aria-sort") !== "ascending";
       const rows = [...body.rows].sort((r, s) => {
-        const a = r.cells[column].dataset.key, b = s.cells[column].dataset.key;
+        const a = key(r.cells[column]), b = key(s.cells[column]);
         if ((a === "") !== (b === "")) return (a === "") - (b === ""); // unknown stays last
         return up ? compare(a, b) : compare(b, a);
       });

@@ -67,7 +67,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
         f"wrong certificates {naive_row['wrong']:.1%} (c = {naive_row['classes']}) against α = {alpha:.0%}; "
         + ", ".join(f"{name} {row['wrong']:.2%}" for name, row in sorted(worst.items()))
     )
-    return Verdict(Label.CORRECTED if fails and holds else Label.NOT, text, EXPERIMENT.published)
+    return Verdict(Label.CORRECTED if fails and holds else Label.REFUTED, text, EXPERIMENT.published)
 
 
 def draw(rows: Sequence[Row]) -> Figure:

@@ -12,15 +12,14 @@ import numpy as np
 from scipy import optimize
 
 from equipoise.smoothing import certify_counts
-from equipoise.smoothing.bounds import Gaussian, count_bounds
-from equipoise.smoothing.moments import class_partition
+from equipoise.smoothing.procedures import class_partition
 from equipoise_lab.experiments.experiment import Context, Label, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line
 from equipoise_lab.experiments.intervals import Mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
 
-ONE, EVERY, CPM, OURS, RIVALS = "Clopper–Pearson", "Bonferroni", "CPM", "CPM that chooses", "rivals (no partition)"
-METHODS = (ONE, EVERY, CPM, OURS, RIVALS)
+ONE, EVERY, CPM, RIVALS = "Clopper–Pearson", "Bonferroni", "CPM", "rivals (no partition)"
+METHODS = (ONE, EVERY, CPM, RIVALS)
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,9 @@ def compare(
     first: np.ndarray, second: np.ndarray, labels: np.ndarray, sigma: float, alpha: float
 ) -> tuple[dict[str, smoothed.Rated], np.ndarray]:
     """All procedures on the same votes, and the number of buckets c* of the thesis' partition."""
-    names = {ONE: "cohen", EVERY: "bonferroni", OURS: "cpm", RIVALS: "rivals"}
+    names = dict(zip(METHODS, ("cohen", "bonferroni", "cpm", "rivals"), strict=True))
     methods = {m: smoothed.rated(certify_counts(first, second, sigma, alpha, p), labels) for m, p in names.items()}
-    partition = class_partition(first.astype(np.float64))
-    total = second.sum(axis=1).astype(np.float64)
-    share = alpha / partition.intervals
-    radius = count_bounds(second.astype(np.float64), total, partition, Gaussian(sigma), share, share).radius
-    methods[CPM] = smoothed.Rated(radius, (partition.selected == labels) & (radius > 0))
-    return {m: methods[m] for m in METHODS}, partition.buckets
+    return methods, class_partition(first.astype(np.float64)).buckets
 
 
 def real(sigma: float, settings: Settings, context: Context) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -166,7 +160,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         f"no risk shared among the rivals: {share:.0%} of all cells without a loss to any of the three "
         f"(largest {max(loss, 0.0):.1f} points), sure gains at {above}, sure losses at {below}"
     )
-    corrected = Label.CORRECTED if above > 0 and below == 0 else Label.NOT
+    corrected = Label.CORRECTED if above > 0 and below == 0 else Label.REFUTED
     return (*verdicts, Verdict(corrected, text, "classes must be partitioned", "the partition is not needed"))
 
 

@@ -137,6 +137,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 EXPERIMENT = of_module(
     __name__,
+    own=True,
     title="Noise that is what the theorem says",
     claim="Float noise can certify a radius inside which the answer changes; exact noise on a grid cannot, at no cost.",
     published="no figure: the thesis draws noise in floating point",

@@ -18,7 +18,7 @@ import numpy as np
 
 from equipoise.smoothing import SimplexMap, certify_counts, choose_map, empirical_bernstein, radius_multi
 from equipoise.smoothing.simplex import apply_map, map_grid
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise_lab.experiments.experiment import Context, Label, Precondition, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, published
 from equipoise_lab.experiments.intervals import gain_label, power_of_mean
 from equipoise_lab.experiments.shared import smoothed_networks as smoothed
@@ -131,14 +131,21 @@ def best(rows: Sequence[Row], method: str) -> str:
 
 
 def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
-    """At the largest σ and ε = 0, where +14.75 is printed: soft over hard votes with the same intervals, for either
-    training, and hard votes with several intervals over Cohen's one; each by its paired interval over the inputs.
+    """At the largest σ and ε = 0, where +14.75 is printed: both parts together, soft votes with several intervals over
+    Cohen's hard votes with one; then each part alone. The thesis gives the gain to the soft votes: that is corrected where
+    their part is less than half of the printed gain and the part of the intervals is surely above 0. All intervals are
+    paired over the inputs.
     """
     sigma = max(r["sigma"] for r in rows)
     said = f"+{GAIN:.2f} for both parts together (σ = 1, ε = 0)"
-    verdicts = []
+    together = smoothed.gain_of(at_zero(rows, SOFT), COHEN)
+    intervals = smoothed.gain_of(at_zero(rows, HARD), COHEN)
+    cohen = at_zero(rows, COHEN)["accuracy"]
+    text = f"σ = {sigma:g}, ε = 0: {together.signed} points over Cohen's {cohen:.1f} %"
+    verdicts = [Verdict(gain_label(together, GAIN), text, said, "both parts together")]
     for training in dict.fromkeys(r["training"] for r in rows):
         gain, own = (smoothed.gain_of(at_zero(rows, m, training), HARD) for m in (SOFT, OWN))
+        moved = gain.high < GAIN / 2 and intervals.low > 0
         losses = [
             r
             for r in smoothed.pick(rows, method=SOFT, training=training)
@@ -148,13 +155,13 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
             f"σ = {sigma:g}, ε = 0: {gain.signed} points (map per input {own.signed}); sure losses at {len(losses)} of "
             f"the published cells; {at_zero(rows, SOFT, training)['map']}; {gain.seeds} inputs"
         )
-        verdicts.append(Verdict(gain_label(gain, GAIN), text, said, f"soft over hard votes, trained {training}"))
-    gain = smoothed.gain_of(at_zero(rows, HARD), COHEN)
+        label = Label.CORRECTED if moved else gain_label(gain, GAIN)
+        verdicts.append(Verdict(label, text, said, f"soft over hard votes, trained {training}"))
     text = (
-        f"σ = {sigma:g}, ε = 0: {gain.signed} points; best over σ: Cohen {best(rows, COHEN)}, hard votes "
+        f"σ = {sigma:g}, ε = 0: {intervals.signed} points; best over σ: Cohen {best(rows, COHEN)}, hard votes "
         f"{best(rows, HARD)}, soft votes {best(rows, SOFT)}, as printed (no certificate) {best(rows, PRINTED)} %"
     )
-    return (*verdicts, Verdict(gain_label(gain, GAIN), text, said, "several intervals over one"))
+    return (*verdicts, Verdict(gain_label(intervals, GAIN), text, said, "several intervals over one"))
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -188,12 +195,16 @@ EXPERIMENT = of_module(
     laptop=Settings(smoothed.FASHION, smoothed.Sampling(2000), temperatures=16, trainings=("noise",)),
     desk=Settings(
         merged(smoothed.DESK, {"data": {"limit": 12_000, "test_limit": 200, "validation": 0.008}, "epochs": 6}),
-        smoothed.Sampling(2000),
+        smoothed.Sampling(100_000),
         temperatures=12,
-        sigmas=(0.5, 1.0),
+        sigmas=(1.0, 2.5),
     ),
     paper=Settings(smoothed.CIFAR, smoothed.Sampling(100_000), temperatures=50),
-    notes=("the thesis smooths a denoiser and a vision transformer; paper scale trains Cohen's ResNet-110",),
+    notes=(
+        "the thesis smooths a denoiser and a vision transformer; paper scale trains Cohen's ResNet-110",
+        "at desk scale σ = 2.5 on Fashion-MNIST is where Cohen's accuracy is that of the thesis at σ = 1 on CIFAR-10",
+    ),
+    precondition=lambda rows: Precondition("Cohen at ε = 0", at_zero(rows, COHEN)["accuracy"], 0.9 * 48.97),
     power=lambda rows: power_of_mean(smoothed.gain_of(at_zero(rows, SOFT), HARD), GAIN, over="inputs"),
     needs=("fashion_mnist.npz",),
 )

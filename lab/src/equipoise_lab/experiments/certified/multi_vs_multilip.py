@@ -101,7 +101,7 @@ def attacked(
     y = torch.from_numpy(network.y)
     steps, draws, checks = (context.steps_of(k) for k in (settings.steps, settings.draws, settings.check_draws))
     for name in ATTACKS:
-        classifier = network.classifier(settings.sigma).floating()
+        classifier = network.classifier(settings.sigma).suited(1.0)
         classifier.map = found[name].map
         for epsilon in context.steps(settings.attacked):
             result = smooth_pgd(classifier, network.x, y, epsilon, steps, draws=draws, check_draws=checks)
@@ -113,7 +113,7 @@ def run(settings: Settings, context: Context) -> Iterator[Row]:
     """One row per method and ε."""
     network = smoothed.prepared(settings.recipe, context)
     bound = constant(network)
-    found = certify(network, network.classifier(settings.sigma).floating(), bound, settings, context)
+    found = certify(network, network.classifier(settings.sigma).suited(1.0), bound, settings, context)
     with torch.no_grad():
         plain = np.asarray(margin_radius(network.model(network.x), torch.from_numpy(network.y), bound))
     methods = {**{m: c.rated for m, c in found.items()}, PLAIN: smoothed.Rated(plain, plain > 0)}
@@ -146,12 +146,13 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         best, worst = max(gains, key=lambda e: gains[e].value), min(gains, key=lambda e: gains[e].value)
         sure = any(g.low > 0 for g in gains.values()) and not any(g.high < 0 for g in gains.values())
         text = f"gain from {gains[worst].signed} (ε = {worst:g}) to {gains[best].signed} points (ε = {best:g})"
-        label = (Label.CORRECTED if sure else Label.NOT) if rival == MULTI else graded(sure)
+        label = (Label.CORRECTED if sure else Label.REFUTED) if rival == MULTI else graded(sure)
         said = EXPERIMENT.published if rival == MULTI else "not claimed"
         chosen = (
             f"{ours[0]['map']} against {smoothed.pick(rows, method=rival)[0]['map']}" if rival == MULTI else "σ = 0.12"
         )
-        verdicts.append(Verdict(label, f"{text}; {ours[0]['inputs']} inputs, {chosen}", said, part))
+        text = f"{text}; {ours[0]['inputs']} inputs, {chosen}"
+        verdicts.append(Verdict(label, text, said, part, own=rival == PLAIN))
     broken = sum(r.get("certified and broken") or 0 for r in rows)
     at = "/".join(f"{e:g}" for e in radii)
     text = f"{lines} % at ε = {at}; {broken} certified inputs broken"

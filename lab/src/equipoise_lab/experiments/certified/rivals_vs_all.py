@@ -115,6 +115,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 EXPERIMENT = of_module(
     __name__,
+    own=True,
     title="Bounding rivals without a union",
     claim="The class at α₁ and every rival at α₂ certify at least as much as any other way to share the risk, which they keep.",
     published="no figure: the thesis shares the risk among buckets of classes",

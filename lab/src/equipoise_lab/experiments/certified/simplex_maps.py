@@ -82,7 +82,9 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     exists = f"an interior T has the larger radius at {int(above.sum())} of {len(above)} inputs"
     return (
         Verdict(graded(bool(above.any())), exists, EXPERIMENT.published, "exists"),
-        Verdict(gain_label(gains[HARD]), f"{mean} ({len(chosen)} held-out inputs)", "not claimed", "on average"),
+        Verdict(
+            gain_label(gains[HARD]), f"{mean} ({len(chosen)} held-out inputs)", "not claimed", "on average", own=True
+        ),
     )
 
 

@@ -123,7 +123,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         }
         low = [g for g in gains.values() if g.high < 0]
         won = all(g.low > 0 for g in gains.values())
-        label = Label.REPRODUCED if won else Label.NOT if low else Label.INCONCLUSIVE
+        label = Label.REPRODUCED if won else Label.REFUTED if low else Label.OPEN
         radii = ", ".join(f"{m} {pick(own, method=m)[0]['average radius']:.3f}" for m in METHODS if pick(own, method=m))
         over = ", ".join(f"{g.value:+.3f} ± {g.half:.3f} over {m}" for m, g in gains.items())
         verdicts.append(
@@ -147,6 +147,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 EXPERIMENT = of_module(
     __name__,
+    own=True,
     title="Networks trained for the certificate they get",
     claim="A network trained through map and temperature for the soft vote, or for the Lipschitz-aware radius, certifies more by "
     "it than by Cohen's bound, by rivals and by the deterministic certificate.",

@@ -84,7 +84,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     holds = all(r["gap"] >= -3 * r["standard error"] for r in rows)
     near = f"cosine {span(cosine, 3)}, norm ratio {span(ratio)} (last layer, trained with activation decay)"
     text = f"{span(share, 0)} % of the loss, {'never' if holds else 'sometimes'} below 0 by more than 3 standard errors"
-    corrected = Label.CORRECTED if holds else Label.NOT
+    corrected = Label.CORRECTED if holds else Label.REFUTED
     return (
         Verdict(
             graded(min(cosine) >= 0.92 and away <= 1.09, min(cosine) >= 0.92), near, EXPERIMENT.published, "gradients"

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, of_module
+from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Figure, canvas, intervals, legend
-from equipoise_lab.experiments.generalisation.activation_decay import AD, SCALE, SMALL, perceptron
+from equipoise_lab.experiments.generalisation.activation_decay import AD, MLP, SCALE, SMALL, perceptron
 from equipoise_lab.experiments.intervals import Mean, combined, gain_label, mean_of, power_of
 from equipoise_lab.experiments.shared.training import Settings as Comparison
 from equipoise_lab.experiments.shared.training import by_variant, paired
@@ -51,6 +51,14 @@ def judge(rows: Sequence[Row]) -> Verdict:
     return Verdict(label, f"gain in points by width {text}", EXPERIMENT.published)
 
 
+def precondition(rows: Sequence[Row]) -> Precondition:
+    """The baseline's mean accuracy at its best width."""
+    baseline = [row for row in rows if row["variant"] == "baseline"]
+    widths = {row["width"] for row in baseline}
+    best = max(mean_of([100 * r["accuracy"] for r in baseline if r["width"] == w]).value for w in widths)
+    return Precondition("best baseline", best, MLP)
+
+
 def draw(rows: Sequence[Row]) -> Figure:
     """Mean accuracy with interval against width."""
     figure, (axes,) = canvas()
@@ -76,5 +84,6 @@ EXPERIMENT = of_module(
     paper=Settings("cifar10-full.npz", widths=(64, 128, 256, 512, 1024, 2048), seeds=10, epochs=200),
     power=lambda rows: power_of(min(by_width(rows).items())[1], GAIN, "points (printed for four layers)"),
     notes=(SCALE,),
+    precondition=precondition,
     needs=("cifar10.npz",),
 )

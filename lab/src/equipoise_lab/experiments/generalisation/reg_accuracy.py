@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import Context, Label, Precondition, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, Figure, canvas, published
 from equipoise_lab.experiments.intervals import gain_label, mean_of, parity_label, power_of
 from equipoise_lab.experiments.shared import training
@@ -111,7 +111,6 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     cost = {m: mean_of([r[m] for r in ratios]) for m in METHODS}
     costs = ", ".join(f"{m} {c.value:.2f}×" for m, c in cost.items())
     behind = mean_of([-d for d in paired(rows, "Araujo")])
-    first = graded(all(mean_of([r[m] - r["ours"] for r in ratios]).low > 0 for m in METHODS[1:]))
     return (
         Verdict(
             parity_label(mean_of(paired(rows, "ours")), 1.0),
@@ -122,8 +121,22 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         Verdict(
             gain_label(behind, 2.66), f"{behind.signed} points below", "93.32 → 90.66", "Araujo's bound costs accuracy"
         ),
-        Verdict(first, f"an epoch takes {costs} (CPU)", "2.8×, 8.3×, 3.4×, 3.3× (GPU): ours the cheapest", "time"),
+        Verdict(
+            Label.NOT_COMPARABLE,
+            f"an epoch takes {costs} on a CPU",
+            "2.8×, 8.3×, 3.4×, 3.3× (GPU): ours the cheapest",
+            "time",
+        ),
     )
+
+
+#: accuracy in percent that the baseline must reach before anything is said about regularizers
+LEAST_ACCURACY = 65.0
+
+
+def precondition(rows: Sequence[Row]) -> Precondition:
+    """The baseline's mean accuracy."""
+    return Precondition("baseline", mean_of([100 * v for v in by_variant(rows)["baseline"]]).value, LEAST_ACCURACY)
 
 
 def by_seed(rows: Sequence[Row]) -> list[dict[str, float]]:
@@ -156,13 +169,11 @@ EXPERIMENT = of_module(
     claim="Regularising the spectral norms of all convolutions keeps the accuracy at a fraction of the cost of other methods.",
     published="baseline 93.32 ± 0.12 (11.4 s an epoch), ours 93.48 ± 0.08 (31.9 s), Ryu 95 s, Singla 38 s, Araujo 37 s",
     laptop=Settings(resnet18("cifar10.npz", 4, 2, 320, 32), VARIANTS, seeds=2),
-    desk=Settings(resnet18("cifar10.npz", 4, 4, 480, 32, test_limit=1000), VARIANTS, seeds=5),
+    desk=Settings(resnet18("cifar10-full.npz", 8, 30, 12_000, 128), VARIANTS, seeds=3),
+    precondition=precondition,
     paper=Settings(resnet18("cifar10-full.npz", 64, 200, None), VARIANTS, seeds=10),
     notes=(
         "the norms are those of the layers as they are, padded with zeros; the thesis' are circular",
-        "at desk scale 60 steps: the penalty of weight 0.1 outweighs the loss there, and every regularised network is near "
-        "chance, not Araujo's alone; what fails is the scale, and 200 epochs of the thesis' network, a day of one GPU for "
-        "each of the six, would tell",
         "Singla's four norms are singular values, not ten power iterations",
         "Table 7.2 (ImageNet) needs the data and four GPUs: the same recipe with `data.path` set to an image folder",
     ),

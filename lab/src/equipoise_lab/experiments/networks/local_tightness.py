@@ -298,6 +298,7 @@ DESK = Settings(
 )
 EXPERIMENT = of_module(
     __name__,
+    own=True,
     title="How tight proved local bounds are",
     claim="Multipliers on the neurons that may switch give smaller proved constants and larger proved radii than what was known.",
     published="2.38, 2.71, 0.346, 0.184, 0.00197, 0.043, 0.0024 on random networks; 1.25 × CROWN on mnist-6x100",

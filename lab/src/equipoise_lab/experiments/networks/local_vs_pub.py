@@ -9,7 +9,7 @@ import torch
 from equipoise.conversion import export
 from equipoise.data import load_dataset
 from equipoise.lipschitz import lipschitz_bound, local_lipschitz
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise_lab.experiments.shared.training import train
 from equipoise_lab.models import factory
@@ -87,6 +87,11 @@ def judge(rows: Sequence[Row]) -> Verdict:
     return Verdict(label, f"local / product: {text}", EXPERIMENT.published)
 
 
+def precondition(rows: Sequence[Row]) -> Precondition:
+    """The least accuracy of the networks trained without noise."""
+    return Precondition("least accuracy at σ = 0", 100 * min(r["accuracy"] for r in rows if r["sigma"] == 0), 70.0)
+
+
 def draw(rows: Sequence[Row]) -> Figure:
     """Both constants against σ."""
     figure, (axes,) = canvas(width=7.2, height=4.6)
@@ -122,6 +127,7 @@ EXPERIMENT = of_module(
         limit=4000,
         inputs=8,
     ),
+    precondition=precondition,
     notes=("one network per σ: no interval, and σ = 1 is missing at laptop scale",),
     paper=Settings(
         "cifar10-full.npz",

@@ -9,9 +9,15 @@ from torch import nn
 
 from equipoise.norms.spectral import spectral_norm
 from equipoise.regularizers.selection import input_shapes
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import Context, Precondition, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Figure, canvas
-from equipoise_lab.experiments.generalisation.reg_accuracy import WEIGHT_DECAY, regularized, resnet18, rivals
+from equipoise_lab.experiments.generalisation.reg_accuracy import (
+    LEAST_ACCURACY,
+    WEIGHT_DECAY,
+    regularized,
+    resnet18,
+    rivals,
+)
 from equipoise_lab.experiments.shared.training import merged, train
 
 METHODS: Mapping[str, Mapping[str, object]] = {
@@ -85,6 +91,12 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     )
 
 
+def precondition(rows: Sequence[Row]) -> Precondition:
+    """The accuracy of the network without a regularizer."""
+    accuracy = next(row["accuracy"] for row in rows if row["method"] == "none")
+    return Precondition("without a regularizer", 100 * accuracy, LEAST_ACCURACY)
+
+
 def draw(rows: Sequence[Row]) -> Figure:
     """Every layer's norm as a mark, one column per method."""
     figure, (axes,) = canvas(width=5.8)
@@ -108,7 +120,8 @@ EXPERIMENT = of_module(
     laptop=Settings(
         resnet18("cifar10.npz", 4, 2, 320, 32), {k: METHODS[k] for k in ("none", "ours", "Singla", "Araujo")}
     ),
-    desk=Settings(resnet18("cifar10.npz", 4, 5, 640, 32, test_limit=1000)),
+    desk=Settings(resnet18("cifar10-full.npz", 8, 30, 12_000, 128)),
+    precondition=precondition,
     paper=Settings(resnet18("cifar10-full.npz", 64, 200, None)),
     needs=("cifar10.npz",),
 )

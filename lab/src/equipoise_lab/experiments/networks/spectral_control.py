@@ -128,7 +128,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     others = [r for r in rows if r["control"] != "guard"]
     broken = sum(r["violations"] for r in guard)
     single = [r for r in others if r["control"].startswith("1 ")]
-    label = Label.NOT if broken else Label.REPRODUCED if any(r["violations"] for r in single) else Label.DIRECTION
+    label = Label.REFUTED if broken else Label.REPRODUCED if any(r["violations"] for r in single) else Label.DIRECTION
     text = "; ".join(
         f"{name}: {sum(r['violations'] for r in part)} of {sum(r['checks'] for r in part)} norms above R(1 + 10⁻³), "
         f"worst {max(r['worst'] for r in part):.2%}"
@@ -158,6 +158,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 EXPERIMENT = of_module(
     __name__,
+    own=True,
     title="Spectral norms held while training",
     claim="Power iteration lets norms exceed the radius during training; a carried proof does not, after any step.",
     published="no figure: norms are capped by 1 to 16 power iterations and the excess is not measured",

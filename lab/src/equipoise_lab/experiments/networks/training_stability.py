@@ -80,7 +80,7 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     text = f"{100 * ours['accuracy']:.1f} against {100 * base['accuracy']:.1f} % (1 seed)"
     bound = f"10^{ours['log10 bound']:.1f} against 10^{base['log10 bound']:.1f}"
     return (
-        Verdict(Label.INCONCLUSIVE if abs(loss) < 10 else Label.NOT, text, "about 3 points below", "accuracy"),
+        Verdict(Label.OPEN if abs(loss) < 10 else Label.REFUTED, text, "about 3 points below", "accuracy"),
         Verdict(graded(orders > 2, orders > 0), bound, "10³ against 10⁹", "bound"),
     )
 

@@ -66,7 +66,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     worst = [row for row in rows if row["what"] == "worst"]
     old, new = max(r["published"] for r in worst), max(r["cosine"] for r in worst)
     text = f"true norm up to {old:.2f}× the published bound; at most {new:.4f}× the bound with the cosine factor"
-    return Verdict(Label.CORRECTED if old > 1 and new <= 1 else Label.NOT, text, EXPERIMENT.published)
+    return Verdict(Label.CORRECTED if old > 1 and new <= 1 else Label.REFUTED, text, EXPERIMENT.published)
 
 
 def draw(rows: Sequence[Row]) -> Figure:

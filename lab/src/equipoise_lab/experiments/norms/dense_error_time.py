@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equipoise.norms.gram import gram_norm_plain
-from equipoise_lab.experiments.experiment import Context, Row, Verdict, graded, of_module
+from equipoise_lab.experiments.experiment import NEEDS_GPU, Context, Label, Row, Verdict, graded, of_module
 from equipoise_lab.experiments.figures import Figure, canvas, legend, line, published
 from equipoise_lab.peers import power_iterates
 from equipoise_lab.timing import take_turns
@@ -67,10 +67,10 @@ def judge(rows: Sequence[Row]) -> tuple[Verdict, ...]:
     sizes = error["GI 10"] < 7e-5 and error["PI 100"] < -1e-4
     shown = ", ".join(f"{m.replace(' ', '')} {error[m]:.1e}" for m in SHOWN)
     ratio = {m: time["GI 12"] / time[m] for m in ("SVD", "PI 100")}
-    speed = f"time of GI12 is {ratio['SVD']:.2f} of the SVD's and {ratio['PI 100']:.2f} of PI100's (CPU)"
+    speed = f"time of GI12 is {ratio['SVD']:.2f} of the SVD's and {ratio['PI 100']:.2f} of PI100's {NEEDS_GPU}"
     return (
         Verdict(graded(signs and sizes, signs), shown, EXPERIMENT.published, "values"),
-        Verdict(graded(ratio["SVD"] < 0.01, ratio["SVD"] < 1), speed, "SVD 1.47 s, GI ≈ 2 ms (GPU)", "speed"),
+        Verdict(Label.NOT_COMPARABLE, speed, "SVD 1.47 s, GI ≈ 2 ms (GPU)", "speed"),
     )
 
 

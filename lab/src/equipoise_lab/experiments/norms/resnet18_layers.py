@@ -63,7 +63,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
         f"and never below, Singla up to {worst['singla']:.2f}×, Araujo up to {worst['araujo']:.2f}×; time ours / Sedghi "
         f"{seconds['ours'] / seconds['sedghi']:.2f}"
     )
-    return Verdict(Label.DIRECTION if good else Label.NOT, text, EXPERIMENT.published)
+    return Verdict(Label.DIRECTION if good else Label.REFUTED, text, EXPERIMENT.published)
 
 
 def draw(rows: Sequence[Row]) -> Figure:

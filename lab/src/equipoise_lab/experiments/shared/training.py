@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from equipoise.core.errors import InputError
-from equipoise_lab.experiments.experiment import Context, Experiment, Power, Row, Verdict, of_module
+from equipoise_lab.experiments.experiment import Context, Experiment, Power, Precondition, Row, Verdict, of_module
 from equipoise_lab.experiments.figures import COLOURS, MARKERS, Axes, Figure, canvas, intervals, legend, published
 from equipoise_lab.experiments.intervals import gain_label, mean_of, power_of
 from equipoise_lab.models import factory
@@ -119,14 +119,20 @@ class Settings:
 
 @dataclass(frozen=True)
 class Claim:
-    """A gain of one variant over another, in points, as published (`effect` None where no number is)."""
+    """A gain of one variant over another, in points, as published (`effect` None where no number is).
+
+    `least` is what the rival's figure must reach, in percent, before the claim is judged: the published figure less a
+    tenth of it unless an experiment states another.
+    """
 
     part: str
     wanted: str
     effect: float | None
     published: str
+    least: float
     rival: str = "baseline"
     key: str = "accuracy"
+    own: bool = False
 
 
 def run(settings: Settings, context: Context, label: str = "") -> Iterator[Row]:
@@ -163,17 +169,16 @@ def paired(rows: Sequence[Row], wanted: str, baseline: str = "baseline", key: st
 
 def gain_verdicts(rows: Sequence[Row], claims: Sequence[Claim]) -> tuple[Verdict, ...]:
     """One verdict per claimed gain, by the interval of the paired differences."""
-    known = by_variant(rows)
-    first = next(iter(known))
-    base = mean_of([100 * v for v in known[first]])
-    return tuple(
-        Verdict(
-            gain_label(gain, claim.effect), f"{gain.show()} points; {first} {base.show()}", claim.published, claim.part
-        )
-        for claim in claims
-        if {claim.wanted, claim.rival} <= set(known)
-        for gain in [mean_of(paired(rows, claim.wanted, claim.rival, claim.key))]
-    )
+    variants = set(by_variant(rows))
+    return tuple(_gain_verdict(rows, claim) for claim in claims if {claim.wanted, claim.rival} <= variants)
+
+
+def _gain_verdict(rows: Sequence[Row], claim: Claim) -> Verdict:
+    gain = mean_of(paired(rows, claim.wanted, claim.rival, claim.key))
+    rival = mean_of([100 * value for value in by_variant(rows, claim.key)[claim.rival]])
+    text = f"{gain.show()} points over {claim.rival} at {rival.show()}"
+    verdict = Verdict(gain_label(gain, claim.effect), text, claim.published, claim.part, claim.own)
+    return Precondition(claim.rival, rival.value, claim.least).apply(verdict)
 
 
 def claim_power(rows: Sequence[Row], claim: Claim) -> Power:

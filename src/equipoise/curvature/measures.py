@@ -1,20 +1,21 @@
-"""The spectrum of a loss Hessian: top eigenvalue with its residual, trace with its standard error, density."""
+"""Measured curvature: top eigenvalue with its residual, trace with its standard error, density, and sharpness."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
+from scipy.linalg import norm
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 from scipy.special import stdtrit
 
-from equipoise.core.errors import InputError, Refused, require_one_of
-from equipoise.curvature.hessian import LossHessian, Vector, require_operator
+from equipoise.core.checks import POSITIVE, require_number, require_one_of
+from equipoise.core.errors import Refused
+from equipoise.curvature.hessian import LossHessian, Vector
 
 #: up to this many parameters the matrix is formed and solved
 SMALL = 40
 Which = Literal["LA", "SA", "LM"]
-TraceMethod = Literal["hutchinson", "hutch++"]
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,9 @@ def top_eigenvalue(
     (9.0, True)
     """
     require_one_of(get_args(Which), which=which)
-    require_operator(hessian)
     before = hessian.products
     if hessian.size <= SMALL:
-        H = hessian.dense()
+        H = hessian @ np.eye(hessian.size)
         values, vectors = np.linalg.eigh((H + H.T) / 2)
         x = vectors[:, {"LA": -1, "SA": 0, "LM": int(np.abs(values).argmax())}[which]]
     else:
@@ -77,7 +77,7 @@ def top_eigenvalue(
     x = x / np.linalg.norm(x)
     Hx = hessian.matvec(x)
     theta = float(x @ Hx)
-    return Eigenvalue(theta, _length(Hx - theta * x), hessian.products - before, hessian.size, which, x)
+    return Eigenvalue(theta, float(norm(Hx - theta * x)), hessian.products - before, hessian.size, which, x)
 
 
 def _arpack(hessian: LossHessian, which: Which, tol: float, max_products: int, seed: int) -> Vector:
@@ -86,20 +86,13 @@ def _arpack(hessian: LossHessian, which: Which, tol: float, max_products: int, s
         return start
     basis = min(hessian.size, 20)
     restarts = max(1, (max_products - basis) // (basis - 1))
-    operator = hessian.linear_operator()
     try:
-        _, vectors = eigsh(operator, k=1, which=which, tol=tol, v0=start, ncv=basis, maxiter=restarts)
+        _, vectors = eigsh(hessian, k=1, which=which, tol=tol, v0=start, ncv=basis, maxiter=restarts)
     except ArpackNoConvergence as error:
         raise Refused(
             f"no eigenvalue to tolerance {tol:g} within {max_products} Hessian-vector products; raise max_products or tol"
         ) from error
     return np.asarray(vectors[:, 0])
-
-
-def _length(v: Vector) -> float:
-    """‖v‖ without squares that vanish."""
-    largest = float(np.abs(v).max())
-    return largest * float(np.linalg.norm(v / largest)) if largest > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,6 @@ class TraceEstimate:
 
     value: float
     standard_error: float
-    method: str
     products: int
     samples: int = 0
 
@@ -120,11 +112,10 @@ class TraceEstimate:
 
         The samples are taken for normal: it covers less than asked where few large eigenvalues rule them.
 
-        >>> tuple(round(end, 2) for end in TraceEstimate(1.0, 0.1, "hutch++", 30, 10).interval())
+        >>> tuple(round(end, 2) for end in TraceEstimate(1.0, 0.1, 30, 10).interval())
         (0.77, 1.23)
         """
-        if not 0 < confidence < 1:
-            raise InputError(f"a confidence lies between 0 and 1, got {confidence}")
+        require_number(confidence, "confidence", least=0, most=1)
         reach = float(stdtrit(self.samples - 1, (1 + confidence) / 2)) * self.standard_error if self.samples else 0.0
         return self.value - reach, self.value + reach
 
@@ -133,15 +124,14 @@ class TraceEstimate:
         return {**vars(self), "interval": list(self.interval()), "kind": "estimate"}
 
 
-def trace(hessian: LossHessian, *, method: TraceMethod = "hutch++", products: int = 60, seed: int = 0) -> TraceEstimate:
+def trace(hessian: LossHessian, *, products: int = 60, seed: int = 0) -> TraceEstimate:
     """`tr H` of the loss Hessian from `products` Hessian-vector products; exact where that many parameters or fewer.
 
-    Hutchinson's samples are `gᵀHg` with random signs g. Hutch++ takes the trace on the range Q of a sketch exactly and
-    Hutchinson's samples outside it, with a third of the products for each part.
+    Hutch++: the trace on the range Q of a sketch exactly, and samples `gᵀHg` with random signs g outside it, with a third of the
+    products for the sketch, for Q and for the samples.
 
     Args:
         hessian: the operator.
-        method: `"hutch++"` or `"hutchinson"`.
         products: number of Hessian-vector products, at least 6.
         seed: of the random vectors.
 
@@ -150,36 +140,22 @@ def trace(hessian: LossHessian, *, method: TraceMethod = "hutch++", products: in
     >>> trace(LossHessian(nn.Linear(2, 1, bias=False), "mse", (torch.eye(2), torch.zeros(2, 1)))).value
     2.0
 
-    References: Hutchinson 1990; Meyer et al. 2021 (Hutch++).
+    Reference: Meyer et al. 2021 (Hutch++).
     """
-    require_one_of(get_args(TraceMethod), method=method)
-    if products < 6:
-        raise InputError(f"a trace with a standard error takes at least 6 products, got {products}")
-    require_operator(hessian)
+    require_number(products, "products", least=6, whole=True)
     n, before = hessian.size, hessian.products
-    rng = np.random.default_rng(seed)
-
-    def signs(count: int) -> Vector:
-        return rng.choice((-1.0, 1.0), size=(n, count))
-
-    def times(X: Vector) -> Vector:
-        return np.stack([hessian.matvec(column) for column in X.T], axis=1)
-
     if n <= products:
-        return TraceEstimate(float(np.trace(times(np.eye(n)))), 0.0, "exact", hessian.products - before)
-    inside, sketch = 0.0, 0
-    Q = np.zeros((n, 0))
-    if method == "hutch++":
-        sketch = products // 3
-        Q = np.linalg.qr(times(signs(sketch)))[0]
-        inside = float(np.sum(Q * times(Q)))
-    G = signs(products - 2 * sketch)
+        return TraceEstimate(float(np.trace(hessian @ np.eye(n))), 0.0, hessian.products - before)
+    rng = np.random.default_rng(seed)
+    sketch = products // 3
+    Q = np.linalg.qr(hessian @ rng.choice((-1.0, 1.0), size=(n, sketch)))[0]
+    inside = float(np.sum(Q * (hessian @ Q)))
+    G = rng.choice((-1.0, 1.0), size=(n, products - 2 * sketch))
     G = G - Q @ (Q.T @ G)
-    samples = inside + np.sum(G * times(G), axis=0)
-
-    largest = float(np.abs(samples).max()) or 1.0  # squares of small numbers would vanish
-    error = largest * float((samples / largest).std(ddof=1)) / math.sqrt(len(samples))
-    return TraceEstimate(float(samples.mean()), error, method, hessian.products - before, len(samples))
+    samples = inside + np.sum(G * (hessian @ G), axis=0)
+    mean, count = float(samples.mean()), len(samples)
+    error = float(norm(samples - mean)) / math.sqrt(count * (count - 1))
+    return TraceEstimate(mean, error, hessian.products - before, count)
 
 
 @dataclass(frozen=True)
@@ -226,9 +202,8 @@ def spectral_density(hessian: LossHessian, *, steps: int = 30, vectors: int = 4,
 
     Reference: Ubaru, Chen and Saad 2017; Ghorbani et al. 2019.
     """
-    if steps < 1 or vectors < 1:
-        raise InputError(f"expected at least one step and one vector, got {steps} and {vectors}")
-    require_operator(hessian)
+    require_number(steps, "steps", least=1, whole=True)
+    require_number(vectors, "vectors", least=1, whole=True)
     rng, before = np.random.default_rng(seed), hessian.products
     nodes, weights = [], []
     for _ in range(vectors):
@@ -243,7 +218,13 @@ def spectral_density(hessian: LossHessian, *, steps: int = 30, vectors: int = 4,
 
 
 def lanczos(hessian: LossHessian, v: Vector, steps: int) -> Vector:
-    """The tridiagonal matrix of Lanczos from the unit vector v, fully reorthogonalised."""
+    """The tridiagonal matrix of Lanczos, fully reorthogonalised.
+
+    Args:
+        hessian: the operator.
+        v: a unit vector to start from.
+        steps: at most so many.
+    """
     basis = v[None]
     alpha: list[float] = []
     beta: list[float] = []
@@ -259,3 +240,66 @@ def lanczos(hessian: LossHessian, v: Vector, steps: int) -> Vector:
         basis = np.vstack([basis, w / beta[-1]])
     off = beta[: len(alpha) - 1]
     return np.diag(alpha) + np.diag(off, 1) + np.diag(off, -1)
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """`value ≤ max_{Δ∈B} (L(θ+Δ) − L(θ))/(1 + L(θ))`: the best the ascent found, a lower bound up to rounding."""
+
+    value: float
+    loss: float
+    largest_loss: float
+    radius: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**vars(self), "kind": "lower"}
+
+
+def sharpness(
+    hessian: LossHessian, *, radius: float = 0.05, steps: int = 20, restarts: int = 2, seed: int = 0
+) -> Sharpness:
+    """`max_{Δ∈B} (L(θ+Δ) − L(θ))/(1 + L(θ))` by projected gradient ascent on the whole data set.
+
+    B is `‖Δ‖₂ ≤ radius`. The first start is θ itself (SAM's direction, Foret et al. 2021), the others are random.
+
+    Args:
+        hessian: the operator.
+        radius: of the ball.
+        steps: of the ascent.
+        restarts: starting points.
+        seed: of the random starting points.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = model.weight.data.fill_(0.0)
+    >>> s = sharpness(LossHessian(model, "mse", (torch.ones(1, 1), torch.zeros(1, 1))), radius=0.5)  # L(w) = w²
+    >>> round(s.value, 4)
+    0.25
+    """
+    require_number(radius, "radius", least=POSITIVE)
+    require_number(steps, "steps", least=1, whole=True)
+    require_number(restarts, "restarts", least=1, whole=True)
+    rng = np.random.default_rng(seed)
+    base = hessian.value()
+    best = base
+    for start in range(restarts):
+        delta = np.zeros(hessian.size)
+        if start > 0 or not np.any(hessian.gradient(delta)):  # at a stationary point any direction does
+            delta = _inside(rng.standard_normal(hessian.size) * radius, radius)
+        best = max(best, hessian.value(delta))
+        for k in range(steps):
+            slope = hessian.gradient(delta)
+            step = radius * (1.0 if k == 0 and start == 0 else 0.5)
+            delta = _inside(delta + slope * (step / _length(slope)), radius)
+            best = max(best, hessian.value(delta))
+    return Sharpness((best - base) / (1 + base), base, best, radius)
+
+
+def _inside(delta: Vector, radius: float) -> Vector:
+    return delta * min(1.0, radius / _length(delta))
+
+
+def _length(v: Vector) -> float:
+    return max(float(np.linalg.norm(v)), 1e-300)

@@ -1,20 +1,57 @@
-"""Randomness as a function of (seed, purpose, position in the run): nothing of it needs to be stored to repeat it.
+"""What the processes of a run share: sums, values of the first process, and randomness.
 
-The order of the data is keyed by the epoch, augmentation and noise by the step and the example's place in the global batch, so
-they do not depend on how many processes share the batch. What the network itself draws (dropout) comes from torch's global
-generator, whose state is part of a checkpoint.
+Randomness is a function of (seed, purpose, position in the run), so nothing of it needs to be stored to repeat it. The order of
+the data is keyed by the epoch, augmentation and noise by the step and the example's place in the global batch, so they do not
+depend on how many processes share the batch. What the network itself draws (dropout) comes from torch's global generator, whose
+state is part of a checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 #: examples that share one draw of noise; fixed, so that a batch may be cut anywhere
 BLOCK = 64
+
+
+def world() -> int:
+    """The number of processes."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this process."""
+    return distributed.get_rank() if world() > 1 else 0
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """The sum over all processes."""
+    if world() > 1:
+        values = values.clone()
+        distributed.all_reduce(values)
+    return values
+
+
+def from_first(value: Any) -> Any:
+    """The value of the first process, on all of them."""
+    if world() == 1:
+        return value
+    values = [value]
+    distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes, on all of them."""
+    values = [value] * world()
+    if world() > 1:
+        distributed.all_gather_object(values, value)
+    return values
 
 
 def key(seed: int, purpose: str, *position: int) -> int:
@@ -30,17 +67,6 @@ def key(seed: int, purpose: str, *position: int) -> int:
 def generator(seed: int, purpose: str, *position: int, device: torch.device | str = "cpu") -> torch.Generator:
     """A fresh generator with that key."""
     return torch.Generator(device=device).manual_seed(key(seed, purpose, *position))
-
-
-def data_order(seed: int, epoch: int, count: int) -> Tensor:
-    """A permutation of 0 … count−1, the same for this seed and epoch on every process and after every restart.
-
-    Args:
-        seed: of the recipe.
-        epoch: counted from 0.
-        count: examples of an epoch.
-    """
-    return torch.randperm(count, generator=generator(seed, "order", epoch))
 
 
 def in_blocks(
@@ -61,7 +87,7 @@ def in_blocks(
         x: rows of this process.
         first: place of the first row in the global batch.
         seed: of the recipe.
-        purpose: keeps the draws of different uses apart.
+        purpose: keeps different uses apart.
         position: of the batch in the run.
 
     >>> noise = lambda x, generator: x + torch.randn(x.shape, generator=generator)
