@@ -45,7 +45,9 @@ def test_value_is_the_formula_of_the_norms(kind, scope, bound):
     penalty = SpectralPenalty(net, kind, 0.9, weight=0.5, input_size=(8, 8), scope=scope, bound=bound, iterations=8)
     for _ in range(60 if bound == "tracked" else 1):
         value = penalty()
-    exact = [float(spectral_norm(m, rtol=1e-6, input_size=penalty.sizes.get(n)).upper) for n, m in penalty.layers.items()]
+    exact = [
+        float(spectral_norm(m, rtol=1e-6, input_size=penalty.sizes.get(n)).upper) for n, m in penalty.layers.items()
+    ]
     s = exact if scope == "layer" else [math.prod(exact)]
     expected = 0.5 * FORMULAS[kind](s, 0.9)
     loose = 0.15 if bound == "gram" else 2e-3  # 3.9 % per strided or large grid, three layers
