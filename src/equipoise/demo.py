@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise import certificates
 from equipoise.attacks import pgd
 from equipoise.checkpoints import Loaded
 from equipoise.core.files import make_folder
@@ -34,8 +35,8 @@ from equipoise.report import (
 from equipoise.runs import Run, attack_run, certify, prove
 from equipoise.train import run_recipe
 
-#: called with what is being done, how much of it, and of how much
-Say = Callable[[str, int, int], None]
+#: called with what is being done, how much of it is done, and how much there is
+Report = Callable[[str, int, int], None]
 
 INTRO = (
     "Two small networks read 8×8 handwritten digits: one is 1-Lipschitz by construction, up to its last layer, "
@@ -76,7 +77,7 @@ class Settings:
 QUICK = Settings(16, 200, 4, 8, 1, steps=6, smooth_steps=3, votes=100, pictures=4)
 
 
-def showcase(out: str | Path, settings: Settings | None = None, say: Say | None = None) -> ReportData:
+def showcase(out: str | Path, settings: Settings | None = None, report: Report | None = None) -> ReportData:
     """Do the main job below `out` and write `out/report.html`; run again in the same folder, it goes on where it stopped.
 
     Folders: `networks/` (checkpoints), `runs/` (certificates with their attacks; `equipoise report out/runs/*` makes the page
@@ -85,108 +86,109 @@ def showcase(out: str | Path, settings: Settings | None = None, say: Say | None 
     Args:
         out: the folder.
         settings: how much of everything.
-        say: called with the progress.
+        report: called with the progress.
     """
     s = settings or Settings()
-    tell = say or (lambda what, done, total: None)
+    show = report or (lambda what, done, total: None)
     out = make_folder(out)
-    networks = _networks(out / "networks" / "noise", s, tell)
+    title = f"CNN trained under noise (σ = {s.sigma:g})"
+    noisy = run_recipe(
+        "soft-vote-digits",
+        out / "networks" / "noise",
+        overrides=[
+            "name=demo-noise",
+            f"noise={{kind: gaussian, sigma: {s.sigma}}}",
+            f"model.arguments={{channels: [{s.width}, {2 * s.width}], hidden: {4 * s.width}}}",
+            "metrics.epsilons=[]",
+            f"epochs={s.epochs}",
+            f"seed={s.seed}",
+        ],
+        cpu=True,
+        progress=lambda event: show(f"train the {title}", event.step, event.steps),
+    )
+    networks = {"lipschitz": ("1-Lipschitz network (BCOP)", load("digits").model), "noise": (title, noisy.model)}
     folders: list[Path] = []
-    for key, (title, model) in networks.items():
-        runs = _certify(title, model, out / "runs" / key, s, tell)
-        _audit(title, model, runs[0], s, tell)
+    for key, (name, model) in networks.items():
+        plain = with_effective_weights(model, torch.zeros(1, 1, 8, 8)).eval().requires_grad_(False)
+        runs = _certify(Loaded(name, plain, (1, 8, 8)), out / "runs" / key, s, show)
+        show(f"audit the {name}", 0, 1)
+        _audit(name, plain, runs[0], s)
+        show(f"audit the {name}", 1, 1)
         folders += [run.folder for run in runs]
-    tell("write the report", 0, 1)
+    show("check the proofs", 0, 1)
     notes = [SOFT, f"The network under noise is trained with seed {s.seed}; other seeds give other networks."]
+    notes.append(_check(networks["lipschitz"][1], out / "bundle", s))
+    show("check the proofs", 1, 1)
+    show("write the report", 0, 1)
     data = collect(folders, title="How stable are these two networks?", intro=INTRO, notes=notes)
     write_report(data, out / "report.html")
-    tell("write the report", 1, 1)
+    show("write the report", 1, 1)
     return data
 
 
-def _networks(folder: Path, s: Settings, tell: Say) -> dict[str, tuple[str, nn.Module]]:
-    """The 1-Lipschitz network of the package, and one trained under noise (or opened), with their effective weights."""
-    title = f"CNN trained under noise (σ = {s.sigma:g})"
-    overrides = [
-        "name=demo-noise",
-        f"noise={{kind: gaussian, sigma: {s.sigma}}}",
-        f"model.arguments={{channels: [{s.width}, {2 * s.width}], hidden: {4 * s.width}}}",
-        "metrics.epsilons=[]",
-        f"epochs={s.epochs}",
-        f"seed={s.seed}",
-    ]
-    result = run_recipe(
-        "soft-vote-digits", folder, overrides=overrides, cpu=True,
-        progress=lambda p: tell(f"train the {title}", p.step, p.steps),
-    )  # fmt: skip
-    tell(f"train the {title}", 1, 1)
-    example = torch.zeros(1, 1, 8, 8)
-    models = {"lipschitz": ("1-Lipschitz network (BCOP)", load("digits").model), "noise": (title, result.model)}
-    return {
-        key: (name, with_effective_weights(model, example).eval().requires_grad_(False))
-        for key, (name, model) in models.items()
-    }
+def _check(model: nn.Module, folder: Path, s: Settings) -> str:
+    """Certificates of the 1-Lipschitz network as plain files, checked by the program that shares no code with the library."""
+    test = load_dataset("digits", "test")
+    x, y = test.batch(range(min(s.inputs, len(test))))
+    certificates.write(model, x, y, folder, epsilons=EPSILONS)
+    proved = certificates.check(folder)
+    return f"Checked by an independent program (`equipoise check {folder.name}`): {'; '.join(proved)}."
 
 
-def _certify(title: str, model: nn.Module, prefix: Path, s: Settings, tell: Say) -> list[Run]:
+def _certify(network: Loaded, prefix: Path, s: Settings, show: Report) -> list[Run]:
     """The proved run of a network and its sampled ones, attacked."""
     test = load_dataset("digits", "test")
-    network = Loaded(title, model, (1, 8, 8))
     common: dict[str, Any] = {"limit": s.inputs, "name": "digits"}
 
-    def progress(what: str) -> Callable[[Any, int, int], None]:
-        return lambda row, done, total: tell(what, done, total)
+    def progress(verb: str) -> Callable[[Any, int, int], None]:
+        return lambda row, done, total: show(f"{verb} the {network.source}", done, total)
 
-    runs = [
-        prove(
-            network, test, run_dir=f"{prefix}-proved", effort="fast", progress=progress(f"prove the {title}"), **common
-        )
-    ]  # fmt: skip
-    for name, options in SAMPLED.items():
-        run = certify(
-            network, test, run_dir=f"{prefix}-{name}", sigma=s.sigma, n=s.draws, seed=s.seed,
-            progress=progress(f"certify the {title}: {name}"), **options, **common,
-        )  # fmt: skip
-        runs.append(run)
+    runs = [prove(network, test, run_dir=f"{prefix}-proved", effort="fast", progress=progress("prove"), **common)]
+    common |= {"sigma": s.sigma, "n": s.draws, "seed": s.seed, "progress": progress("certify")}
+    runs += [
+        certify(network, test, run_dir=f"{prefix}-{name}", **options, **common) for name, options in SAMPLED.items()
+    ]
     for run in runs:
-        what = f"attack the {title}: {run.folder.name}"
-        tell(what, 0, s.inputs)
         attack_run(
-            run, network, test, epsilons=EPSILONS, steps=s.steps if run.kind == "proved" else s.smooth_steps, samples=8,
-            votes=s.votes, seed=s.seed, progress=partial(tell, what),
-        )  # fmt: skip
+            run,
+            network,
+            test,
+            epsilons=EPSILONS,
+            steps=s.steps if run.kind == "proved" else s.smooth_steps,
+            samples=8,
+            votes=s.votes,
+            seed=s.seed,
+            progress=partial(show, f"attack the {network.source}: {run.folder.name}"),
+        )
     return runs
 
 
-def _audit(title: str, model: nn.Module, run: Run, s: Settings, tell: Say) -> None:
-    """Bounds of the network and pictures of its inputs, beside the proved run."""
-    what = f"audit the {title}"
-    tell(what, 0, 1)
-    test = load_dataset("digits", "test")
-    x, y = test.batch(range(min(s.inputs, len(test))))
-    near = slice(0, s.local_inputs)
-    audit = audit_network(title, model, x[:1], inputs=x[near], ids=run.ids[: s.local_inputs], radius=0.1, steps=s.steps)
+def _audit(title: str, model: nn.Module, run: Run, s: Settings) -> None:
+    """Bounds of the network, and pictures of inputs with an attack that changes a right answer, beside the proved run."""
+    x, y = load_dataset("digits", "test").batch(range(s.inputs))
+    near = s.local_inputs
+    audit = audit_network(title, model, x[:1], inputs=x[:near], ids=run.ids[:near], radius=0.1, steps=s.steps)
     save_audit(audit, run.folder)
 
-    # pictures: the smallest attack among a few radii that changes a right answer, then one mistake
     results = run.results()
-    wrong = [i for i, status in enumerate(results.status) if status == "wrong"][:1]
-    chosen = [i for i in range(len(y)) if i not in wrong][: s.pictures - len(wrong)] + wrong
-    images, labels = x[chosen], y[chosen]
-    best: list[tuple[str | None, float | None, str]] = [(None, None, "")] * len(chosen)
-    for epsilon in sorted(EPSILONS, reverse=True):
-        radii = torch.full((len(chosen),), epsilon, dtype=torch.float64)
-        attack = pgd(model, images, labels, radii, s.steps, seed=s.seed)
-        answers = model(attack.adversarial).argmax(1)
-        for i in attack.success.nonzero().flatten().tolist():
-            best[i] = (data_uri(attack.adversarial[i].numpy()), float(attack.distance[i]), str(int(answers[i])))
-    pictures = [
-        Picture(
-            model=title, id=str(run.ids[i]), label=str(int(y[i])), predicted=str(int(results.answer[i])),
-            radius=float(results.radius[i]), procedure=results.procedure, image=data_uri(x[i].numpy()), adversarial=picture,
-            distance=distance, answer=answer,
+    attack = pgd(model, x[: s.pictures], y[: s.pictures], 1.0, s.steps, seed=s.seed)
+    answers = model(attack.adversarial).argmax(1)
+    pictures = []
+    for i, success in enumerate(attack.success.tolist()):
+        found: dict[str, Any] = {
+            "adversarial": data_uri(attack.adversarial[i].numpy()),
+            "distance": float(attack.distance[i]),
+            "answer": str(int(answers[i])),
+        }
+        picture = Picture(
+            model=title,
+            id=str(run.ids[i]),
+            label=str(int(y[i])),
+            predicted=str(int(results.answer[i])),
+            radius=float(results.radius[i]),
+            procedure=results.procedure,
+            image=data_uri(x[i].numpy()),
+            **(found if success else {}),
         )
-        for i, (picture, distance, answer) in zip(chosen, best, strict=True)
-    ]  # fmt: skip
+        pictures.append(picture)
     save_gallery(pictures, run.folder)
-    tell(what, 1, 1)

@@ -14,7 +14,7 @@ from torch import nn
 from equipoise.conversion import Rescaled, export, make_lipschitz
 from equipoise.core.errors import Refused
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.models.trained import proved
+from equipoise.models import proved
 from equipoise.nn import CayleyConv2d, SandwichLinear, SLLLinear, SRConv2d, SRLinear
 from equipoise.nn.activations import HouseholderActivation, MaxMin
 from equipoise.nn.models import build, input_shape

@@ -1,5 +1,189 @@
-"""Trained networks with their certificates: those in the package by name, and the folders that `equipoise train` writes."""
+"""Trained networks with their certificates: those in the package by name, and the folders that `equipoise train` writes.
 
-from equipoise.models.trained import Trained, bundled, load, save_certificate
+A folder has `model.safetensors`, `config.json`, `certificate.json` and a model card, `README.md`. The certificate says what was
+proved for the stored weights when they were written. Its digest is evidence against accidents and naive edits, no signature:
+`Trained.prove` computes the bounds again from the weights, which is what counts.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.checkpoints import load_checkpoint
+from equipoise.core.accuracy import percent
+from equipoise.core.bounds import format_down, format_up
+from equipoise.core.digests import digest_document, sealed, unsealed
+from equipoise.core.errors import InputError, Refused, did_you_mean
+from equipoise.core.files import atomic_write, read_bounded, read_json
+from equipoise.lipschitz import lipschitz_bound
+from equipoise.nn.convert import with_effective_weights
 
 __all__ = ["Trained", "bundled", "load", "save_certificate"]
+
+CERTIFICATE, CARD = "certificate.json", "README.md"
+_HERE = Path(__file__).resolve().parent
+#: a stored bound may be this much below one that is computed again: other machines round and stop elsewhere
+_SLACK = 1e-2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network in evaluation mode, the shape of one input, what was proved of it, and its model card.
+
+    `certificate` holds `upper` (Lipschitz constant in ℓ2), `pairs` (constants of `z_i − z_j`, or None), `figures` (accuracy and
+    certified accuracy, as measured when it was written) and where they come from.
+    """
+
+    name: str
+    model: nn.Module = field(repr=False)
+    input_shape: tuple[int, ...] | None
+    certificate: Mapping[str, Any] = field(repr=False)
+    card: str = field(repr=False)
+
+    def prove(self, rtol: float = 1e-3) -> tuple[float, Tensor | None]:
+        """The Lipschitz bound and the constants of pairs, computed again from the weights at hand.
+
+        Refused where the stored certificate claims less than that: it is not about these weights.
+        """
+        if self.input_shape is None:
+            raise InputError(f"{self.name} does not say the shape of its inputs, so there is nothing to bound")
+        upper, pairs, _ = proved(self.model, self.input_shape, rtol)
+        for name, value in (("upper", torch.tensor(upper)), ("pairs", pairs)):
+            stored = self.certificate.get(name)
+            if stored is not None and (value is None or not _covers(stored, value)):
+                raise Refused(
+                    f"the certificate of {self.name} claims smaller constants ({name}) than its weights have (the bound is "
+                    f"{format_up(upper)}): it is not about these weights; train it again"
+                )
+        return upper, pairs
+
+
+def _covers(stored: Any, proved: Tensor) -> bool:
+    """Whether stored numbers have this shape, and none lies below what is proved now by more than a slack."""
+    try:
+        numbers = torch.tensor(stored, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    tiny = 1e-12 * proved.abs().max()  # the diagonal of pairs is 0 up to rounding
+    return numbers.shape == proved.shape and bool((numbers >= proved * (1 - _SLACK) - tiny).all())
+
+
+def _network_digest(config: Mapping[str, Any]) -> str:
+    """The digest of what a `config.json` says of the network: builder, arguments and shape of the inputs."""
+    return digest_document({key: config.get(key) for key in ("factory", "arguments", "input_shape")})
+
+
+def proved(
+    model: nn.Module, input_shape: Sequence[int], rtol: float = 1e-3
+) -> tuple[float, Tensor | None, dict[str, float]]:
+    """Bound, constants of pairs and bounds by layer of a network with its effective weights, in evaluation mode.
+
+    >>> proved(nn.Flatten(), (2, 2))[0] >= 1
+    True
+    """
+    parameter = next(model.parameters(), torch.zeros(()))
+    example = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
+    report = lipschitz_bound(with_effective_weights(model, example), example, rtol=rtol)
+    layers: dict[str, float] = {}
+    for row in report.layers:
+        if row.method and row.upper < float("inf"):  # linear operators and blocks, not activations and scalings
+            layers[row.name if row.name not in layers else row.node] = row.upper
+    return report.upper, report.pairs, layers
+
+
+def bundled() -> list[str]:
+    """The names of the networks in the package.
+
+    >>> "digits" in bundled()
+    True
+    """
+    return sorted(folder.name for folder in _HERE.iterdir() if (folder / CERTIFICATE).is_file())
+
+
+def load(name: str | Path) -> Trained:
+    """A trained network of the package by its name, or of a folder that `equipoise train` wrote.
+
+    Nothing in the files is executed: they are a checkpoint of a registered builder, JSON and text.
+
+    >>> digits = load("digits")
+    >>> digits.certificate["figures"]["accuracy"] > 0.9, digits.model(torch.zeros(1, *digits.input_shape)).shape
+    (True, torch.Size([1, 10]))
+    """
+    folder = _HERE / str(name) if str(name) in bundled() else Path(name)
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"there is no trained network {str(name)!r} in the package (there are {', '.join(bundled())}), and no such "
+            f"folder{did_you_mean(str(name), bundled())}"
+        )
+    model, shape = load_checkpoint(folder)
+    where = folder / CERTIFICATE
+    certificate: Any = {}
+    if where.is_file():
+        certificate = unsealed(read_json(where), str(where), needed=True)
+        config = unsealed(read_json(folder / "config.json"), str(folder / "config.json"))
+        if not certificate.get("weights") or certificate["weights"] != config.get("weights"):
+            raise InputError(f"{where} is about other weights than those beside it; train the network again")
+        if certificate.get("model") != _network_digest(config):
+            raise InputError(f"{where} is about another network than config.json describes; restore that file")
+    card = folder / CARD
+    text = read_bounded(card, 1_000_000).decode("utf-8", errors="replace") if card.is_file() else ""
+    return Trained(str(name), model, shape, certificate, text)
+
+
+def save_certificate(
+    folder: str | Path,
+    name: str,
+    upper: float | None,
+    pairs: Tensor | None,
+    figures: Mapping[str, Any],
+    made: Mapping[str, Any],
+) -> None:
+    """Write `certificate.json` and the model card beside a checkpoint; without a bound the certificate says so.
+
+    Args:
+        folder: that of the checkpoint.
+        name: of the network.
+        upper: proved bound of its Lipschitz constant, or None.
+        pairs: proved constants of `z_i − z_j`, or None.
+        figures: what was measured, `accuracy`, `certified_accuracy` by ε, `samples`, `split`.
+        made: what it was made by: `recipe`, `seed`, `data` (a fingerprint), `command`.
+    """
+    folder = Path(folder)
+    config = unsealed(read_json(folder / "config.json"), str(folder / "config.json"))
+    document = {
+        "norm": "l2", "upper": upper, "pairs": None if pairs is None else pairs.tolist(), "figures": dict(figures),
+        "made": dict(made), "weights": config["weights"], "model": _network_digest(config),
+        "about": "proved for the stored weights in real arithmetic; the rounding of the forward pass is not covered",
+    }  # fmt: skip
+    atomic_write(folder / CERTIFICATE, json.dumps(sealed(document), indent=1, allow_nan=False) + "\n")
+    atomic_write(folder / CARD, _card(name, document, config))
+
+
+def _card(name: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    figures, upper = document["figures"], document["upper"]
+    shares = {"accuracy": figures.get("accuracy")}
+    for epsilon, share in (figures.get("certified_accuracy") or {}).items():
+        shares[f"certified at ε = {format_down(float(epsilon), 4)} (ℓ2)"] = share
+    rows = [f"| {key} | {percent(share)}% |" for key, share in shares.items() if share is not None]
+    facts = [f"* {key}: {value}" for key, value in document["made"].items()]
+    return "\n".join([
+        f"# {name}",
+        "",
+        f"`{config['factory']}` with {json.dumps(config['arguments'])}, inputs of shape {config['input_shape']}.",
+        "",
+        f"| figure ({figures.get('split')}, {figures.get('samples')} inputs) | value |",
+        "|---|---|",
+        *rows,
+        f"| Lipschitz constant, proved | {'refused' if upper is None else f'≤ {format_up(upper)}'} |",
+        "",
+        "Certified by pairs of classes." if document["pairs"] is not None else "Certified by `margin/(√2·L)`.",
+        "The bounds hold for the stored weights in real arithmetic; the rounding of the forward pass is not covered.",
+        "",
+        *facts,
+        "",
+    ])  # fmt: skip

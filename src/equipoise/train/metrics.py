@@ -86,7 +86,7 @@ def certified_bound(model: nn.Module, input_shape: Sequence[int], rtol: float) -
     >>> certified_bound(nn.Flatten(), (2, 2), 1e-3).upper >= 1
     True
     """
-    from equipoise.models.trained import proved
+    from equipoise.models import proved
 
     try:
         upper, pairs, layers = proved(model, input_shape, rtol)
