@@ -6,8 +6,11 @@ import torch
 from torch import Tensor, nn
 
 import equipoise.nn as layers
+from equipoise.certificates import describe
+from equipoise.checker.check import Network
 from equipoise.conversion import export
 from equipoise.core.attack import attack
+from equipoise.core.errors import Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import Batch
@@ -35,7 +38,21 @@ def _attack_bound(batch: Batch, network: nn.Module, x: Tensor, what: str, ball: 
 
 
 def random_layers(batch: Batch) -> None:
-    """One random 1-Lipschitz layer, trained for a few steps to stretch two batches, and its bound."""
+    """One random 1-Lipschitz layer, trained to break its constant, and its bound; beside it that of the independent checker."""
+    layer, x, what = _trained_layer(batch)
+    _attack_bound(batch, layer, x[:1], what)
+    try:
+        constant = Network(*describe(layer, x[:1])).constant
+    except Refused:
+        # a layer that bundles have no operation for, or a norm that the checker does not prove
+        batch.tally.refused += 1
+    else:
+        witness = attack(0.0, export(layer), x[:1], starts=3, steps=6, seed=batch.integer(0, 2**31))
+        batch.tally.record(None, constant, witness.stretch if witness else 0.0, f"{what}, checker", again=True)
+
+
+def _trained_layer(batch: Batch) -> tuple[nn.Module, Tensor, str]:
+    """One random 1-Lipschitz layer, trained for a few steps to stretch two batches."""
     torch.manual_seed(batch.integer(0, 2**31))
     kind = batch.choose(*_KINDS, "Householder")
     inputs = batch.integer(2, 8)
@@ -52,7 +69,7 @@ def random_layers(batch: Batch) -> None:
         optimizer.zero_grad()
         (layer(x) - layer(y)).flatten(1).norm(dim=1).log().sum().backward()
         optimizer.step()
-    _attack_bound(batch, layer.eval(), x[:1], f"{batch.label}, {type(layer).__name__}({inputs}, {outputs})")
+    return layer.eval(), x, f"{batch.label}, {type(layer).__name__}({inputs}, {outputs})"
 
 
 def random_networks(batch: Batch) -> None:
