@@ -113,7 +113,7 @@ def write(
 def write_smoothing(
     selection: np.ndarray,
     estimation: np.ndarray,
-    draws: Sequence[int],
+    draws: Sequence[int] | np.ndarray,
     folder: str | Path,
     *,
     sigma: float,
@@ -147,7 +147,7 @@ def write_smoothing(
 def smoothing_rows(
     selection: np.ndarray,
     estimation: np.ndarray,
-    draws: Sequence[int],
+    draws: Sequence[int] | np.ndarray,
     sigma: float,
     alpha: float,
     procedure: str = "rivals",
@@ -465,17 +465,13 @@ def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
         return
     attributes: dict[str, Any] = {key: _each(a[key], dims) for key in ("stride", "padding", "dilation")}
     mode = "zeros"
-    if _name(source) == "pad":
-        # padding that is written as an operation of its own
+    if source not in writer.names and _name(source) == "pad":
         before = _arguments(source)
         amounts = _each(before["pad"], 1)
-        mode = "circular" if before["mode"] == "circular" else "zeros"
-        symmetric = amounts[::2] == amounts[1::2] and before["mode"] in ("circular", "constant") and not before["value"]
-        if not symmetric or len(amounts) != 2 * dims or any(attributes["padding"]):
-            raise Refused(
-                f"{source.name}: a bundle has symmetric padding with zeros, or circular, of convolutions only"
-            )
+        if before["mode"] != "circular" or amounts[::2] != amounts[1::2] or any(attributes["padding"]):
+            raise Refused(f"{source.name}: a bundle has padding with zeros, or symmetric circular padding")
         attributes["padding"] = amounts[::-2]
+        mode = "circular"
         source = before["self"]
     attributes |= {"groups": int(a["groups"]), "mode": mode}
     if "output_padding" not in a:
@@ -569,6 +565,14 @@ def _item(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
             writer.emit(node, "rearrange", [b["self"]], {"kind": "sort", "axis": axis})
 
 
+def _pad(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """Padding with zeros; circular padding is recognised at its convolution."""
+    if a["mode"] == "constant" and not a["value"] and min(a["pad"]) >= 0:
+        pairs = [list(pair) for pair in zip(a["pad"][::2], a["pad"][1::2], strict=True)]
+        widths = [[0, 0]] * (len(_shape(node)) - len(pairs)) + pairs[::-1]
+        writer.emit(node, "rearrange", [a["self"]], {"kind": "pad", "widths": widths})
+
+
 def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     """Average and max pooling of images."""
     source = a["self"]
@@ -640,8 +644,7 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
     weights = {"weight": inner.weight}
     if offset.numel():
         weights["bias"] = offset.reshape(-1, *[1] * dims)
-    source = next(source for source in node.all_input_nodes if source in writer.names)
-    writer.layer(node, "residual", source, weights, attributes)
+    writer.layer(node, "residual", node.args[0], weights, attributes)
 
 
 def _householder(writer: _Writer, node: fx.Node, module: Any) -> None:
@@ -657,7 +660,7 @@ _FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
     "HouseholderActivation": _householder,
 }
 #: operations that are recognised where their results meet
-_PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum", "sort", "pad"}
+_PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum", "sort"}
 _RESHAPE = _rearrange("reshape", shape=lambda node, a: _shape(node))
 _PERMUTE = _rearrange("permute", axes=_permutation)
 _CLAMP = _rearrange("clamp", low=_end("min", "min_val", "-1e99"), high=_end("max", "max_val", "1e99"))
@@ -678,6 +681,7 @@ _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] 
     "leaky_relu": _leaky_relu,
     "batch_norm": _batch_norm,
     "cat": _concatenate,
+    "pad": _pad,
     "getitem": _item,
 }
 

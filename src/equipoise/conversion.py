@@ -14,8 +14,8 @@ from equipoise.core.modules import evaluating, hooked
 from equipoise.core.precision import deflate
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.lipschitz.report import Report
-from equipoise.nn.constants import known_constant
 from equipoise.nn.convert import Certificate, Change, convert, evaluate_at, plain, with_effective_weights
+from equipoise.nn.wrappers import known_constant
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,8 @@ def _other(op, a, weights, x):
     if kind == "maxmin":
         first, second = x.chunk(2, axis)
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], axis), 1.0
+    if kind == "pad":
+        return functional.pad(x, [n for pair in reversed(a["widths"]) for n in pair]), 1.0
     if kind == "sort":
         return x.sort(axis).values, 1.0
     if kind == "reshape":
@@ -578,3 +580,18 @@ def test_prove_writes_a_bundle_that_is_accepted(equipoise, tmp_path, kind):
     checked = equipoise("check", tmp_path / "bundle", "--json")
     assert checked.json["accepted"] is True
     assert (tmp_path / "bundle" / "inputs.safetensors").is_file()
+
+
+def test_certify_writes_a_bundle_of_votes_that_is_accepted(equipoise, tmp_path):
+    source = certificates.__file__.replace("certificates.py", "models/digits")
+    arguments = ("--data", "digits", "--limit", 5, "--sigma", 0.25, "--n", 200, "--run", tmp_path / "run")
+    ran = equipoise("certify", source, *arguments, "--bundle", tmp_path / "bundle")
+    assert ran.code == 0, ran.err
+    checked = equipoise("check", tmp_path / "bundle", "--json")
+    assert checked.json["proved"] == ["5 radii of randomized smoothing follow from their counts"]
+
+
+def test_trained_networks_come_with_a_bundle(tmp_path):
+    overrides = ["epochs=1", "data.limit=200"]
+    eq.train.run_recipe("sll-sr-digits", tmp_path, overrides=overrides, cpu=True)
+    assert len(certificates.check(tmp_path / "bundle")) == 1 + len(certificates.EPSILONS)

@@ -21,6 +21,21 @@ from equipoise.nn.models import build, factory
 CANARY = "canary-was-here"
 
 
+class Function(nn.Module):
+    def __init__(self, function, dense=None):
+        super().__init__()
+        self.function, self.dense = function, dense or nn.Identity()
+
+    def forward(self, x, *args):
+        return self.function(self.dense(x), *args)
+
+
+def exported(model, *inputs, **options) -> bytes:
+    buffer = io.BytesIO()
+    torch.export.save(torch.export.export(model.eval(), inputs, **options), buffer)
+    return buffer.getvalue()
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
@@ -28,9 +43,7 @@ def net() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def plain() -> bytes:
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(net(), (torch.zeros(2, 3),)), buffer)
-    return buffer.getvalue()
+    return exported(net(), torch.zeros(2, 3))
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +59,11 @@ def rewritten(data: bytes, entry: str, change) -> bytes:
             content = old.read(info)
             new.writestr(info.filename, change(content) if info.filename.endswith(entry) else content)
     return out.getvalue()
+
+
+def opened(data: bytes, **options):
+    Path("file.pt2").write_bytes(data)
+    return load_model("file.pt2", **options)
 
 
 def edited(data: bytes, change, entry: str = "models/model.json") -> bytes:
@@ -67,20 +85,10 @@ def renamed(document, old: str, new: str) -> None:
     document.update(json.loads(text))
 
 
-def first_node(d):
-    return d["graph_module"]["graph"]["nodes"][0]
-
-
-def argument(value):
-    return {"name": "", "arg": value, "kind": 1}
-
-
 def called(target: str, *arguments):
-    def change(d):
-        first_node(d)["target"] = target
-        first_node(d)["inputs"] = [argument(a) for a in arguments]
-
-    return change
+    """The first operation calls this instead."""
+    inputs = [{"name": "", "arg": argument, "kind": 1} for argument in arguments]
+    return lambda d: d["graph_module"]["graph"]["nodes"][0].update(target=target, inputs=inputs)
 
 
 def signature(d):
@@ -91,16 +99,7 @@ def tree(kind: str, context: str) -> str:
     return json.dumps([1, {"type": kind, "context": context, "children_spec": []}])
 
 
-ENUM = json.dumps(
-    [
-        1,
-        {
-            "type": "builtins.dict",
-            "context": json.dumps([{"__enum__": True, "fqn": "os:x", "name": "y"}]),
-            "children_spec": [],
-        },
-    ]
-)
+KEYS = json.dumps([{"__enum__": True, "fqn": "os:x", "name": "y"}])
 FACTORY = json.dumps({"default_factory_module": "os", "default_factory_name": "getcwd", "dict_context": "[]"})
 
 #: what is written into the description of a program
@@ -137,7 +136,7 @@ DESCRIPTIONS = {
     ),
     "ranges": lambda d: d.update(range_constraints={"u999999999999": {"min_val": 0, "max_val": 1}}),
     "a tree that imports": lambda d: signature(d).update(in_spec=tree("collections.defaultdict", FACTORY)),
-    "a tree with an enum": lambda d: signature(d).update(out_spec=ENUM),
+    "a tree with an enum": lambda d: signature(d).update(out_spec=tree("builtins.dict", KEYS)),
     "a named tuple": lambda d: d["graph_module"].update(treespec_namedtuple_fields={"x": {"field_names": ["y"]}}),
     "a verifier": lambda d: d.update(verifiers=["NO_SUCH"]),
     "an unknown field": lambda d: d.update(on_load="os.system"),
@@ -173,61 +172,50 @@ UNREAD = (
 
 @pytest.mark.parametrize("case", DESCRIPTIONS)
 def test_a_description_that_would_run_code_does_not(plain, case):
-    Path("bad.pt2").write_bytes(edited(plain, DESCRIPTIONS[case]))
+    x = torch.ones(2, 3)
 
     def work():
-        return load_model("bad.pt2").module()(torch.ones(2, 3))
+        return opened(edited(plain, DESCRIPTIONS[case])).module()(x)
 
     if any(word in case for word in UNREAD):
-        refused_or_the_same(work, net()(torch.ones(2, 3)))
+        refused_or_the_same(work, net()(x))
     else:
         refused_in_a_sentence(work)
 
 
-class Pooled(nn.Module):
-    def forward(self, x, grad, indices):
-        return torch.ops.aten.max_pool2d_with_indices_backward(grad, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
-
-
 #: operations that write or read where their arguments say, without a check
 TRUSTING = {
-    "the backward of pooling": (Pooled(), torch.rand(1, 1, 4, 4), torch.rand(1, 1, 2, 2), torch.full((1, 1, 2, 2), 10**6)),
+    "the backward of pooling": (
+        lambda x, g, i: torch.ops.aten.max_pool2d_with_indices_backward(g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, i),
+        torch.rand(1, 1, 4, 4), torch.rand(1, 1, 2, 2), torch.full((1, 1, 2, 2), 10**6)),
     "pivots": (lambda a: torch.linalg.lu_solve(a, torch.full((3,), 10**6, dtype=torch.int32), a), torch.eye(3)),
     "a spectrum": (lambda x: torch.ops.aten._fft_c2r(x, [1], 0, 2**20), torch.zeros(2, 3, dtype=torch.complex64)),
     "sizes of weights": (lambda v, g: torch._weight_norm(v, g, 0), torch.ones(64, 3), torch.ones(1, 1)),
     "scales": (lambda x: torch.ops.aten.upsample_nearest1d(x, [8], 1e-30), torch.zeros(1, 1, 4)),
     "values without keys": (
-        lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v),
-        torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 64, 8),
-    ),
+        nn.functional.scaled_dot_product_attention,
+        torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 64, 8)),
     "random places": (
         lambda x, u: torch.ops.aten.fractional_max_pool2d(x, [2, 2], [2, 2], u)[0],
-        torch.zeros(1, 1, 4, 4),
-        torch.full((1, 1, 2), 1e9),
-    ),
+        torch.zeros(1, 1, 4, 4), torch.full((1, 1, 2), 1e9)),
 }  # fmt: skip
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 @pytest.mark.parametrize("case", TRUSTING)
 def test_kernels_that_trust_their_arguments_are_never_called(case):
-    model, *inputs = TRUSTING[case]
-    model = model if isinstance(model, nn.Module) else Function(model)
-    torch.export.save(torch.export.export(model, tuple(inputs)), "bad.pt2")
-    refused_in_a_sentence(lambda: load_model("bad.pt2"))
+    function, *inputs = TRUSTING[case]
+    data = exported(Function(function), *inputs)
+    refused_in_a_sentence(lambda: opened(data))
+
+
+def test_attention_is_read():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    x = torch.randn(1, 3, 4)
+    assert torch.allclose(opened(exported(layer, x)).module()(x), layer.eval()(x), atol=1e-6)
 
 
 def test_nothing_runs_while_a_program_is_opened(plain, monkeypatch):
     """Sample inputs are not read; no kernel is called on numbers."""
-    Path("good.pt2").write_bytes(rewritten(plain, "sample_inputs/model.pt", lambda _: b"no pickle at all"))
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
@@ -236,7 +224,7 @@ def test_nothing_runs_while_a_program_is_opened(plain, monkeypatch):
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        load_model("good.pt2")
+        opened(rewritten(plain, "sample_inputs/model.pt", lambda _: b"no pickle at all"))
 
 
 def weight(change):
@@ -258,20 +246,12 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_weights_are_views_of_what_is_stored(plain, case):
-    Path("bad.pt2").write_bytes(edited(plain, WEIGHTS[case], "weights_config.json"))
-    with pytest.raises(EquipoiseError):
-        load_model("bad.pt2")
+    refused_in_a_sentence(lambda: opened(edited(plain, WEIGHTS[case], "weights_config.json")))
 
 
-class Repeated(nn.Module):
+def repeated(x):
     """‖f‖ = √5·‖W‖: what a rule takes from the shapes that the nodes state."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.dense(x).repeat(1, 5).mean(1, keepdim=True) * torch.ones(1, 3)
+    return x.repeat(1, 5).mean(1, keepdim=True) * torch.ones(1, 3)
 
 
 def stated(name: str, axis: int, size: int):
@@ -291,13 +271,11 @@ STATED = {
 
 @pytest.mark.parametrize("case", STATED)
 def test_shapes_that_the_nodes_do_not_have_are_no_ground_for_a_bound(case):
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(Repeated().eval(), (torch.zeros(1, 4),)), buffer)
-    Path("good.pt2").write_bytes(buffer.getvalue())
-    assert lipschitz_bound(load_model("good.pt2").model).upper > 0
-    Path("bad.pt2").write_bytes(edited(buffer.getvalue(), STATED[case]))
-    upper = torch.tensor(lipschitz_bound(load_model("good.pt2").model).upper)
-    refused_or_the_same(lambda: torch.tensor(lipschitz_bound(load_model("bad.pt2").model).upper), upper)
+    data = exported(Function(repeated, nn.Linear(4, 4)), torch.zeros(1, 4))
+    upper = lipschitz_bound(opened(data).model).upper
+    assert upper > 0
+    bad = edited(data, STATED[case])
+    refused_or_the_same(lambda: torch.tensor(lipschitz_bound(opened(bad).model).upper), torch.tensor(upper))
 
 
 BOMBS = {
@@ -308,22 +286,11 @@ BOMBS = {
 }
 
 
-class Bomb(nn.Module):
-    def __init__(self, case):
-        super().__init__()
-        self.case, self.dense = case, nn.Linear(4, 4)
-
-    def forward(self, x):
-        return BOMBS[self.case](self.dense(x))
-
-
 @pytest.mark.parametrize("case", BOMBS)
 def test_programs_that_fill_the_memory_are_refused_before_they_do(case):
-    buffer = io.BytesIO()
-    torch.export.save(torch.export.export(Bomb(case).eval(), (torch.zeros(1, 4),)), buffer)
-    Path("bomb.pt2").write_bytes(buffer.getvalue())
+    data = exported(Function(BOMBS[case], nn.Linear(4, 4)), torch.zeros(1, 4))
     with pytest.raises(EquipoiseError, match="GiB at once"):
-        lipschitz_bound(load_model("bomb.pt2").model)
+        lipschitz_bound(opened(data).model)
 
 
 # ---- dynamic batch dimensions ------------------------------------------------------------------------------------------
@@ -341,19 +308,15 @@ class Reshaping(nn.Module):
 
 @pytest.fixture(scope="module")
 def dynamic() -> bytes:
-    buffer = io.BytesIO()
-    shapes = ({0: torch.export.Dim("batch")},)
-    torch.export.save(torch.export.export(Reshaping().eval(), (torch.zeros(5, 2, 3),), dynamic_shapes=shapes), buffer)
-    return buffer.getvalue()
+    return exported(Reshaping(), torch.zeros(5, 2, 3), dynamic_shapes=({0: torch.export.Dim("batch")},))
 
 
 @pytest.mark.parametrize("batch", [1, 7])
 def test_a_dynamic_batch_is_fixed_and_its_expressions_are_never_evaluated(dynamic, batch):
-    Path("good.pt2").write_bytes(dynamic)
-    loaded = load_model("good.pt2", batch=batch)
+    loaded = opened(dynamic, batch=batch)
     assert loaded.input_shape == (2, 3)
-    x = torch.rand(batch, 2, 3)
-    assert torch.equal(loaded.module()(x), Reshaping().eval()(x))
+    x = torch.randn(batch, 2, 3)
+    assert torch.equal(loaded.module()(x), Reshaping()(x))
 
 
 def symbols(text):
@@ -400,9 +363,8 @@ SYMBOLS = {
 
 @pytest.mark.parametrize("case", SYMBOLS)
 def test_expressions_are_never_evaluated(dynamic, case):
-    Path("bad.pt2").write_bytes(edited(dynamic, SYMBOLS[case]))
-    x = torch.rand(3, 2, 3)
-    refused_or_the_same(lambda: load_model("bad.pt2", batch=3).module()(x), Reshaping().eval()(x))
+    x = torch.randn(3, 2, 3)
+    refused_or_the_same(lambda: opened(edited(dynamic, SYMBOLS[case]), batch=3).module()(x), Reshaping()(x))
 
 
 def test_a_batch_that_fills_the_memory_is_refused(dynamic):
@@ -411,9 +373,8 @@ def test_a_batch_that_fills_the_memory_is_refused(dynamic):
     def huge(d):
         d["range_constraints"] = {key: {"min_val": 10**10, "max_val": None} for key in d["range_constraints"]}
 
-    Path("bad.pt2").write_bytes(edited(dynamic, huge))
     with pytest.raises(EquipoiseError, match="GiB"):
-        load_model("bad.pt2")
+        opened(edited(dynamic, huge))
 
 
 # ---- checkpoint directories ---------------------------------------------------------------------------------------------

@@ -220,8 +220,8 @@ def test_a_loss_beyond_float32_still_has_a_gradient(name):
     assert bool(torch.isfinite(z.grad).all())
 
 
-Z = torch.tensor([[1.0, 0.25, -2.0], [-0.5, 0.75, 0.5], [0.0, 0.0, 0.0]])
-Y = torch.tensor([0, 1, 2])
+SCORES = torch.tensor([[1.0, 0.25, -2.0], [-0.5, 0.75, 0.5], [0.0, 0.0, 0.0]])
+LABELS = torch.tensor([0, 1, 2])
 
 
 def of_classes(z, y, alpha, margin):
@@ -237,10 +237,10 @@ def of_classes(z, y, alpha, margin):
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("margin", [0.5, 2.0])
 def test_hkr_of_classes(alpha, margin):
-    expected = of_classes(Z, Y, alpha, margin)
-    assert hkr(Z, Y, alpha, margin, "none").tolist() == pytest.approx(expected, abs=1e-6)
-    assert float(hkr(Z, Y, alpha, margin)) == pytest.approx(sum(expected) / 3, abs=1e-6)
-    assert float(hkr(Z, Y, alpha, margin, "sum")) == pytest.approx(sum(expected), abs=1e-6)
+    expected = of_classes(SCORES, LABELS, alpha, margin)
+    assert hkr(SCORES, LABELS, alpha, margin, "none").tolist() == pytest.approx(expected, abs=1e-6)
+    assert float(hkr(SCORES, LABELS, alpha, margin)) == pytest.approx(sum(expected) / 3, abs=1e-6)
+    assert float(hkr(SCORES, LABELS, alpha, margin, "sum")) == pytest.approx(sum(expected), abs=1e-6)
 
 
 def test_two_distributions_are_told_apart_by_at_most_their_distance():
@@ -258,13 +258,13 @@ def test_two_distributions_are_told_apart_by_at_most_their_distance():
 
 
 def test_soft_rivals_lie_between_the_mean_and_the_closest():
-    rival = float(soft_hkr(Z, Y, 0.0, temperature=1e-3))
-    mean = float(soft_hkr(Z, Y, 0.0, temperature=1e6))
-    assert mean == pytest.approx(-float(kr(Z, Y)), abs=1e-5)
+    rival = float(soft_hkr(SCORES, LABELS, 0.0, temperature=1e-3))
+    mean = float(soft_hkr(SCORES, LABELS, 0.0, temperature=1e6))
+    assert mean == pytest.approx(-float(kr(SCORES, LABELS)), abs=1e-5)
     assert rival == pytest.approx(-((1 - 0.25) + (0.75 - 0.5) + 0) / 3, abs=1e-5)
-    assert mean < float(soft_hkr(Z, Y, 0.0)) < rival
-    z = Z.clone().requires_grad_()
-    soft_hkr(z, Y, 1.0, margin=10.0).backward()  # all hinges open: weights of rivals are constants, summing to 1
+    assert mean < float(soft_hkr(SCORES, LABELS, 0.0)) < rival
+    z = SCORES.clone().requires_grad_()
+    soft_hkr(z, LABELS, 1.0, margin=10.0).backward()  # all hinges open: weights of rivals are constants, summing to 1
     assert z.grad is not None
     assert z.grad.sum(1).tolist() == pytest.approx([0, 0, 0], abs=1e-6)
 
@@ -282,12 +282,12 @@ def test_tau_bce_is_cross_entropy_at_a_scale():
         lambda: kr(torch.zeros(2), torch.tensor([1, 2])),
         lambda: kr(torch.zeros(3), torch.tensor([1, 0, -1])),
         lambda: kr(torch.zeros(0), torch.zeros(0)),
-        lambda: hkr(Z, Y.float()),
-        lambda: hkr(Z, Y, alpha=math.nan),
-        lambda: hkr(Z, Y, margin=0),
-        lambda: hkr(Z, Y, reduction="most"),  # type: ignore[arg-type]
-        lambda: soft_hkr(Z, Y, temperature=0),
-        lambda: tau_bce(Z, Y),
+        lambda: hkr(SCORES, LABELS.float()),
+        lambda: hkr(SCORES, LABELS, alpha=math.nan),
+        lambda: hkr(SCORES, LABELS, margin=0),
+        lambda: hkr(SCORES, LABELS, reduction="most"),  # type: ignore[arg-type]
+        lambda: soft_hkr(SCORES, LABELS, temperature=0),
+        lambda: tau_bce(SCORES, LABELS),
         lambda: tau_bce(torch.zeros(1), torch.ones(1), tau=-1),
     ],
 )

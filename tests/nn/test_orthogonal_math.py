@@ -15,10 +15,9 @@ from torch.nn import functional
 
 import equipoise.nn as o
 from equipoise.core import Refused
-from equipoise.nn.orthogonal.bcop import two_taps
 from equipoise.nn.orthogonal.cayley import cayley
 from equipoise.nn.orthogonal.frequency import isometry_bound
-from equipoise.nn.orthogonal.polar import CONVERGING, by_gram, by_steps, last_step, orthonormal, scaled_steps
+from equipoise.nn.orthogonal.polar import CONVERGING, by_gram, by_steps, last_step, orthonormal, scaled_steps, two_taps
 from equipoise.nn.orthogonal.soc import bounded, exponential_series, largest_modulus, skew
 from equipoise.norms.reference import operator_matrix, reference_norm
 

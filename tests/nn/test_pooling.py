@@ -11,7 +11,6 @@ from nn_parts import exported, jacobian_norm, raw, worst_ratio
 
 from equipoise.core.errors import InputError, Refused
 from equipoise.lipschitz import lipschitz_bound
-from equipoise.nn.constants import known_constant
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised, LayerCentering, pairwise_distances
 from equipoise.nn.pooling import (
     DepthToSpace,
@@ -24,6 +23,7 @@ from equipoise.nn.pooling import (
     SpaceToDepth,
     SpatialShift,
 )
+from equipoise.nn.wrappers import known_constant
 
 CASES = {  # layer, input shape, norm exactly 1
     "max 2": (MaxPool2d(2), (3, 6, 7), True),

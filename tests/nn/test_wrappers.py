@@ -16,10 +16,9 @@ from equipoise.lipschitz import lipschitz_bound
 from equipoise.maps.geometry import Geometry
 from equipoise.nn import SRConv2d, SRLinear
 from equipoise.nn.activations import Contracted, MaxMin
-from equipoise.nn.constants import known_constant
 from equipoise.nn.parametrize import Parametrization
 from equipoise.nn.pooling import MaxPool2d, SpaceToDepth
-from equipoise.nn.wrappers import ConvexResidual, Lipschitz
+from equipoise.nn.wrappers import ConvexResidual, Lipschitz, known_constant
 
 
 @pytest.mark.parametrize("k", [0.1, 1.0, 7.0])

@@ -81,7 +81,7 @@ def run(data: bytes, x: np.ndarray) -> list[np.ndarray]:
 
 UNARY = [
     "Relu", "Sigmoid", "Tanh", "Abs", "Neg", "Exp", "Softplus", "Softsign", "HardSwish", "Floor", "Ceil", "Round", "Sign",
-    "Identity", "Sin", "Cos", "Sinh", "Cosh", "Tan", "Atan", "Asinh", "Erf", "LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid",
+    "Identity", "Sin", "Cos", "Sinh", "Cosh", "Tan", "Atan", "Asinh", "Erf", "LeakyRelu", "Elu", "Selu", "HardSigmoid",
     "Reciprocal", "GlobalAveragePool", "GlobalMaxPool", "Dropout", "Transpose", "Softmax", "LogSoftmax",
     "ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSumExp", "Squeeze",
 ]  # fmt: skip

@@ -330,7 +330,16 @@ def clamp(x, a):
     return np.clip(x, low, number(a["high"], low))
 
 
+def pad(x, a):
+    """Zeros around an image, or further channels of zeros."""
+    widths = [integers(pair, 2, 0) for pair in a["widths"]]
+    shape = [n + sum(pair) for n, pair in zip(x.shape[1:], widths)]
+    require(len(x) * math.prod(shape) <= MAX_ENTRIES, "a padded image is too large")
+    return np.pad(x, [(0, 0), *widths])
+
+
 REARRANGEMENTS |= {
+    "pad": pad,
     "abs": absolute,
     "maxmin": maxmin,
     "clamp": clamp,

@@ -16,7 +16,7 @@ from torch import nn
 from equipoise.checkpoints.builders import build_registered, registered
 from equipoise.core.digests import digest_bytes, sealed, unsealed
 from equipoise.core.documents import Document, check_document
-from equipoise.core.errors import InputError, Refused, one_line
+from equipoise.core.errors import InputError, Refused
 from equipoise.core.files import atomic_write, make_folder, open_weights, read_bounded, read_json
 
 #: a weights file longer than this is not read
@@ -138,16 +138,11 @@ def fill(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path) -> nn.
     try:
         missing, extra = model.load_state_dict(dict(state), strict=False)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise InputError(f"the weights of {path} do not fit the model: {_mismatch(error)}") from error
-    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
-    extra = [name for name in extra if not name.endswith("num_batches_tracked")]
-    if missing or extra:
-        what = [f"{len(v)} {k} (first: {v[0]})" for k, v in (("missing", missing), ("unknown", extra)) if v]
-        raise InputError(f"the weights of {path} do not fit the model: {' and '.join(what)}")
+        raise InputError(
+            f"the weights of {path} do not fit the model: {str(error).splitlines()[-1].strip()[:160]}"
+        ) from error
+    for what, names in (("missing", missing), ("unknown", extra)):
+        names = [name for name in names if not name.endswith("num_batches_tracked")]
+        if names:
+            raise InputError(f"the weights of {path} do not fit the model: {len(names)} {what} (first: {names[0]})")
     return model.eval()
-
-
-def _mismatch(error: Exception) -> str:
-    """What PyTorch says below its heading: the first parameter that does not fit, with both shapes."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[1] if len(lines) > 1 else one_line(error))[:160]

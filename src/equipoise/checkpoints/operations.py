@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from equipoise.core.errors import Refused
 from equipoise.core.programs import flat_tensors
@@ -62,7 +61,7 @@ def _allowed() -> frozenset[str]:
     return _WRITTEN_OUT | ruled
 
 
-def find_operation(target: Any) -> torch._ops.OpOverload:
+def find_operation(target: str) -> torch._ops.OpOverload:
     """The operation that a file calls by this name.
 
     Args:
@@ -71,29 +70,20 @@ def find_operation(target: Any) -> torch._ops.OpOverload:
     Raises:
         Refused: where it is not one of the operations that a file may call; nothing is looked up under that name.
     """
-    match = _TARGET.match(target) if isinstance(target, str) else None
+    match = _TARGET.match(target)
     operation, overload = match.groups() if match else ("", "")
     plain = operation if operation.startswith("__") else operation.removesuffix("_")
-
     if plain not in _allowed() or "backward" in operation:
         raise Refused(
-            f"it calls {str(target)[:80]!r}, which is not among the tensor operations that a file may call: those with a "
+            f"it calls {target[:80]!r}, which is not among the tensor operations that a file may call: those with a "
             "Lipschitz rule and compositions of them; export the model again without decompositions"
         )
-
-    overloads = {schema.overload_name or "default" for schema in _schemas(operation)}
-    if overload not in overloads:
+    call = getattr(getattr(torch.ops.aten, operation, None), overload, None)
+    if not isinstance(call, torch._ops.OpOverload):
         raise Refused(f"it calls {target!r}, which is not an operation of this PyTorch")
-
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, operation), overload)
-    if not all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in found._schema.returns):
+    if not all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in call._schema.returns):
         raise Refused(f"it calls {target!r}, which does not give tensors")
-    return found
-
-
-@functools.cache
-def _schemas(operation: str) -> list[Any]:
-    return torch._C._jit_get_schemas_for_operator(f"aten::{operation}")
+    return call
 
 
 def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
@@ -106,31 +96,28 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
     """
     operation = target._schema.name.removeprefix("aten::")
     names = [argument.name for argument in target._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
     for argument in target._schema.arguments:
         kind = _ENUMERATIONS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
-        value = given.get(argument.name)
+        value = values.get(argument.name)
         if kind is not None and value is not None and not isinstance(value, kind):
             raise Refused(f"{operation} has {str(value)[:40]!r} as {argument.name}, expected a {kind.__name__}")
 
     tensors = flat_tensors((args, kwargs))
-    longest = max((size for tensor in tensors for size in tensor.shape), default=0)
-
     if any(str(returned.type) == "List[Tensor]" for returned in target._schema.returns):
         counts = [abs(value) for value in args if type(value) is int]
-        if max([longest, *counts]) > _LONGEST_SPLIT and any(isinstance(a, Tensor) for a in args):
+        sizes = [size for tensor in tensors for size in tensor.shape]
+        if tensors and max([*sizes, *counts], default=0) > _LONGEST_SPLIT:
             raise Refused(f"{operation} may make more than {_LONGEST_SPLIT:,} tensors")
 
-    if operation in _UNROLLED and longest > _LONGEST_SEQUENCE and tensors[0].ndim == 3:
-        steps = max(tensors[0].shape[:2])
-        if steps > _LONGEST_SEQUENCE:
-            raise Refused(f"{operation} takes {steps:,} steps; at most {_LONGEST_SEQUENCE:,} are read from a file")
+    if operation in _UNROLLED and max(tensors[0].shape[:-1], default=0) > _LONGEST_SEQUENCE:
+        raise Refused(f"{operation} takes more than the {_LONGEST_SEQUENCE:,} steps that are read from a file")
 
     if "upsample" in operation:
-        _check_scales(operation, given)
+        _check_scales(operation, values)
 
     # two kernels that read as far as one of their arguments says
-    if "attention" in operation and given["key"].shape[:-1] != given["value"].shape[:-1]:
+    if "attention" in operation and values["key"].shape[:-1] != values["value"].shape[:-1]:
         raise Refused(f"{operation} has keys and values of different lengths")
     if operation == "_weight_norm" and args[1].numel() != args[0].shape[args[2] if len(args) > 2 else 0]:
         raise Refused(f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}")
@@ -138,18 +125,13 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
 
 def _check_scales(operation: str, bound: dict[str, Any]) -> None:
     """Resizing kernels compute places from the stated scales and sizes: these must fit together."""
-    x = next(iter(bound.values()), None)
+    lengths = next(iter(bound.values())).shape
     size = bound.get("output_size")
-    scales = bound.get("scale_factors")
-    if scales is None:
-        scales = [value for key, value in bound.items() if key.startswith("scales")]
-    if not isinstance(x, Tensor):
-        raise Refused(f"{operation} has no tensor to resize")
-
+    scales = bound.get("scale_factors") or [value for key, value in bound.items() if key.startswith("scales")]
     for place, scale in enumerate(scales):
         if scale is None:
             continue
-        length = x.shape[place - len(scales)]
+        length = lengths[place - len(scales)]
         wanted = size[place] if size else max(1, math.floor(length * scale))
         if not (math.isfinite(scale) and scale > 0) or abs(length * scale - wanted) > 1 + 1e-3 * wanted:
             raise Refused(f"{operation} resizes {length} to {wanted} with the scale {scale}: they do not fit together")

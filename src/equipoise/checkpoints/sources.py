@@ -107,10 +107,9 @@ def load_factory(spec: str, arguments: dict[str, Any] | None = None) -> nn.Modul
 
     For names that come from a file use `equipoise.checkpoints.builders.build_registered`.
     """
-    target = resolve(spec)
-    made = target
+    model = target = resolve(spec)
     if callable(target) and not isinstance(target, nn.Module):
-        made = guarded(lambda: target(**(arguments or {})), repr(spec))
-    if not isinstance(made, nn.Module):
-        raise InputError(f"{spec!r} gave a {type(made).__name__}, not an nn.Module")
-    return made.eval()
+        model = guarded(lambda: target(**(arguments or {})), repr(spec))
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{spec!r} gave a {type(model).__name__}, not an nn.Module")
+    return model.eval()

@@ -8,23 +8,8 @@ from equipoise.core.modules import by_construction
 from equipoise.nn import losses, models, utils
 from equipoise.nn.activations import BetaAbs, GroupSort, HouseholderActivation, MaxMin
 from equipoise.nn.attention import L2Attention
-from equipoise.nn.certified import CertifiedAccuracy
-from equipoise.nn.constants import known_constant
+from equipoise.nn.losses import CertifiedAccuracy
 from equipoise.nn.normalise import BatchCentering, LastLayerNormalised, LayerCentering
-from equipoise.nn.orthogonal.bcop import (
-    BCOPConv1d,
-    BCOPConv2d,
-    BCOPConv3d,
-    BCOPConvTranspose2d,
-    BCOPLinear,
-    BjorckConv2d,
-    BjorckLinear,
-    RKOConv1d,
-    RKOConv2d,
-    RKOConv3d,
-    RKOConvTranspose2d,
-    RKOLinear,
-)
 from equipoise.nn.orthogonal.cayley import (
     BROConv2d,
     BROLinear,
@@ -34,7 +19,21 @@ from equipoise.nn.orthogonal.cayley import (
     CHORDConv2d,
     CHORDLinear,
 )
-from equipoise.nn.orthogonal.polar import HouseholderLinear
+from equipoise.nn.orthogonal.polar import (
+    BCOPConv1d,
+    BCOPConv2d,
+    BCOPConv3d,
+    BCOPConvTranspose2d,
+    BCOPLinear,
+    BjorckConv2d,
+    BjorckLinear,
+    HouseholderLinear,
+    RKOConv1d,
+    RKOConv2d,
+    RKOConv3d,
+    RKOConvTranspose2d,
+    RKOLinear,
+)
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
 from equipoise.nn.orthogonal.soc import SOCConv2d, SOCConvTranspose2d, SOCLinear
 from equipoise.nn.pooling import (
@@ -66,7 +65,7 @@ from equipoise.nn.rescaling import (
     SRLinear,
 )
 from equipoise.nn.residual import CPLConv2d, CPLLinear, SLLConv2d, SLLLinear
-from equipoise.nn.wrappers import ConvexResidual, Lipschitz, Mirrored
+from equipoise.nn.wrappers import ConvexResidual, Lipschitz, Mirrored, known_constant
 
 __all__ = [
     "AOLConv1d",

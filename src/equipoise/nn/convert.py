@@ -16,11 +16,11 @@ from equipoise.core.modules import evaluating, hooked, is_unmodified
 from equipoise.maps.reading import module_kind
 from equipoise.nn import rescaling
 from equipoise.nn.activations import Contracted, steepness
-from equipoise.nn.constants import known_constant, overlap
 from equipoise.nn.normalise import BatchCentering
-from equipoise.nn.orthogonal import bcop, cayley, polar, soc
+from equipoise.nn.orthogonal import cayley, polar, soc
 from equipoise.nn.parametrize import PLAIN, Computed, ComputedLayer, Parametrized
 from equipoise.nn.pooling import MaxPool2d
+from equipoise.nn.wrappers import known_constant, overlap
 from equipoise.norms import spectral_norm
 
 Action = Literal["converted", "replaced", "kept", "left"]
@@ -29,10 +29,9 @@ Action = Literal["converted", "replaced", "kept", "left"]
 #: families with layers that replace a plain one; residual blocks and sandwich layers, which hold an activation, do not
 _FAMILIES = {
     rescaling: ("SN", "AOL", "SR"),
-    bcop: ("BCOP", "RKO", "Bjorck"),
     cayley: ("Cayley", "BRO", "CHORD"),
     soc: ("SOC",),
-    polar: ("Householder",),
+    polar: ("BCOP", "RKO", "Bjorck", "Householder"),
 }
 
 

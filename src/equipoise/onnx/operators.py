@@ -170,7 +170,6 @@ _FORMULAS: dict[str, Operator] = {
     "Where": _plain(torch.where, 3),
     "LeakyRelu": lambda spec, x, *, alpha=0.01: F.leaky_relu(x, alpha),
     "Elu": lambda spec, x, *, alpha=1.0: F.elu(x, alpha),
-    "Celu": lambda spec, x, *, alpha=1.0: F.celu(x, alpha),
     "Selu": lambda spec, x, *, alpha=1.6732631921768188, gamma=1.0507010221481323: gamma * F.elu(x, alpha),
     "HardSigmoid": lambda spec, x, *, alpha=0.2, beta=0.5: torch.clamp(x * alpha + beta, 0.0, 1.0),
     "Gelu": lambda spec, x, *, approximate="none": F.gelu(x, approximate=approximate),

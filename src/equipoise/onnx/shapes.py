@@ -291,7 +291,6 @@ def _resize(
     else:
         sizes = sizes or list(x.shape)
         scales = [size / n for size, n in zip(sizes, x.shape, strict=True)]
-    bounded(spec, sizes)
 
     for axis, (size, scale) in enumerate(zip(sizes, scales, strict=True)):
         length = x.shape[axis]

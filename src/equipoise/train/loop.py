@@ -6,6 +6,7 @@ batch, equally many examples, so the average of the local gradients is the gradi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from equipoise.certificates import write as write_bundle
 from equipoise.checkpoints import registered, save_checkpoint
-from equipoise.core.errors import EquipoiseError, InputError, one_line, out_of_memory
+from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line, out_of_memory
 from equipoise.core.files import atomic_write
 from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
@@ -33,6 +35,8 @@ from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
 from equipoise.train.processes import from_first, gather, in_blocks, key, rank, world
 from equipoise.train.terms import AUGMENTATIONS, PROJECTIONS, REGULARIZERS, Context
 
+#: inputs in the bundle of a trained network
+_BUNDLED = 500
 #: the loss is checked every so many steps and before every checkpoint, so that a device need not wait
 CHECK_STEPS = 50
 #: what torch raises if tensors of a state do not fit a network
@@ -529,6 +533,11 @@ class Training:
         made = {"recipe": recipe.name, "seed": recipe.seed, "epochs": self.epoch, "data": self.parts.fingerprint()}
         pairs = None if self.certified is None else self.certified.pairs
         save_certificate(folder, recipe.name, row.get("bound"), pairs, figures, made)
+        if part is not None and row.get("bound") is not None:
+            x, y = part.batch(torch.arange(min(len(part), _BUNDLED)))
+            # networks with operations that bundles do not have go without one
+            with contextlib.suppress(Refused):
+                write_bundle(model, x.cpu(), y, folder / "bundle")
 
     def close(self) -> None:
         """Close files, and remove the penalties' hooks from the network."""

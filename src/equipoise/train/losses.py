@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from equipoise.checkpoints import load_checkpoint
 from equipoise.core.errors import InputError, did_you_mean
 from equipoise.nn import losses
-from equipoise.nn.constants import known_constant
-from equipoise.nn.wrappers import ending
+from equipoise.nn.wrappers import ending, known_constant
 from equipoise.regularizers import noise
 from equipoise.smoothing.simplex import SimplexMap
 from equipoise.train.config import Few, Fraction, NonNegative, Positive, Share

@@ -15,8 +15,8 @@ from equipoise.core.bounds import format_down, format_up
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, read_json
 from equipoise.core.precision import deflate
-from equipoise.nn.constants import known_constant
 from equipoise.nn.models import MODELS
+from equipoise.nn.wrappers import known_constant
 from equipoise.train.build import build_data, require_fit
 from equipoise.train.config import Document, read_recipe
 from equipoise.train.loop import Report, Result, run_recipe

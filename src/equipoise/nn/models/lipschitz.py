@@ -17,8 +17,8 @@ from equipoise.nn.activations import activation as activation_named
 from equipoise.nn.convert import methods
 from equipoise.nn.models.plain import Normalise, Size, pair
 from equipoise.nn.normalise import LastLayerNormalised
-from equipoise.nn.orthogonal.bcop import BCOPConv2d, RKOLinear
 from equipoise.nn.orthogonal.cayley import BROConv2d, BROLinear, CayleyLinear, CHORDConv2d, CHORDLinear
+from equipoise.nn.orthogonal.polar import BCOPConv2d, RKOLinear
 from equipoise.nn.orthogonal.sandwich import SandwichConv2d, SandwichLinear
 from equipoise.nn.pooling import FirstFeatures, PadChannels, ScaledAvgPool2d, SpaceToDepth
 from equipoise.nn.residual import CPLConv2d, Residual, SLLConv2d, SLLLinear

@@ -10,8 +10,8 @@ leaves the plain layer with the weight it has then. Layers that are built so fro
 
 from torch import nn
 
-from equipoise.nn.orthogonal.bcop import BCOP, RKO, Bjorck
 from equipoise.nn.orthogonal.cayley import Cayley
+from equipoise.nn.orthogonal.polar import BCOP, RKO, Bjorck
 from equipoise.nn.orthogonal.soc import SOC
 from equipoise.nn.parametrize import register
 from equipoise.nn.rescaling import AOL, SN, SR, Side
