@@ -86,6 +86,10 @@ def spread(weight: Tensor, conv: Convolution) -> float:
     """Bound of the operator norm of a convolution with this weight: Σ_taps ‖K_tap‖_F ≤ √taps·‖K‖_F.
 
     With other paddings than zeros a tap may read one pixel several times, at most once more per padded position.
+
+    Args:
+        weight: the weight.
+        conv: a convolution with the geometry.
     """
     taps = math.prod(weight.shape[2:])
     repeats = 1 if conv.padding == "zeros" else math.prod(1 + sum(pair) for pair in conv.amount)

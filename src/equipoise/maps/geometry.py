@@ -72,6 +72,10 @@ def padding_norm(axis: Axis, padding: PaddingMode) -> float:
 
     The map copies pixels, so `PᵀP` is diagonal and holds the numbers of copies. With an unknown size the worst size counts.
 
+    Args:
+        axis: the axis.
+        padding: the padding mode.
+
     >>> round(padding_norm(Axis(3, left=1, right=1, size=8), "replicate") ** 2, 12)
     2.0
     """
@@ -87,7 +91,12 @@ def padding_norm(axis: Axis, padding: PaddingMode) -> float:
 
 
 def smallest_size(axis: Axis, padding: PaddingMode) -> int:
-    """Smallest input the padding mode accepts along this axis (as PyTorch does)."""
+    """Smallest input the padding mode accepts along this axis (as PyTorch does).
+
+    Args:
+        axis: the axis.
+        padding: the padding mode.
+    """
     most = max(axis.left, axis.right)
     return {"reflect": most + 1, "circular": most}.get(padding, 1) or 1
 
@@ -264,7 +273,17 @@ class Geometry:
         amount: Sequence[tuple[int, int]] | None = None,
         input_size: Integers | None = None,
     ) -> Geometry:
-        """From the arguments of a convolution; `amount` of padding per axis, by default «same»."""
+        """From the arguments of a convolution; `amount` of padding per axis, by default «same».
+
+        Args:
+            shape: of the weight `(out, in/groups, *taps)`.
+            padding: the padding mode.
+            stride: per axis, or one for all.
+            dilation: per axis, or one for all.
+            groups: blocks of channels.
+            amount: padding (left, right) per axis; None: «same».
+            input_size: spatial size of the input, where it is known.
+        """
         dims = len(shape) - 2
         if not 1 <= dims <= 3:
             raise InputError(f"a convolution weight has 3, 4 or 5 dimensions, got shape {tuple(shape)}")
@@ -295,7 +314,12 @@ class Geometry:
         return replace(self, axes=axes)
 
     def giving(self, output_size: Integers, extra: Sequence[int]) -> Geometry:
-        """The same with so many outputs, on the inputs a transposed convolution with this `output_padding` writes."""
+        """The same with so many outputs, on the inputs a transposed convolution with this `output_padding` writes.
+
+        Args:
+            output_size: spatial size of the outputs.
+            extra: the `output_padding` per axis.
+        """
         axes = []
         for axis, n, more in zip(self.axes, integers(output_size, self.dims, "input_size"), extra, strict=True):
             size = (n - 1) * axis.stride - axis.left - axis.right + axis.reach + more + 1
