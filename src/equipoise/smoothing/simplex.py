@@ -33,8 +33,13 @@ def sparsemax(z: Tensor) -> Tensor:
     >>> sparsemax(torch.tensor([1.0, 0.5, -1.0])).tolist()
     [0.75, 0.25, 0.0]
     """
-    p: Tensor = _Sparsemax.apply(z)
-    return p
+    z = z - z.detach().amax(dim=-1, keepdim=True)
+    ordered = z.sort(dim=-1, descending=True).values
+    rank = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+    total = ordered.cumsum(dim=-1) - 1
+    size = (rank * ordered > total).sum(dim=-1, keepdim=True)
+    theta = total.gather(-1, size - 1) / size.to(z.dtype)
+    return (z - theta).relu()
 
 
 def hardmax(z: Tensor) -> Tensor:
@@ -45,27 +50,6 @@ def hardmax(z: Tensor) -> Tensor:
     """
     z = z.detach()
     return torch.zeros_like(z).scatter_(-1, z.argmax(dim=-1, keepdim=True), 1.0)
-
-
-class _Sparsemax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        z = z - z.amax(dim=-1, keepdim=True)
-        ordered = z.sort(dim=-1, descending=True).values
-        rank = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
-        total = ordered.cumsum(dim=-1) - 1
-        size = (rank * ordered > total).sum(dim=-1, keepdim=True)
-        theta = total.gather(-1, size - 1) / size.to(z.dtype)
-        p = (z - theta).clamp(min=0)
-        ctx.save_for_backward(p > 0)
-        return p
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (support,) = ctx.saved_tensors
-        inside = torch.where(support, grad, torch.zeros_like(grad))
-        mean = inside.sum(dim=-1, keepdim=True) / support.sum(dim=-1, keepdim=True).to(grad.dtype)
-        return torch.where(support, inside - mean, torch.zeros_like(grad))
 
 
 class _Row(NamedTuple):
