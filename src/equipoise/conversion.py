@@ -47,7 +47,7 @@ class Conversion:
 
 
 class Rescaled(nn.Module):
-    """`factor·f` with the factor chosen so that the proved bound of the whole is the constant asked for.
+    """`factor·f` with the factor chosen so that the proved bound of the whole is `constant`.
 
     The factor belongs to the weights f had when `rescale` was called. The layers of f stay 1-Lipschitz under
     training, but a bound below 1 can grow towards 1, and so can that of plain layers that were left: call `rescale`
@@ -99,7 +99,7 @@ class Rescaled(nn.Module):
                     f"the bound stays above {format_down(self.constant)}: {report.upper!r}; ask for a larger rtol"
                 )
         self._fingerprint = fingerprint(self.module)
-        self._largest = float(self.factor) * (1 + 1e-7)  # room for a factor that is stored in float32
+        self._largest = float(self.factor) * (1 + 1e-7)  # margin for a factor that is stored in float32
         return report
 
     def extra_repr(self) -> str:
@@ -156,8 +156,8 @@ def make_lipschitz(
         rtol: as in `lipschitz_bound`.
         options: for every layer, e.g. `t=3`.
 
-    >>> found = make_lipschitz(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), constant=2.0)
-    >>> 1.998 <= lipschitz_bound(found.eval(), torch.zeros(1, 4)).upper <= 2.0
+    >>> scaled = make_lipschitz(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), constant=2.0)
+    >>> 1.998 <= lipschitz_bound(scaled.eval(), torch.zeros(1, 4)).upper <= 2.0
     True
     """
     if not (constant > 0 and math.isfinite(constant)):

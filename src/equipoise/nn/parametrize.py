@@ -180,9 +180,9 @@ def differentiated(
         inputs: tensors, or None.
         again: whether the gradients will be differentiated.
     """
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    parts = torch.autograd.grad(values, wanted, gradients, create_graph=again, allow_unused=True)
-    by_tensor = dict(zip(map(id, wanted), parts, strict=True))
+    sources = [t for t in inputs if t is not None and t.requires_grad]
+    parts = torch.autograd.grad(values, sources, gradients, create_graph=again, allow_unused=True)
+    by_tensor = dict(zip(map(id, sources), parts, strict=True))
     return tuple(by_tensor.get(id(t)) for t in inputs)
 
 
@@ -426,11 +426,11 @@ class Parametrization(Computed):
         return nn.Module.train(self, mode)
 
     def forward(self, raw: Tensor) -> Tensor:
-        """The weight of a raw tensor; kept in evaluation mode, see `Computed`."""
+        """The weight of a raw tensor; cached in evaluation mode, see `Computed`."""
         return self.effective(raw)[0]
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The raw tensor to start from, given a weight; the default keeps it."""
+        """The raw tensor to start from for a weight; by default the weight itself."""
         return weight
 
 

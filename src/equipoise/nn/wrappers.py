@@ -86,11 +86,9 @@ def overlap(pool: Any) -> float:
 
 
 class Lipschitz(nn.Module):
-    """`k·f`: a network of constant k from a 1-Lipschitz f; one multiplication at the end, after everything that f is
-    made of.
+    """`k·f`: a network of constant k from a 1-Lipschitz f; one multiplication at the end.
 
-    The factor is part of the forward pass (`lipschitz_bound`, `torch.export` and `export` see it) and not a wish
-    handed down to layers that were built before. An f of known constant c > 1, such as another `Lipschitz`, is scaled
+    The factor is part of the forward pass. An f of known constant c > 1, such as another `Lipschitz`, is scaled
     by k/c.
 
     Guarantee: k-Lipschitz, for every value of the parameters. An f whose constant does not follow from its
@@ -109,24 +107,24 @@ class Lipschitz(nn.Module):
         require_number(constant, "constant")
         if constant <= 0:
             raise InputError(f"the constant must be a positive number, got {constant}")
-        known = known_constant(module) if inner is None else inner
-        if known is None:
+        bound = known_constant(module) if inner is None else inner
+        if bound is None:
             raise Refused(
                 f"the constant of {type(module).__name__} does not follow from its construction, so {constant:g} could not be "
                 "guaranteed; convert it with equipoise.make_lipschitz, or state its own constant with inner="
             )
-        if not (known >= 0 and math.isfinite(known)):
-            raise InputError(f"the inner constant must be a non-negative number, got {known}")
+        if not (bound >= 0 and math.isfinite(bound)):
+            raise InputError(f"the inner constant must be a non-negative number, got {bound}")
         self.constant, self.inner = float(constant), inner
-        self.scale = float(constant) if known <= 1 else deflate(constant / known)
+        self.scale = float(constant) if bound <= 1 else deflate(constant / bound)
         self.module = module
 
     def _constant(self) -> float | None:
         """The constant, as long as the module is what it was; else what follows from the module that is there now."""
-        known = known_constant(self.module) if self.inner is None else self.inner
-        if known is None:
+        bound = known_constant(self.module) if self.inner is None else self.inner
+        if bound is None:
             return None
-        now = abs(self.scale) if known <= 1 else inflate(abs(self.scale) * known)
+        now = abs(self.scale) if bound <= 1 else inflate(abs(self.scale) * bound)
         return self.constant if now <= inflate(self.constant) else now
 
     lipschitz_upper = by_construction(_constant)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from equipoise.core.errors import InputError
 from equipoise.maps.geometry import Geometry
-from equipoise.nn.orthogonal.frame import Size, frame_of
+from equipoise.nn.orthogonal.frame import Size
 from equipoise.nn.orthogonal.frequency import (
     FrequencyConv2d,
     capped,
@@ -224,7 +224,6 @@ class CayleyConv2d(FrequencyConv2d):
 
     def build(self, plain: Any) -> None:
         """One raw kernel, as in `nn.Conv2d` (on the coarse grid of a stride)."""
-        self.frame = frame_of(plain, embed=True)
         frame = self.frame
         raw = plain.weight
         if frame.stride != (1, 1) or isinstance(plain, nn.ConvTranspose2d):
@@ -275,7 +274,6 @@ class BROConv2d(FrequencyConv2d):
 
     def build(self, plain: nn.Conv2d, rank: int | None = None) -> None:
         """The kernel of V."""
-        self.frame = frame_of(plain, embed=True)
         frame = self.frame
         side, columns = max(frame.ins, frame.out), _rank(rank, frame.out, frame.ins)
         start = torch.randn(frame.groups, side, columns, *frame.taps) / math.sqrt(side * math.prod(frame.taps))
@@ -303,7 +301,6 @@ class CHORDConv2d(FrequencyConv2d):
 
     def build(self, plain: nn.Conv2d) -> None:
         """The kernel of Q, as in `nn.Conv2d` (on the coarse grid of a stride)."""
-        self.frame = frame_of(plain, embed=True)
         coarse = nn.Conv2d(self.frame.ins, self.frame.groups * self.frame.out, self.frame.taps)
         self.raw = nn.Parameter(coarse.weight.detach().to(plain.weight))
 

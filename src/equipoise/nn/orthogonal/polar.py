@@ -407,9 +407,9 @@ class BCOP(Parametrization):
 def two_taps(K: Tensor, P: Tensor, axis: int) -> Tensor:
     """`K ⊠ (P, I − P)` along an axis of `K (g, m, c, *taps)`: tap a becomes `K_a·P + K_{a−1}(I − P)`."""
     last = K.movedim(2, -1)  # channels last: one product for all taps
-    kept = (last.flatten(1, -2) @ P).reshape(last.shape).movedim(-1, 2)
+    first = (last.flatten(1, -2) @ P).reshape(last.shape).movedim(-1, 2)
     none = torch.zeros_like(K.narrow(axis, 0, 1))
-    return torch.cat([kept, none], axis) + torch.cat([none, K - kept], axis)
+    return torch.cat([first, none], axis) + torch.cat([none, K - first], axis)
 
 
 class BCOPLinear(Parametrized, nn.Linear):

@@ -28,7 +28,7 @@ from equipoise.core.bounds import Bound, Kind
 from equipoise.core.errors import InputError, Refused
 from equipoise.core.precision import full_precision
 from equipoise.maps.linear import convolution
-from equipoise.nn.orthogonal.frame import Frame, FramedConv2d, frame_of
+from equipoise.nn.orthogonal.frame import Frame, FramedConv2d
 from equipoise.nn.orthogonal.polar import last_step
 from equipoise.nn.parametrize import Parametrization, Parametrized, Tensors
 from equipoise.norms.convolution import conv_bracket
@@ -113,12 +113,12 @@ def series(A: Tensor, coefficients: tuple[float, ...], frame: Frame, x: Tensor) 
     return y
 
 
-def channels(x: Tensor, groups: int, now: int, wanted: int) -> Tensor:
+def channels(x: Tensor, groups: int, current: int, count: int) -> Tensor:
     """Zero channels added to, or channels left out of, each group."""
-    if now == wanted:
+    if current == count:
         return x
-    x = x.reshape(x.shape[0], groups, now, *x.shape[2:])
-    x = functional.pad(x, (0, 0, 0, 0, 0, wanted - now)) if wanted > now else x[:, :, :wanted]
+    x = x.reshape(x.shape[0], groups, current, *x.shape[2:])
+    x = functional.pad(x, (0, 0, 0, 0, 0, count - current)) if count > current else x[:, :, :count]
     return x.flatten(1, 2)
 
 
@@ -135,10 +135,12 @@ class SOCConv2d(FramedConv2d):
     True
     """
 
+    embed = False
+
     def build(self, plain: Any, *, terms: int = 4, angle: float = 1.0) -> None:
         """One raw kernel `(groups, c, c, *taps)`, c the larger number of channels."""
-        self.frame = frame_of(plain, embed=False, odd=True)
-        self.terms, self.angle = terms, float(angle)
+        self.terms = terms
+        self.angle = float(angle)
         self.coefficients = exponential_series(self.angle, terms)
         c, taps = max(self.frame.ins, self.frame.out), self.frame.taps
         start = torch.randn(self.frame.groups, c, c, *taps, dtype=torch.float64) / math.sqrt(8 * c * taps[0] * taps[1])
