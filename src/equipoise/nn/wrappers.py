@@ -94,6 +94,11 @@ class Lipschitz(nn.Module):
     Guarantee: k-Lipschitz, for every value of the parameters. An f whose constant does not follow from its
     construction is refused, unless the caller states it (`inner`).
 
+    Args:
+        constant: k.
+        module: f.
+        inner: a constant of f that you vouch for; by default `known_constant(f)`.
+
     >>> from torch import nn
     >>> f = nn.Sequential(nn.Flatten(), nn.ReLU())
     >>> Lipschitz(3.0, f)(torch.ones(1, 2))
@@ -115,7 +120,8 @@ class Lipschitz(nn.Module):
             )
         if not (bound >= 0 and math.isfinite(bound)):
             raise InputError(f"the inner constant must be a non-negative number, got {bound}")
-        self.constant, self.inner = float(constant), inner
+        self.constant = float(constant)
+        self.inner = inner
         self.scale = float(constant) if bound <= 1 else deflate(constant / bound)
         self.module = module
 
@@ -141,7 +147,12 @@ class Lipschitz(nn.Module):
 class ConvexResidual(nn.Module):
     """`α·x + (1 − α)·f(x)`, α in [0, 1]: a skip connection of constant `α + (1 − α)·Lip(f)`, 1 for a 1-Lipschitz f.
 
-    A plain `x + f(x)` has constant 2. With `learnable=True` α is the sigmoid of a parameter.
+    A plain `x + f(x)` has constant 2.
+
+    Args:
+        module: f.
+        alpha: weight of the identity.
+        learnable: whether α is the sigmoid of a parameter, starting from `alpha`.
 
     >>> ConvexResidual(nn.ReLU(), 0.25)(torch.tensor([[-4.0, 4.0]]))
     tensor([[-1.,  4.]])
@@ -165,13 +176,14 @@ class ConvexResidual(nn.Module):
         return self.fixed
 
     def _constant(self) -> float | None:
-        """`max(1, Lip(f))`, which bounds every convex combination; None where Lip(f) is not known."""
+        """`|α| + |1 − α|·Lip(f)`, 1 for a convex combination with a 1-Lipschitz f; None if Lip(f) is not known."""
         inner = known_constant(self.module)
-        if inner is not None and self.fixed is not None and not 0 <= self.fixed <= 1:  # set by hand: not convex
-            return inflate(inflate(abs(self.fixed) + abs(1 - self.fixed) * inner))
-        if inner is None or inner <= 1:
-            return None if inner is None else 1.0
-        return inner if self.fixed is None else inflate(self.fixed + (1 - self.fixed) * inner)
+        if inner is None:
+            return None
+        alpha = 0.0 if self.fixed is None else self.fixed  # 0 is the worst of the learned ones
+        if inner <= 1 and 0 <= alpha <= 1:
+            return 1.0
+        return inflate(inflate(abs(alpha) + abs(1 - alpha) * inner))
 
     lipschitz_upper = by_construction(_constant)
 
