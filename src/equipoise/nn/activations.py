@@ -241,6 +241,10 @@ def unit_slopes(activation: Any, layer: str = "a residual block x − 2U·act(U�
 
     With a slope outside, a residual block is not 1-Lipschitz: abs or −x give 3, GELU reaches 1.17.
 
+    Args:
+        activation: the module.
+        layer: what needs it, for the message.
+
     >>> unit_slopes(nn.ReLU())
     ReLU()
     >>> unit_slopes(nn.GELU())

@@ -458,7 +458,12 @@ def _signs(z: Tensor, y: Tensor) -> Tensor:
 
 
 def check_logits(z: Tensor, y: Tensor) -> None:
-    """Refuse what is not one row of logits and one label for each example."""
+    """Refuse what is not one row of logits and one label for each example.
+
+    Args:
+        z: logits.
+        y: labels.
+    """
     if z.dim() != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or y.is_floating_point():
         raise InputError(
             f"expected logits (batch, classes ≥ 2) and integer labels (batch,), got {tuple(z.shape)} and "

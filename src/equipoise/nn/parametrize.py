@@ -295,7 +295,12 @@ class ComputedLayer(Computed):
         raise NotImplementedError
 
     def bound(self, tensors: Tensors, input_shape: tuple[int, ...]) -> Bound:
-        """Upper bound of the constant of `evaluate` with these effective tensors."""
+        """Upper bound of the constant of `evaluate` with these effective tensors.
+
+        Args:
+            tensors: the effective tensors.
+            input_shape: of one sample.
+        """
         raise NotImplementedError
 
     def key(self, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -609,7 +614,12 @@ def _with_property(kind: type[nn.Module]) -> Any:
 
 
 def check_plain(layer: Any, plain: nn.Module) -> None:
-    """Refuse a plain layer of another class than the one that this layer replaces."""
+    """Refuse a plain layer of another class than the one that this layer replaces.
+
+    Args:
+        layer: the class of the 1-Lipschitz layer.
+        plain: the plain layer.
+    """
     if not isinstance(plain, layer.plain_type):
         raise InputError(f"{layer.__name__} replaces nn.{layer.plain_type.__name__}, got {type(plain).__name__}")
 

@@ -226,7 +226,12 @@ def totals(K: Tensor, exponent: Tensor, t: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_exponent(x: Tensor, batch: int) -> Tensor:
-    """log2 of the largest entry, rounded up, in float64, for each index of dimension `batch`, for broadcasting; 0 for zero."""
+    """log2 of the largest entry, rounded up, in float64, for each index of dimension `batch`, for broadcasting; 0 for zero.
+
+    Args:
+        x: a tensor.
+        batch: the dimension that stays.
+    """
     largest = x.detach().abs().amax([d for d in range(x.dim()) if d != batch], keepdim=True).double()
     return torch.where(largest > 0, largest, torch.ones_like(largest)).log2().ceil()
 
@@ -238,7 +243,12 @@ def _tamed(G: Tensor, log2: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def refuse_large(K: Tensor, t: int) -> None:
-    """Refuse kernels whose table of waves would not fit into memory."""
+    """Refuse kernels whose table of waves would not fit into memory.
+
+    Args:
+        K: kernels.
+        t: steps.
+    """
     if math.prod(K.shape[3:]) == 1:
         return
     points = math.prod([2**t * (k - 1) + 1 for k in K.shape[3:]]) // 2 + 1

@@ -203,7 +203,12 @@ def frame_of(plain: nn.Module, *, embed: bool) -> Frame:
 
 
 def space_to_depth(x: Tensor, block: Size) -> Tensor:
-    """`(b, c, h, w) → (b, c·bh·bw, h/bh, w/bw)`: every pixel of a block becomes a channel."""
+    """`(b, c, h, w) → (b, c·bh·bw, h/bh, w/bw)`: every pixel of a block becomes a channel.
+
+    Args:
+        x: images.
+        block: height and width of a block.
+    """
     b, c, h, w = x.shape
     bh, bw = block
     x = x.reshape(b, c, h // bh, bh, w // bw, bw)
@@ -211,7 +216,12 @@ def space_to_depth(x: Tensor, block: Size) -> Tensor:
 
 
 def depth_to_space(x: Tensor, block: Size) -> Tensor:
-    """The inverse of `space_to_depth`."""
+    """The inverse of `space_to_depth`.
+
+    Args:
+        x: images.
+        block: height and width of a block.
+    """
     b, c, h, w = x.shape
     bh, bw = block
     x = x.reshape(b, c // (bh * bw), bh, bw, h, w)

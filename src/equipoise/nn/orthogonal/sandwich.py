@@ -58,6 +58,11 @@ def sandwich_bound(first: Tensor, second: Tensor, psi: Tensor) -> Bound:
     """`‖[A B]‖²` from the weights `first = √2·Ψ⁻¹B (..., h, n)` and `second = √2·A*Ψ (..., m, h)` as they are stored.
 
     Any positive psi gives a valid bound: it drops out of the Jacobian.
+
+    Args:
+        first: `√2·Ψ⁻¹B`.
+        second: `√2·A*Ψ`.
+        psi: the diagonal of Ψ.
     """
     psi = psi.detach().double()
     kind = torch.complex128 if first.is_complex() else torch.float64
@@ -119,7 +124,13 @@ class SandwichLinear(ComputedLayer):
 
 
 def pair(Z: Tensor, Y: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
-    """`√2·Ψ⁻¹B` and `√2·A*Ψ` over a bound of ‖[A B]‖, with `[A B]* = C` from Z and Y (g, frequencies, ·, n), ψ (g, 1, n)."""
+    """`√2·Ψ⁻¹B` and `√2·A*Ψ` over a bound of ‖[A B]‖, with `[A B]* = C` from Z and Y (g, frequencies, ·, n), ψ (g, 1, n).
+
+    Args:
+        Z: `I + X − X*` at every frequency.
+        Y: the other block of the column.
+        psi: the diagonal of Ψ.
+    """
     A, B = blocks(Z, Y)
     scale, wide = _scale(A, B), psi[..., None, :]
     return times(B, scale / wide).mH.resolve_conj(), times(A, scale * wide)
