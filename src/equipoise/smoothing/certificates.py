@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,32 +70,6 @@ class Certificates:
         if labels.shape != self.prediction.shape:
             raise InputError(f"labels have shape {labels.shape}, the certificates {self.prediction.shape}")
         return np.asarray((self.prediction == labels) & ~self.abstain)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers; radii keep every digit."""
-        return {k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for k, v in asdict(self).items()}
-
-    def to_json(self) -> str:
-        """One JSON object; infinite radii are written as the string "inf", so any JSON parser reads it."""
-        plain = self.to_dict()
-        plain["radius"] = _finite(plain["radius"])
-        return json.dumps(plain, ensure_ascii=False, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Certificates:
-        """The inverse of `to_json`."""
-        plain = json.loads(text)
-        for key in ("prediction", "selected", "buckets", "draws"):
-            plain[key] = np.asarray(plain[key], dtype=np.int64)
-        for key in ("radius", "p_lower", "p_upper"):
-            plain[key] = np.asarray(plain[key], dtype=np.float64)
-        return cls(**plain)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return value if np.isfinite(value) else "inf"
 
 
 _LARGEST = 1_000_000_000  # bytes of a log
