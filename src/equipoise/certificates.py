@@ -494,19 +494,13 @@ def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.emit(node, "shift", [node], {}, {"value": offset.reshape(shape)})
 
 
-def _shuffle(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """Space to depth or depth to space, as reshape, permute, reshape."""
-    source = a["self"]
-    channels, height, width = _shape(source)
-    if "downscale_factor" in a:
-        block = a["downscale_factor"]
-        shape, axes = [channels, height // block, block, width // block, block], [1, 3, 5, 2, 4]
-    else:
-        block = a["upscale_factor"]
-        shape, axes = [channels // block**2, block, block, height, width], [1, 4, 2, 5, 3]
-    writer.emit(node, "rearrange", [source], {"kind": "reshape", "shape": shape})
-    writer.emit(node, "rearrange", [node], {"kind": "permute", "axes": axes})
-    writer.emit(node, "rearrange", [node], {"kind": "reshape", "shape": _shape(node)})
+def _gather(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """Operations that move entries: done with the places of the entries instead of their values."""
+    source: Any = node.args[0]
+    places = torch.arange(math.prod(_shape(source)), dtype=torch.float64).reshape(1, *_shape(source))
+    target: Any = node.target
+    index = target(places, *node.args[1:], **node.kwargs)
+    writer.emit(node, "gather", [source], {}, {"index": index[0].long()})
 
 
 def _arithmetic(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
@@ -597,19 +591,6 @@ def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.emit(node, "max_pool" if "max" in _name(node) else "average_pool", [source], attributes)
 
 
-def _permutation(node: fx.Node, a: Mapping[str, Any]) -> list[int]:
-    rank = node.meta["val"].dim()
-    axes = list(range(rank))
-    if "dims" in a:
-        axes = [int(axis) % rank for axis in a["dims"]]
-    else:
-        first, second = (int(a[key]) % rank for key in ("dim0", "dim1"))
-        axes[first], axes[second] = second, first
-    if axes[0]:
-        raise Refused(f"{node.name}: a bundle has no permutation of the batch")
-    return axes[1:]
-
-
 def _curve(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     if a.get("beta", 1) != 1:
         raise Refused(f"{node.name}: a bundle has softplus with beta = 1 only")
@@ -662,7 +643,6 @@ _FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
 #: operations that are recognised where their results meet
 _PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum", "sort"}
 _RESHAPE = _rearrange("reshape", shape=lambda node, a: _shape(node))
-_PERMUTE = _rearrange("permute", axes=_permutation)
 _CLAMP = _rearrange("clamp", low=_end("min", "min_val", "-1e99"), high=_end("max", "max_val", "1e99"))
 _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] = {
     **dict.fromkeys(("dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), _pass),
@@ -671,13 +651,11 @@ _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] 
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _linear),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _shuffle),
-    **dict.fromkeys(("permute", "transpose"), _PERMUTE),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "roll", "slice"), _gather),
     **dict.fromkeys(("clamp", "hardtanh"), _CLAMP),
     **dict.fromkeys(("tanh", "sigmoid", "softplus"), _curve),
     "relu": _rearrange("relu"),
     "abs": _rearrange("abs", axis=lambda node, a: 1, count=lambda node, a: _shape(node)[0]),
-    "flip": _rearrange("flip", axes=lambda node, a: [int(axis) % node.meta["val"].dim() for axis in a["dims"]]),
     "leaky_relu": _leaky_relu,
     "batch_norm": _batch_norm,
     "cat": _concatenate,
