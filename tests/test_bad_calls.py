@@ -35,10 +35,6 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
-#: packages and functions that still end in raw errors: to be emptied
-PENDING: set[str] = set()
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     body = (nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 64, 3))
@@ -106,16 +102,7 @@ def raw_errors(function: object) -> list[str]:
     return found
 
 
-def cases() -> list:
-    """One case per public function; those that are pending may fail."""
-    pending = pytest.mark.xfail(reason="raw errors, to be mended", strict=False)
-    return [
-        pytest.param(name, marks=pending) if name in PENDING or name.rpartition(".")[0] in PENDING else name
-        for name in public()
-    ]
-
-
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", public())
 def test_bad_arguments_end_in_a_sentence(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not raw_errors(public()[name])

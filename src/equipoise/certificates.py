@@ -113,7 +113,7 @@ def write(
 def write_smoothing(
     selection: np.ndarray,
     estimation: np.ndarray,
-    draws: Sequence[int],
+    draws: Sequence[int] | np.ndarray,
     folder: str | Path,
     *,
     sigma: float,
@@ -147,7 +147,7 @@ def write_smoothing(
 def smoothing_rows(
     selection: np.ndarray,
     estimation: np.ndarray,
-    draws: Sequence[int],
+    draws: Sequence[int] | np.ndarray,
     sigma: float,
     alpha: float,
     procedure: str = "rivals",
@@ -465,17 +465,13 @@ def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
         return
     attributes: dict[str, Any] = {key: _each(a[key], dims) for key in ("stride", "padding", "dilation")}
     mode = "zeros"
-    if _name(source) == "pad":
-        # padding that is written as an operation of its own
+    if source not in writer.names and _name(source) == "pad":
         before = _arguments(source)
         amounts = _each(before["pad"], 1)
-        mode = "circular" if before["mode"] == "circular" else "zeros"
-        symmetric = amounts[::2] == amounts[1::2] and before["mode"] in ("circular", "constant") and not before["value"]
-        if not symmetric or len(amounts) != 2 * dims or any(attributes["padding"]):
-            raise Refused(
-                f"{source.name}: a bundle has symmetric padding with zeros, or circular, of convolutions only"
-            )
+        if before["mode"] != "circular" or amounts[::2] != amounts[1::2] or any(attributes["padding"]):
+            raise Refused(f"{source.name}: a bundle has padding with zeros, or symmetric circular padding")
         attributes["padding"] = amounts[::-2]
+        mode = "circular"
         source = before["self"]
     attributes |= {"groups": int(a["groups"]), "mode": mode}
     if "output_padding" not in a:
@@ -498,19 +494,13 @@ def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.emit(node, "shift", [node], {}, {"value": offset.reshape(shape)})
 
 
-def _shuffle(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """Space to depth or depth to space, as reshape, permute, reshape."""
-    source = a["self"]
-    channels, height, width = _shape(source)
-    if "downscale_factor" in a:
-        block = a["downscale_factor"]
-        shape, axes = [channels, height // block, block, width // block, block], [1, 3, 5, 2, 4]
-    else:
-        block = a["upscale_factor"]
-        shape, axes = [channels // block**2, block, block, height, width], [1, 4, 2, 5, 3]
-    writer.emit(node, "rearrange", [source], {"kind": "reshape", "shape": shape})
-    writer.emit(node, "rearrange", [node], {"kind": "permute", "axes": axes})
-    writer.emit(node, "rearrange", [node], {"kind": "reshape", "shape": _shape(node)})
+def _gather(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """Operations that move entries: done with the places of the entries instead of their values."""
+    source: Any = node.args[0]
+    places = torch.arange(math.prod(_shape(source)), dtype=torch.float64).reshape(1, *_shape(source))
+    target: Any = node.target
+    index = target(places, *node.args[1:], **node.kwargs)
+    writer.emit(node, "gather", [source], {}, {"index": index[0].long()})
 
 
 def _arithmetic(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
@@ -569,6 +559,14 @@ def _item(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
             writer.emit(node, "rearrange", [b["self"]], {"kind": "sort", "axis": axis})
 
 
+def _pad(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    """Padding with zeros; circular padding is recognised at its convolution."""
+    if a["mode"] == "constant" and not a["value"] and min(a["pad"]) >= 0:
+        pairs = [list(pair) for pair in zip(a["pad"][::2], a["pad"][1::2], strict=True)]
+        widths = [[0, 0]] * (len(_shape(node)) - len(pairs)) + pairs[::-1]
+        writer.emit(node, "rearrange", [a["self"]], {"kind": "pad", "widths": widths})
+
+
 def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     """Average and max pooling of images."""
     source = a["self"]
@@ -591,19 +589,6 @@ def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     if unusual:
         raise Refused(f"{node.name}: a bundle has pooling without dilation, ceil mode and divisor only")
     writer.emit(node, "max_pool" if "max" in _name(node) else "average_pool", [source], attributes)
-
-
-def _permutation(node: fx.Node, a: Mapping[str, Any]) -> list[int]:
-    rank = node.meta["val"].dim()
-    axes = list(range(rank))
-    if "dims" in a:
-        axes = [int(axis) % rank for axis in a["dims"]]
-    else:
-        first, second = (int(a[key]) % rank for key in ("dim0", "dim1"))
-        axes[first], axes[second] = second, first
-    if axes[0]:
-        raise Refused(f"{node.name}: a bundle has no permutation of the batch")
-    return axes[1:]
 
 
 def _curve(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
@@ -640,8 +625,7 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
     weights = {"weight": inner.weight}
     if offset.numel():
         weights["bias"] = offset.reshape(-1, *[1] * dims)
-    source = next(source for source in node.all_input_nodes if source in writer.names)
-    writer.layer(node, "residual", source, weights, attributes)
+    writer.layer(node, "residual", node.args[0], weights, attributes)
 
 
 def _householder(writer: _Writer, node: fx.Node, module: Any) -> None:
@@ -657,9 +641,8 @@ _FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
     "HouseholderActivation": _householder,
 }
 #: operations that are recognised where their results meet
-_PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum", "sort", "pad"}
+_PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum", "sort"}
 _RESHAPE = _rearrange("reshape", shape=lambda node, a: _shape(node))
-_PERMUTE = _rearrange("permute", axes=_permutation)
 _CLAMP = _rearrange("clamp", low=_end("min", "min_val", "-1e99"), high=_end("max", "max_val", "1e99"))
 _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] = {
     **dict.fromkeys(("dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), _pass),
@@ -668,16 +651,15 @@ _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] 
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _linear),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _shuffle),
-    **dict.fromkeys(("permute", "transpose"), _PERMUTE),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "roll", "slice"), _gather),
     **dict.fromkeys(("clamp", "hardtanh"), _CLAMP),
     **dict.fromkeys(("tanh", "sigmoid", "softplus"), _curve),
     "relu": _rearrange("relu"),
     "abs": _rearrange("abs", axis=lambda node, a: 1, count=lambda node, a: _shape(node)[0]),
-    "flip": _rearrange("flip", axes=lambda node, a: [int(axis) % node.meta["val"].dim() for axis in a["dims"]]),
     "leaky_relu": _leaky_relu,
     "batch_norm": _batch_norm,
     "cat": _concatenate,
+    "pad": _pad,
     "getitem": _item,
 }
 

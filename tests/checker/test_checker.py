@@ -168,6 +168,9 @@ def _other(op, a, weights, x):
         z = torch.stack(x.chunk(2, a["axis"]))
         y = z - 2 * (z * v[:, None]).sum(0).clamp(max=0) * v[:, None]
         return torch.cat([*y], a["axis"]), max(1.0, 2 * float(v.square().sum(0).max()) - 1)
+    if op == "gather":
+        index = weights["index"].long()
+        return x.flatten(1)[:, index], float(index.flatten().bincount().max()) ** 0.5
     if op == "average_pool":
         assert a["kernel"] == a["stride"], "the reference knows windows that do not overlap"
         return functional.avg_pool2d(x, a["kernel"], a["stride"], a["padding"]), float(np.prod(a["kernel"])) ** -0.5
@@ -187,12 +190,12 @@ def _other(op, a, weights, x):
     if kind == "maxmin":
         first, second = x.chunk(2, axis)
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], axis), 1.0
+    if kind == "pad":
+        return functional.pad(x, [n for pair in reversed(a["widths"]) for n in pair]), 1.0
     if kind == "sort":
         return x.sort(axis).values, 1.0
     if kind == "reshape":
         return x.reshape(len(x), *a["shape"]), 1.0
-    if kind == "permute":
-        return x.permute(0, *a["axes"]), 1.0
     raise AssertionError(kind)
 
 
@@ -456,11 +459,11 @@ def test_the_lone_files_run_without_the_library(tmp_path):
 @pytest.mark.parametrize("kind", ["exact", "deployed", "local"])
 def test_other_kinds_of_claims_hold_and_edited_ones_are_rejected(tmp_path, kind):
     torch.manual_seed(3)
-    model = NETWORKS["dense"]()
+    model = NETWORKS["sorted" if kind == "deployed" else "dense"]()
     model = model.double() if kind == "exact" else model
     x = torch.rand(5, 2, 4, 4)
     with torch.no_grad():
-        labels = model(x.to(model[1].weight)).argmax(1)
+        labels = model(x.to(next(model.parameters()))).argmax(1)
     radii = eq.certified_radius(model, x, labels).radius if kind == "local" else None
     source, edited = tmp_path / "bundle", tmp_path / "edited"
     claims = certificates.write(model, x, labels, source, epsilons=(0.01,), radii=radii, deployed=kind == "deployed")
@@ -578,3 +581,18 @@ def test_prove_writes_a_bundle_that_is_accepted(equipoise, tmp_path, kind):
     checked = equipoise("check", tmp_path / "bundle", "--json")
     assert checked.json["accepted"] is True
     assert (tmp_path / "bundle" / "inputs.safetensors").is_file()
+
+
+def test_certify_writes_a_bundle_of_votes_that_is_accepted(equipoise, tmp_path):
+    source = certificates.__file__.replace("certificates.py", "models/digits")
+    arguments = ("--data", "digits", "--limit", 5, "--sigma", 0.25, "--n", 200, "--run", tmp_path / "run")
+    ran = equipoise("certify", source, *arguments, "--bundle", tmp_path / "bundle")
+    assert ran.code == 0, ran.err
+    checked = equipoise("check", tmp_path / "bundle", "--json")
+    assert checked.json["proved"] == ["5 radii of randomized smoothing follow from their counts"]
+
+
+def test_trained_networks_come_with_a_bundle(tmp_path):
+    overrides = ["epochs=1", "data.limit=200"]
+    eq.train.run_recipe("sll-sr-digits", tmp_path, overrides=overrides, cpu=True)
+    assert len(certificates.check(tmp_path / "bundle")) == 1 + len(certificates.EPSILONS)

@@ -8,9 +8,10 @@ import re
 import pytest
 import torch
 
-from equipoise.core.bounds import Bound, Bracket, Kind, format_down, format_up
+from equipoise.core import Bound, Bracket, InputError, Kind, Refused, as_upper, format_down, format_up
 
 THIRD, TWO_THIRDS = 1 / 3, 2 / 3
+NUMBERS = (1.23456789, 9.9999999, 0.00012345678, 12345678.9, 1e-300, 5.0, 1.7976e308, 5e-324)
 #: what is shown, a value it must not lie below, and one it must not lie above
 SHOWN = {
     "upper bound": (repr(Bound(THIRD, Kind.UPPER)), THIRD, math.inf),
@@ -21,7 +22,8 @@ SHOWN = {
     "epsilon beside a certified share": (format_down(TWO_THIRDS, 4), -math.inf, TWO_THIRDS),
     "below zero, up": (format_up(-TWO_THIRDS, 4), -TWO_THIRDS, math.inf),
     "below zero, down": (format_down(-THIRD, 4), -math.inf, -THIRD),
-    "beyond plain digits": (format_up(1.23456789e300, 3), 1.23456789e300, math.inf),
+    **{f"{x} up to {d}": (format_up(x, d), x, 2 * x if x < 1e308 else math.inf) for x in NUMBERS for d in (1, 3, 6)},
+    **{f"{x} down to {d}": (format_down(x, d), 0.4 * x, x) for x in NUMBERS for d in (1, 3, 6)},
 }
 
 
@@ -40,3 +42,23 @@ def test_a_bracket_of_tensors_contains_what_it_shows():
     assert shown[0] <= THIRD <= shown[2]
     assert shown[1] <= TWO_THIRDS <= shown[3]
     assert math.isclose(shown[0], shown[2], rel_tol=1e-5)
+
+
+def test_only_upper_bounds_reach_a_certificate() -> None:
+    assert as_upper(Bound(2.0, Kind.UPPER)) == 2.0
+    assert as_upper(3) == 3.0
+    for kind in (Kind.LOWER, Kind.ESTIMATE, Kind.EXACT):
+        with pytest.raises(Refused, match="upper bound"):
+            as_upper(Bound(2.0, kind))
+    with pytest.raises(InputError, match="non-negative"):
+        as_upper(float("nan"))
+
+
+def test_brackets_check_themselves() -> None:
+    with pytest.raises(InputError, match="lower ≤ upper"):
+        Bracket(2.0, 1.0)
+    with pytest.raises(InputError, match="lower ≤ upper"):
+        Bracket(1 + 1e-9, 1.0)
+    assert 5e299 not in Bracket(1e300, 2e300)
+    assert Bracket(0.0, 0.0, 1e-3).reached
+    assert not Bracket(0.0, 1.0, 1e-3).reached

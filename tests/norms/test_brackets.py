@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cases import OPERATORS, Operator, matrices
 from equipoise import InputError, Refused, spectral_norm
-from equipoise.norms import convolution, reference_norm
-from equipoise.norms.search import Search, SymbolBound
+from equipoise.core import Bracket
+from equipoise.maps.linear import convolution as make_convolution
+from equipoise.norms import convolution, gram_norm_plain, reference_norm
+from equipoise.norms.convolution import materialise
 
-#: the reference's own SVD rounds
-SVD = 1e-12
+
+def holds(bracket: Bracket, truth: float | Tensor) -> bool:
+    """Whether the truth lies inside, up to the rounding of the reference's own SVD."""
+    inside = (torch.as_tensor(bracket.lower) <= truth * (1 + 1e-12)) & (
+        torch.as_tensor(bracket.upper) >= truth * (1 - 1e-12)
+    )
+    return bool(inside.all())
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda o: o.id)
 def test_bracket_holds_and_is_tight(operator: Operator) -> None:
     truth = reference_norm(operator.layer, operator.input_shape)
     bracket = spectral_norm(operator.layer, input_size=operator.size, rtol=1e-3)
-    assert bracket.lower <= truth * (1 + SVD)
-    assert bracket.upper >= truth * (1 - SVD)
+    assert holds(bracket, truth)
     assert bracket.reached, bracket
 
 
@@ -33,8 +42,7 @@ def test_bracket_holds_without_materialising(
     monkeypatch.setattr(convolution, "GRID_POINTS", points)
     truth = reference_norm(operator.layer, operator.input_shape)
     bracket = spectral_norm(operator.layer, input_size=operator.size, rtol=1e-2)
-    assert bracket.lower <= truth * (1 + SVD)
-    assert bracket.upper >= truth * (1 - SVD)
+    assert holds(bracket, truth)
     assert bracket.reached or "gap" in bracket.note
 
 
@@ -44,7 +52,7 @@ def test_unknown_size_bounds_every_size(operator: Operator) -> None:
     sizes = [operator.size, tuple(n + 1 for n in operator.size), tuple(n + 3 for n in operator.size)]
     for size in sizes[: 3 if len(operator.size) < 3 else 2]:
         truth = reference_norm(operator.layer, (operator.layer.in_channels, *size))
-        assert bracket.upper >= truth * (1 - SVD), size
+        assert bracket.upper >= truth * (1 - 1e-12), size
 
 
 @pytest.mark.parametrize("seed", [0, 12, 13, 22])
@@ -57,19 +65,24 @@ def test_a_circle_has_no_frequencies_between_those_of_its_grid(seed: int, monkey
     symbol = torch.fft.fft2(layer.weight.double(), s=size).permute(2, 3, 0, 1)
     truth = float(torch.linalg.matrix_norm(symbol, 2).max())
     bracket = spectral_norm(layer, input_size=size, rtol=1e-3)
-    assert bracket.lower <= truth * (1 + SVD)
-    assert bracket.upper >= truth * (1 - SVD)
+    assert holds(bracket, truth)
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("rtol", [1e-6, 1e-8, 1e-10, 1e-13])
-def test_fine_tolerances_end_after_few_frequencies(rtol: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fine_tolerances_end(rtol: float) -> None:
     torch.manual_seed(0)
-    met: list[SymbolBound] = []
-    finish = Search._finish
-    monkeypatch.setattr(Search, "_finish", lambda *given, **named: met.append(finish(*given, **named)) or met[-1])
     bracket = spectral_norm(nn.Conv2d(4, 4, 3, padding=1), rtol=rtol)
     assert bracket.upper <= (1 + max(rtol, 1e-9)) * bracket.lower
-    assert sum(found.evaluated for found in met) < 20_000
+
+
+@pytest.mark.parametrize(("channels", "size", "rtol"), [(24, 7, 1e-4), (12, 12, 1e-5)])
+def test_small_operators_are_tight_where_a_small_tolerance_asks_for_it(channels: int, size: int, rtol: float) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(channels, channels, 3, padding=1, bias=False).requires_grad_(False)
+    bracket = spectral_norm(layer, input_size=size, rtol=rtol)
+    assert bracket.reached
+    assert holds(bracket, reference_norm(layer, (channels, size, size)))
 
 
 def test_a_symbol_that_vanishes_on_the_circle() -> None:
@@ -90,8 +103,7 @@ def test_taps_that_matter_may_be_far_smaller_than_others(seed: int, monkeypatch:
     layer.weight.copy_(weight / weight.abs().max())
     truth = reference_norm(layer, (1, 1, 3, 2))
     bracket = spectral_norm(layer, input_size=(1, 3, 2), rtol=1e-2)
-    assert bracket.lower <= truth * (1 + SVD)
-    assert bracket.upper >= truth * (1 - SVD)
+    assert holds(bracket, truth)
 
 
 def test_a_kernel_that_only_reads_padding() -> None:
@@ -121,31 +133,23 @@ def _truth(W: Tensor) -> float:
     return float(torch.linalg.matrix_norm(W / scale, ord=2) * scale)
 
 
-@pytest.mark.parametrize(("name", "W"), matrices(), ids=lambda x: x if isinstance(x, str) else "")
-@pytest.mark.parametrize("method", ["auto", "gram", "cholesky"])
-def test_matrices(name: str, W: Tensor, method: str) -> None:
-    truth = _truth(W)
-    bracket = spectral_norm(W, rtol=1e-4, method=method)
-    assert bracket.lower <= truth * (1 + SVD)
-    assert bracket.upper >= truth * (1 - SVD)
-    if name != "subnormal":
-        assert bracket.reached, bracket
-    if name.endswith("zero"):
-        assert bracket.upper == 0
+#: options, and whether they reach a gap of 1e-4
+OPTIONS = {"auto": ({}, True), "gram": ({"method": "gram"}, True), "cholesky": ({"method": "cholesky"}, True),
+           "float32": ({"dtype": torch.float32}, False)}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "W"), matrices(), ids=lambda x: x if isinstance(x, str) else "")
-def test_matrices_computed_in_float32(name: str, W: Tensor) -> None:
-    truth = _truth(W)
-    bracket = spectral_norm(W, rtol=1e-2, dtype=torch.float32)
-    assert bracket.lower <= truth * (1 + SVD)
-    assert bracket.upper >= truth * (1 - SVD)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_matrices(name: str, W: Tensor, options: str) -> None:
+    given, tight = OPTIONS[options]
+    bracket = spectral_norm(W, rtol=1e-4 if tight else 1e-2, **given)
+    assert holds(bracket, _truth(W))
+    assert bracket.reached or not tight or name == "subnormal", bracket
+    assert bracket.upper == 0 or not tight or not name.endswith("zero")
 
 
 def test_plain_float32_iteration_is_not_a_bound_but_ours_is() -> None:
     """The check has power: without the error terms the float32 read-out falls below σ₁."""
-    from equipoise.norms import gram_norm_plain
-
     below = 0
     for seed in range(20):
         W = torch.randn(300, 200, generator=torch.Generator().manual_seed(seed))
@@ -163,8 +167,7 @@ def test_batches_keep_their_shape_and_their_own_scale() -> None:
     bracket = spectral_norm(W, rtol=1e-6)
     truth = torch.linalg.matrix_norm(W, ord=2)
     assert bracket.lower.shape == (2, 3)
-    assert bool((bracket.lower <= truth * (1 + SVD)).all())
-    assert bool((bracket.upper >= truth * (1 - SVD)).all())
+    assert holds(bracket, truth)
     assert bracket.reached
 
 
@@ -199,58 +202,49 @@ class _Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+def _changed(layer: nn.Module, **attributes: object) -> nn.Module:
+    vars(layer).update(attributes)
+    return layer
+
+
 def _hooked() -> nn.Module:
     layer = nn.Linear(3, 3)
     layer.register_forward_hook(lambda m, i, o: 10 * o)
     return layer
 
 
-def _patched() -> nn.Module:
-    layer = nn.Linear(3, 3)
-    layer.forward = lambda x: x * 7
-    return layer
+NAN = torch.eye(3).index_put((torch.tensor([1]), torch.tensor([2])), torch.tensor(float("nan")))
+#: operator, options, error, a part of its sentence
+REFUSED = [
+    (lambda: _Doubled(3, 3), {}, Refused, "overrides the forward"),
+    (_hooked, {}, Refused, "hooks"),
+    (lambda: _changed(nn.Linear(3, 3), forward=lambda x: x * 7), {}, Refused, "overrides the forward"),
+    (lambda: nn.utils.weight_norm(nn.Linear(3, 3)), {}, Refused, "hooks"),
+    (lambda: nn.BatchNorm2d(3), {}, Refused, "BatchNorm2d"),
+    (lambda: nn.LazyConv2d(3, 3), {}, InputError, "lazy"),
+    (lambda: nn.Linear(3, 3, device="meta"), {}, InputError, "meta"),
+    (lambda: NAN, {}, InputError, r"non-finite .* \(1, 2\)"),
+    (lambda: torch.full((2, 2), float("inf")), {}, InputError, "non-finite"),
+    (lambda: torch.zeros(0, 3), {}, InputError, "empty"),
+    (lambda: torch.zeros(3), {}, InputError, "shape"),
+    (lambda: torch.eye(2).long(), {}, InputError, "floating-point"),
+    (lambda: torch.eye(2).to_sparse(), {}, InputError, "to_dense"),
+    (lambda: torch.empty(2, 2, device="meta"), {}, InputError, "meta"),
+    (lambda: torch.nested.nested_tensor([torch.eye(2)]), {}, InputError, "nested"),
+    (lambda: torch.eye(2), {"rtol": 0}, InputError, "rtol"),
+    (lambda: torch.eye(2), {"method": "power"}, InputError, "method"),
+    (lambda: [[1.0]], {}, InputError, "tensor or a layer"),
+    (lambda: nn.Conv2d(1, 1, 5), {"input_size": 3}, InputError, "no output"),
+    (lambda: nn.Conv2d(1, 1, 3), {"input_size": (3,)}, InputError, "input_size"),
+    (lambda: nn.Conv2d(1, 1, 3, padding=2, padding_mode="reflect"), {"input_size": 2}, InputError, "reflect"),
+]
 
 
-def _nan() -> Tensor:
-    W = torch.eye(3)
-    W[1, 2] = float("nan")
-    return W
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (lambda: spectral_norm(_Doubled(3, 3)), Refused, "overrides the forward"),
-        (lambda: spectral_norm(_hooked()), Refused, "hooks"),
-        (lambda: spectral_norm(_patched()), Refused, "overrides the forward"),
-        (lambda: spectral_norm(nn.utils.weight_norm(nn.Linear(3, 3))), Refused, "hooks"),
-        (lambda: spectral_norm(nn.BatchNorm2d(3)), Refused, "BatchNorm2d"),
-        (lambda: spectral_norm(nn.LazyConv2d(3, 3)), InputError, "lazy"),
-        (lambda: spectral_norm(nn.Linear(3, 3, device="meta")), InputError, "meta"),
-        (lambda: spectral_norm(_nan()), InputError, r"non-finite .* \(1, 2\)"),
-        (lambda: spectral_norm(torch.full((2, 2), float("inf"))), InputError, "non-finite"),
-        (lambda: spectral_norm(torch.zeros(0, 3)), InputError, "empty"),
-        (lambda: spectral_norm(torch.zeros(3)), InputError, "shape"),
-        (lambda: spectral_norm(torch.eye(2).long()), InputError, "floating-point"),
-        (lambda: spectral_norm(torch.eye(2).to_sparse()), InputError, "to_dense"),
-        (lambda: spectral_norm(torch.empty(2, 2, device="meta")), InputError, "meta"),
-        (lambda: spectral_norm(torch.nested.nested_tensor([torch.eye(2)])), InputError, "nested"),
-        (lambda: spectral_norm(torch.eye(2), rtol=0), InputError, "rtol"),
-        (lambda: spectral_norm(torch.eye(2), method="power"), InputError, "method"),
-        (lambda: spectral_norm([[1.0]]), InputError, "tensor or a layer"),
-        (lambda: spectral_norm(nn.Conv2d(1, 1, 5), input_size=3), InputError, "no output"),
-        (lambda: spectral_norm(nn.Conv2d(1, 1, 3), input_size=(3,)), InputError, "input_size"),
-        (
-            lambda: spectral_norm(nn.Conv2d(1, 1, 3, padding=2, padding_mode="reflect"), input_size=2),
-            InputError,
-            "reflect",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make", "options", "error", "match"), REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_refusals_say_why(make: object, error: type[Exception], match: str) -> None:
+def test_refusals_say_why(make, options, error, match) -> None:
     with pytest.raises(error, match=match):
-        make()
+        spectral_norm(make(), **options)
 
 
 @pytest.mark.parametrize("method", ["auto", "gram", "cholesky"])
@@ -260,3 +254,14 @@ def test_a_norm_beyond_all_floats_has_a_finite_lower_end(method):
     kernel = nn.Conv2d(1, 1, 3, bias=False).double()
     nn.init.constant_(kernel.weight, 1e308)
     assert spectral_norm(kernel).lower <= torch.finfo(torch.float64).max < spectral_norm(kernel).upper
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("padding", ["zeros", "circular", "reflect", "replicate"])
+def test_the_materialised_matrix_is_the_operator(padding: str, dims: int) -> None:
+    size, dtypes = (6, 5, 4)[:dims], (torch.float64, torch.complex128)[: 3 - dims or 1]
+    for stride, dilation, groups, dtype in itertools.product((1, 2), (1, 2), (1, 2), dtypes):
+        weight = torch.randn(4, 3, *(3,) * dims, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        conv = make_convolution(weight, padding, stride, dilation, groups, [(1, 1)] * dims, size)
+        basis = torch.eye(math.prod(conv.input_shape), dtype=dtype).reshape(-1, *conv.input_shape)
+        assert torch.allclose(materialise(conv), conv.apply(basis).flatten(1).mT, atol=1e-13)

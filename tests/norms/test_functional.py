@@ -61,17 +61,19 @@ def test_gradient_of_conv_norm(padding: str, stride: int, size: int | None) -> N
     assert gradcheck(lambda k: functional.conv_norm(k, padding, stride, size, 4), (K,), fast_mode=not every)
 
 
-@pytest.mark.parametrize("options", [{"groups": 2}, {"dilation": 2}, {"amount": [(0, 0), (2, 1)]}, {"stride": (2, 1)}])
-def test_gradient_of_conv_norm_with_options(options: dict[str, object]) -> None:
+#: shape, options
+KERNELS = [
+    ((4, 2, 3, 3), {"groups": 2}), ((4, 2, 3, 3), {"dilation": 2}), ((4, 2, 3, 3), {"amount": [(0, 0), (2, 1)]}),
+    ((4, 2, 3, 3), {"stride": (2, 1)}), ((3, 2, 3), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize(("shape", "options"), KERNELS)
+def test_gradient_of_conv_norm_with_options(shape, options, dtype) -> None:
     torch.manual_seed(0)
-    K = torch.randn(4, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    K = torch.randn(shape, dtype=dtype, requires_grad=True)
     assert gradcheck(lambda k: functional.conv_norm(k, input_size=9, iterations=3, **options), (K,), fast_mode=True)
-
-
-def test_gradient_of_complex_convolution() -> None:
-    torch.manual_seed(0)
-    K = torch.randn(3, 2, 3, dtype=torch.complex128, requires_grad=True)
-    assert gradcheck(lambda k: functional.conv_norm(k, input_size=9, iterations=3), (K,))
 
 
 def test_explicit_gradient_equals_autodiff_through_the_iterations() -> None:
@@ -138,12 +140,15 @@ def test_iterations_are_checked(iterations: object) -> None:
 
 
 def test_the_names_of_the_thesis():
-    import equipoise.functional as functional
-    from equipoise import Refused
-
     K = torch.randn(2, 2, 3, 3)
     assert torch.equal(functional.gram_iteration(K[:, :, 0, 0], 4), functional.gram_norm(K[:, :, 0, 0], 4))
     assert torch.equal(functional.norm2_circ(K, 8, 5), functional.conv_norm(K, "circular", input_size=8, iterations=5))
     for channels, iterations in ((1, 7), (1, 30), (64, 6)):
         with pytest.raises(Refused, match="fewer"):
             functional.norm2_toep(torch.ones(channels, channels, 3, 3), iterations)
+
+
+def test_nothing_waits_for_a_device() -> None:
+    """The device `meta` has no numbers, so any question there fails."""
+    assert functional.conv_norm(torch.empty(6, 5, 3, 3, device="meta"), input_size=8).shape == ()
+    assert functional.gram_norm(torch.empty(4, 6, 5, device="meta")).shape == (4,)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from decimal import Decimal
 
 import pytest
 import torch
 
 from equipoise import Refused
-from equipoise.core import Bound, Bracket, InputError, Kind, as_upper, format_down, format_up, full_precision
+from equipoise.core import InputError, full_precision
 from equipoise.core.precision import frobenius, gamma, inflate
 from equipoise.norms.cholesky import _attempt, below, cholesky_gamma, factor
 from equipoise.norms.gram import dominant_eigenpair, dominant_pair, gram_norm_plain
@@ -184,34 +183,6 @@ def test_autocorrelations_are_off_by_no_more_than_they_say(shape: tuple[int, ...
         exact = sum(K.mH @ other for K, other in pairs if other is not None)
         missed += (matrices[:, i] - exact).abs() * (2 if i else 1)
     assert bool((torch.linalg.matrix_norm(missed) <= correlation_error(kernel) * size**2).all())
-
-
-def test_only_upper_bounds_reach_a_certificate() -> None:
-    assert as_upper(Bound(2.0, Kind.UPPER)) == 2.0
-    assert as_upper(3) == 3.0
-    for kind in (Kind.LOWER, Kind.ESTIMATE, Kind.EXACT):
-        with pytest.raises(Refused, match="upper bound"):
-            as_upper(Bound(2.0, kind))
-    with pytest.raises(InputError, match="non-negative"):
-        as_upper(float("nan"))
-
-
-def test_brackets_check_themselves() -> None:
-    with pytest.raises(InputError, match="lower ≤ upper"):
-        Bracket(2.0, 1.0)
-    with pytest.raises(InputError, match="lower ≤ upper"):
-        Bracket(1 + 1e-9, 1.0)
-    assert 5e299 not in Bracket(1e300, 2e300)
-    assert Bracket(0.0, 0.0, 1e-3).reached
-    assert not Bracket(0.0, 1.0, 1e-3).reached
-
-
-@pytest.mark.parametrize("x", [1.23456789, 9.9999999, 0.00012345678, 12345678.9, 1e-300, 5.0, 1.7976e308, 5e-324])
-@pytest.mark.parametrize("digits", [1, 3, 6])
-def test_display_rounds_toward_safety(x: float, digits: int) -> None:
-    up, down = Decimal(format_up(x, digits)), Decimal(format_down(x, digits))
-    assert down <= Decimal(x) <= up
-    assert up <= down * (1 + 2 * Decimal(10) ** (1 - digits))
 
 
 def test_readouts_order_and_convergence() -> None:

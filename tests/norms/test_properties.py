@@ -56,14 +56,10 @@ def test_transpose_has_the_same_norm(m: int, n: int, seed: int) -> None:
 @given(sizes, sizes, st.integers(1, 5), seeds)
 def test_batch_layout_does_not_matter(m: int, n: int, batch: int, seed: int) -> None:
     W = torch.stack([_matrix(m, n, seed + i) for i in range(batch)])
-    together = spectral_norm(W, rtol=1e-6)
-    strided = spectral_norm(W.mT.contiguous().mT, rtol=1e-6)
-    for i in range(batch):
-        alone = spectral_norm(W[i], rtol=1e-6)
-        assert together.lower[i] <= alone.upper
-        assert alone.lower <= together.upper[i]
-        assert strided.lower[i] <= alone.upper
-        assert alone.lower <= strided.upper[i]
+    for together in (spectral_norm(W, rtol=1e-6), spectral_norm(W.mT.contiguous().mT, rtol=1e-6)):
+        for i in range(batch):
+            alone = spectral_norm(W[i], rtol=1e-6)
+            assert max(together.lower[i], alone.lower) <= min(together.upper[i], alone.upper)
 
 
 @settings(max_examples=30, deadline=None)

@@ -6,14 +6,21 @@ import torch
 from torch import Tensor, nn
 
 import equipoise.nn as layers
+from equipoise.certificates import describe
+from equipoise.checker.check import Network
 from equipoise.conversion import export
 from equipoise.core.attack import attack
+from equipoise.core.errors import Refused
 from equipoise.lipschitz import lipschitz_bound
 from equipoise.testing.facts import check_facts
 from equipoise.testing.runner import Batch
 
 _SQUARE = ("SLL", "CPL", "RLB")
 _KINDS = ("SN", "AOL", "SR", "BCOP", "RKO", "SOC", "Cayley", "Bjorck", "Sandwich", *_SQUARE)
+_POINTWISE = (
+    "ReLU", "LeakyReLU", "ELU", "GELU", "SiLU", "Tanh", "Sigmoid", "Softplus", "Hardswish", "Mish", "Softsign", "Hardtanh",
+    "Identity", "Dropout",
+)  # fmt: skip
 _COMBINATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "subtract": torch.sub,
@@ -31,7 +38,21 @@ def _attack_bound(batch: Batch, network: nn.Module, x: Tensor, what: str, ball: 
 
 
 def random_layers(batch: Batch) -> None:
-    """One random 1-Lipschitz layer, trained for a few steps to stretch two batches, and its bound."""
+    """One random 1-Lipschitz layer, trained to break its constant, and its bound; beside it that of the independent checker."""
+    layer, x, what = _trained_layer(batch)
+    _attack_bound(batch, layer, x[:1], what)
+    try:
+        constant = Network(*describe(layer, x[:1])).constant
+    except Refused:
+        # a layer that bundles have no operation for, or a norm that the checker does not prove
+        batch.tally.refused += 1
+    else:
+        witness = attack(0.0, export(layer), x[:1], starts=3, steps=6, seed=batch.integer(0, 2**31))
+        batch.tally.record(None, constant, witness.stretch if witness else 0.0, f"{what}, checker", again=True)
+
+
+def _trained_layer(batch: Batch) -> tuple[nn.Module, Tensor, str]:
+    """One random 1-Lipschitz layer, trained for a few steps to stretch two batches."""
     torch.manual_seed(batch.integer(0, 2**31))
     kind = batch.choose(*_KINDS, "Householder")
     inputs = batch.integer(2, 8)
@@ -48,7 +69,7 @@ def random_layers(batch: Batch) -> None:
         optimizer.zero_grad()
         (layer(x) - layer(y)).flatten(1).norm(dim=1).log().sum().backward()
         optimizer.step()
-    _attack_bound(batch, layer.eval(), x[:1], f"{batch.label}, {type(layer).__name__}({inputs}, {outputs})")
+    return layer.eval(), x, f"{batch.label}, {type(layer).__name__}({inputs}, {outputs})"
 
 
 def random_networks(batch: Batch) -> None:
@@ -93,10 +114,7 @@ def _random_block(batch: Batch, blocks: Callable[[int], list[nn.Module]], size: 
 
 
 def _pointwise() -> list[nn.Module]:
-    return [
-        nn.ReLU(), nn.LeakyReLU(0.2), nn.ELU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.Softplus(), nn.Hardswish(),
-        nn.Mish(), nn.Softmax(1), nn.Softsign(), nn.Hardtanh(), nn.Identity(), nn.Dropout(),
-    ]  # fmt: skip
+    return [nn.Softmax(1), *[getattr(nn, name)() for name in _POINTWISE]]
 
 
 def _image_blocks(c: int) -> list[nn.Module]:
