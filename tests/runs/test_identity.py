@@ -22,32 +22,32 @@ from equipoise.smoothing import Denoised, SmoothedClassifier
 
 BASE = {"sigma": 0.3, "n": 150, "n0": 50, "procedure": "lvm", "map": "softmax:1.0"}
 
-#: setting → (another value, how the difference reads)
-CHANGES = {
-    "sigma": (0.31, "sigma: 0.3 → 0.31"),
-    "n": (200, "n: 150 → 200"),
-    "n0": (60, "n0: 50 → 60"),
-    "alpha": (0.01, r"alpha: 0.001 → 0.01\): to change alpha without sampling.*equipoise derive"),
-    "procedure": ("direct", "procedure: lvm → direct.*equipoise derive"),
-    "seed": (1, "seed: 0 → 1"),
-    "chunk_size": (50, "chunk_size: 100 → 50"),
-    "map": ("softmax:2.0", r"map: softmax:1.0 → softmax:2.0"),
-    "lipschitz": (3.0, "lipschitz: unset → 3.0"),
-    "nonfinite": ("miss", "nonfinite: refuse → miss"),
-    "skip": (1, "inputs: .*'skip': 0.*'skip': 1.*; total: 12 → 11"),
-    "limit": (3, "inputs: .*'limit': 3"),
-    "stride": (2, "'stride': 1.*'stride': 2"),
-}
+#: other settings, and how the difference reads
+CHANGES = [
+    ({"sigma": 0.31}, "sigma: 0.3 → 0.31"),
+    ({"n": 200}, "n: 150 → 200"),
+    ({"n0": 60}, "n0: 50 → 60"),
+    ({"alpha": 0.01}, r"alpha: 0.001 → 0.01\): to change alpha without sampling.*equipoise derive"),
+    ({"procedure": "direct"}, "procedure: lvm → direct.*equipoise derive"),
+    ({"seed": 1}, "seed: 0 → 1"),
+    ({"chunk_size": 50}, "chunk_size: 100 → 50"),
+    ({"map": "softmax:2.0"}, r"map: softmax:1.0 → softmax:2.0"),
+    ({"lipschitz": 3.0}, "lipschitz: unset → 3.0"),
+    ({"nonfinite": "miss"}, "nonfinite: refuse → miss"),
+    ({"skip": 1}, "inputs: .*'skip': 0.*'skip': 1.*; total: 12 → 11"),
+    ({"limit": 3}, "inputs: .*'limit': 3"),
+    ({"stride": 2}, "'stride': 1.*'stride': 2"),
+    ({"sigma": 0.4, "n": 151, "seed": 2}, r"n: 150 → 151; seed: 0 → 2; sigma: 0.3 → 0.4"),
+]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_setting_is_refused_and_named(tmp_path, net, xy, name):
+@pytest.mark.parametrize(("settings", "words"), CHANGES, ids=[",".join(settings) for settings, _ in CHANGES])
+def test_a_changed_setting_is_refused_and_named(tmp_path, net, xy, settings, words):
     certify(net, xy, run_dir=tmp_path / "a", **BASE)
-    before = {p.name: p.read_bytes() for p in (tmp_path / "a").glob("run.json")}
-    value, words = CHANGES[name]
+    before = (tmp_path / "a" / "run.json").read_bytes()
     with pytest.raises(Refused, match=words):
-        certify(net, xy, run_dir=tmp_path / "a", **{**BASE, name: value})
-    assert {p.name: p.read_bytes() for p in (tmp_path / "a").glob("run.json")} == before
+        certify(net, xy, run_dir=tmp_path / "a", **BASE | settings)
+    assert (tmp_path / "a" / "run.json").read_bytes() == before
     assert open_run(tmp_path / "a").finished
 
 
@@ -64,12 +64,6 @@ def test_a_changed_model_or_dataset_is_refused_and_named(tmp_path, net, xy):
         certify(net, (x, xy[1]), run_dir=tmp_path / "a", **BASE)
     with pytest.raises(Refused, match="data: sha256:"):
         certify(net, (xy[0], xy[1].flip(0)), run_dir=tmp_path / "a", **BASE)
-
-
-def test_many_differences_come_in_one_sentence(tmp_path, net, xy):
-    certify(net, xy, run_dir=tmp_path / "a", **BASE)
-    with pytest.raises(Refused, match=r"n: 150 → 151; seed: 0 → 2; sigma: 0.3 → 0.4"):
-        certify(net, xy, run_dir=tmp_path / "a", **{**BASE, "sigma": 0.4, "n": 151, "seed": 2})
 
 
 class Act(nn.Module):
@@ -159,14 +153,6 @@ def test_the_hash_of_a_stored_program_does_not_depend_on_the_batch_it_is_loaded_
     assert portable(one).hash == portable(many).hash
     assert portable(normalised(one, [0.5], [2.0])).hash == portable(normalised(many, [0.5], [2.0])).hash
     assert portable(normalised(one, [0.5], [2.0])).hash != portable(normalised(many, [0.5], [1.0])).hash
-
-
-def test_what_load_model_returns_is_taken(tmp_path, xy):
-    model = nn.Linear(16, 4).eval()
-    torch.export.save(torch.export.export(model, (torch.zeros(4, 16),)), tmp_path / "m.pt2")
-    loaded = load_model(tmp_path / "m.pt2")
-    run = certify(loaded, (xy[0].flatten(1), xy[1]), run_dir=tmp_path / "a", sigma=0.3, n=100)
-    assert run.manifest.model.source.endswith("m.pt2")
 
 
 def test_the_manifest_is_readable_and_complete(tmp_path, net, xy):

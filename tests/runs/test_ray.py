@@ -43,9 +43,11 @@ def cluster():
 def test_the_table_of_the_local_engine_and_a_cluster_that_stays(cluster, tmp_path, net, more):
     x, y = runs_nets.data(10)
     data, settings = ((255 * x).round().clamp(0, 255) / 255, y), SETTINGS | more
-    run = certify(net, data, run_dir=tmp_path / "ray", **WORKERS, **settings)
+    program = torch.export.export(net, (torch.rand(100, *runs_nets.SHAPE),))
+    local = table(certify(net, data, run_dir=tmp_path / "local", **settings))
+    for name, model in {"module": net, "program": program}.items():
+        assert table(certify(model, data, run_dir=tmp_path / name, **WORKERS, **settings)) == local
     assert ray.is_initialized()
-    assert table(run) == table(certify(net, data, run_dir=tmp_path / "local", **settings))
 
 
 def test_killed_workers_change_nothing(cluster, tmp_path):
@@ -86,12 +88,6 @@ def test_an_interruption_leaves_a_run_that_continues(cluster, tmp_path, net):
     assert len(open_run(tmp_path / "a").rows) == 4
     run = certify(net, data, run_dir=tmp_path / "a", engine="ray", **SETTINGS)
     assert table(run) == table(certify(net, data, run_dir=tmp_path / "local", **SETTINGS))
-
-
-def test_an_exported_program(cluster, tmp_path, net, xy):
-    program = torch.export.export(net, (torch.rand(100, *runs_nets.SHAPE),))
-    run = certify(program, xy, run_dir=tmp_path / "ray", engine="ray", **SETTINGS)
-    assert table(run) == table(certify(program, xy, run_dir=tmp_path / "local", **SETTINGS))
 
 
 def test_the_example_runs_on_two_workers(cluster, tmp_path, monkeypatch, capsys):

@@ -91,25 +91,12 @@ def audit_report(
         shape: of one input, where the source does not say it.
         **settings: ball, rtol and chain of `lipschitz_bound`.
     """
-    import torch
-    from torch.export import ExportedProgram
-
     from equipoise.checkpoints import load_model
     from equipoise.lipschitz.bound import lipschitz_bound
+    from equipoise.report.audits import example_of
 
     loaded = load_model(source, weights) if isinstance(source, str) else source
-    network = loaded.model
-    if isinstance(network, ExportedProgram):
-        if shape is not None:
-            options.refuse(f"{loaded.source} has its own input shape: leave out --input-shape")
-        return lipschitz_bound(network, **settings)
-    if loaded.examples is not None and shape is None:
-        return lipschitz_bound(network, loaded.examples, **settings)
-    shape = shape or loaded.input_shape
-    if shape is None:
-        options.refuse("the bound depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32")
-    parameter = next(network.parameters(), torch.zeros(()))
-    return lipschitz_bound(network, torch.zeros(1, *shape, dtype=parameter.dtype), **settings)
+    return lipschitz_bound(loaded.model, example_of(loaded, shape), **settings)
 
 
 def local_rows(

@@ -13,11 +13,9 @@ from equipoise.cli.consoles import emit_json, print_table, progress, say, tell
 if TYPE_CHECKING:
     from equipoise.runs import Execution, Job, Results, Row, Run, Settings
 
-_READING: dict[str, type] = {"layout": str, "columns": str}
-_SAMPLING: dict[str, type] = {
-    "n0": int, "seed": int, "map": str, "lipschitz": str, "noise": str, "nonfinite": str, "device": str,
-}  # fmt: skip
-_RUNNING: dict[str, type] = {"batch_size": int, "address": str, "gpus": float, "retry_failed": bool}
+_READING = ("layout", "columns")
+_SAMPLING = ("n0", "seed", "map", "lipschitz", "noise", "nonfinite", "device")
+_RUNNING = ("batch_size", "address", "gpus", "retry_failed")
 
 
 def certify(
@@ -62,12 +60,10 @@ def certify(
     """
     from equipoise.runs import Execution
 
-    rarer = options.pairs(set_, _READING | _RUNNING | _SAMPLING)
+    rarer = options.pairs(set_, _READING + _RUNNING + _SAMPLING)
     reading = {name: rarer.pop(name) for name in _READING}
     running = {name: rarer.pop(name) for name in _RUNNING}
     sampling = {name: value for name, value in rarer.items() if value is not None}
-    if sampling.get("lipschitz", "auto") != "auto":
-        sampling["lipschitz"] = options.numbers(sampling["lipschitz"], "lipschitz takes a number or auto")[0]
     if adaptive is not None:
         takes = "--adaptive takes a radius such as 0.5 or a share such as 10%"
         value = options.numbers(adaptive.removesuffix("%"), takes)[0]
@@ -88,10 +84,10 @@ def certify(
         "std": std, "denoiser": denoiser, **reading,
     }  # fmt: skip
     job = _job("sampled", sampling | options.shard(shard), recipe, running["batch_size"])
-    found = _run(job, run, execution, bool(running["retry_failed"]))
+    stored = _run(job, run, execution, running["retry_failed"] is True)
     if bundle is not None:
-        _write_votes(found, bundle)
-    show_run(found, found.results(), options.epsilons(epsilon), json)
+        _write_votes(stored, bundle)
+    show_run(stored, stored.results(), options.epsilons(epsilon), json)
 
 
 def prove(
@@ -128,8 +124,8 @@ def prove(
     """
     from equipoise.runs import Execution
 
-    rarer = options.pairs(set_, _READING | {"retry_failed": bool})
-    retry = bool(rarer.pop("retry_failed"))
+    rarer = options.pairs(set_, (*_READING, "retry_failed"))
+    retry = rarer.pop("retry_failed") is True
     if bundle is not None and norm != "l2":
         options.refuse(f"a bundle holds radii in the l2 norm; --norm is {norm}")
     recipe = {
@@ -139,10 +135,10 @@ def prove(
     proving = {"norm": norm, "effort": effort, "seconds": seconds, "deployed": deployed, "limit": limit}
     levels = options.epsilons(epsilon)
     job = _job("proved", proving | options.shard(shard), recipe)
-    found = _run(job, run, Execution(), retry)
+    stored = _run(job, run, Execution(), retry)
     if bundle is not None:
-        _write_bundle(job, found, levels, bundle)
-    show_run(found, found.results(), levels, json)
+        _write_bundle(job, stored, levels, bundle)
+    show_run(stored, stored.results(), levels, json)
 
 
 def _job(kind: Any, keywords: dict[str, Any], sources: dict[str, Any], batch_size: int | None = None) -> Job:

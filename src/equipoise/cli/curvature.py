@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,37 +42,23 @@ def curvature(
       equipoise curvature checkpoint/ --data digits --split test
       equipoise curvature checkpoint/ --data digits --layer 'fc.*' --what top,trace,density --json
     """
-    wanted = tuple(part.strip() for part in what.split(","))
+    from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
+
+    wanted = [part.strip() for part in what.split(",")]
     if not set(wanted) <= set(WHAT):
         refuse(f"--what takes any of {','.join(WHAT)}, got {what!r}")
-    report = measure(_hessian(model, weights, data, split, limit, layer, double), wanted, radius=radius, seed=seed)
+    hessian = _hessian(model, weights, data, split, limit, layer, double)
+    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
+    measures: dict[str, Any] = {"top": top_eigenvalue, "trace": trace, "density": spectral_density}
+    measures["sharpness"] = functools.partial(sharpness, radius=radius)
+    for name in wanted:
+        report[name] = measures[name](hessian, seed=seed).to_dict()
     if json:
         emit_json({"model": model, "data": data, "split": split, "layer": layer, **report})
         return
     size = f"{report['parameters']} parameters, {report['samples']} samples"
     title = f"curvature of {model}, {size}, loss {report['loss']:.6g}"
     print_table(title, ("what", "value", "±", "meaning"), _rows(report), right=("value", "±"))
-
-
-def measure(hessian: LossHessian, what: tuple[str, ...], *, radius: float = 0.05, seed: int = 0) -> dict[str, Any]:
-    """The numbers asked for, as plain values.
-
-    Args:
-        hessian: of the mean loss.
-        what: any of `WHAT`.
-        radius: of the ball of the sharpness.
-        seed: of all random vectors.
-    """
-    from equipoise.curvature import sharpness, spectral_density, top_eigenvalue, trace
-
-    measures = {"top": top_eigenvalue, "trace": trace, "density": spectral_density}
-    report: dict[str, Any] = {"parameters": hessian.size, "samples": hessian.count, "loss": hessian.value()}
-    for name, function in measures.items():
-        if name in what:
-            report[name] = function(hessian, seed=seed).to_dict()  # type: ignore[operator]
-    if "sharpness" in what:
-        report["sharpness"] = sharpness(hessian, radius=radius, seed=seed).to_dict()
-    return report
 
 
 def _hessian(

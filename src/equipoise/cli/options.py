@@ -5,7 +5,9 @@ Nothing here imports torch before a command runs: help is quick.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -102,15 +104,15 @@ def shard(text: str | None) -> dict[str, int]:
     return {"skip": int(part) - 1, "stride": int(count)}
 
 
-def pairs(texts: list[str] | None, keys: dict[str, type]) -> dict[str, Any]:
-    """The values of `--set KEY=VALUE`, by their types; keys that are not given are None.
+def pairs(texts: list[str] | None, keys: Sequence[str]) -> dict[str, Any]:
+    """The values of `--set KEY=VALUE`: JSON where they are, else text; keys that are not given are None.
 
     Args:
         texts: of the option.
-        keys: those a command takes, with their types.
+        keys: those a command takes.
 
-    >>> pairs(["n0=50"], {"n0": int, "seed": int})
-    {'n0': 50, 'seed': None}
+    >>> pairs(["n0=50", "map=softmax:0.5"], ["n0", "map", "seed"])
+    {'n0': 50, 'map': 'softmax:0.5', 'seed': None}
     """
     from equipoise.core.errors import did_you_mean
 
@@ -120,11 +122,10 @@ def pairs(texts: list[str] | None, keys: dict[str, type]) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if not equals or name not in keys:
             refuse(f"--set takes KEY=VALUE with a key among {', '.join(keys)}, got {text!r}{did_you_mean(name, keys)}")
-        kind = keys[name]
         try:
-            values[name] = value.lower() in ("true", "yes", "1") if kind is bool else kind(value)
+            values[name] = json.loads(value)
         except ValueError:
-            refuse(f"--set {name} takes a {kind.__name__}, got {value!r}")
+            values[name] = value
     return values
 
 
@@ -146,7 +147,7 @@ def make_recipe(model: str, data: str, **texts: Any) -> Recipe:
     if "classes" in values:
         values["classes"] = read_classes(values["classes"])
     if "columns" in values:
-        values["columns"] = values["columns"].split(",")
+        values["columns"] = str(values["columns"]).split(",")
     if "weights" in values:
         values["weights"] = str(values["weights"])
     if "mean" in values or "std" in values:

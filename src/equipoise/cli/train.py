@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -76,13 +76,13 @@ def train(
         return
     if recipe is None:
         refuse("which recipe? give a YAML file or a bundled name; `equipoise train --list` shows them")
-    chosen = read_recipe(recipe, changes or [], allow_code=allow_code)
+    checked = read_recipe(recipe, changes or [], allow_code=allow_code)
     if show:
-        _show_recipe(chosen, json)
+        _show_recipe(checked, json)
     elif planned:
-        _plan(chosen, json)
+        _plan(checked, json)
     else:
-        result, main = _run(chosen, run_dir or Path("runs") / chosen.name, cpu, minutes)
+        result, main = _run(checked, run_dir or Path("runs") / checked.name, cpu, minutes)
         if main:
             emit_json(result.to_dict()) if json else _show(result)
 
@@ -185,41 +185,39 @@ def _run(recipe: Recipe, folder: Path, cpu: bool, minutes: float | None) -> tupl
     return result, main
 
 
-def _line(event: Progress) -> str:
+def _figures(row: dict[str, Any]) -> dict[str, str]:
+    """The figures of an epoch as texts; certified shares rounded down, bounds up."""
     from equipoise.core.accuracy import percent
     from equipoise.core.bounds import format_up
 
-    row = dict(event.row or {})
-    parts = [f"epoch {event.epoch}/{event.epochs}", f"train loss {row['train_loss']:.4f}"]
-    if row.get("accuracy") is not None:
-        parts.append(f"{row.get('split', 'test')} accuracy {row['accuracy']:.2%}")
-    parts += [f"certified at {e}: {percent(a)}%" for e, a in row.get("certified_accuracy", {}).items()]
+    split = row.get("split", "test")
+    values = {"train loss": row.get("train_loss"), "train accuracy": row.get("train_accuracy")}
+    values |= {f"{split} loss": row.get("loss"), f"{split} accuracy": row.get("accuracy")}
+    values |= {f"test {name}": value for name, value in (row.get("test") or {}).items()}
+    texts = {
+        name: f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+        for name, value in values.items()
+        if isinstance(value, float)
+    }
+    texts |= {f"certified at ε = {e}": f"{percent(a)}%" for e, a in row.get("certified_accuracy", {}).items()}
     if row.get("bound") is not None:
-        parts.append(f"bound {format_up(row['bound'], 4)}")
-    return "  ".join([*parts, f"{row['seconds']:.1f} s"])
+        texts["Lipschitz bound (ℓ2, proved)"] = format_up(row["bound"], 5)
+    elif row.get("bound_reason"):
+        texts["Lipschitz bound"] = f"refused: {row['bound_reason']}"
+    return texts
+
+
+def _line(event: Progress) -> str:
+    row = dict(event.row or {})
+    texts = [f"{name} {text}" for name, text in _figures(row).items()]
+    return "  ".join([f"epoch {event.epoch}/{event.epochs}", *texts, f"{row['seconds']:.1f} s"])
 
 
 def _show(result: Result) -> None:
     from equipoise.checkpoints import registered
-    from equipoise.core.accuracy import percent
-    from equipoise.core.bounds import format_up
 
-    final = result.final
-    split = final.get("split", "test")
-    figures = {"train loss": final.get("train_loss"), "train accuracy": final.get("train_accuracy")}
-    figures |= {f"{split} loss": final.get("loss"), f"{split} accuracy": final.get("accuracy")}
-    figures |= {f"test {name}": value for name, value in (final.get("test") or {}).items()}
     stopped = "" if result.finished else f" of {result.recipe.epochs}; the same command goes on"
-    rows = [("epochs", f"{final['epoch']}{stopped}")]
-    for name, value in figures.items():
-        if isinstance(value, float):
-            rows.append((name, f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"))
-    for epsilon, value in final.get("certified_accuracy", {}).items():
-        rows.append((f"certified accuracy at ε = {epsilon}", f"{percent(value)}%"))
-    if final.get("bound") is not None:
-        rows.append(("Lipschitz bound (ℓ2, proved)", format_up(final["bound"], 5)))
-    elif final.get("bound_reason"):
-        rows.append(("Lipschitz bound", f"refused: {final['bound_reason']}"))
+    rows = [("epochs", f"{result.final['epoch']}{stopped}"), *_figures(result.final).items()]
     print_table(f"{result.recipe.name} → {result.folder}", ("figure", "value"), rows, right=("value",))
     factory = result.recipe.model.factory
     own = f"{factory} --weights {result.folder}/model.safetensors"

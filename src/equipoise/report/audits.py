@@ -13,6 +13,7 @@ from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from equipoise.checkpoints import Loaded, load_model
 from equipoise.core.digests import sealed
 from equipoise.core.documents import Count, Document, NonNegative, parse_document, read_document
 from equipoise.core.errors import InputError, Refused, one_line
@@ -158,7 +159,7 @@ def spectra(model: nn.Module, example: Tensor) -> tuple[Spectrum, ...]:
         for handle in handles:
             handle.remove()
 
-    found = []
+    rows = []
     for name, size in sizes.items():
         weight = model.get_submodule(name).weight.detach().double()  # type: ignore[operator]
         if weight.ndim == 4:
@@ -167,8 +168,8 @@ def spectra(model: nn.Module, example: Tensor) -> tuple[Spectrum, ...]:
         values = torch.linalg.svdvals(weight).flatten().sort(descending=True).values
         places = np.unique(np.linspace(0, len(values) - 1, KEPT).round().astype(int))
         note = "periodic boundary" if weight.ndim == 4 else ""
-        found.append(Spectrum(layer=name, values=tuple(values[places].tolist()), count=len(values), note=note))
-    return tuple(found)
+        rows.append(Spectrum(layer=name, values=tuple(values[places].tolist()), count=len(values), note=note))
+    return tuple(rows)
 
 
 def save_audit(audit: Audit, folder: str | Path) -> None:
@@ -195,16 +196,32 @@ def audit_source(source: str, weights: Path | None = None, shape: tuple[int, ...
         weights: of a factory.
         shape: of one input, where the source does not say it.
     """
-    from equipoise.checkpoints import load_model
-
     loaded = load_model(source, weights)
-    if isinstance(loaded.model, ExportedProgram):
-        return audit_network(source, loaded.model)
-    shape = shape or loaded.input_shape
-    if shape is None:
-        raise InputError(f"the bound of {source} depends on the input's shape: add --input-shape, e.g. 3,32,32")
-    parameter = next(loaded.model.parameters(), torch.zeros(()))
     try:
-        return audit_network(source, loaded.model, torch.zeros(1, *shape, dtype=parameter.dtype))
+        example = example_of(loaded, shape)
+        return audit_network(source, loaded.model, example[0] if isinstance(example, tuple) else example)
     except RuntimeError as error:
         raise Refused(f"{source} does not take inputs of shape {shape}: {one_line(error)}") from error
+
+
+def example_of(loaded: Loaded, shape: tuple[int, ...] | None = None) -> Any:
+    """An input of a loaded model: what its file declares, or zeros of a shape; None for an exported program.
+
+    Args:
+        loaded: the model.
+        shape: of one input, where the source does not say it.
+    """
+    network = loaded.model
+    if isinstance(network, ExportedProgram):
+        if shape is not None:
+            raise InputError(f"{loaded.source} has its own input shape: leave out --input-shape")
+        return None
+    if loaded.examples is not None and shape is None:
+        return loaded.examples
+    shape = shape or loaded.input_shape
+    if shape is None:
+        raise InputError(
+            f"the bound of {loaded.source} depends on the input's shape: add --input-shape, e.g. --input-shape 3,32,32"
+        )
+    parameter = next(network.parameters(), torch.zeros(()))
+    return torch.zeros(1, *shape, dtype=parameter.dtype)

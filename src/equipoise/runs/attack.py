@@ -160,11 +160,18 @@ def attack_run(
     failures = attacker.failures
     whole = [row.id for row in rows if attacker.radii(row, levels) and str(row.id) not in failures]
     beyond = sum(stored.get((name, certified[name] * BEYOND), False) for name in whole)
-    shares = {e: [(not stored[name, e], certified[name] >= e) for name in whole] for e in levels}
-    means = {e: np.mean(pairs, axis=0).tolist() if pairs else [0.0, 0.0] for e, pairs in shares.items()}
-    accuracy = {e: mean[0] for e, mean in means.items()}
-    accuracies = (accuracy, {e: mean[1] for e, mean in means.items()})
-    return AttackSummary(str(run.folder), attacker.kind, len(whole), inside, broken, beyond, *accuracies, failures)
+    count = max(len(whole), 1)
+    return AttackSummary(
+        str(run.folder),
+        attacker.kind,
+        len(whole),
+        inside,
+        broken,
+        beyond,
+        {e: sum(not stored[name, e] for name in whole) / count for e in levels},
+        {e: sum(certified[name] >= e for name in whole) / count for e in levels},
+        failures,
+    )
 
 
 def _require_same_inputs(run: Run, model: Portable, inputs: Inputs) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -281,13 +281,13 @@ def _resolve_noise(settings: Settings, inputs: Inputs, positions: Ints) -> dict[
     image = all(is_image(item.x.detach().cpu().double().numpy()) for item in inputs.some(positions, 8))
     noise = settings.noise or ("grid" if image and settings.lipschitz is None else "float")
     cells = 255.0 if image else power_of_two(settings.levels.sigma)
-    drawn = settings.seed is None
+    unseeded = settings.seed is None
     return {
         "noise": noise,
         "cells": cells if noise == "grid" else None,
         "map": settings.map or ("global" if settings.soft else None),
-        "seed": fresh_seed() if drawn else settings.seed,
-        "seed_source": "system" if drawn else "user",
+        "seed": fresh_seed() if unseeded else settings.seed,
+        "seed_source": "system" if unseeded else "user",
     }
 
 
@@ -455,10 +455,6 @@ class PreflightReport:
             lines.append(f"about {self.seconds / 60:.1f} minutes with one worker: {self.draws:,} draws")
         return lines + [f"warning: {self.warning}"] * bool(self.warning)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
-
 
 def preflight(job: Job) -> PreflightReport:
     """Look at up to 200 inputs of a job before a long run: does the network answer, does it under the noise, what will it cost?
@@ -503,9 +499,16 @@ def preflight(job: Job) -> PreflightReport:
             f"(eq.regularizers.add_noise(x, {sigma:g}), or noise: of a recipe), put a --denoiser before it, or certify at "
             "a smaller --sigma"
         )
-    known = job.inputs.labelled
-    shares = (right if known else None, float((noisy == labels).mean()) if known and sigma else None)
-    return PreflightReport(len(labels), *shares, unchanged, draws, draws * seconds, warning)
+    labelled = job.inputs.labelled
+    return PreflightReport(
+        len(labels),
+        right if labelled else None,
+        float((noisy == labels).mean()) if labelled and sigma else None,
+        unchanged,
+        draws,
+        draws * seconds,
+        warning,
+    )
 
 
 def merge_runs(sources: Sequence[str | Path], target: str | Path) -> Run:

@@ -370,11 +370,13 @@ class Run:
         broken: dict[InputId, Violation] = {}
         for row in self.attacks():
             radius = certified.get(row.id, 0.0)
-            distance = math.inf if row.distance is None or not row.success else row.distance * (1 + 1e-12)
-            if row.kind == kind and min(row.epsilon, distance) < radius:
-                attacked.add(row.id)
-                if distance < broken.get(row.id, Violation(row.id, radius, radius)).distance:
-                    broken[row.id] = Violation(row.id, distance, radius)
+            distance = row.distance if row.success and row.distance is not None else math.inf
+            inside = distance * (1 + 1e-12) < radius
+            if row.kind != kind or not (inside or row.epsilon < radius):
+                continue
+            attacked.add(row.id)
+            if inside and (row.id not in broken or distance < broken[row.id].distance):
+                broken[row.id] = Violation(row.id, distance, radius)
         return len(attacked), list(broken.values())
 
     def export(self, path: str | Path, *, results: Results | None = None) -> Path:

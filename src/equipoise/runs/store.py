@@ -92,7 +92,7 @@ class Row(Document):
         rival: proved: the class that limits the radius.
         margin: proved: of the input against the rival, rounded down where something is proved; None: not finite.
         method: proved: what proved the radius.
-        deployed: proved: the radius of the forward pass in float32, if asked for.
+        deployed: proved: the radius of the forward pass in float32, if wanted.
     """
 
     id: InputId

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equipoise.core.checks import require_one_of
+from equipoise.core.checks import require_one_of, require_positive
 from equipoise.core.errors import EquipoiseError, InputError, Refused, one_line
 from equipoise.lipschitz.local.radius import Certifier
 from equipoise.runs.inputs import Item
@@ -265,8 +265,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         require_one_of(("local", "ray"), engine=self.engine)
-        if not isinstance(self.workers, int) or not 1 <= self.workers <= 100_000:
-            raise InputError(f"the number of workers must be positive, got {self.workers}")
+        require_positive(workers=self.workers, gpus=self.gpus)
         if self.engine == "local" and (self.workers > 1 or self.address is not None):
             raise InputError("the local engine works in this process alone: for several workers use --engine ray")
 
