@@ -45,46 +45,28 @@ def test_an_image_model_gives_the_same_logits_and_a_bound(saved):
 
 T = transformers
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3}
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
 #: families whose weights are stored under other names than the modules have
 RENAMED = {
     "vit": lambda: T.ViTForImageClassification(T.ViTConfig(**SMALL, image_size=8, patch_size=4)),
     "deit": lambda: T.DeiTForImageClassification(T.DeiTConfig(**SMALL, image_size=8, patch_size=4)),
-    "swin": lambda: T.SwinForImageClassification(
-        T.SwinConfig(
-            image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2, num_labels=3
-        )
-    ),
+    "swin": lambda: T.SwinForImageClassification(T.SwinConfig(**SWIN, num_labels=3)),
 }
 
 
-@pytest.mark.parametrize("name", RENAMED)
-def test_families_are_read_as_they_are_saved(name, tmp_path):
+@pytest.mark.parametrize("name", [*RENAMED, "half precision", "several files"])
+def test_models_are_read_as_they_are_saved(saved, name, tmp_path):
     torch.manual_seed(0)
-    model = RENAMED[name]().eval()
-    model.save_pretrained(tmp_path / name)
-    loaded = load_model(tmp_path / name)
-    x = torch.rand(2, *loaded.input_shape)
-    with torch.no_grad():
-        assert torch.allclose(loaded.module()(x), model(pixel_values=x).logits, atol=1e-6)
-
-
-def test_half_precision_is_read_as_float32(saved, tmp_path):
-    _, model = saved
-    copy.deepcopy(model).half().save_pretrained(tmp_path / "half")
-    loaded = load_model(tmp_path / "half")
+    model = RENAMED[name]().eval() if name in RENAMED else copy.deepcopy(saved[1])
+    stored = copy.deepcopy(model).half() if name == "half precision" else model
+    stored.save_pretrained(tmp_path / "net", max_shard_size="5KB" if name == "several files" else "1GB")
+    assert (len(list((tmp_path / "net").glob("*.safetensors"))) > 1) == (name == "several files")
+    loaded = load_model(tmp_path / "net")
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
-    x = torch.rand(1, 1, 32, 32)
+    x = torch.rand(2, *(loaded.input_shape or (1, 32, 32)))
     with torch.no_grad():
-        assert torch.allclose(loaded.module()(x), model(pixel_values=x).logits, atol=1e-2)
-
-
-def test_weights_in_several_files(saved, tmp_path):
-    _, model = saved
-    model.save_pretrained(tmp_path / "parts", max_shard_size="5KB")
-    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
-    x = torch.rand(1, 1, 32, 32)
-    with torch.no_grad():
-        assert torch.allclose(load_model(tmp_path / "parts").module()(x), model(pixel_values=x).logits, atol=1e-6)
+        tolerance = 1e-2 if name == "half precision" else 1e-6
+        assert torch.allclose(loaded.module()(x), model(pixel_values=x).logits, atol=tolerance)
 
 
 def changed(**entries):

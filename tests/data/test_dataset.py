@@ -320,9 +320,7 @@ def test_rows_may_be_dictionaries():
     assert as_dataset({"pixels": floats(), "y": Y}, "columns").labels.tolist() == Y.tolist()
     odd = [{"picture": r["img"], "kind": r["label"]} for r in rows]
     assert as_dataset(odd, "odd", columns=("picture", "kind")).labels.tolist() == Y.tolist()
-    with pytest.raises(
-        InputError, match=r"has the entries picture, kind: name the two to use, columns=\(image, label\)"
-    ):
+    with pytest.raises(InputError, match=r"has the columns picture, kind: name two of them, columns=\(image, label\)"):
         as_dataset(odd, "odd")
 
 

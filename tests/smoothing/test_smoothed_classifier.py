@@ -89,8 +89,8 @@ def test_noise_is_gaussian_of_the_right_size(dtype):
         def forward(self, x):
             return x
 
-    smooth = SmoothedClassifier(Identity().eval(), 0.25, 2, chunk_size=1000, noise_dtype=dtype)
-    x = torch.tensor([0.5, -1.0])
+    smooth = SmoothedClassifier(Identity().eval(), 0.25, 2, chunk_size=1000)
+    x = torch.tensor([0.5, -1.0], dtype=dtype)
     z = torch.cat(list(smooth.logits(x, 200_000, input_id=0, stream=Stream.ESTIMATION))).double()
     assert z.dtype == torch.float64
     assert (z.mean(0) - x).abs().max() < 0.25 * 4.5 / 200_000**0.5

@@ -1,7 +1,7 @@
 """Which models a file may name: the registered builders, with plain JSON arguments, built within a budget of memory.
 
 A checkpoint's `config.json` (or a recipe) is only ever data. The name in it is looked up in a table; it is never imported.
-Third parties add rows through the entry point group `equipoise.models`: an entry is loaded only if its very name is asked for.
+Third parties add rows through the entry point group `equipoise.models`: an entry is loaded only if a file names it.
 """
 
 from __future__ import annotations

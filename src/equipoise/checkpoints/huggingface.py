@@ -88,8 +88,8 @@ def load_hugging_face(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Modul
 
     size = config.get("image_size")
     shape = [config.get("num_channels", 3), *(size if isinstance(size, list) else [size, size])]
-    known = len(shape) == 3 and all(type(n) is int and 0 < n < 2**16 for n in shape)
-    return Pixels(_load(builder, settings, folder, where)), tuple(shape) if known else None
+    stated = len(shape) == 3 and all(type(n) is int and 0 < n < 2**16 for n in shape)
+    return Pixels(_load(builder, settings, folder, where)), tuple(shape) if stated else None
 
 
 def _count_numbers(folder: Path) -> int:

@@ -78,12 +78,12 @@ def find_operation(target: str) -> torch._ops.OpOverload:
             f"it calls {target[:80]!r}, which is not among the tensor operations that a file may call: those with a "
             "Lipschitz rule and compositions of them; export the model again without decompositions"
         )
-    found = getattr(getattr(torch.ops.aten, operation, None), overload, None)
-    if not isinstance(found, torch._ops.OpOverload):
+    call = getattr(getattr(torch.ops.aten, operation, None), overload, None)
+    if not isinstance(call, torch._ops.OpOverload):
         raise Refused(f"it calls {target!r}, which is not an operation of this PyTorch")
-    if not all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in found._schema.returns):
+    if not all(str(returned.type) in ("Tensor", "List[Tensor]") for returned in call._schema.returns):
         raise Refused(f"it calls {target!r}, which does not give tensors")
-    return found
+    return call
 
 
 def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
@@ -96,10 +96,10 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
     """
     operation = target._schema.name.removeprefix("aten::")
     names = [argument.name for argument in target._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
     for argument in target._schema.arguments:
         kind = _ENUMERATIONS.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
-        value = given.get(argument.name)
+        value = values.get(argument.name)
         if kind is not None and value is not None and not isinstance(value, kind):
             raise Refused(f"{operation} has {str(value)[:40]!r} as {argument.name}, expected a {kind.__name__}")
 
@@ -114,10 +114,10 @@ def check_arguments_of(target: torch._ops.OpOverload, args: Any, kwargs: Any) ->
         raise Refused(f"{operation} takes more than the {_LONGEST_SEQUENCE:,} steps that are read from a file")
 
     if "upsample" in operation:
-        _check_scales(operation, given)
+        _check_scales(operation, values)
 
     # two kernels that read as far as one of their arguments says
-    if "attention" in operation and given["key"].shape[:-1] != given["value"].shape[:-1]:
+    if "attention" in operation and values["key"].shape[:-1] != values["value"].shape[:-1]:
         raise Refused(f"{operation} has keys and values of different lengths")
     if operation == "_weight_norm" and args[1].numel() != args[0].shape[args[2] if len(args) > 2 else 0]:
         raise Refused(f"{operation} has {args[1].numel()} sizes for weights of shape {list(args[0].shape)}")

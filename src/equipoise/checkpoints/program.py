@@ -59,9 +59,8 @@ LARGEST_ARCHIVE = 2**37
 LARGEST_JSON = 200_000_000
 #: a program of more operations is not read
 MOST_NODES = 50_000
-#: bytes of all values that do not depend on the input, which are kept, and of all others, which are not
+#: bytes of all values together that do not depend on the input, which are computed and kept
 LARGEST_CONSTANTS = 2**33
-LARGEST_TOTAL = 2**38
 
 _NAME = re.compile(r"^[A-Za-z_]\w{0,199}$", re.ASCII)
 _PART = re.compile(r"^[A-Za-z0-9_][\w-]{0,199}$", re.ASCII)
@@ -117,8 +116,8 @@ def read_program(path: str | Path, batch: int = 1) -> tuple[ExportedProgram, str
     except EquipoiseError as error:
         raise type(error)(f"{path}: {error}") from error
     except Exception as error:  # whatever operations raise that do not fit together
-        said = f"{type(error).__name__}: {one_line(error)[:160]}"
-        raise InputError(f"{path} is not a program this PyTorch can read ({said}); export it again") from error
+        reason = f"{type(error).__name__}: {one_line(error)[:160]}"
+        raise InputError(f"{path} is not a program this PyTorch can read ({reason}); export it again") from error
 
 
 def _read(data: bytes, batch: int) -> tuple[ExportedProgram, str]:
@@ -269,7 +268,7 @@ class _Reader:
         self.graph = fx.Graph()
         self.values: dict[str, Any] = {}
         self.constant: set[fx.Node] = set()
-        self.left = {True: LARGEST_CONSTANTS, False: LARGEST_TOTAL}
+        self.constant_bytes = 0
         self.mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=False)
 
     def program(self) -> ExportedProgram:
@@ -454,16 +453,15 @@ class _Reader:
             self.constant.add(node)
 
     def require_memory(self, size: int, what: str, constant: bool) -> None:
-        """Bound the memory of one value and of all values together."""
-        self.left[constant] -= size
+        """Bound the memory of one value, and of all constants together."""
         if size > LARGEST:
             raise Refused(
                 f"{what} makes {size / 2**30:.3g} GiB at once, more than the {LARGEST / 2**30:g} GiB that a value "
                 "may take: bound its parts, or the module it was exported from"
             )
-        if self.left[constant] < 0:
-            limit = LARGEST_CONSTANTS if constant else LARGEST_TOTAL
-            raise Refused(f"up to {what} its values take more than {limit / 2**30:g} GiB")
+        self.constant_bytes += size * constant
+        if self.constant_bytes > LARGEST_CONSTANTS:
+            raise Refused(f"up to {what} its constants take more than {LARGEST_CONSTANTS / 2**30:g} GiB")
 
     def argument(self, value: Any) -> Any:
         """An argument of an operation: a tensor of the graph, a plain value, or a list of them."""

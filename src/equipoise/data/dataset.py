@@ -17,7 +17,9 @@ from equipoise.core.digests import Digest
 from equipoise.core.errors import did_you_mean, one_line
 from equipoise.core.imports import guarded
 
+Array = NDArray[Any]
 Ints = NDArray[np.int64]
+Names = tuple[str, str]
 Layout = Literal["auto", "NHWC", "NCHW", "NHW", "as-is"]
 
 #: the label of an input without one
@@ -243,7 +245,7 @@ class Dataset:
             digest.feed(np.ascontiguousarray(numbers, dtype="<i8").data)
         return str(digest)
 
-    def _raw(self, positions: NDArray[Any]) -> NDArray[Any]:
+    def _raw(self, positions: Array) -> Array:
         rows = self.ids[positions]
         inputs = self.source.read(rows)
         for row, x in zip(rows, inputs, strict=True):
@@ -257,7 +259,7 @@ class Dataset:
         return raw
 
 
-def _require_finite(raw: NDArray[Any], rows: Ints, name: str) -> None:
+def _require_finite(raw: Array, rows: Ints, name: str) -> None:
     if raw.dtype == np.uint8:
         return
     with np.errstate(over="ignore"):
@@ -267,7 +269,7 @@ def _require_finite(raw: NDArray[Any], rows: Ints, name: str) -> None:
         raise InputError(f"{name}: row {row} holds NaN, infinity or a number too large for float32")
 
 
-def arrange(inputs: NDArray[Any], where: str, layout: Layout = "auto") -> NDArray[Any]:
+def arrange(inputs: Array, where: str, layout: Layout = "auto") -> Array:
     """A batch of inputs in native byte order, images as (N, C, H, W).
 
     Bytes are images, (N, H, W, C) or gray ones (N, H, W); floats are (N, C, H, W) if they have four axes, and keep any other
@@ -307,7 +309,7 @@ def arrange(inputs: NDArray[Any], where: str, layout: Layout = "auto") -> NDArra
     return inputs.astype(dtype, copy=False)
 
 
-def as_array(values: Any, what: str) -> NDArray[Any]:
+def as_array(values: Any, what: str) -> Array:
     """A NumPy array of numbers from a tensor, an array or a list; objects are refused.
 
     Args:
@@ -323,7 +325,7 @@ def as_array(values: Any, what: str) -> NDArray[Any]:
     return array
 
 
-def check_labels(labels: NDArray[Any], count: int, num_classes: int | None, where: str) -> Ints:
+def check_labels(labels: Array, count: int, num_classes: int | None, where: str) -> Ints:
     """Labels as int64 (count,).
 
     Args:
@@ -355,7 +357,7 @@ def as_dataset(
     name: str,
     num_classes: int | None = None,
     layout: Layout = "auto",
-    columns: tuple[str, str] | None = None,
+    columns: Names | None = None,
 ) -> Dataset:
     """A `Dataset` from what a user has.
 
@@ -394,23 +396,19 @@ def as_dataset(
     return Dataset.from_source(source, as_array(labels, f"{name}: the labels"), name=name, num_classes=num_classes)
 
 
-def _item(
-    data: Any, row: int, name: str, layout: Layout, columns: tuple[str, str] | None
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def _item(data: Any, row: int, name: str, layout: Layout, columns: Names | None) -> tuple[Array, Array]:
     """One input and its label of a map-style dataset."""
     where = f"{name}: row {row}"
     x, y = pair_of(guarded(lambda: data[row], f"row {row} of {name}"), columns, where)
     return arrange(as_array(x, where)[None], where, layout)[0], as_array(y, f"{where}, its label").reshape(-1)[0]
 
 
-def _read_items(
-    data: Any, name: str, layout: Layout, columns: tuple[str, str] | None, rows: Ints
-) -> list[NDArray[Any]]:
+def _read_items(data: Any, name: str, layout: Layout, columns: Names | None, rows: Ints) -> list[Array]:
     return [_item(data, int(row), name, layout, columns)[0] for row in rows]
 
 
-def pair_of(item: Any, columns: tuple[str, str] | None, where: str) -> tuple[Any, Any]:
-    """(input, label) of an item that is a pair, or a dictionary with the two columns named or their usual names.
+def pair_of(item: Any, columns: Names | None, where: str) -> tuple[Any, Any]:
+    """(input, label) of an item that is a pair, or a dictionary with the two columns; None for a column that is not there.
 
     Args:
         item: the pair or the dictionary.
@@ -421,14 +419,26 @@ def pair_of(item: Any, columns: tuple[str, str] | None, where: str) -> tuple[Any
     ('x', 7)
     """
     if isinstance(item, Mapping):
-        usual = (IMAGES, LABELS) if columns is None else tuple((name,) for name in columns)
-        keys = [next((key for key in names if key in item), None) for names in usual]
-        if None in keys:
-            names = ", ".join(map(str, item))[:200]
-            raise InputError(f"{where} has the entries {names}: name the two to use, columns=(image, label)")
-        return item[keys[0]], item[keys[1]]
+        image, label = find_columns(list(item), columns, where)
+        return item[image], item.get(label)
     try:
         x, y = item
     except (TypeError, ValueError) as error:
         raise InputError(f"{where} is not a pair (input, label): {one_line(error)}") from error
     return x, y
+
+
+def find_columns(names: Sequence[str], columns: Names | None, where: str) -> tuple[str, str | None]:
+    """The columns of inputs and labels: the given ones, else those with the usual names; None if there are no labels.
+
+    Args:
+        names: the columns that there are.
+        columns: the names of the two; an empty second name: no labels.
+        where: what messages call the data.
+    """
+    usual = (IMAGES, LABELS) if columns is None else tuple((name,) for name in columns)
+    image, label = (next((name for name in some if name in names), None) for some in usual)
+    missing = columns is not None and columns[1] != "" and label is None
+    if image is None or missing or len(set(names)) < len(names):
+        raise InputError(f"{where} has the columns {', '.join(names)[:200]}: name two of them, columns=(image, label)")
+    return image, label

@@ -19,12 +19,24 @@ from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import NDArray
 
 from equipoise.core.errors import InputError, did_you_mean, one_line
 from equipoise.core.files import open_regular
 from equipoise.core.imports import SPEC, guarded, resolve
-from equipoise.data.dataset import IMAGES, LABELS, Dataset, Ints, Layout, Source, arrange, as_dataset, check_labels
+from equipoise.data.dataset import (
+    IMAGES,
+    LABELS,
+    Array,
+    Dataset,
+    Ints,
+    Layout,
+    Names,
+    Source,
+    arrange,
+    as_dataset,
+    check_labels,
+    find_columns,
+)
 
 #: data that declares more is not read unless the caller says so
 MAX_BYTES = 8 * 2**30
@@ -34,7 +46,6 @@ MAX_PIXELS = 50_000_000
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".pgm", ".webp")
 Size = tuple[int, int]
-Names = tuple[str, str]
 
 
 def load_dataset(
@@ -207,7 +218,7 @@ def _pairs(keys: list[str]) -> dict[str, tuple[str, str | None]]:
     return {part: (key, labels.get(part)) for part, key in inputs.items() if part in labels or not labels}
 
 
-def _array(archive: zipfile.ZipFile, key: str, name: str, max_bytes: int) -> NDArray[Any]:
+def _array(archive: zipfile.ZipFile, key: str, name: str, max_bytes: int) -> Array:
     entry = archive.getinfo(f"{key}.npy")
     if entry.file_size > max_bytes:  # zipfile never unpacks more than this
         raise InputError(f"{name}: {key} declares {entry.file_size:,} bytes, the limit is {max_bytes:,} (max_bytes=)")
@@ -225,9 +236,7 @@ def _array(archive: zipfile.ZipFile, key: str, name: str, max_bytes: int) -> NDA
 # ---- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def decode_picture(
-    data: bytes | Path, where: str, size: Size | None = None, channels: int | None = None
-) -> NDArray[Any]:
+def decode_picture(data: bytes | Path, where: str, size: Size | None = None, channels: int | None = None) -> Array:
     """One picture as bytes (C, H, W); a rotation noted in EXIF is not applied.
 
     Args:
@@ -258,7 +267,7 @@ def decode_picture(
     return pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)
 
 
-def _decode_files(files: list[Path], size: Size | None, channels: int | None, rows: Ints) -> list[NDArray[Any]]:
+def _decode_files(files: list[Path], size: Size | None, channels: int | None, rows: Ints) -> list[Array]:
     return [decode_picture(files[row], str(files[row]), size, channels) for row in rows]
 
 
@@ -329,7 +338,7 @@ def _read_tables(
     whole = pa.concat_tables(tables)
     if whole.num_rows == 0:
         raise InputError(f"{name} holds no data")
-    image, label = _find_columns(whole.column_names, columns, name)
+    image, label = find_columns(whole.column_names, columns, name)
     labels = None
     if label is not None:
         column = whole.column(label)
@@ -362,16 +371,6 @@ def _read_table(path: Path, max_bytes: int) -> Any:
     except Exception as error:  # pyarrow has many ways to fail on a damaged file
         raise InputError(f"{path.name} is not a readable Parquet file: {one_line(error)}") from error
     return table
-
-
-def _find_columns(names: list[str], asked: Names | None, where: str) -> tuple[str, str | None]:
-    """The columns of inputs and labels: those asked for, else those with the usual names; no labels if there is none."""
-    usual = (IMAGES, LABELS) if asked is None else tuple((name,) for name in asked)
-    image, label = (next((name for name in some if name in names), None) for some in usual)
-    missing = image is None or (asked is not None and asked[1] and label is None)
-    if image is None or missing or len(set(names)) < len(names):
-        raise InputError(f"{where} has the columns {', '.join(names)}: name two of them, columns=(image, label)")
-    return image, label
 
 
 def _class_names(schema: Any, label: str | None) -> tuple[str, ...] | None:

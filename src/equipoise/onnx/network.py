@@ -177,7 +177,7 @@ class OnnxNetwork(nn.Module):
         for spec, node in zip(self.graph.nodes, self.children(), strict=True):
             for name, _ in spec.guards:
                 if name in self._dynamic or name not in arrays or arrays[name].size != 1:
-                    raise spec.refuse(f"it stands in a branch, and the condition {name!r} is not known beforehand")
+                    raise spec.refuse(f"it is in a branch whose condition {name!r} depends on the data")
             if all(bool(arrays[name]) == wanted for name, wanted in spec.guards):
                 yield spec, node
 
@@ -341,7 +341,7 @@ def _require_equal(network: nn.Module, points: list[Tensor], theirs: list[Tensor
     if all(_difference(a, b) <= rounding * _largest(b) for a, b in zip(ours, theirs, strict=True)):
         return
 
-    # a network may amplify rounding: how much is seen in float64
+    # a network may amplify rounding: float64 shows how much
     exact = _results(copy.deepcopy(network).double(), [point.double() for point in points])
     for a, b, c in zip(ours, theirs, exact, strict=True):
         if _difference(a, b) > rounding * _largest(b) + 20 * _difference(a, c):

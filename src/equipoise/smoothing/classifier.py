@@ -67,8 +67,6 @@ class SmoothedClassifier:
             "float" draws floating-point normals, which leaves a gap that certificates state. Default: "grid" if the
             first inputs seen are 8-bit images, else "float"; kept from then on.
         map: the simplex map of soft procedures, if known beforehand; `calibrate` sets it.
-        noise_dtype: of float noise: `torch.float64` draws finer normals, rounded to the input's dtype after x + δ;
-            default: the input's dtype, float32 for half precision.
         nonfinite: "refuse" raises when the network returns NaN or ∞; "miss" counts such a draw as a vote for no class.
     """
 
@@ -82,7 +80,6 @@ class SmoothedClassifier:
         chunk_size: int = 100,
         map: SimplexMap | None = None,
         noise: NoiseName | None = None,
-        noise_dtype: torch.dtype | None = None,
         nonfinite: Literal["refuse", "miss"] = "refuse",
     ) -> None:
         require_one_of(("refuse", "miss"), nonfinite=nonfinite)
@@ -100,7 +97,7 @@ class SmoothedClassifier:
         self.noise = noise
         self.noise_given = noise
         self.cells: float | None = None
-        self.noise_dtype, self.nonfinite = noise_dtype, nonfinite
+        self.nonfinite = nonfinite
         self.rowwise_checked = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
@@ -352,7 +349,7 @@ class SmoothedClassifier:
 
     def like(self, kind: type[Kind], **changes: Any) -> Kind:
         """The same classifier as another kind, or with some settings changed."""
-        names = ("seed", "chunk_size", "map", "noise", "noise_dtype", "nonfinite")
+        names = ("seed", "chunk_size", "map", "noise", "nonfinite")
         settings = {name: getattr(self, name) for name in names} | changes
         made = kind(self.model, self.levels.channels or self.sigma, self.num_classes, **settings)
         if made.noise == self.noise:
@@ -387,7 +384,7 @@ class SmoothedClassifier:
         self.levels.require_channels(x.shape)
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.cells is None:
-            return FloatNoise(self.levels, self.noise_dtype or exact)
+            return FloatNoise(self.levels, exact)
         return GridNoise(self.noise_spec(x[None]).grids, exact)
 
     def round_constant(self, lipschitz: Any) -> float | None:
@@ -516,8 +513,5 @@ def predict_counts(counts: Any, alpha: float, variation: float = 0.0) -> Ints:
 
 def count_votes(out: Tensor) -> Tensor:
     """One-hot sums of the largest logits; rows with a non-finite logit vote for nobody."""
-    votes = torch.bincount(out.argmax(dim=1), minlength=out.shape[1])
-    broken = ~torch.isfinite(out).all(dim=1)
-    if bool(broken.any()):
-        votes = torch.bincount(out[~broken].argmax(dim=1), minlength=out.shape[1])
-    return votes
+    finite = torch.isfinite(out).all(dim=1)
+    return torch.bincount(out[finite].argmax(dim=1), minlength=out.shape[1])

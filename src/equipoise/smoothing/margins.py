@@ -3,7 +3,7 @@
 `lipschitz` always means a sound upper bound in ℓ2 (it goes through `core.as_upper`). Margins are subtracted in float64
 and rounded down, divisions too. `error` covers the rounding of the forward pass: an upper bound of how far each logit is
 from its value in real arithmetic (a number, one per input, or one per logit); without it that rounding is not covered.
-`linear_error` gives it for a linear last layer.
+`lipschitz.rounding.forward_error` gives one for a whole network.
 """
 
 import math
@@ -55,37 +55,6 @@ def _errors(error: Any, logits: Tensor) -> Tensor:
     if not fits or not bool((off >= 0).all()):
         raise InputError("the error of the logits is a non-negative number, one per input, or one per logit")
     return off.expand(logits.shape)
-
-
-def linear_error(
-    features: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """How far `W·g + b`, evaluated in a dtype (default: the features'), may be from real arithmetic, (N, c), rounded up.
-
-    `γ_{m+1}·(|W|·|g| + |b|)` with `γ_n = n·u/(1 − n·u)`, u the unit roundoff, m features: holds for any order of the sum,
-    with or without fused operations. Reference: Higham (2002), §3.1.
-
-    Args:
-        features: (N, m), the inputs g of the layer.
-        weight: (c, m).
-        bias: (c,).
-        dtype: of the evaluation.
-
-    >>> g, W = torch.ones(1, 4), torch.ones(2, 4)
-    >>> bool((linear_error(g, W) < 1e-5).all() and (linear_error(g, W, dtype=torch.float64) < 1e-14).all())
-    True
-    """
-    g = require_tensor(features, "features", dims=2).detach()
-    W = require_tensor(weight, "weight", dims=2).detach()
-    kind = g.dtype if dtype is None else dtype
-    terms = (W.shape[1] + 1) * torch.finfo(kind).eps / 2
-    if not terms < 0.5:
-        raise InputError(f"{W.shape[1]} features are too many for a bound in {kind}: evaluate in float64")
-
-    size = g.double().abs().cpu() @ W.double().abs().cpu().T
-    if bias is not None:
-        size = size + bias.detach().double().abs().cpu()
-    return size * (terms / (1 - terms)) * (1 + 2.0**-20) + 1e-300
 
 
 def margin_radius(

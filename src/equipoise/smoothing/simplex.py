@@ -33,8 +33,13 @@ def sparsemax(z: Tensor) -> Tensor:
     >>> sparsemax(torch.tensor([1.0, 0.5, -1.0])).tolist()
     [0.75, 0.25, 0.0]
     """
-    p: Tensor = _Sparsemax.apply(z)
-    return p
+    z = z - z.detach().amax(dim=-1, keepdim=True)
+    ordered = z.sort(dim=-1, descending=True).values
+    rank = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+    total = ordered.cumsum(dim=-1) - 1
+    size = (rank * ordered > total).sum(dim=-1, keepdim=True)
+    theta = total.gather(-1, size - 1) / size.to(z.dtype)
+    return (z - theta).relu()
 
 
 def hardmax(z: Tensor) -> Tensor:
@@ -45,27 +50,6 @@ def hardmax(z: Tensor) -> Tensor:
     """
     z = z.detach()
     return torch.zeros_like(z).scatter_(-1, z.argmax(dim=-1, keepdim=True), 1.0)
-
-
-class _Sparsemax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        z = z - z.amax(dim=-1, keepdim=True)
-        ordered = z.sort(dim=-1, descending=True).values
-        rank = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
-        total = ordered.cumsum(dim=-1) - 1
-        size = (rank * ordered > total).sum(dim=-1, keepdim=True)
-        theta = total.gather(-1, size - 1) / size.to(z.dtype)
-        p = (z - theta).clamp(min=0)
-        ctx.save_for_backward(p > 0)
-        return p
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (support,) = ctx.saved_tensors
-        inside = torch.where(support, grad, torch.zeros_like(grad))
-        mean = inside.sum(dim=-1, keepdim=True) / support.sum(dim=-1, keepdim=True).to(grad.dtype)
-        return torch.where(support, inside - mean, torch.zeros_like(grad))
 
 
 class _Row(NamedTuple):
@@ -126,7 +110,12 @@ class SimplexMap:
         return _MAPS[self.name].pair / self.temperature * _UP
 
     def component_lipschitz(self, network: Any, classes: int) -> float:
-        """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need."""
+        """Upper bound of `Lip(τ_k∘f)` per unit of mass, from a sound bound of Lip(f): what the radii need.
+
+        Args:
+            network: sound bound of the network's Lipschitz constant.
+            classes: number of classes.
+        """
         return _product(as_upper(network), self.constant(classes) / self.mass)
 
     def pair_lipschitz(self, network: Any) -> float:
@@ -153,13 +142,23 @@ def map_grid(temperatures: Sequence[float] | None = None) -> list[SimplexMap]:
 
 
 def apply_map(chosen: SimplexMap, logits: Floats) -> Floats:
-    """Scores of mass 1 in float64, clipped to [0, 1]; a draw with a non-finite logit votes for nobody."""
+    """Scores of mass 1 in float64, clipped to [0, 1]; a draw with a non-finite logit votes for nobody.
+
+    Args:
+        chosen: the map.
+        logits: (…, c).
+    """
     z = torch.from_numpy(np.ascontiguousarray(logits, dtype=np.float64))
     return scores_of(chosen, z).numpy()
 
 
 def scores_of(chosen: SimplexMap, logits: torch.Tensor) -> torch.Tensor:
-    """The same on tensors (any device)."""
+    """The same on tensors (any device).
+
+    Args:
+        chosen: the map.
+        logits: (…, c).
+    """
     z = logits.double()
     scores = (chosen(z) / chosen.mass).clamp_(0, 1)
     broken = ~torch.isfinite(z).all(dim=-1, keepdim=True)
@@ -188,7 +187,13 @@ def plan_map(
 
 
 def map_smoothness(chosen: SimplexMap, classes: int, lipschitz: Any) -> Smoothness:
-    """Constants of the scores `τ_T∘f` from a sound bound of Lip(f); none without one."""
+    """Constants of the scores `τ_T∘f` from a sound bound of Lip(f); none without one.
+
+    Args:
+        chosen: the map.
+        classes: number of classes.
+        lipschitz: sound bound of the network's Lipschitz constant, or None.
+    """
     if lipschitz is None:
         return Smoothness()
     return Smoothness(chosen.component_lipschitz(lipschitz, classes), chosen.pair_lipschitz(lipschitz))

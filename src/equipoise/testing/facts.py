@@ -9,7 +9,6 @@ from torch import Tensor, fx, nn
 from equipoise.core.programs import flat_tensors
 from equipoise.lipschitz.capture import capture
 from equipoise.lipschitz.logs import exp_up
-from equipoise.lipschitz.operations import Opaque
 from equipoise.lipschitz.propagate import Propagation, propagate
 from equipoise.lipschitz.rules import Signal
 from equipoise.lipschitz.values import exactly
@@ -43,7 +42,7 @@ def check_facts(
     []
     """
     run = propagate(capture(model, example_input), ball)
-    hidden = [n for n, step in run.steps.items() if isinstance(step.map, Opaque) and step.label == "inside a block"]
+    hidden = [node for node, step in run.steps.items() if step.label == "inside a block"]
     wrong: dict[str, None] = {}
     previous: Values | None = None
     for inputs in _inputs(run, ball, points, seed):

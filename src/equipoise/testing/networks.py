@@ -17,6 +17,10 @@ from equipoise.testing.runner import Batch
 
 _SQUARE = ("SLL", "CPL", "RLB")
 _KINDS = ("SN", "AOL", "SR", "BCOP", "RKO", "SOC", "Cayley", "Bjorck", "Sandwich", *_SQUARE)
+_POINTWISE = (
+    "ReLU", "LeakyReLU", "ELU", "GELU", "SiLU", "Tanh", "Sigmoid", "Softplus", "Hardswish", "Mish", "Softsign", "Hardtanh",
+    "Identity", "Dropout",
+)  # fmt: skip
 _COMBINATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "subtract": torch.sub,
@@ -110,10 +114,7 @@ def _random_block(batch: Batch, blocks: Callable[[int], list[nn.Module]], size: 
 
 
 def _pointwise() -> list[nn.Module]:
-    return [
-        nn.ReLU(), nn.LeakyReLU(0.2), nn.ELU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.Softplus(), nn.Hardswish(),
-        nn.Mish(), nn.Softmax(1), nn.Softsign(), nn.Hardtanh(), nn.Identity(), nn.Dropout(),
-    ]  # fmt: skip
+    return [nn.Softmax(1), *[getattr(nn, name)() for name in _POINTWISE]]
 
 
 def _image_blocks(c: int) -> list[nn.Module]:

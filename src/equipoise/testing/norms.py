@@ -116,11 +116,10 @@ def random_convolutions(batch: Batch) -> None:
     """A random layer, with its input size known and unknown, against its dense float64 matrix."""
     layer, shape = _random_layer(batch)
     weight = batch.normal(*layer.weight.shape, dtype=batch.dtype())
-    kind = batch.choose("gaussian", "positive", "one tap")
-    if kind == "positive":
+    if batch.integer(0, 2) == 0:
         weight = weight.abs().to(weight.dtype)
-    if kind == "one tap":
-        weight.flatten(2)[..., 1:] = 0
+    if batch.integer(0, 2) == 0:
+        weight.flatten(2)[..., 1:] = 0  # one tap
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Complex modules")  # converting one warns that they are new
@@ -133,23 +132,25 @@ def _random_layer(batch: Batch) -> tuple[Any, tuple[int, ...]]:
     """A random layer, any padding, stride, dilation and groups, and the shape of one input that it accepts."""
     dims = batch.choose(1, 2, 2, 2, 3)
     groups = batch.choose(1, 1, 1, 2, 3)
-    channels = [groups * batch.integer(1, 4 - dims // 2) for _ in range(2)]
+    channels = [groups * batch.integer(1, 3 - dims // 3) for _ in range(2)]
     most = max(2, int((_MOST_INPUTS / channels[0]) ** (1 / dims)))
 
     def axes(*options: int) -> list[int]:
         return [batch.choose(*options) for _ in range(dims)]
 
     kernel = axes(1, 2, 3) if dims == 3 else axes(1, 2, 3, 4, 5)
-    shared = {"stride": axes(1, 1, 2, 3), "dilation": axes(1, 1, 1, 2), "groups": groups, "bias": False}
+    kind = batch.choose("Conv", "Conv", "Conv", "ConvTranspose")
     while True:  # until PyTorch takes the padding
-        if batch.integer(0, 4):
-            mode = batch.choose("zeros", "zeros", "circular", "reflect", "replicate")
-            layer = getattr(nn, f"Conv{dims}d")(
-                *channels, kernel, **shared, padding=axes(0, 1, 2, 3), padding_mode=mode
-            )
+        options: dict[str, Any] = {
+            "stride": axes(1, 1, 2, 3),
+            "padding": axes(0, 0, 1, 2, 3),
+            "dilation": axes(1, 1, 2),
+        }
+        if kind == "Conv":
+            options["padding_mode"] = batch.choose("zeros", "zeros", "circular", "reflect", "replicate")
         else:
-            make = getattr(nn, f"ConvTranspose{dims}d")
-            layer = make(*channels, kernel, **shared, padding=axes(0, 1, 2), output_padding=axes(0, 0, 1))
+            options["output_padding"] = axes(0, 0, 1)
+        layer = getattr(nn, f"{kind}{dims}d")(*channels, kernel, groups=groups, bias=False, **options)
         shape = (channels[0], *[batch.integer(1, most) for _ in range(dims)])
         with contextlib.suppress(RuntimeError, ValueError):
             if layer(torch.zeros(1, *shape)).numel():

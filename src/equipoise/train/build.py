@@ -13,7 +13,7 @@ from equipoise.checkpoints import load_factory, load_weights
 from equipoise.core.errors import InputError, did_you_mean, one_line
 from equipoise.core.imports import resolve
 from equipoise.optim.muon import Muon, add_lookahead
-from equipoise.train.config import Data, Model, Optimizer, Recipe, fill_in
+from equipoise.train.config import Data, Document, Model, Optimizer, Recipe, fill_in
 from equipoise.train.processes import generator
 
 
@@ -137,7 +137,7 @@ def random_parts(recipe: Recipe) -> Parts:
     return Parts(Part(source, torch.arange(recipe.data.examples or 8) % 8))
 
 
-def build_model(model: Model, source: Any) -> tuple[nn.Module, dict[str, Any]]:
+def build_model(model: Model, source: Any) -> tuple[nn.Module, Document]:
     """The network and the arguments it was made with, tried on an example of the data.
 
     `num_classes`, `in_channels`, `input_size`, `in_features` and `input_shape` are filled in from the data where the
@@ -169,9 +169,10 @@ def require_fit(net: nn.Module, source: Any, name: str) -> None:
         name: of the network, for messages.
     """
     x, _ = source.batch(torch.zeros(1, dtype=torch.int64))
+    device = next((p.device for p in net.parameters()), x.device)
     try:
         with torch.no_grad():
-            outputs = net.eval()(x)
+            outputs = net.eval()(x.to(device))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise InputError(
             f"{name} does not take the data's inputs of shape {tuple(x.shape[1:])}: {one_line(error)[:200]}; "
@@ -181,10 +182,10 @@ def require_fit(net: nn.Module, source: Any, name: str) -> None:
         raise InputError(f"{name} has {outputs.shape[1]} outputs, but the data {source.num_classes} classes")
 
 
-def _facts(source: Any) -> dict[str, Any]:
+def _facts(source: Any) -> Document:
     """What the data say about the network; inputs are (channels, …) or (features,)."""
     shape = list(source.input_shape)
-    facts: dict[str, Any] = {"num_classes": source.num_classes, "input_shape": shape, **getattr(source, "facts", {})}
+    facts: Document = {"num_classes": source.num_classes, "input_shape": shape, **getattr(source, "facts", {})}
     if len(shape) == 1:
         return facts | {"in_features": shape[0]}
     return facts | {"in_channels": shape[0], "input_size": shape[1:]}
@@ -213,11 +214,11 @@ def build_optimizer(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optim
         raise InputError("the network has no parameters to train")
     spared = [p for p in trained if p.ndim <= 1 and optimizer.decay == "matrices"]
     decayed = [p for p in trained if p.ndim > 1 or optimizer.decay == "all"]
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": optimizer.weight_decay}]
+    groups: list[Document] = [{"params": decayed, "weight_decay": optimizer.weight_decay}]
     if spared:
         groups.append({"params": spared, "weight_decay": 0.0})
 
-    kinds: dict[str, Any] = {
+    kinds: Document = {
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,

@@ -27,6 +27,9 @@ from equipoise.core.files import read_bounded
 from equipoise.core.imports import SPEC, resolve
 from equipoise.data.dataset import Layout
 
+#: plain data, as JSON and YAML hold it
+Document = dict[str, Any]
+
 _FLOAT = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _LARGEST = 1_000_000  # bytes of a recipe
@@ -53,7 +56,7 @@ class Choice(BaseModel):
     kind: str
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Document:
         """The arguments beside `kind`."""
         return dict(self.model_extra or {})
 
@@ -65,7 +68,7 @@ class Model(Part):
     """`factory(**arguments)` makes the network; `weights` (safetensors) start it."""
 
     factory: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-    arguments: dict[str, Any] = {}
+    arguments: Document = {}
     weights: str | None = None
 
 
@@ -78,7 +81,7 @@ class Extra(Part):
 
 
 class Data(Part):
-    """What is learnt from: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
+    """The training data: `path` is a bundled name (`digits`) or a file or folder, `${EQUIPOISE_DATA}` is filled in.
 
     `reader` (`package.module:function`) is called as `reader(path, split)` instead of `load_dataset`. `validation` is the part
     of the training split held out and measured every epoch (0: the test split is measured instead); `limit` keeps the first so
@@ -198,19 +201,19 @@ class Recipe(Part):
     checkpoint_steps: AtLeastOne | None = None
     tensorboard: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """Plain JSON data, defaults included; infinite numbers are the text "Infinity", which is read as a number again."""
-        plain: dict[str, Any] = json.loads(self.model_dump_json())
+        plain: Document = json.loads(self.model_dump_json())
         return plain
 
 
-def describe(error: ValidationError, where: str, known: Iterable[str]) -> str:
+def describe(error: ValidationError, where: str, keys: Iterable[str]) -> str:
     """The first problem as one sentence: the key's path, what was expected, what came.
 
     Args:
         error: of pydantic.
         where: what was read.
-        known: keys to suggest in place of an unknown one.
+        keys: those to suggest in place of an unknown one.
     """
     # unknown keys come first: a misspelt key is often also a missing one
     problem = min(
@@ -219,7 +222,7 @@ def describe(error: ValidationError, where: str, known: Iterable[str]) -> str:
     key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
     kind = problem["type"]
     if kind.startswith(("extra", "unexpected")):
-        return f"{where}: unknown key {key!r}{did_you_mean(key, known, 0.5)}"
+        return f"{where}: unknown key {key!r}{did_you_mean(key, keys, 0.5)}"
     if kind.startswith("missing"):
         return f"{where}: {key!r} is missing"
     expected = re.sub(r"^(Value error, |(Input|String|Tuple|List) should )", "", problem["msg"])
@@ -358,7 +361,7 @@ def parse(text: str | bytes, where: str) -> Any:
         raise InputError(f"{place} is not YAML: {reason[:160]}") from error
 
 
-def _extend(document: dict[str, Any], where: str) -> dict[str, Any]:
+def _extend(document: Document, where: str) -> Document:
     """A recipe that `extends` a bundled one, written out; description and published figures are not inherited."""
     if "extends" not in document:
         return document
@@ -373,7 +376,7 @@ def _extend(document: dict[str, Any], where: str) -> dict[str, Any]:
     return _merge(base, {key: value for key, value in document.items() if key != "extends"})
 
 
-def _merge(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: Document, new: Document) -> Document:
     """Parts are merged key by key; a part of another `kind` replaces the old one."""
     merged = dict(base)
     for key, value in new.items():
@@ -399,13 +402,13 @@ def _code_names(value: Any, key: str = "") -> Any:
             yield text
 
 
-def _override(document: dict[str, Any], item: str) -> dict[str, Any]:
+def _override(document: Document, item: str) -> Document:
     """A copy of the document with `a.b=value` (or `list.0.key=value`) set; the value is YAML."""
     key, equals, text = item.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
         raise InputError(f"--set takes key=value like optimizer.lr=0.1, got {item!r}")
-    changed: dict[str, Any] = _put(document, path, parse(text, f"--set {key}: the value"))
+    changed: Document = _put(document, path, parse(text, f"--set {key}: the value"))
     return changed
 
 

@@ -24,11 +24,12 @@ from torch import Tensor
 from equipoise.core.digests import Digest
 from equipoise.core.errors import InputError
 from equipoise.core.files import atomic_write, locked, open_regular, read_json
+from equipoise.train.config import Document
 
 STATE = "state/state.safetensors"
 _Count = Annotated[int, Field(ge=0, le=10**15)]
 #: what is stored of every part of a run (`model`, `optimizer/0`, …), by name: tensors and plain values
-State = dict[str, dict[str, Any]]
+State = dict[str, Document]
 
 
 class Position(BaseModel):
@@ -38,7 +39,7 @@ class Position(BaseModel):
     epoch: _Count
     batch: _Count
     step: _Count
-    history: list[dict[str, Any]]
+    history: list[Document]
     plain: dict[str, bool | int | float | str | None] = {}
 
 
@@ -93,7 +94,7 @@ class Journal:
         metadata = {"position": text, "digest": _digest(tensors, text)}
         atomic_write(self.folder / STATE, save(tensors, metadata=metadata))
 
-    def write_metrics(self, history: list[dict[str, Any]]) -> None:
+    def write_metrics(self, history: list[Document]) -> None:
         """Replace `metrics.jsonl`."""
         lines = [json.dumps(row, allow_nan=False) + "\n" for row in history]
         atomic_write(self.folder / "metrics.jsonl", "".join(lines))
@@ -130,11 +131,11 @@ def _digest(tensors: Mapping[str, Tensor], position: str) -> str:
     return str(digest)
 
 
-def _flat(document: Any, path: str = "") -> dict[str, Any]:
+def _flat(document: Any, path: str = "") -> Document:
     """The values of a document by the path of their keys."""
     if not isinstance(document, dict):
         return {path: document}
-    leaves: dict[str, Any] = {}
+    leaves: Document = {}
     for key, value in document.items():
         leaves |= _flat(value, f"{path}.{key}" if path else str(key))
     return leaves

@@ -28,7 +28,7 @@ from equipoise.core.modules import fresh_strides
 from equipoise.models import save_certificate
 from equipoise.regularizers.flatness import frozen_statistics
 from equipoise.train.build import Parts, build_data, build_model, build_optimizer, random_parts, require_fit
-from equipoise.train.config import Recipe, Schedule, from_table, read_recipe
+from equipoise.train.config import Document, Recipe, Schedule, from_table, read_recipe
 from equipoise.train.journal import Journal, Position, State
 from equipoise.train.losses import LOSSES, OBJECTIVES, Batch, Objective, Task, plain
 from equipoise.train.metrics import Certified, Totals, certified_bound, evaluate
@@ -59,6 +59,9 @@ class Progress:
     row: Mapping[str, Any] | None = None
 
 
+Report = Callable[[Progress], None]
+
+
 @dataclass(frozen=True)
 class Result:
     """A run: the network (in evaluation mode, its moving average if there is one), a row per epoch, the last figures.
@@ -68,13 +71,13 @@ class Result:
 
     recipe: Recipe
     model: nn.Module = field(repr=False)
-    history: list[dict[str, Any]] = field(repr=False)
-    final: dict[str, Any]
+    history: list[Document] = field(repr=False)
+    final: Document
     seconds: float
     folder: Path | None = None
     finished: bool = True
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """Plain data: the last figures and where the network is."""
         folder = None if self.folder is None else str(self.folder)
         times = {"seconds": round(self.seconds, 3), "finished": self.finished}
@@ -89,7 +92,7 @@ def run_recipe(
     model: nn.Module | None = None,
     minutes: float | None = None,
     cpu: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Report | None = None,
     allow_code: bool = False,
 ) -> Result:
     """Train what the recipe describes; in `run_dir`, go on from the last checkpoint if there is one.
@@ -158,7 +161,7 @@ def step_seconds(recipe: Recipe, parts: Parts, sizes: Iterable[int], steps: int 
     return seconds
 
 
-def plan_recipe(recipe: Recipe) -> dict[str, Any]:
+def plan_recipe(recipe: Recipe) -> Document:
     """What training would cost on this machine: steps, and the time of one, extrapolated from 2 and 6 examples.
 
     Where the data are not on this machine, `data.examples` of the recipe counts and inputs are random.
@@ -225,7 +228,7 @@ class Training:
         parts: Parts,
         accelerator: Any,
         folder: str | Path | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Report | None = None,
         model: nn.Module | None = None,
     ) -> None:
         self.recipe = recipe
@@ -267,7 +270,7 @@ class Training:
         self.epoch = self.batch = self.step = 0
         self.saved: int | None = None
         self.totals = Totals(self.device)
-        self.history: list[dict[str, Any]] = []
+        self.history: list[Document] = []
         self.certified: Certified | None = None
         self.remembers = folder is not None
         self.journal = Journal(folder) if folder is not None and rank() == 0 else None  # one process writes
@@ -278,7 +281,7 @@ class Training:
         """The network that is measured and kept: the moving average where there is one."""
         return self.model if self.average is None else self.average.module
 
-    def train(self, deadline: float = math.inf) -> dict[str, Any]:
+    def train(self, deadline: float = math.inf) -> Document:
         """All epochs that are left, or until the deadline, then the finished network; the last figures."""
         self._open()
         while self.epoch < self.recipe.epochs:
@@ -387,7 +390,7 @@ class Training:
                 f"(epoch {self.epoch + 1}); try a smaller optimizer.lr or optimizer.clip{saved}"
             )
 
-    def _finish_epoch(self) -> dict[str, Any]:
+    def _finish_epoch(self) -> Document:
         """The epoch's training figures; the counters start anew."""
         means = self.totals.means()
         self.totals = Totals(self.device)
@@ -395,14 +398,14 @@ class Training:
         self.batch = 0
         return {name if name == "penalty" else f"train_{name}": value for name, value in means.items()}
 
-    def _measure(self, last: bool) -> dict[str, Any]:
+    def _measure(self, last: bool) -> Document:
         """The figures of the network as it is: all of them if they are the last."""
         metrics = self.recipe.metrics
         if world() > 1:  # all processes measure one network: batch statistics are those of the first
             for buffer in self.measured.buffers():
                 distributed.broadcast(buffer, 0)
         lr = self.recipe.optimizer.lr * factor(self.recipe.schedule, max(0, self.step - 1), self.steps)
-        row: dict[str, Any] = {"epoch": self.epoch, "step": self.step, "lr": lr}
+        row: Document = {"epoch": self.epoch, "step": self.step, "lr": lr}
         self.certified = None
         if metrics.bound and (last or (metrics.bound_every and self.epoch % metrics.bound_every == 0)):
             # machines may round differently: one bound for all
@@ -418,7 +421,7 @@ class Training:
                 row["test"] = evaluate(self.measured, self.parts.test, *options)
         return row
 
-    def _record(self, row: dict[str, Any]) -> None:
+    def _record(self, row: Document) -> None:
         self.history.append(row)
         if self.epoch == self.recipe.epochs or self.epoch % self.recipe.checkpoint_every == 0:
             self._save()
@@ -432,7 +435,7 @@ class Training:
         if self.progress is not None and rank() == 0:
             self.progress(Progress(self.step, self.steps, epoch, self.recipe.epochs, **figures))
 
-    def _stateful(self) -> dict[str, Any]:
+    def _stateful(self) -> Document:
         """What has a `state_dict` of tensors, by its name in a checkpoint."""
         items = {"model": self.model, "average": self.average}
         items |= {f"penalty/{i}": term.keeper for i, term in enumerate(self.penalties)}
@@ -505,7 +508,7 @@ class Training:
             self.totals.add(name, value, tried)
         self.saved = self.step
 
-    def _finish(self, row: dict[str, Any]) -> None:
+    def _finish(self, row: Document) -> None:
         """Write the network where `equipoise audit` finds it, with certificate and model card."""
         if self.journal is None:
             return

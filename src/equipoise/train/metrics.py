@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from equipoise.core.accuracy import certified_at
 from equipoise.core.errors import Refused
+from equipoise.train.config import Document
 from equipoise.train.losses import Classification, Task
 from equipoise.train.processes import all_sum, rank, world
 
@@ -106,7 +107,7 @@ def evaluate(
     batch_size: int,
     epsilons: Sequence[float] = (),
     certified: Certified | None = None,
-) -> dict[str, Any]:
+) -> Document:
     """Mean loss, the task's metrics, and certified accuracy `#{R ≥ ε, R > 0}/n`, R from proved constants.
 
     Guarantee: the certificate is about the ball of radius ε around each input, in ℓ2, for the real function of the stored
@@ -141,7 +142,7 @@ def evaluate(
                 totals.add(name, certified_at(radii, radii > 0, epsilon).sum(), len(y))
     model.train(training)
     means = totals.means()
-    figures: dict[str, Any] = {name: means[name] for name in ("loss", *task.metrics)}
+    figures: Document = {name: means[name] for name in ("loss", *task.metrics)}
     if radii_names:
         figures["certified_accuracy"] = {name.removeprefix("certified/"): means[name] for name in radii_names}
     return figures

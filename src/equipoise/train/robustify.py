@@ -1,7 +1,7 @@
 """An existing network made 1-Lipschitz and trained further: what it was and what it became, in one table."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from equipoise.core.precision import deflate
 from equipoise.nn.models import MODELS
 from equipoise.nn.wrappers import known_constant
 from equipoise.train.build import build_data, require_fit
-from equipoise.train.config import read_recipe
-from equipoise.train.loop import Progress, Result, run_recipe
+from equipoise.train.config import Document, read_recipe
+from equipoise.train.loop import Report, Result, run_recipe
 from equipoise.train.losses import cross_entropy
 from equipoise.train.metrics import certified_bound, evaluate
 
 #: how to train unless a recipe says otherwise
-_DEFAULT: dict[str, Any] = {
+_DEFAULT: Document = {
     "loss": {"kind": "lmt", "epsilon": 0.35, "start": 0.05, "temperature": 0.125, "lipschitz": 1.0},
     "optimizer": {"kind": "nadam", "lr": 2e-3, "clip": 3.0},
     "schedule": {"kind": "one-cycle"},
@@ -41,7 +41,7 @@ class Robustified:
     before: Mapping[str, Any]
     after: Mapping[str, Any]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Document:
         """Plain data."""
         modules = [vars(row) for row in self.conversion.rows]
         return {"name": self.result.recipe.name, "before": self.before, "after": self.after, "modules": modules}
@@ -81,7 +81,7 @@ def robustify(
     distill: float = 0.0,
     minutes: float | None = None,
     cpu: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Report | None = None,
 ) -> Robustified:
     """Convert a network (`make_lipschitz`), train it further, and measure both on the same data.
 
@@ -114,7 +114,7 @@ def robustify(
     document = {**_DEFAULT, "data": {"path": data}, "name": name} if recipe is None else read_recipe(recipe).to_dict()
     if distill:
         document["noise"] = {"kind": "distillation", "teacher": str(source), "weight": distill}
-    options: dict[str, Any] = {"side": "smaller"} if method in ("sr", "aol") else {}  # wide dense layers cost less
+    options: Document = {"side": "smaller"} if method in ("sr", "aol") else {}  # wide dense layers cost less
     document["model"] = _converted(Path(source), method, options) or {"factory": str(source)}
     checked = read_recipe(document, changes)
 
@@ -144,11 +144,11 @@ def robustify(
     return robustified
 
 
-def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(row: Mapping[str, Any]) -> Document:
     return {name: row.get(name) for name in ("accuracy", "certified_accuracy", "bound")}
 
 
-def _converted(folder: Path, method: str, options: dict[str, Any]) -> dict[str, Any] | None:
+def _converted(folder: Path, method: str, options: Document) -> Document | None:
     """The recipe's model for a checkpoint of a builder of `nn.models`: the same builder, converted."""
     if not folder.is_dir():
         return None
