@@ -136,23 +136,6 @@ def write_smoothing(
     Returns:
         The claims, as they stand in `certificate.json`.
     """
-    rows = smoothing_rows(selection, estimation, draws, sigma, alpha, procedure)
-    for row in rows:
-        row["radius"] = min(row["radius"], math.inf if radii is None else float(radii[row["input"]]))
-    claims = {"smoothing": {"sigma": sigma, "alpha": alpha, "n": int(max(draws)), "rows": rows}}
-    _save(folder, {"format": "equipoise-bundle", "version": 1, "claims": claims}, {})
-    return claims
-
-
-def smoothing_rows(
-    selection: np.ndarray,
-    estimation: np.ndarray,
-    draws: Sequence[int] | np.ndarray,
-    sigma: float,
-    alpha: float,
-    procedure: str = "rivals",
-) -> list[dict[str, Any]]:
-    """The rows of a claim about smoothing: counts, how the risk is spent, and the radius; arguments as `write_smoothing`."""
     votes = Votes(selection.astype(float), estimation.astype(float), np.asarray(draws, dtype=float))
     setting = Setting(Gaussian(sigma), alpha)
     method = find_procedure(procedure)
@@ -180,8 +163,11 @@ def smoothing_rows(
                     # the class's own bound is the better one for its rivals
                     row["q"] = min(1.0, (1 - row["p"]) * (1 + 1e-15))
         # the bounds' last digits were given away, and the radius follows from them
-        rows.append({**row, "radius": max(radius - 1e-7 * (radius + sigma), 0.0)})
-    return rows
+        radius = max(radius - 1e-7 * (radius + sigma), 0.0)
+        rows.append({**row, "radius": radius if radii is None else min(radius, float(radii[index]))})
+    claims = {"smoothing": {"sigma": sigma, "alpha": alpha, "n": int(max(draws)), "rows": rows}}
+    _save(folder, {"format": "equipoise-bundle", "version": 1, "claims": claims}, {})
+    return claims
 
 
 def check(folder: str | Path, *, exact: bool = False) -> list[str]:
@@ -481,26 +467,25 @@ def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
 
 
 def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """`(x − mean)/√(var + ε)·weight + bias`, as a scaling and a shift in float64."""
-    mean, variance = (writer.constants[a[key]].double() for key in ("running_mean", "running_var"))
-    factor = (variance + a["eps"]).rsqrt()
-    if a["weight"] is not None:
-        factor = factor * writer.constants[a["weight"]].double()
-    offset = -mean * factor
-    if a["bias"] is not None:
-        offset = offset + writer.constants[a["bias"]].double()
-    shape = (-1, *[1] * (len(_shape(node)) - 1))
-    writer.emit(node, "scale", [a["input"]], {}, {"value": factor.reshape(shape)})
-    writer.emit(node, "shift", [node], {}, {"value": offset.reshape(shape)})
+    """`ax + b` for every channel, as a scaling and a shift in float64; a and b from its values at 0 and 1."""
+    statistics = [writer.constants[part].double() if part in writer.constants else part for part in node.args[1:]]
+    zero = torch.zeros(1, *_shape(node)[:1], *[1] * (len(_shape(node)) - 1), dtype=torch.float64)
+    target: Any = node.target
+    shift = target(zero, *statistics)
+    scale = target(zero + 1, *statistics) - shift
+    writer.emit(node, "scale", [a["input"]], {}, {"value": scale[0]})
+    writer.emit(node, "shift", [node], {}, {"value": shift[0]})
 
 
 def _gather(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """Operations that move entries: done with the places of the entries instead of their values."""
+    """Operations that move entries or pad with zeros: done with the places of the entries, counted from 1."""
+    if a.get("value") or a.get("mode") == "circular":
+        return  # circular padding is recognised at its convolution
     source: Any = node.args[0]
-    places = torch.arange(math.prod(_shape(source)), dtype=torch.float64).reshape(1, *_shape(source))
+    places = torch.arange(1, 1 + math.prod(_shape(source)), dtype=torch.float64).reshape(1, *_shape(source))
     target: Any = node.target
     index = target(places, *node.args[1:], **node.kwargs)
-    writer.emit(node, "gather", [source], {}, {"index": index[0].long()})
+    writer.emit(node, "gather", [source], {}, {"index": index[0].long() - 1})
 
 
 def _arithmetic(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
@@ -557,14 +542,6 @@ def _item(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
         axis = int(b["dim"]) % node.meta["val"].dim()
         if not b["descending"]:
             writer.emit(node, "rearrange", [b["self"]], {"kind": "sort", "axis": axis})
-
-
-def _pad(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
-    """Padding with zeros; circular padding is recognised at its convolution."""
-    if a["mode"] == "constant" and not a["value"] and min(a["pad"]) >= 0:
-        pairs = [list(pair) for pair in zip(a["pad"][::2], a["pad"][1::2], strict=True)]
-        widths = [[0, 0]] * (len(_shape(node)) - len(pairs)) + pairs[::-1]
-        writer.emit(node, "rearrange", [a["self"]], {"kind": "pad", "widths": widths})
 
 
 def _pool(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
@@ -651,7 +628,9 @@ _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] 
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _linear),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
     **dict.fromkeys(("add", "sub", "mul", "div"), _arithmetic),
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "roll", "slice"), _gather),
+    **dict.fromkeys(
+        ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "roll", "slice", "pad"), _gather
+    ),
     **dict.fromkeys(("clamp", "hardtanh"), _CLAMP),
     **dict.fromkeys(("tanh", "sigmoid", "softplus"), _curve),
     "relu": _rearrange("relu"),
@@ -659,8 +638,7 @@ _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] 
     "leaky_relu": _leaky_relu,
     "batch_norm": _batch_norm,
     "cat": _concatenate,
-    "pad": _pad,
     "getitem": _item,
 }
 
-__all__ = ["EPSILONS", "check", "describe", "smoothing_rows", "write", "write_smoothing"]
+__all__ = ["EPSILONS", "check", "describe", "write", "write_smoothing"]

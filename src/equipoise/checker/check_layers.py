@@ -300,11 +300,12 @@ def pool(network, node, x):
 
 
 def gather(network, node, x):
-    """Entries are moved, left out or repeated: y[i] = x[index[i]]."""
+    """Entries are moved, left out or repeated: y[i] = x[index[i]], or 0 where the index is −1."""
     index = network.tensors[node["weights"]["index"]]
-    require(index.dtype == np.int64, "expected whole numbers as places")
-    repeated = np.bincount(index.ravel()).max()
-    return Step(x.reshape(len(x), -1)[:, index], math.sqrt(repeated) * SLACK)
+    require(index.dtype == np.int64 and index.size <= MAX_ENTRIES // len(x), "expected places, as whole numbers")
+    repeated = np.bincount(index.ravel() + 1)[1:].max()
+    flat = np.concatenate([x.reshape(len(x), -1), np.zeros((len(x), 1))], axis=1)
+    return Step(flat[:, index], math.sqrt(repeated) * SLACK)
 
 
 OPERATIONS |= {
@@ -342,16 +343,7 @@ def clamp(x, a):
     return np.clip(x, low, number(a["high"], low))
 
 
-def pad(x, a):
-    """Zeros around an image, or further channels of zeros."""
-    widths = [integers(pair, 2, 0) for pair in a["widths"]]
-    shape = [n + sum(pair) for n, pair in zip(x.shape[1:], widths)]
-    require(len(x) * math.prod(shape) <= MAX_ENTRIES, "a padded image is too large")
-    return np.pad(x, [(0, 0), *widths])
-
-
 REARRANGEMENTS |= {
-    "pad": pad,
     "abs": absolute,
     "maxmin": maxmin,
     "clamp": clamp,

@@ -121,6 +121,10 @@ def syrk_error(A: Tensor, G: Tensor) -> tuple[float, float]:
 
     `|G − A*A|_ij ≤ γ·|a_i|ᵀ|a_j|`, so the norm is at most `γ‖A‖_F²` (√2 more for complex numbers), with γ that of the longest
     chain of roundings, a cast of A included; and what underflow may lose.
+
+    Args:
+        A: the matrix.
+        G: its Gram matrix, as `syrk` computed it.
     """
     rows, columns = A.shape
     trace = float(torch.diagonal(G).real.sum(dtype=torch.float64))
@@ -133,18 +137,33 @@ def syrk_error(A: Tensor, G: Tensor) -> tuple[float, float]:
 
 
 def cholesky_gamma(n: int, dtype: torch.dtype) -> float:
-    """`γ'` of the module's inequality for n×n matrices, real or complex."""
+    """`γ'` of the module's inequality for n×n matrices, real or complex.
+
+    Args:
+        n: size of the matrices.
+        dtype: precision of the factorisation.
+    """
     g = gamma((4 if dtype.is_complex else 2) * (n + 4), dtype)
     return inflate(g / (1 - g))
 
 
 def verification_loss(n: int, dtype: torch.dtype) -> float:
-    """Relative loss of `below` at worst: a matrix is provable below τ if `λ_max ≤ τ·(1 − loss)`, roughly."""
+    """Relative loss of `below` at worst: a matrix is provable below τ if `λ_max ≤ τ·(1 − loss)`, roughly.
+
+    Args:
+        n: size of the matrices.
+        dtype: precision of the factorisation.
+    """
     return n * cholesky_gamma(n, dtype) + 4 * unit_roundoff(dtype)
 
 
 def expected_loss(G: Tensor, tau: float) -> float:
-    """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)`, in its precision."""
+    """Relative loss of `below` that is to be expected of matrices like the Hermitian `G (n, n)`, in its precision.
+
+    Args:
+        G: a typical matrix.
+        tau: roughly what it is to be proved below.
+    """
     spread = _predicted_spread(G[None], torch.tensor([tau], dtype=torch.float64), G.dtype)
     return float(spread) * cholesky_gamma(len(G), G.dtype) + 4 * unit_roundoff(G.dtype)
 
@@ -255,7 +274,13 @@ def factor(M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_below(G: Tensor, tau: float, error: float) -> bool:
-    """`below` for one matrix `(n, n)`."""
+    """`below` for one matrix `(n, n)`.
+
+    Args:
+        G: a Hermitian matrix.
+        tau: the target.
+        error: norm of what G may be off by.
+    """
     return 0 < tau < math.inf and bool(below(G[None], torch.tensor([tau], dtype=torch.float64), error))
 
 
@@ -435,7 +460,12 @@ def _rayleigh(G: Tensor, v: Tensor, size: float) -> float:
 
 
 def dense_bracket(W: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`(lower, upper, v)` of a batch of matrices in float64: Gram iteration for small ones, Cholesky proofs for large ones."""
+    """`(lower, upper, v)` of a batch of matrices in float64: Gram iteration for small ones, Cholesky proofs for large ones.
+
+    Args:
+        W: matrices `(..., m, n)`.
+        rtol: relative gap to reach.
+    """
     if W.dim() == 2 and min(W.shape) >= LARGE:
         lower, upper, v = cholesky_bracket(W, rtol)
         return torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64), v

@@ -74,6 +74,11 @@ def grid_cells(symbol: Symbol, sizes: tuple[int, ...], points: bool = True) -> C
 
     As `points` one of each pair ±ω is left out everywhere; cells that will be split, of which only children in the upper half
     are kept, need the planes that are their own mirror image whole.
+
+    Args:
+        symbol: the symbol.
+        sizes: points per axis.
+        points: whether the cells are points.
     """
     dims, real = len(sizes), not symbol.kernel.is_complex()
     counts = [n // 2 + 1 if real and j == 0 else n for j, n in enumerate(sizes)]

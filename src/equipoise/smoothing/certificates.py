@@ -58,7 +58,12 @@ class Certificates:
         return int(np.size(self.prediction))
 
     def accuracy(self, labels: ArrayLike, epsilon: ArrayLike = 0.0) -> Floats:
-        """Certified accuracy at each ε: the share of inputs predicted right with radius ≥ ε."""
+        """Certified accuracy at each ε: the share of inputs predicted right with radius ≥ ε.
+
+        Args:
+            labels: class numbers.
+            epsilon: radii.
+        """
         return certified_accuracy(self.radius, self._correct(labels), epsilon)
 
     def average_radius(self, labels: ArrayLike) -> float:
@@ -127,7 +132,14 @@ def _log_row(line: str, where: str) -> tuple[int, int, int, float, int, str]:
 
 
 def write_log(path: str | Path, certificates: Certificates, labels: ArrayLike, idx: ArrayLike | None = None) -> None:
-    """Write certificates in Cohen's format, radii rounded *down* to four digits."""
+    """Write certificates in Cohen's format, radii rounded *down* to four digits.
+
+    Args:
+        path: of the file.
+        certificates: of one batch.
+        labels: class numbers.
+        idx: names of the inputs, default 0 … N − 1.
+    """
     if not isinstance(certificates, Certificates):
         raise InputError(f"expected Certificates, got {describe(certificates)}")
     labels = np.asarray(labels, dtype=np.int64)
