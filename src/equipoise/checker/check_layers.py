@@ -100,6 +100,8 @@ class Layer:
 
     def apply(self, x, weight):
         """The layer with this weight, its own or that in absolute values, without bias."""
+        outputs = self.groups * weight.shape[1]
+        require(math.prod(self.positions) * outputs * len(x) <= MAX_ENTRIES, "the outputs of a layer are too large")
         image = self.pad(x, mode="wrap" if self.circular else "constant")
         result = 0.0
         for tap in np.ndindex(*self.kernel):
@@ -149,12 +151,13 @@ def check_convolution(layer, kernel, s):
             s = s * math.sqrt(math.cos(math.pi * degree / coarse)) / SLACK
         grid.append(points)
     aliases = math.prod(layer.stride)
-    require(math.prod(grid) * aliases <= 2**22, "a convolution needs too many frequencies")
+    require(math.prod(grid) * aliases <= 2**22 and aliases <= 2**12, "a convolution needs too many frequencies")
 
     # without a stride, `MM*` may be replaced by the smaller `M*M`
     flat = kernel.reshape(*kernel.shape[:2], -1)
     if aliases == 1 and flat.shape[0] > flat.shape[1]:
         flat = flat.transpose(1, 0, 2)
+    require(len(flat) ** 2 <= MAX_ENTRIES, "a convolution has too many channels")
     total = float(layer.taps.sum())
     error = 2 * gamma(8 * (flat.shape[1] + flat.shape[2]) + aliases + 400) * total * total + TINY
 
@@ -296,10 +299,20 @@ def pool(network, node, x):
     return Step(np.moveaxis(sum(parts) / count, -1, 0), factor, count + 2, factor * norm(x), factor)
 
 
+def gather(network, node, x):
+    """Entries are moved, left out or repeated: y[i] = x[index[i]], or 0 where the index is −1."""
+    index = network.tensors[node["weights"]["index"]]
+    require(index.dtype == np.int64 and index.size <= MAX_ENTRIES // len(x), "expected places, as whole numbers")
+    repeated = np.bincount(index.ravel() + 1)[1:].max()
+    flat = np.concatenate([x.reshape(len(x), -1), np.zeros((len(x), 1))], axis=1)
+    return Step(flat[:, index], math.sqrt(repeated) * SLACK)
+
+
 OPERATIONS |= {
     "convolution": convolution,
     "transposed": transposed,
     "residual": residual,
+    "gather": gather,
     "shift": shift,
     "scale": scale,
     "leaky_relu": leaky_relu,
@@ -330,20 +343,9 @@ def clamp(x, a):
     return np.clip(x, low, number(a["high"], low))
 
 
-def pad(x, a):
-    """Zeros around an image, or further channels of zeros."""
-    widths = [integers(pair, 2, 0) for pair in a["widths"]]
-    shape = [n + sum(pair) for n, pair in zip(x.shape[1:], widths)]
-    require(len(x) * math.prod(shape) <= MAX_ENTRIES, "a padded image is too large")
-    return np.pad(x, [(0, 0), *widths])
-
-
 REARRANGEMENTS |= {
-    "pad": pad,
     "abs": absolute,
     "maxmin": maxmin,
     "clamp": clamp,
     "sort": lambda x, a: np.sort(x, axis=a["axis"]),
-    "flip": lambda x, a: np.flip(x, integers(a["axes"], len(a["axes"]))),
-    "permute": lambda x, a: x.transpose([0, *integers(a["axes"], x.ndim - 1)]),
 }

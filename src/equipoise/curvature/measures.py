@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 from scipy.linalg import norm
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
-from scipy.special import stdtrit
 
 from equipoise.core.checks import POSITIVE, require_number, require_one_of
 from equipoise.core.errors import Refused
@@ -16,6 +15,12 @@ from equipoise.curvature.hessian import LossHessian, Vector
 #: up to this many parameters the matrix is formed and solved
 SMALL = 40
 Which = Literal["LA", "SA", "LM"]
+
+
+def _plain(result: Any, kind: str) -> dict[str, Any]:
+    """The fields of a result for JSON, without its vector, and what kind of number it is."""
+    fields = {key: value for key, value in vars(result).items() if key != "vector"}
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()} | {"kind": kind}
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,10 @@ class Eigenvalue:
     which: str = "LA"
     vector: Vector = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Contains an eigenvalue."""
-        return self.value - self.residual, self.value + self.residual
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = {key: value for key, value in vars(self).items() if key not in ("vector", "which")}
         kind = "upper bound of the smallest" if self.which == "SA" else "lower bound of the largest"
-        return {**plain, "kind": kind}
+        return _plain(self, kind)
 
 
 def top_eigenvalue(
@@ -107,21 +106,9 @@ class TraceEstimate:
     products: int
     samples: int = 0
 
-    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Student's interval `value ± t·standard_error` with `samples − 1` degrees of freedom.
-
-        The samples are taken for normal: it covers less than asked where few large eigenvalues rule them.
-
-        >>> tuple(round(end, 2) for end in TraceEstimate(1.0, 0.1, 30, 10).interval())
-        (0.77, 1.23)
-        """
-        require_number(confidence, "confidence", least=0, most=1)
-        reach = float(stdtrit(self.samples - 1, (1 + confidence) / 2)) * self.standard_error if self.samples else 0.0
-        return self.value - reach, self.value + reach
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `interval` is that of 95 %."""
-        return {**vars(self), "interval": list(self.interval()), "kind": "estimate"}
+        """Plain values for JSON."""
+        return _plain(self, "estimate")
 
 
 def trace(hessian: LossHessian, *, products: int = 60, seed: int = 0) -> TraceEstimate:
@@ -181,8 +168,7 @@ class SpectralDensity:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        plain = {"nodes": self.nodes.tolist(), "weights": self.weights.tolist()}
-        return {**vars(self), **plain, "kind": "estimate"}
+        return _plain(self, "estimate")
 
 
 def spectral_density(hessian: LossHessian, *, steps: int = 30, vectors: int = 4, seed: int = 0) -> SpectralDensity:
@@ -253,7 +239,7 @@ class Sharpness:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**vars(self), "kind": "lower"}
+        return _plain(self, "lower")
 
 
 def sharpness(
