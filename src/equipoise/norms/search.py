@@ -56,7 +56,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class SymbolBound:
-    """`upper` bounds the maximum asked for; the maximiser found is `(group, omega)`; `evaluated` counts frequencies.
+    """`upper` bounds the maximum asked for; the maximiser is `(group, omega)`.
 
     `vector` is where Lanczos steps on the Gram matrix of the maximiser may start.
     """
@@ -64,7 +64,6 @@ class SymbolBound:
     upper: float
     group: int
     omega: Tensor
-    evaluated: int
     proved: bool
     vector: Tensor | None = None
 
@@ -148,7 +147,7 @@ class Search:
         cells = grid_cells(self.symbol, sizes, points=False)
         cells.half = tuple(math.pi / n if n > 1 else 0.0 for n in sizes)
         if len(cells) * self.c**2 * 8 > MOST_BYTES or len(cells) > 8 * self.budget:
-            return SymbolBound(math.inf, 0, self.where[1], 0, False)
+            return SymbolBound(math.inf, 0, self.where[1], False)
         self._scout(cells)
         self._choose_dtype()
         self._climb(cells.half)
@@ -286,7 +285,7 @@ class Search:
             stubborn = 0 if self.target > before else stubborn + 1
         reached = 0 < self.target <= deflate(self.enough * self.enough)
         upper = self.enough if reached else inflate(inflate(self.target) ** 0.5)
-        return SymbolBound(upper, self.where[0], self.where[1], self.evaluated, proved, self.vector)
+        return SymbolBound(upper, self.where[0], self.where[1], proved, self.vector)
 
 
 def _powers(G: Tensor, steps: int = 4, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
