@@ -288,7 +288,9 @@ class ActivationDecay(_Watching):
 
     def _end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         super()._end(model, args, kwargs, output)
-        if self._calls:
+        if output is None:  # the pass failed on its way to the last layer
+            self._calls = []
+        elif self._calls:
             self.name = self._calls[0][0]
             self._layers = {self.name: self._layers[self.name]}
         elif isinstance(output, Tensor):
