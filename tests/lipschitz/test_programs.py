@@ -98,6 +98,7 @@ BOUNDED = {
     "centring of other entries": (lambda x: x - x.mean(1), (4, 4), math.inf),
     "adding the mean": (lambda x: x + x.mean(1, keepdim=True), (4,), math.inf),
     "softplus": (lambda x: F.softplus(x + 20), (4,), 1.001),
+    "view of a contiguous copy": (lambda x: (2 * x.view(-1, 2, 2).mT.contiguous().view(-1, 4)).tanh(), (4,), 2.001),
 }  # fmt: skip
 
 

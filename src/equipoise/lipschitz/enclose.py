@@ -9,6 +9,7 @@ columns are dropped before the norm of the next layer is taken, and rows of neur
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +69,12 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     sources = [(boxes[s.node], gain) for s, gain in step.gains]
     if isinstance(step.map, op.Normalised):
         sources = [(sources[0][0], _local_norm(step.map, sources[0][1], sources[0][0]))]
-    log = _combine(step, [log_product(log_up(g), b.log) for b, g in sources])
-    log = min(log, short, run.facts[node].fused)
+
+    def combine(logs: Iterable[float]) -> float:
+        terms = [log_product(log_up(gain), size) for (_, gain), size in zip(sources, logs, strict=True)]
+        return log_root(terms) if step.combine == "root" else log_sum(terms)
+
+    log = min(combine(b.log for b, _ in sources), short, run.facts[node].fused)
     if not isinstance(step.linear, Diagonal):
         log = min(log, _pruned(node, run, boxes, call.cache))
     image = _image(call, step, sources, boxes)
@@ -79,8 +84,8 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
     rounding = torch.where(rounding > 0, rounding + _TINY, 0.0)
     noise = float(frobenius(rounding.reshape(1, -1)))
     # in logarithms, since the product of two small numbers may vanish
-    dev = inflate(exp_up(_combine(step, [log_product(log_up(g), log_up(b.dev)) for b, g in sources])) + noise)
-    rho = inflate(exp_up(_combine(step, [log_product(log_up(g), log_up(b.rho)) for b, g in sources])) + noise)
+    dev = inflate(exp_up(combine(log_up(b.dev) for b, _ in sources)) + noise)
+    rho = inflate(exp_up(combine(log_up(b.rho) for b, _ in sources)) + noise)
     half = inflate(half + rounding)
     dev = min(dev, float(frobenius(half.reshape(1, -1))), inflate(exp_up(log_product(log, log_up(radius))) + rho))
     half = half.clamp_max(dev)
@@ -88,10 +93,6 @@ def _box(call: Call, step: Step, run: Propagation, boxes: dict[fx.Node, Box], ra
         source, gain = step.gains[0]
         log = min(log, log_product(log_up(gain), _pruned(source.node, run, boxes, call.cache, half > 0)))
     return Box(mid, half, dev, rho, log)
-
-
-def _combine(step: Step, logs: list[float]) -> float:
-    return log_root(logs) if step.combine == "root" else log_sum(logs)
 
 
 #: centre, half-widths and entrywise rounding of the centre

@@ -18,6 +18,7 @@ method and the map:
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,18 +101,13 @@ def find_regions(
         for key, entry in (node.meta.get("nn_module_stack") or {}).items():
             members.setdefault(str(key), []).append(node)
             paths[str(key)] = str(entry[0]).split("@")[0]
-    calls: dict[int, int] = {}
-    blocks: dict[str, nn.Module] = {}
-    for key, path in paths.items():
-        module = _submodule(model, path)
-        if module is not None and callable(getattr(module, "lipschitz_upper", None)):
-            blocks[key] = module
-            calls[id(module)] = calls.get(id(module), 0) + 1
+    called = {key: _submodule(model, path) for key, path in paths.items()}
+    calls = Counter(map(id, called.values()))
     regions = [
         _region(module, paths[key], members[key], moving, outputs)
-        for key, module in blocks.items()
-        # else a call left no nodes, or two were recorded as one
-        if counts.get(id(module)) == calls[id(module)] and is_trusted(module)
+        for key, module in called.items()
+        # where the numbers differ a call left no nodes, or two were recorded as one
+        if module is not None and counts.get(id(module)) == calls[id(module)] and is_trusted(module)
     ]
     return tuple(region for region in regions if region is not None)
 
@@ -161,7 +157,9 @@ def declared_bound(module: nn.Module, path: str, value: Tensor) -> Bound | None:
         Refused: if an attack on the block exceeds it.
     """
     name = f"module {path or 'the model'} ({type(module).__name__})"
-    method: Any = module.lipschitz_upper
+    method: Any = getattr(module, "lipschitz_upper", None)
+    if method is None:  # a constant by construction only
+        return None
     try:
         with torch.no_grad():
             bound = method(tuple(value.shape[1:]))

@@ -157,8 +157,6 @@ class _Steep:
 
 
 _STEEP = {
-    "sinh": _Steep(torch.sinh, math.cosh),
-    "cosh": _Steep(torch.cosh, math.sinh),
     "exp": _Steep(torch.exp, math.exp),
     "expm1": _Steep(torch.expm1, math.exp),
     "square": _Steep(torch.square, lambda t: 2 * t),
@@ -170,9 +168,9 @@ _STEEP = {
 }
 
 
-def _steep(call: Call, steep: _Steep, label: str, x: Signal | None = None) -> Step:
+def _steep(call: Call, steep: _Steep, label: str) -> Step:
     """The step of a steep function of x, on the interval in which x is known to lie."""
-    x = call.x if x is None else x
+    x = call.x
     a, b = max(x.low, -x.peak), min(x.peak, _highest(call, x))
     if not a > steep.start and steep.start != -math.inf:
         call.refuse(
@@ -239,17 +237,6 @@ def power(call: Call) -> Step:
     exponent = int(p) if p == int(p) else p  # whole powers of negative numbers are real
     start = 0.0 if p < 1 else -math.inf
     return _steep(call, _Steep(lambda t: t.pow(exponent), lambda t: p * t ** (exponent - 1), start), f"power {p:g}")
-
-
-@rule("aten.pow.Scalar")
-def exponential_of_base(call: Call) -> Step:
-    """`b^x = exp(x·log b)` for a constant b > 0."""
-    base, x = float(call.constant("self")), call.signal("exponent")
-    if not base > 0:
-        call.refuse(f"powers of {base:g} are not real numbers, or jump at 0")
-    rate = math.log(base)
-    steep = _Steep(lambda t: torch.exp(rate * t), lambda t: rate * math.exp(rate * t))
-    return _steep(call, steep, f"power of {base:g}", x)
 
 
 # --- what has no constant ---------------------------------------------------------------------------------------------------

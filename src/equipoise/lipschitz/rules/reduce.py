@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from equipoise.core.bounds import Bracket
 from equipoise.core.precision import full_precision, inflate
-from equipoise.lipschitz.operations import Average, Join, Largest, Map, Opaque, Own, Sorted
+from equipoise.lipschitz.operations import Average, Join, Largest, Map, Own, Sorted
 from equipoise.lipschitz.rules.registry import (
     BALL,
     Call,
@@ -228,22 +228,12 @@ def extreme(call: Call) -> Step:
     return carried(call.x, 1.0, "order statistic", Largest())
 
 
-@rule("aten.kthvalue.default", "aten.median.dim", "aten.median.default")
-def rank(call: Call) -> Step:
-    """One order statistic of disjoint sets of entries: 1, the values only."""
-    return carried(call.x, 1.0, "order statistic", Sorted())
-
-
-@rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other", "aten.logaddexp.default")
+@rule("aten.maximum.default", "aten.minimum.default", "aten.max.other", "aten.min.other")
 def two_to_one(call: Call) -> Step:
-    """Functions of two entries whose gradient has norm at most 1: root of the sum of squares."""
+    """The larger or smaller of two entries: root of the sum of squares."""
     gains, fixed, peak = repeated(call, (call["self"], call["other"]))
-    smooth = call.node.target is _aten.logaddexp.default
-    more = math.log(2) if smooth else 0.0  # by which it may exceed the larger of both
-    offset = inflate(inflate(fixed + more) * math.sqrt(math.prod(call.shape)))
-    label = "logaddexp" if smooth else "maximum"
-    map: Map = Opaque() if smooth else Largest()
-    return Step(gains, label, "root", offset=offset, peak=inflate(peak + more) if smooth else peak, map=map)
+    offset = inflate(fixed * math.sqrt(math.prod(call.shape)))
+    return Step(gains, "maximum", "root", offset=offset, peak=peak, map=Largest())
 
 
 @rule("aten.cat.default", "aten.concat.default", "aten.stack.default")

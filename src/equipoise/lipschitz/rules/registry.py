@@ -375,8 +375,7 @@ def _bind(node: fx.Node, lookup: Callable[[fx.Node], Any]) -> dict[str, Any]:
 _aten = torch.ops.aten
 #: a constant −∞ may enter here …
 _MASKING = {
-    _aten.add.Tensor, _aten.add.Scalar, _aten.where.self, _aten.where.ScalarOther, _aten.where.ScalarSelf,
-    _aten.masked_fill.Scalar, _aten.masked_fill.Tensor,
+    _aten.add.Tensor, _aten.add.Scalar, _aten.where.self, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor,
 }  # fmt: skip
 #: … be carried on by these …
 _CARRYING = {
