@@ -164,7 +164,7 @@ def write_smoothing(
                     row["q"] = min(1.0, (1 - row["p"]) * (1 + 1e-15))
         # the bounds' last digits were given away, and the radius follows from them
         radius = max(radius - 1e-7 * (radius + sigma), 0.0)
-        rows.append({**row, "radius": radius if radii is None else min(radius, float(radii[index]))})
+        rows.append({**row, "radius": radius if radii is None else min(radius, float(radii[int(index)]))})
     claims = {"smoothing": {"sigma": sigma, "alpha": alpha, "n": int(max(draws)), "rows": rows}}
     _save(folder, {"format": "equipoise-bundle", "version": 1, "claims": claims}, {})
     return claims
@@ -313,6 +313,8 @@ class _Writer:
         if call is not None and call == self.fused:
             self.names[node] = self.nodes[-1]["name"]
             return
+        if _name(node) in _RESHAPES:
+            call = None  # a reshape before a module may be named after it
         self.fused = call
         if call is not None:
             _FUSED[call[1]](self, node, self.modules[call[0]])
@@ -468,7 +470,8 @@ def _linear(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
 
 def _batch_norm(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     """`ax + b` for every channel, as a scaling and a shift in float64; a and b from its values at 0 and 1."""
-    statistics = [writer.constants[part].double() if part in writer.constants else part for part in node.args[1:]]
+    others: Any = node.args[1:]
+    statistics = [writer.constants[part].double() if part in writer.constants else part for part in others]
     zero = torch.zeros(1, *_shape(node)[:1], *[1] * (len(_shape(node)) - 1), dtype=torch.float64)
     target: Any = node.target
     shift = target(zero, *statistics)
@@ -582,9 +585,19 @@ def _pass(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
     writer.names[node] = writer.names[node.all_input_nodes[0]]
 
 
-def _end(*keys: str) -> Callable[[fx.Node, Mapping[str, Any]], float]:
-    """An end of an interval; bounds beyond it do not matter."""
-    return lambda node, a: next((float(a[key]) for key in keys[:-1] if a.get(key) is not None), float(keys[-1]))
+def _clamp(writer: _Writer, node: fx.Node, a: Mapping[str, Any]) -> None:
+    low, high = (a.get(name, a.get(f"{name}_val")) for name in ("min", "max"))
+    # an end that is missing is beyond all values
+    ends = {"low": -1e99 if low is None else float(low), "high": 1e99 if high is None else float(high)}
+    writer.emit(node, "clamp", [a["self"]], ends)
+
+
+def _entering(writer: _Writer, node: fx.Node) -> fx.Node:
+    """The value that enters a fused module at its first node."""
+    for source in node.all_input_nodes:
+        if source in writer.names:
+            return source
+    raise Refused(f"a bundle has no operation for the input of {node.name}")
 
 
 def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
@@ -602,11 +615,11 @@ def _residual(writer: _Writer, node: fx.Node, module: Any) -> None:
     weights = {"weight": inner.weight}
     if offset.numel():
         weights["bias"] = offset.reshape(-1, *[1] * dims)
-    writer.layer(node, "residual", node.args[0], weights, attributes)
+    writer.layer(node, "residual", _entering(writer, node), weights, attributes)
 
 
 def _householder(writer: _Writer, node: fx.Node, module: Any) -> None:
-    source = next(source for source in node.all_input_nodes if source in writer.names)
+    source = _entering(writer, node)
     half = module.theta.detach().reshape(-1, *[1] * (len(_shape(source)) - module.dim)) / 2
     weights = {"first": half.sin(), "second": -half.cos()}
     writer.emit(node, "householder", [source], {"axis": module.dim}, weights)
@@ -619,11 +632,11 @@ _FUSED: dict[str, Callable[[_Writer, fx.Node, Any], None]] = {
 }
 #: operations that are recognised where their results meet
 _PARTS = {"split_with_sizes", "split", "chunk", "maximum", "minimum", "sort"}
+_RESHAPES = ("flatten", "view", "reshape", "unsqueeze", "squeeze")
 _RESHAPE = _rearrange("reshape", shape=lambda node, a: _shape(node))
-_CLAMP = _rearrange("clamp", low=_end("min", "min_val", "-1e99"), high=_end("max", "max_val", "1e99"))
 _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] = {
     **dict.fromkeys(("dropout", "clone", "contiguous", "alias", "detach", "_to_copy", "to"), _pass),
-    **dict.fromkeys(("flatten", "view", "reshape", "unsqueeze", "squeeze"), _RESHAPE),
+    **dict.fromkeys(_RESHAPES, _RESHAPE),
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _linear),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _linear),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "adaptive_avg_pool2d"), _pool),
@@ -631,7 +644,7 @@ _TRANSLATIONS: dict[str, Callable[[_Writer, fx.Node, Mapping[str, Any]], None]] 
     **dict.fromkeys(
         ("pixel_shuffle", "pixel_unshuffle", "permute", "transpose", "flip", "roll", "slice", "pad"), _gather
     ),
-    **dict.fromkeys(("clamp", "hardtanh"), _CLAMP),
+    **dict.fromkeys(("clamp", "hardtanh"), _clamp),
     **dict.fromkeys(("tanh", "sigmoid", "softplus"), _curve),
     "relu": _rearrange("relu"),
     "abs": _rearrange("abs", axis=lambda node, a: 1, count=lambda node, a: _shape(node)[0]),

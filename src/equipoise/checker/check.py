@@ -32,9 +32,9 @@ TINY = 1e-250
 #: covers the few roundings of a short scalar formula
 SLACK = 1 + 2.0**-45
 
-#: what an operation may lose by underflow, and the largest number in it: in float64, in float32
+#: what an operation may lose by underflow, and the largest norm of its terms: in float64, in float32
 UNDERFLOW = np.array([[TINY], [2.0**-90]])
-OVERFLOW = np.array([[1e300], [1e36]])
+OVERFLOW = np.array([[1e290], [1e30]])
 
 MAX_BYTES = 2**31
 MAX_NODES = 10_000

@@ -6,9 +6,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from scipy.linalg import norm
-from scipy.sparse.linalg import ArpackNoConvergence, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-from equipoise.core.checks import POSITIVE, require_number, require_one_of
+from equipoise.core.checks import POSITIVE, require_number, require_one_of, require_type
 from equipoise.core.errors import Refused
 from equipoise.curvature.hessian import LossHessian, Vector
 
@@ -66,6 +66,7 @@ def top_eigenvalue(
     (9.0, True)
     """
     require_one_of(get_args(Which), which=which)
+    require_type(hessian, LinearOperator, "hessian")
     before = hessian.products
     if hessian.size <= SMALL:
         H = hessian @ np.eye(hessian.size)
@@ -130,6 +131,7 @@ def trace(hessian: LossHessian, *, products: int = 60, seed: int = 0) -> TraceEs
     Reference: Meyer et al. 2021 (Hutch++).
     """
     require_number(products, "products", least=6, whole=True)
+    require_type(hessian, LinearOperator, "hessian")
     n, before = hessian.size, hessian.products
     if n <= products:
         return TraceEstimate(float(np.trace(hessian @ np.eye(n))), 0.0, hessian.products - before)
@@ -190,6 +192,7 @@ def spectral_density(hessian: LossHessian, *, steps: int = 30, vectors: int = 4,
     """
     require_number(steps, "steps", least=1, whole=True)
     require_number(vectors, "vectors", least=1, whole=True)
+    require_type(hessian, LinearOperator, "hessian")
     rng, before = np.random.default_rng(seed), hessian.products
     nodes, weights = [], []
     for _ in range(vectors):
@@ -267,6 +270,7 @@ def sharpness(
     require_number(radius, "radius", least=POSITIVE)
     require_number(steps, "steps", least=1, whole=True)
     require_number(restarts, "restarts", least=1, whole=True)
+    require_type(hessian, LinearOperator, "hessian")
     rng = np.random.default_rng(seed)
     base = hessian.value()
     best = base
