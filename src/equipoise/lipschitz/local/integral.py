@@ -20,6 +20,7 @@ which one is the centre, so that a single radius does what a sum along several d
 room for (it grants 16 roundings per entry and needs four), and `m_k·(1/m_k)` is off 1 by 2⁻⁵², far less than `_ROOM`.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from equipoise.core.precision import deflate, inflate
 from equipoise.lipschitz.local.backward import Ball, Norm, enclose_ball, lower_bounds, slope_ranges
 from equipoise.lipschitz.local.graph import Network
 from equipoise.lipschitz.local.multipliers import Reduced, best_multipliers, count_switching, reduced_maps
+from equipoise.lipschitz.local.slopes import Relaxation, optimise, tighten
 
 #: radii of the sum, as shares of the outermost
 SHARES = (0.6, 0.8, 1.0)
@@ -67,24 +69,38 @@ class Case:
     bounds: dict[float, Tensor] = field(default_factory=dict, repr=False)
     maps: dict[tuple[float, float], Reduced | None] = field(default_factory=dict, repr=False)
     starts: dict[tuple[float, float], Tensor | None] = field(default_factory=dict, repr=False)
+    relaxation: Relaxation | None = field(default=None, repr=False)  # of the ball before, to begin with
 
     def ball(self, radius: float) -> Ball | None:
         """The enclosure on the ball, computed once."""
         if radius not in self.balls:
             known = next((b for b in self.balls.values() if b is not None), None)
             self.balls[radius] = enclose_ball(
-                self.network, self.x, radius, self.norm, inner=known, deadline=self.deadline
+                self.network,
+                self.x,
+                radius,
+                self.norm,
+                inner=known,
+                deadline=self.deadline,
+                tighten=functools.partial(tighten, deadline=self.deadline),
             )
         return self.balls[radius]
 
     def relaxed(self, radius: float) -> Tensor:
-        """Lower bounds of every margin on the ball, by the backward relaxation alone."""
+        """Lower bounds of every margin on the ball: by lines, with optimised slopes where those do not prove them all."""
         if radius not in self.bounds:
             ball = self.ball(radius)
             if ball is None:
-                self.bounds[radius] = torch.full((len(self.rows),), -math.inf, dtype=torch.float64)
+                bounds = torch.full((len(self.rows),), -math.inf, dtype=torch.float64)
             else:
-                self.bounds[radius] = lower_bounds(ball, len(self.network.nodes) - 1, self.rows)
+                last = len(self.network.nodes) - 1
+                bounds = lower_bounds(ball, last, self.rows)
+                enough = torch.zeros_like(bounds) if self.lost is None else self.lost(radius)
+                if bool((bounds <= enough).any()):
+                    bounds, self.relaxation = optimise(
+                        ball, last, self.rows, self.relaxation, enough=inflate(enough), deadline=self.deadline
+                    )
+            self.bounds[radius] = bounds
         return self.bounds[radius]
 
     def left(self, radius: float, margins: Tensor) -> Tensor:
@@ -205,6 +221,19 @@ def relaxed_radius(case: Case, start: float, steps: int = 12) -> float:
         else:
             high = middle
     return low
+
+
+def holds_at(case: Case, radius: float, *, multipliers: bool) -> str | None:
+    """The method that proves every margin positive on the ball of this radius, cheap ones first; None where none does."""
+    if case.holds(radius):
+        return "relaxation"
+    if not multipliers or case.norm != "l2" or time.process_time() > case.deadline:
+        return None
+    order = (case.relaxed(radius) / case.margins).argsort().tolist()
+    if all(integrate(case, k, radius).radius >= radius for k in order):
+        return "integral"
+    L = common_constant(case, radius, case.left(radius, case.margins))
+    return "multipliers" if inflate(L * radius) < _ROOM else None
 
 
 def integral_radius(case: Case, base: float) -> tuple[float, int]:
