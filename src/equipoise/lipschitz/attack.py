@@ -134,7 +134,13 @@ def as_function(program: Program) -> Function:
     def one(sample: Tensor) -> Tensor:
         return torch.cat([t.double().flatten() for t in run_program(program, [sample[None]], exact=True)])
 
-    return torch.func.vmap(one)
+    def batch(x: Tensor) -> Tensor:
+        try:
+            return torch.func.vmap(one)(x)
+        except RuntimeError:  # an operation that cannot be mapped over a batch
+            return torch.stack([one(sample) for sample in x])
+
+    return batch
 
 
 def _length(v: Tensor) -> Tensor:
